@@ -1,0 +1,75 @@
+// What kernels know of a format, a scheme and a random stream: plain integers, in the order in which Python sends them.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define LOWBIT_HD __host__ __device__ __forceinline__
+#else
+// Internal linkage: the same function compiled with other instructions must never stand in for this one.
+#define LOWBIT_HD static inline
+#endif
+
+namespace lowbit {
+
+// Format.params() of lowbit/formats.py.
+struct FormatParams {
+    int32_t kind;  // kKindFloat, kKindInteger, kKindCodebook, kKindExponent of the generated header
+    int32_t bits;
+    int32_t exponent;
+    int32_t mantissa;
+    int32_t bias;
+    int32_t is_signed;
+    int32_t max_code;
+    int32_t inf_code;  // -1: none
+    int32_t nan_code;  // -1: none
+    int32_t qmin;
+    int32_t qmax;
+};
+constexpr int kFormatParams = 11;
+
+// ids of SCALE_FORMATS in lowbit/scaling.py.
+enum ScaleFormat : int32_t { kScaleFp32 = 0, kScaleBf16 = 1, kScaleFp16 = 2, kScaleE8m0 = 3, kScaleE4m3 = 4 };
+
+// Scheme.params(rows, cols) of lowbit/scaling.py.
+struct SchemeParams {
+    FormatParams format;
+    int64_t block_rows;
+    int64_t block_cols;
+    int32_t scale_format;
+    int32_t ceil;    // E8M0 scales that never clip
+    int32_t affine;  // a zero point in every block
+    int32_t outer;   // two levels of scales
+};
+constexpr int kSchemeParams = kFormatParams + 6;
+
+enum Rounding : int32_t { kNearest = 0, kStochastic = 1 };
+
+// What stochastic rounding depends on: docs/numerics.md section 7.
+struct Rng {
+    uint64_t seed;
+    uint32_t step;
+    uint32_t stream;
+    uint64_t offset;
+    uint64_t pitch;
+};
+
+enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+inline FormatParams format_params(const int64_t* p) {
+    auto at = [p](int i) { return static_cast<int32_t>(p[i]); };
+    return {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10)};
+}
+
+inline SchemeParams scheme_params(const int64_t* p) {
+    const int64_t* rest = p + kFormatParams;
+    auto at = [rest](int i) { return static_cast<int32_t>(rest[i]); };
+    return {format_params(p), rest[0], rest[1], at(2), at(3), at(4), at(5)};
+}
+
+inline Rng rng_params(const int64_t* p) {
+    return {static_cast<uint64_t>(p[0]), static_cast<uint32_t>(p[1]), static_cast<uint32_t>(p[2]),
+            static_cast<uint64_t>(p[3]), static_cast<uint64_t>(p[4])};
+}
+
+}  // namespace lowbit

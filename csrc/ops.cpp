@@ -1,0 +1,53 @@
+// Schemas of the private ops lowbit_native::*, one set for CPU and CUDA, through LibTorch's stable ABI.
+//
+// Every op writes into tensors it is given and returns nothing. Matrices are [rows, cols] with unit column stride;
+// `fmt` is Format.params(), `scheme` Scheme.params(rows, cols), `rng` [seed, step, stream, offset, pitch]; `rounding`
+// is 0 (nearest) or 1 (stochastic). The Python wrappers in lowbit/backends/native.py check and allocate.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "cpu/isa.h"
+#include "cpu/threads.h"
+
+namespace {
+
+void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Chunk chunk, void* context) {
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, chunk, context));
+}
+int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
+
+void force_isa(std::string name) { lowbit::cpu::force_isa(name); }
+std::string isa() { return lowbit::cpu::isa_name(lowbit::cpu::current_isa()); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(lowbit_native, m) {
+    lowbit::cpu::set_parallel_for(parallel_for, num_threads);
+    m.def("encode(Tensor x, Tensor(a!) out, int[] fmt, int rounding, bool saturate, int[] rng) -> ()");
+    m.def("decode(Tensor codes, Tensor(a!) out, int[] fmt) -> ()");
+    m.def("pack(Tensor codes, Tensor(a!) out, int bits) -> ()");
+    m.def("unpack(Tensor packed, Tensor(a!) out, int bits) -> ()");
+    m.def("outer_scale(Tensor x, Tensor(a!) out, int[] scheme) -> ()");
+    m.def(
+        "quantize(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int[] scheme, "
+        "int rounding, int[] rng) -> ()");
+    m.def(
+        "quantize_static(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int[] scheme, "
+        "int rounding, int[] rng) -> ()");
+    m.def(
+        "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme) -> ()");
+    m.def(
+        "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme, "
+        "int rounding, int[] rng) -> ()");
+    m.def(
+        "scaled_mm(Tensor a, int[] a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, "
+        "Tensor b, int[] b_scheme, Tensor? b_scale, Tensor? b_zero_point, Tensor? b_outer, "
+        "Tensor? bias, Tensor(a!) out, int cols) -> ()");
+    m.def("force_isa(str name) -> ()");
+    m.def("isa() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
+    m.impl("force_isa", TORCH_BOX(&force_isa));
+    m.impl("isa", TORCH_BOX(&isa));
+}

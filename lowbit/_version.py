@@ -1,0 +1,3 @@
+"""The version; it stands here alone."""
+
+__version__ = "0.1.0"
