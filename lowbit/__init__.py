@@ -1,0 +1,36 @@
+"""lowbit: low-bit numbers for PyTorch, with the same bits on every backend.
+
+``import lowbit as lb``; see README.md for a tour, docs/numerics.md for the arithmetic.
+"""
+
+from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
+from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
+from lowbit.backends.registry import BackendError, impls, use_backend
+from lowbit.formats import FORMATS, Format, float_format
+from lowbit.functional import decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
+from lowbit.quantized import Quantized
+from lowbit.recipes import RECIPES, Recipe, recipe
+from lowbit.scaling import Scheme, scheme
+
+__all__ = [
+    "FORMATS",
+    "RECIPES",
+    "BackendError",
+    "Format",
+    "Quantized",
+    "Recipe",
+    "Scheme",
+    "decode",
+    "encode",
+    "explain",
+    "fake_quantize",
+    "float_format",
+    "impls",
+    "pack",
+    "quantize",
+    "recipe",
+    "scaled_mm",
+    "scheme",
+    "unpack",
+    "use_backend",
+]

@@ -1,0 +1,24 @@
+"""Backends: tables of kernels. A backend is one module here with ``IMPLS`` and ``unavailable()``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from lowbit.backends import dispatch, registry
+
+#: Modules of this package, each a backend.
+BACKENDS = ("reference",)
+
+
+def _load() -> None:
+    for name in BACKENDS:
+        module = import_module(f"lowbit.backends.{name}")
+        reason = module.unavailable()
+        if reason is None:
+            registry.add(module.IMPLS)
+        else:
+            registry.set_absent(name, reason)
+    dispatch.register_all()
+
+
+_load()

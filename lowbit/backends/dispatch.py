@@ -1,0 +1,111 @@
+"""Makes every ``OpSpec`` a torch op: ``torch.ops.lowbit.NAME`` and ``NAME_out``, with fakes, on every device.
+
+One kernel per (op, device) checks the arguments once, asks the registry, allocates the outputs and runs the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.backends import registry
+from lowbit.ops import OPS, OpSpec
+
+_DEVICES = ("cpu", "cuda")
+_library = torch.library.Library("lowbit", "DEF")
+
+
+def register_all() -> None:
+    for spec in OPS.values():
+        functional, out = spec.schemas
+        _library.define(functional, tags=torch.Tag.needs_fixed_stride_order)
+        _library.define(out)
+        for device in _DEVICES:
+            _library.impl(spec.name, _functional(spec), device.upper())
+            _library.impl(f"{spec.name}_out", _out(spec), device.upper())
+        torch.library.register_fake(f"lowbit::{spec.name}", _fake(spec), lib=_library)
+        torch.library.register_fake(f"lowbit::{spec.name}_out", _fake_out(spec), lib=_library)
+
+
+def _device_of(spec: OpSpec, call: Any) -> torch.device:
+    tensors = [t for t in call if isinstance(t, Tensor)]
+    for other in tensors[1:]:
+        if other.device != tensors[0].device:
+            names = ", ".join(
+                f"{n} on {t.device}" for n, t in zip(call._fields, call, strict=True) if isinstance(t, Tensor)
+            )
+            raise ValueError(f"lowbit.{spec.name}: all tensors must be on one device, got {names}")
+    return tensors[0].device
+
+
+def _run(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
+    impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or outs[0].numel() == 0)
+    impl.run(outs, call)
+
+
+def _allocate(spec: OpSpec, call: Any, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs(call))
+
+
+def _functional(spec: OpSpec) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        call = spec.args(*args, **kwargs)
+        device = _device_of(spec, call)
+        spec.check(call)
+        outs = _allocate(spec, call, device)
+        _run(spec, call, device, outs)
+        return outs if len(outs) > 1 else outs[0]
+
+    return kernel
+
+
+def _out(spec: OpSpec) -> Callable[..., None]:
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        outs = tuple(kwargs.pop(name) for name in spec.returns)
+        call = spec.args(*args, **kwargs)
+        device = _device_of(spec, call)
+        spec.check(call)
+        _check_outs(spec, call, device, outs)
+        straight = tuple(
+            o if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format) for o in outs
+        )
+        _run(spec, call, device, straight)
+        for out, filled in zip(outs, straight, strict=True):
+            if out is not filled:
+                out.copy_(filled)
+
+    return kernel
+
+
+def _check_outs(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
+    for name, out, (shape, dtype) in zip(spec.returns, outs, spec.outputs(call), strict=True):
+        if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
+            raise ValueError(
+                f"lowbit.{spec.name}: {name} must be {dtype} {list(shape)} on {device}, "
+                f"got {out.dtype} {list(out.shape)} on {out.device}"
+            )
+
+
+def _fake(spec: OpSpec) -> Callable[..., Any]:
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        call = spec.args(*args, **kwargs)
+        device = _device_of(spec, call)
+        spec.check(call)
+        outs = _allocate(spec, call, device)
+        return outs if len(outs) > 1 else outs[0]
+
+    return rule
+
+
+def _fake_out(spec: OpSpec) -> Callable[..., None]:
+    def rule(*args: Any, **kwargs: Any) -> None:
+        outs = tuple(kwargs.pop(name) for name in spec.returns)
+        call = spec.args(*args, **kwargs)
+        device = _device_of(spec, call)
+        spec.check(call)
+        _check_outs(spec, call, device, outs)
+
+    return rule

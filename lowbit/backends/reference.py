@@ -1,0 +1,124 @@
+"""The reference backend: ``lowbit.reference`` behind every op, on any device, for every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lowbit import formats, packing, reference, scaling
+from lowbit.backends.registry import Impl
+from lowbit.ops import codec, matmul
+from lowbit.ops import quantize as q
+from lowbit.ops.spec import Numerics, as_rows, matrix_shape
+
+
+def _rng(call: Any) -> reference.Rng | None:
+    if call.rounding == "nearest":
+        return None
+    return reference.Rng(call.seed, call.step, call.stream, call.offset, call.pitch)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return as_rows(x) if x.dim() else x.reshape(1, 1)
+
+
+def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
+    codes = reference.encode(_matrix(call.x), formats.find(call.format), _rng(call), call.saturate)
+    outs[0].copy_(codes.reshape(outs[0].shape))
+
+
+def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:
+    outs[0].copy_(reference.decode(call.codes, formats.find(call.format), call.dtype))
+
+
+def _pack(outs: tuple[Tensor, ...], call: codec.Pack) -> None:
+    outs[0].copy_(packing.pack(call.codes, call.bits))
+
+
+def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
+    outs[0].copy_(packing.unpack(call.packed, call.bits, call.cols))
+
+
+def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+    outs[0].copy_(reference.outer_scale(call.x, scaling.scheme(call.scheme)))
+
+
+def _store(out: Tensor, codes: Tensor, scheme: scaling.Scheme) -> None:
+    out.copy_(packing.pack(codes, scheme.format.bits).reshape(out.shape))
+
+
+def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
+    scheme = scaling.scheme(call.scheme)
+    codes, scale, zero_point = reference.quantize(as_rows(call.x), scheme, call.outer_scale, _rng(call))
+    _store(outs[0], codes, scheme)
+    outs[1].copy_(scale)
+    if zero_point is not None:
+        outs[2].copy_(zero_point)
+
+
+def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
+    scheme = scaling.scheme(call.scheme)
+    codes = reference.quantize_static(
+        as_rows(call.x), scheme, call.scale, call.zero_point, call.outer_scale, _rng(call)
+    )
+    _store(outs[0], codes, scheme)
+
+
+def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
+    scheme = scaling.scheme(call.scheme)
+    codes = reference.unpack(as_rows(call.codes), scheme, call.cols)
+    y = reference.dequantize(codes, scheme, call.scale, call.zero_point, call.outer_scale, call.dtype)
+    outs[0].copy_(y.reshape(outs[0].shape))
+
+
+def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
+    scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
+    if call.scale is None:
+        codes, scale, zero_point = reference.quantize(x, scheme, call.outer_scale, _rng(call))
+    else:
+        scale, zero_point = call.scale, call.zero_point
+        codes = reference.quantize_static(x, scheme, scale, zero_point, call.outer_scale, _rng(call))
+    y = reference.dequantize(codes, scheme, scale, zero_point, call.outer_scale, call.x.dtype)
+    outs[0].copy_(y.reshape(outs[0].shape))
+
+
+def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackward) -> None:
+    scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
+    scale, zero_point = call.scale, call.zero_point
+    if scale is None:
+        scale, zero_point = reference.block_scales(x, scheme, call.outer_scale)
+    grad_x, grad_scale = reference.fake_quantize_backward(
+        call.grad.reshape(matrix_shape(call.x)), x, scheme, scale, zero_point, call.outer_scale
+    )
+    outs[0].copy_(grad_x.reshape(outs[0].shape))
+    if call.scale is not None:
+        outs[1].copy_(grad_scale)
+
+
+def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    a, b = (matmul.operand(side, call.cols) for side in matmul.sides(call))
+    outs[0].copy_(reference.scaled_mm(a, b, call.bias, call.out_dtype))
+
+
+IMPLS = tuple(
+    Impl(op, "reference", ("cpu", "cuda"), 0, run, numerics=Numerics("fp32", "fp32"))
+    for op, run in {
+        "encode": _encode,
+        "decode": _decode,
+        "pack": _pack,
+        "unpack": _unpack,
+        "outer_scale": _outer_scale,
+        "quantize": _quantize,
+        "quantize_static": _quantize_static,
+        "dequantize": _dequantize,
+        "fake_quantize": _fake_quantize,
+        "fake_quantize_backward": _fake_quantize_backward,
+        "scaled_mm": _scaled_mm,
+    }.items()
+)
+
+
+def unavailable() -> str | None:
+    """Why this backend is absent: never."""
+    return None

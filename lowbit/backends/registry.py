@@ -1,0 +1,186 @@
+"""Which kernel runs: a table of implementations, and a pure function of the call that picks one.
+
+Selection takes the highest-priority implementation for the device whose ``supports`` returns no reason against.
+``use_backend`` narrows the table to one backend; where that one cannot serve, the call raises and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lowbit.ops import OPS, Numerics
+
+__all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "select", "use_backend"]
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One kernel for one op. ``run(outs, call)`` fills preallocated contiguous outputs; ``backend`` names its family."""
+
+    op: str
+    name: str
+    devices: tuple[str, ...]
+    priority: int
+    run: Callable[[tuple[Tensor, ...], Any], None]
+    supports: Callable[[Any], str | None] = field(default=lambda call: None)
+    numerics: Numerics = Numerics()
+
+    @property
+    def backend(self) -> str:
+        return self.name.split("_")[0]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an implementation would not serve a call."""
+
+    impl: Impl
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run for a call, what refused it, what stands behind, and which backends are absent."""
+
+    op: str
+    device: str
+    chosen: Impl | None
+    refused: tuple[Refusal, ...]
+    behind: tuple[Impl, ...]
+    absent: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}: {self.chosen.name if self.chosen else 'nothing'} would run"]
+        lines += [f"  not {r.impl.name}: {r.reason}" for r in self.refused]
+        lines += [f"  behind it: {impl.name}" for impl in self.behind]
+        lines += [f"  absent: {name}: {reason}" for name, reason in self.absent.items()]
+        return "\n".join(lines)
+
+
+_table: dict[tuple[str, str], list[Impl]] = {}
+_absent: dict[str, str] = {}
+_forced: ContextVar[str | None] = ContextVar("lowbit_backend", default=None)
+
+
+_asked: ContextVar[str | None] = ContextVar("lowbit_asked", default=None)
+
+
+class BackendError(RuntimeError):
+    """No implementation can serve the call."""
+
+
+class _Answer(Exception):
+    """Carries the answer of ``explaining`` out of the op that was asked about."""
+
+    def __init__(self, explanation: Explanation):
+        super().__init__(str(explanation))
+        self.explanation = explanation
+
+
+def add(rows: tuple[Impl, ...]) -> None:
+    for row in rows:
+        if row.op not in OPS:
+            raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
+        for device in row.devices:
+            listed = _table.setdefault((row.op, device), [])
+            listed.append(row)
+            listed.sort(key=lambda impl: -impl.priority)
+
+
+def set_absent(backend: str, reason: str) -> None:
+    _absent[backend] = reason
+
+
+def absent() -> dict[str, str]:
+    """Backends that are not there, and how to get them."""
+    return dict(_absent)
+
+
+def impls(op: str, device: str = "cpu") -> tuple[Impl, ...]:
+    """The implementations of ``op`` on a device type, best first. Raises ValueError for an unknown op."""
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; expected one of {', '.join(OPS)}")
+    return tuple(_table.get((op, device), ()))
+
+
+def forced() -> str | None:
+    """The backend that ``use_backend`` asked for, if any."""
+    return _forced.get()
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Serve every lowbit op inside from one backend (``reference``, ``cpu``, ``cuda``, ``triton``), or raise.
+
+    ``None`` gives the choice back. Backward passes run on the backend of their forward.
+    """
+    known = {impl.backend for rows in _table.values() for impl in rows} | {i.name for r in _table.values() for i in r}
+    if name is not None and name not in known:
+        why = _absent.get(name, f"known backends: {', '.join(sorted(known | set(_absent)))}")
+        raise BackendError(f"backend {name!r} is not available: {why}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def candidates(op: str, device: str) -> list[Impl]:
+    backend = _forced.get()
+    rows = _table.get((op, device), [])
+    return rows if backend is None else [impl for impl in rows if backend in (impl.backend, impl.name)]
+
+
+def select(op: str, device: str, call: Any, empty: bool) -> Impl:
+    """The implementation that serves ``call``. Raises BackendError, with every reason, if there is none."""
+    rows = candidates(op, device)
+    if _asked.get() == op:
+        raise _Answer(_explain(op, device, call, rows))
+    if empty and _forced.get() is None:
+        rows = [impl for impl in rows if impl.name == "reference"]
+    for impl in rows:
+        if impl.supports(call) is None:
+            return impl
+    raise BackendError(_why_none(op, device, call, rows))
+
+
+def explaining(op: str, run: Callable[[], Any]) -> Explanation:
+    """Call ``run`` up to the moment where ``op`` would pick its kernel, and answer how it would pick."""
+    token = _asked.set(op)
+    try:
+        run()
+    except _Answer as answer:
+        return answer.explanation
+    finally:
+        _asked.reset(token)
+    raise RuntimeError(f"this call never reached lowbit.{op}")
+
+
+def _explain(op: str, device: str, call: Any, rows: list[Impl]) -> Explanation:
+    refused = []
+    for index, impl in enumerate(rows):
+        reason = impl.supports(call)
+        if reason is None:
+            return Explanation(op, device, impl, tuple(refused), tuple(rows[index + 1 :]), absent())
+        refused.append(Refusal(impl, reason))
+    return Explanation(op, device, None, tuple(refused), (), absent())
+
+
+def _why_none(op: str, device: str, call: Any, rows: list[Impl]) -> str:
+    backend = _forced.get()
+    asked = f"backend {backend!r}" if backend else f"device {device!r}"
+    lines = [f"{asked} cannot run lowbit.{op} on {device}:"]
+    lines += [f"  {impl.name}: {impl.supports(call)}" for impl in rows]
+    if not rows:
+        others = ", ".join(impl.name for impl in _table.get((op, device), [])) or "none"
+        lines.append(f"  it has no kernel for this op on this device; implementations there are: {others}")
+    lines.append(
+        "leave out use_backend() to let lowbit choose" if backend else "move the tensors to a supported device"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,330 @@
+"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, explain.
+
+Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are ``[ceil(rows/r), ceil(cols/c)]``
+for blocks ``(r, c)``. A scale is the multiplier that decodes; encoding divides by it in fp32.
+Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lowbit import formats
+from lowbit.backends import registry
+from lowbit.quantized import Quantized
+from lowbit.scaling import Scheme, as_matrix, scheme
+
+__all__ = ["decode", "encode", "explain", "fake_quantize", "pack", "quantize", "scaled_mm", "unpack"]
+
+
+def _rng(
+    rounding: str, seed: int | None, step: int, stream: int | str, offset: int, pitch: int | None
+) -> tuple[Any, ...]:
+    """The arguments that ops take for rounding; without a seed, stochastic rounding draws one from torch's generator."""
+    if seed is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if rounding == "stochastic" else 0
+    words = crc32(stream.encode()) if isinstance(stream, str) else stream
+    return (_signed(seed), step, words, _signed(offset), None if pitch is None else _signed(pitch))
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as the signed integer that op schemas carry."""
+    if not -(1 << 63) <= word < 1 << 64:
+        raise ValueError(f"expected an integer of 64 bits, got {word}")
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def encode(
+    x: Tensor,
+    format: str | formats.Format,
+    rounding: str = "nearest",
+    saturate: bool = True,
+    seed: int | None = None,
+    step: int = 0,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Codes of ``x``, one a byte (uint8, shape of ``x``), without any scale.
+
+    ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
+    the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
+    Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
+    NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its sign.
+
+    Raises TypeError for dtypes other than float32, bfloat16, float16; ValueError for an unknown format or rounding.
+    Source: docs/numerics.md sections 2, 3, 4, 7.
+    """
+    args = (formats.find(format).name, rounding, saturate, *_rng(rounding, seed, step, stream, offset, pitch))
+    matrix = x if x.dim() else x.reshape(1)
+    if out is None:
+        codes: Tensor = torch.ops.lowbit.encode(matrix, *args)
+        return codes.reshape(x.shape)
+    torch.ops.lowbit.encode_out(matrix, *args, out=out if x.dim() else out.reshape(1))
+    return out
+
+
+def decode(
+    codes: Tensor, format: str | formats.Format, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    """The values of ``codes`` (uint8, one a byte), exact in fp32 and rounded to ``dtype`` (nearest even).
+
+    Bits of a code above the format's width are ignored. Raises TypeError when codes are not uint8.
+    Source: docs/numerics.md section 6.
+    """
+    name = formats.find(format).name
+    matrix = codes if codes.dim() else codes.reshape(1)
+    if out is None:
+        y: Tensor = torch.ops.lowbit.decode(matrix, name, dtype)
+        return y.reshape(codes.shape)
+    torch.ops.lowbit.decode_out(matrix, name, dtype, out=out if codes.dim() else out.reshape(1))
+    return out
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``[..., cols]`` one a byte to ``[..., ceil(cols*bits/8)]`` bytes: a little-endian bit stream a row.
+
+    Source: docs/numerics.md section 8.
+    """
+    packed: Tensor = torch.ops.lowbit.pack(codes, bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Codes of ``shape``, one a byte, from what ``pack`` made of them."""
+    codes: Tensor = torch.ops.lowbit.unpack(packed, bits, shape[-1])
+    if codes.numel() != torch.Size(shape).numel():
+        raise ValueError(
+            f"unpack: {list(packed.shape)} holds {list(codes.shape)} codes of {bits} bits, not {list(shape)}"
+        )
+    return codes.reshape(shape)
+
+
+def quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | int | None = None,
+    outer_scale: Tensor | float | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    step: int = 0,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """``x`` in ``scheme``: packed codes with a scale for each block.
+
+    ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
+    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``out`` is filled and returned.
+
+    Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit. Source: docs/numerics.md sections 3, 5.
+    """
+    kind = _scheme(scheme)
+    matrix = x if x.dim() else x.reshape(1)
+    rng = _rng(rounding, seed, step, stream, offset, pitch)
+    scales = _given(kind, matrix, scale, zero_point, outer_scale)
+    parts = out.parts if out is not None else {}
+    if out is not None and (out.scheme != kind or out.shape != x.shape):
+        raise ValueError(
+            f"quantize: out holds {out.scheme} {list(out.shape)}, but the result is {kind} {list(x.shape)}"
+        )
+    if scales[0] is not None:
+        codes = _call("quantize_static", parts, ("codes",), matrix, kind.name, *scales, rounding, *rng)
+        made = (scales[0], scales[1])
+        _copy_given(parts, scales)
+    else:
+        codes, *made = _quantize_dynamic(matrix, kind, scales[2], rounding, rng, parts)
+    if out is not None:
+        return out
+    return Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
+
+
+def _quantize_dynamic(
+    x: Tensor, scheme: Scheme, outer: Tensor | None, rounding: str, rng: tuple[Any, ...], parts: dict[str, Tensor]
+) -> Any:
+    args = (x, scheme.name, outer, rounding, *rng)
+    if not parts:
+        return torch.ops.lowbit.quantize(*args)
+    zero = parts.get("zero_point")
+    if zero is None:
+        zero = torch.empty(0, dtype=torch.int8 if scheme.format.signed else torch.uint8, device=x.device)
+    torch.ops.lowbit.quantize_out(*args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
+    if outer is not None:
+        parts["outer_scale"].copy_(outer)
+    return parts["codes"], parts["scale"], zero
+
+
+def _call(op: str, parts: dict[str, Tensor], names: tuple[str, ...], *args: Any) -> Any:
+    if not parts:
+        return getattr(torch.ops.lowbit, op)(*args)
+    getattr(torch.ops.lowbit, f"{op}_out")(*args, out=parts[names[0]])
+    return parts[names[0]]
+
+
+def _copy_given(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
+    for name, value in zip(("scale", "zero_point", "outer_scale"), scales, strict=True):
+        if value is not None and name in parts and parts[name] is not value:
+            parts[name].copy_(value)
+
+
+def fake_quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | int | None = None,
+    outer_scale: Tensor | float | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    step: int = 0,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+) -> Tensor:
+    """``quantize(x, scheme, ...).dequantize()`` in every bit, in the dtype of ``x``, with a gradient.
+
+    The gradient passes where the element was in range (integers: ``qmin <= rint(x/s) + zp <= qmax``; floats:
+    ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
+    grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
+    Source: docs/numerics.md section 10.
+    """
+    kind = _scheme(scheme)
+    matrix = x if x.dim() else x.reshape(1)
+    scales = _given(kind, matrix, scale, zero_point, outer_scale)
+    rng = _rng(rounding, seed, step, stream, offset, pitch)
+    y: Tensor = torch.ops.lowbit.fake_quantize(matrix, kind.name, *scales, rounding, *rng)
+    return y.reshape(x.shape)
+
+
+def scaled_mm(
+    a: Quantized | Tensor,
+    b: Quantized | Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out_scheme: str | Scheme | None = None,
+    out_scale: Tensor | float | None = None,
+    out: Tensor | Quantized | None = None,
+) -> Tensor | Quantized:
+    """``a @ b.T`` accumulated in int32 or fp32: ``a [..., M, K]``, ``b [N, K]`` (the layout of nn.Linear's weight).
+
+    Each operand is Quantized or a float tensor. ``bias [N]`` is added in fp32, then one cast to ``out_dtype``; with
+    ``out_scheme`` the fp32 result is quantized instead (with ``out_scale``, or a new scale), and Quantized is returned.
+
+    Raises ValueError where shapes or devices do not fit. Source: docs/numerics.md section 9.
+    """
+    if len(b.shape) != 2:
+        raise ValueError(f"scaled_mm: b must be a matrix [N, K], got shape {list(b.shape)}")
+    if len(a.shape) < 1 or a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"scaled_mm: a {list(a.shape)} and b {list(b.shape)} must end in the same K; b is [N, K]")
+    left, right = _operand("a", a), _operand("b", b)
+    args = {"cols": a.shape[-1], "bias": bias, "out_dtype": torch.float32 if out_scheme is not None else out_dtype}
+    shape = (*a.shape[:-1], b.shape[0])
+    plain = out if isinstance(out, Tensor) and out_scheme is None else None
+    if plain is not None:
+        torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=plain.reshape(-1, b.shape[0]))
+        return plain
+    y: Tensor = torch.ops.lowbit.scaled_mm(**left, **right, **args).reshape(shape)
+    if out_scheme is None:
+        return y
+    return quantize(y, out_scheme, scale=out_scale, out=out if isinstance(out, Quantized) else None)
+
+
+def _operand(name: str, x: Quantized | Tensor) -> dict[str, Any]:
+    if isinstance(x, Tensor):
+        return {name: x.reshape(-1, x.shape[-1])}
+    return {
+        name: x.codes.reshape(-1, x.codes.shape[-1]),
+        f"{name}_scheme": x.scheme.name,
+        f"{name}_scale": x.scale,
+        f"{name}_zero_point": x.zero_point,
+        f"{name}_outer_scale": x.outer_scale,
+    }
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
+    """What would run for ``op`` called with these arguments (as the function of that name takes them), and why not more.
+
+    ``print(lowbit.explain("scaled_mm", a, b))``. Nothing is computed by the op itself.
+    """
+    functions = {f.__name__: f for f in (encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm)}
+    functions["dequantize"] = lambda q, dtype=None: q.dequantize(dtype)
+    if op not in functions:
+        raise ValueError(f"explain: unknown op {op!r}; expected one of {', '.join(functions)}")
+    return registry.explaining(op, lambda: functions[op](*args, **kwargs))
+
+
+# -- scales as users give them ---------------------------------------------------------------------------------------
+def _scheme(text: str | Scheme) -> Scheme:
+    return scheme(text)
+
+
+def _given(
+    kind: Scheme, x: Tensor, scale: Tensor | float | None, zero_point: Tensor | int | None, outer: Tensor | float | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Scale, zero point and outer scale as ops take them; a two-level scheme's outer scale is made where not given."""
+    shape = kind.scale_shape(*as_matrix(tuple(x.shape)))
+    if zero_point is not None and scale is None:
+        raise ValueError(f"{kind}: a zero_point needs its scale; give both, or neither for dynamic ones")
+    made = None if scale is None else _stored_scale(kind, scale, shape, x.device)
+    zero = None
+    if zero_point is not None or (kind.affine and scale is not None):
+        zero = _stored_zero(kind, zero_point, shape, x.device)
+    level = None
+    if outer is not None:
+        level = _shaped("outer_scale", torch.as_tensor(outer, dtype=torch.float32, device=x.device), (1, 1))
+    elif kind.outer:
+        if scale is not None:
+            raise ValueError(f"{kind}: a given scale needs its outer_scale too, since the two decode together")
+        level = torch.ops.lowbit.outer_scale(x.detach(), kind.name)
+    return made, zero, level
+
+
+def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if value.numel() == 1 and value.dim() < len(shape):
+        return value.reshape([1] * len(shape)).expand(shape).contiguous()
+    if value.numel() != torch.Size(shape).numel():
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+    return value.reshape(shape)
+
+
+def _stored_scale(kind: Scheme, scale: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """A user's scale in the dtype that the scheme stores. Raises where the storage format cannot hold it exactly."""
+    dtype = getattr(torch, kind.scale_format.dtype)
+    value = scale if isinstance(scale, Tensor) else torch.tensor(float(scale), device=device)
+    value = _shaped(f"{kind}: scale", value, shape)
+    if value.dtype == dtype:
+        return value
+    if dtype != torch.uint8:
+        stored = value.to(dtype)
+    else:
+        stored = _scale_codes(value.float(), kind)
+    back = stored.float() if dtype != torch.uint8 else decode(stored, kind.scale_format.name)
+    if not torch.equal(back, value.float()):
+        raise ValueError(f"{kind} stores scales as {kind.scale_format.name}, which cannot hold the scale given exactly")
+    return stored
+
+
+def _scale_codes(value: Tensor, kind: Scheme) -> Tensor:
+    if kind.scale_format.name != "e8m0":
+        return encode(value, kind.scale_format.name)
+    return (torch.frexp(value.double())[1] - 1 + formats.find("e8m0").bias).clamp(0, 254).to(torch.uint8)
+
+
+def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int], device: torch.device) -> Tensor:
+    if not kind.affine:
+        raise ValueError(f"{kind} has no zero point; add ':affine' for one")
+    if zero is None:
+        raise ValueError(f"{kind}: a given scale needs its zero_point too")
+    value = _shaped(f"{kind}: zero_point", torch.as_tensor(zero, device=device), shape)
+    dtype = torch.int8 if kind.format.signed else torch.uint8
+    if value.dtype == dtype:
+        return value
+    if value.is_floating_point() or bool(((value < kind.format.qmin) | (value > kind.format.qmax)).any()):
+        raise ValueError(f"{kind}: zero_point must be integers in [{kind.format.qmin}, {kind.format.qmax}]")
+    return value.to(dtype)

@@ -1,0 +1,11 @@
+"""The table of operations. Adding an op means adding an ``OpSpec`` to one of these modules, and its reference."""
+
+from __future__ import annotations
+
+from lowbit.ops import codec, matmul, quantize
+from lowbit.ops.spec import Cost, Numerics, OpSpec
+
+__all__ = ["OPS", "Cost", "Numerics", "OpSpec"]
+
+#: Every operation, by name.
+OPS: dict[str, OpSpec] = {spec.name: spec for module in (codec, quantize, matmul) for spec in module.SPECS}

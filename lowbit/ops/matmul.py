@@ -1,0 +1,189 @@
+"""scaled_mm: ``a [M, K] @ b [N, K].T`` for every pair of schemes and float matrices.
+
+Source: docs/numerics.md section 9. The bound on the error of float products is derived in ``_tolerance``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit import packing, reference, scaling
+from lowbit.ops.samples import random_matrix, schemes
+from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, require, require_codes, require_float, require_scales
+
+
+class ScaledMM(NamedTuple):
+    """``a``: stored codes ``[M, packed K]`` with their scales, or a float matrix ``[M, K]`` without scheme; ``b`` the same."""
+
+    a: Tensor
+    b: Tensor
+    cols: int
+    a_scheme: str | None = None
+    b_scheme: str | None = None
+    a_scale: Tensor | None = None
+    a_zero_point: Tensor | None = None
+    a_outer_scale: Tensor | None = None
+    b_scale: Tensor | None = None
+    b_zero_point: Tensor | None = None
+    b_outer_scale: Tensor | None = None
+    bias: Tensor | None = None
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+class Side(NamedTuple):
+    """One operand's share of the arguments."""
+
+    name: str
+    data: Tensor
+    scheme: str | None
+    scale: Tensor | None
+    zero_point: Tensor | None
+    outer_scale: Tensor | None
+
+
+def sides(call: ScaledMM) -> tuple[Side, Side]:
+    return (
+        Side("a", call.a, call.a_scheme, call.a_scale, call.a_zero_point, call.a_outer_scale),
+        Side("b", call.b, call.b_scheme, call.b_scale, call.b_zero_point, call.b_outer_scale),
+    )
+
+
+def operand(side: Side, cols: int) -> reference.Operand:
+    """The operand as the reference takes it: codes unpacked, scheme resolved."""
+    if side.scheme is None:
+        return reference.Operand(side.data)
+    scheme = scaling.scheme(side.scheme)
+    codes = reference.unpack(side.data, scheme, cols)
+    return reference.Operand(codes, scheme, side.scale, side.zero_point, side.outer_scale)
+
+
+def _check(call: ScaledMM) -> None:
+    for side in sides(call):
+        require(side.data.dim() == 2, f"lowbit.scaled_mm: {side.name} must be a matrix, got {list(side.data.shape)}")
+        if side.scheme is None:
+            require_float("scaled_mm", side.name, side.data)
+            extra = side.scale is None and side.zero_point is None and side.outer_scale is None
+            require(
+                extra, f"lowbit.scaled_mm: {side.name} is a float matrix and takes no scales; give {side.name}_scheme"
+            )
+            expected = call.cols
+        else:
+            scheme = scaling.scheme(side.scheme)
+            require_codes("scaled_mm", side.name, side.data)
+            require(
+                side.scale is not None, f"lowbit.scaled_mm: {side.name} holds codes of {scheme} and needs its scales"
+            )
+            assert side.scale is not None
+            rows = side.data.shape[0]
+            require_scales("scaled_mm", scheme, rows, call.cols, side.scale, side.zero_point, side.outer_scale)
+            expected = scheme.packed_cols(call.cols)
+        require(
+            side.data.shape[1] == expected,
+            f"lowbit.scaled_mm: with K = {call.cols}, {side.name} must have {expected} columns, got {side.data.shape[1]}; "
+            f"b is [N, K], as the weight of torch.nn.Linear",
+        )
+    require(
+        call.out_dtype in FLOATS, f"lowbit.scaled_mm: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}"
+    )
+    if call.bias is not None:
+        require_float("scaled_mm", "bias", call.bias)
+        wanted = call.b.shape[0]
+        require(
+            tuple(call.bias.shape) == (wanted,),
+            f"lowbit.scaled_mm: bias must be [{wanted}], got {list(call.bias.shape)}",
+        )
+
+
+def make_call(a: Tensor, b: Tensor, a_scheme: str | None, b_scheme: str | None, **more: object) -> ScaledMM:
+    """A call on the reference's quantization of two float matrices ``[M, K]`` and ``[N, K]`` (tests, benchmarks)."""
+    arguments: dict[str, object] = {"cols": a.shape[1], **more}
+    for name, x, text in (("a", a, a_scheme), ("b", b, b_scheme)):
+        arguments[name], arguments[f"{name}_scheme"] = x, text
+        if text is not None:
+            scheme = scaling.scheme(text)
+            outer = reference.outer_scale(x.cpu(), scheme) if scheme.outer else None
+            codes, scale, zero = reference.quantize(x.cpu(), scheme, outer, None)
+            parts = {
+                "": packing.pack(codes, scheme.format.bits),
+                "_scale": scale,
+                "_zero_point": zero,
+                "_outer_scale": outer,
+            }
+            arguments |= {name + k: None if v is None else v.to(x.device) for k, v in parts.items()}
+    return ScaledMM(**arguments)  # type: ignore[arg-type]
+
+
+def _samples(device: str) -> Iterator[ScaledMM]:
+    """A walk in which every scheme meets itself, a float matrix and seven others, at ragged shapes."""
+    texts: list[str | None] = [None, *(s.name for s in schemes())]
+    shapes = cycle([(1, 5, 33), (4, 19, 64), (17, 3, 130), (2, 1, 7), (16, 33, 96)])
+    dtypes = cycle(FLOATS)
+    for step in (0, 1, 3, 10, 31, 57, 80, len(texts) - 1):
+        for index, a_scheme in enumerate(texts):
+            m, n, k = next(shapes)
+            a = random_matrix(m, k, device, seed=index)
+            b = random_matrix(n, k, device, seed=index + 1000)
+            bias = random_matrix(1, n, device, seed=7)[0] if index % 2 else None
+            yield make_call(a, b, a_scheme, texts[(index + step) % len(texts)], bias=bias, out_dtype=next(dtypes))
+
+
+def _cost(call: ScaledMM) -> Cost:
+    m, n = call.a.shape[0], call.b.shape[0]
+    moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
+    return Cost(2 * m * n * call.cols, moved + m * n * call.out_dtype.itemsize)
+
+
+#: Unit roundoff, and the least normal number (below which an operand may be flushed), of what kernels compute in.
+_UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int": 0.0}
+_TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+
+
+def is_exact(call: ScaledMM) -> bool:
+    """Integer times integer with one scale a row: every kernel gives the same bits."""
+    both = [operand(side, call.cols) for side in sides(call)]
+    return all(o.factors_out and o.scheme is not None and o.scheme.format.kind == "integer" for o in both)
+
+
+def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
+    """Elementwise bound on |y - exact|, fp64 ``[M, N]``.
+
+    Let A and B be the decoded operands and u the accumulator's unit roundoff. A sum of K rounded products in any order
+    errs by at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). Rounding each operand costs
+    another 2 u_op; decoding (one fp32 product an element, on either side), block partial sums, the epilogue's two
+    products and its sum at most 6 u more; the cast its own unit. Operands below 2**-126 may be flushed.
+    """
+    if is_exact(call):
+        return torch.zeros((), dtype=torch.float64)
+    a, b = (operand(side, call.cols).values(scaled=True).abs() for side in sides(call))
+    unit = _UNIT[numerics.accumulator]
+    relative = (call.cols + 6) * unit / (1 - (call.cols + 6) * unit) + 2 * (
+        _UNIT[numerics.operand] if _rounds(call, numerics) else 0
+    )
+    size = a @ b.T
+    bias = 0.0 if call.bias is None else call.bias.double().abs()
+    flushed = 2.0**-126 * (a.sum(1, keepdim=True) + b.sum(1, keepdim=True).T + call.cols * 2.0**-126)
+    dtype = str(call.out_dtype).removeprefix("torch.")
+    cast = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    total = size * relative + flushed + bias * 2 * 2.0**-24
+    return total + (size + bias + total) * cast + _TINY[call.out_dtype]
+
+
+def _rounds(call: ScaledMM, numerics: Numerics) -> bool:
+    """Whether an operand may lose bits in what the kernel multiplies in: fp8 and smaller codes never do, in bf16."""
+    if numerics.operand == "fp32":
+        return False
+    exact = (torch.bfloat16,) if numerics.operand == "bf16" else (torch.float16,)
+    return any(s.scheme is None and s.data.dtype not in exact for s in sides(call))
+
+
+SPECS = (
+    OpSpec(
+        "scaled_mm", ScaledMM, ("out",), lambda call: [((call.a.shape[0], call.b.shape[0]), call.out_dtype)],
+        _check, _samples, _cost, _tolerance,
+    ),
+)  # fmt: skip

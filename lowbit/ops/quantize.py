@@ -1,0 +1,282 @@
+"""The ops with scales: outer_scale, quantize, quantize_static, dequantize, fake_quantize and its backward.
+
+Stored codes are packed rows: ``x.shape[:-1] + [packed cols]``, uint8. Scales are ``[R, C]``, one a block of the
+matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit import reference, scaling
+from lowbit.ops.samples import random_matrix, sample_matrices, schemes
+from lowbit.ops.spec import (
+    FLOATS,
+    Cost,
+    OpSpec,
+    Out,
+    as_rows,
+    matrix_shape,
+    require,
+    require_codes,
+    require_float,
+    require_outer,
+    require_rounding,
+    require_scales,
+)
+
+
+class OuterScale(NamedTuple):
+    x: Tensor
+    scheme: str
+
+
+class Quantize(NamedTuple):
+    x: Tensor
+    scheme: str
+    outer_scale: Tensor | None = None
+    rounding: str = "nearest"
+    seed: int = 0
+    step: int = 0
+    stream: int = 0
+    offset: int = 0
+    pitch: int | None = None
+
+
+class QuantizeStatic(NamedTuple):
+    x: Tensor
+    scheme: str
+    scale: Tensor
+    zero_point: Tensor | None = None
+    outer_scale: Tensor | None = None
+    rounding: str = "nearest"
+    seed: int = 0
+    step: int = 0
+    stream: int = 0
+    offset: int = 0
+    pitch: int | None = None
+
+
+class Dequantize(NamedTuple):
+    codes: Tensor
+    scheme: str
+    cols: int
+    scale: Tensor
+    zero_point: Tensor | None = None
+    outer_scale: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class FakeQuantize(NamedTuple):
+    x: Tensor
+    scheme: str
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    outer_scale: Tensor | None = None
+    rounding: str = "nearest"
+    seed: int = 0
+    step: int = 0
+    stream: int = 0
+    offset: int = 0
+    pitch: int | None = None
+
+
+class FakeQuantizeBackward(NamedTuple):
+    grad: Tensor
+    x: Tensor
+    scheme: str
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    outer_scale: Tensor | None = None
+
+
+# -- outputs (also the fake rules) -----------------------------------------------------------------------------------
+def _codes_out(x: Tensor, scheme: scaling.Scheme) -> Out:
+    return (*x.shape[:-1], scheme.packed_cols(x.shape[-1])), torch.uint8
+
+
+def _scale_outs(x: Tensor, scheme: scaling.Scheme) -> list[Out]:
+    shape = scheme.scale_shape(*matrix_shape(x))
+    zero_dtype = torch.int8 if scheme.format.signed else torch.uint8
+    return [(shape, getattr(torch, scheme.scale_format.dtype)), (shape if scheme.affine else (0,), zero_dtype)]
+
+
+def _quantize_outputs(call: Quantize) -> list[Out]:
+    scheme = scaling.scheme(call.scheme)
+    return [_codes_out(call.x, scheme), *_scale_outs(call.x, scheme)]
+
+
+def _backward_outputs(call: FakeQuantizeBackward) -> list[Out]:
+    scale_shape = scaling.scheme(call.scheme).scale_shape(*matrix_shape(call.x))
+    return [(tuple(call.x.shape), call.grad.dtype), (scale_shape if call.scale is not None else (0,), torch.float32)]
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+def _check_x(op: str, x: Tensor, scheme: scaling.Scheme, rounding: str = "nearest") -> None:
+    require_float(op, "x", x)
+    require(x.dim() >= 1, f"lowbit.{op}: x needs at least one axis (lowbit.functional takes scalars too)")
+    require_rounding(op, rounding, scheme.format)
+
+
+def _check_outer(call: OuterScale) -> None:
+    scheme = scaling.scheme(call.scheme)
+    _check_x("outer_scale", call.x, scheme)
+    require(scheme.outer, f"lowbit.outer_scale: {scheme} has one level of scales, and so no outer scale")
+
+
+def _check_quantize(call: Quantize) -> None:
+    scheme = scaling.scheme(call.scheme)
+    _check_x("quantize", call.x, scheme, call.rounding)
+    require_outer("quantize", scheme, call.outer_scale)
+
+
+def _check_static(call: QuantizeStatic) -> None:
+    scheme = scaling.scheme(call.scheme)
+    _check_x("quantize_static", call.x, scheme, call.rounding)
+    require_scales("quantize_static", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.outer_scale)
+
+
+def _check_dequantize(call: Dequantize) -> None:
+    scheme = scaling.scheme(call.scheme)
+    require_codes("dequantize", "codes", call.codes)
+    require(call.codes.dim() >= 1, "lowbit.dequantize: codes need at least one axis")
+    require(call.dtype in FLOATS, f"lowbit.dequantize: dtype must be float32, bfloat16 or float16, got {call.dtype}")
+    rows, stored = matrix_shape(call.codes)
+    require(
+        stored == scheme.packed_cols(call.cols),
+        f"lowbit.dequantize: {call.cols} columns of {scheme} take {scheme.packed_cols(call.cols)} bytes a row, got {stored}",
+    )
+    require_scales("dequantize", scheme, rows, call.cols, call.scale, call.zero_point, call.outer_scale)
+
+
+def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
+    scheme = scaling.scheme(call.scheme)
+    _check_x("fake_quantize", call.x, scheme, getattr(call, "rounding", "nearest"))
+    if call.scale is not None:
+        require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.outer_scale)
+    else:
+        require(call.zero_point is None, "lowbit.fake_quantize: a zero_point needs its scale; give both or neither")
+        require_outer("fake_quantize", scheme, call.outer_scale)
+    if isinstance(call, FakeQuantizeBackward):
+        require(
+            call.grad.shape == call.x.shape,
+            f"lowbit.fake_quantize_backward: grad is {list(call.grad.shape)}, x is {list(call.x.shape)}",
+        )
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------
+def _matrices(device: str) -> list[Tensor]:
+    return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, damage=True)]
+
+
+def _outer_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
+    return reference.outer_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.outer else None
+
+
+def _outer_samples(device: str) -> Iterator[OuterScale]:
+    for name in ("nvfp4", "nf4:dq"):
+        for x in _matrices(device):
+            yield OuterScale(x, name)
+
+
+def _quantize_samples(device: str) -> Iterator[Quantize]:
+    """Every scheme meets two matrices; over all schemes every matrix is met many times."""
+    matrices = _matrices(device)
+    for index, scheme in enumerate(schemes()):
+        for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
+            yield Quantize(x, scheme.name, _outer_of(x, scheme))
+            if scheme.format.kind != "codebook":
+                yield Quantize(x, scheme.name, _outer_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, 4096)
+
+
+def _static_samples(device: str) -> Iterator[QuantizeStatic]:
+    for call in _quantize_samples(device):
+        scheme = scaling.scheme(call.scheme)
+        other = random_matrix(*matrix_shape(call.x), seed=77)  # scales of another tensor: some elements overflow
+        outer = call.outer_scale
+        scale, zero = reference.block_scales(other, scheme, None if outer is None else outer.cpu())
+        zero = None if zero is None else zero.to(device)
+        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, outer, *call[3:])
+
+
+def _dequantize_samples(device: str) -> Iterator[Dequantize]:
+    for index, call in enumerate(_quantize_samples(device)):
+        scheme, x = scaling.scheme(call.scheme), as_rows(call.x.cpu())
+        outer = None if call.outer_scale is None else call.outer_scale.cpu()
+        if call.rounding == "nearest":
+            codes, scale, zero = reference.quantize(x, scheme, outer, None)
+            stored = reference.packing.pack(codes, scheme.format.bits)
+            zero = None if zero is None else zero.to(device)
+            dtype = FLOATS[index % 3]
+            yield Dequantize(
+                stored.to(device), call.scheme, x.shape[1], scale.to(device), zero, call.outer_scale, dtype
+            )
+
+
+def _fake_samples(device: str) -> Iterator[FakeQuantize]:
+    for call in _quantize_samples(device):
+        yield FakeQuantize(call.x, call.scheme, None, None, call.outer_scale, *call[3:])
+    for static in _static_samples(device):
+        yield FakeQuantize(*static)
+
+
+def _backward_samples(device: str) -> Iterator[FakeQuantizeBackward]:
+    for call in _fake_samples(device):
+        if call.rounding == "nearest":
+            grad = random_matrix(*matrix_shape(call.x), device, seed=3).reshape(call.x.shape).to(call.x.dtype)
+            yield FakeQuantizeBackward(grad, *call[:5])
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+def _stored(x: Tensor, scheme: scaling.Scheme) -> int:
+    return scheme.nbytes(tuple(x.shape))
+
+
+def _quantize_cost(call: Quantize | QuantizeStatic) -> Cost:
+    return Cost(0, call.x.numel() * call.x.element_size() + _stored(call.x, scaling.scheme(call.scheme)))
+
+
+def _dequantize_cost(call: Dequantize) -> Cost:
+    elements = matrix_shape(call.codes)[0] * call.cols
+    return Cost(0, call.codes.numel() + call.scale.numel() * call.scale.element_size() + elements * call.dtype.itemsize)
+
+
+def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
+    """The gradient of x is exact; sums over a block of n terms may differ by n * 2**-24 of the sum of magnitudes."""
+    scheme = scaling.scheme(call.scheme)
+    rows, cols = matrix_shape(call.x)
+    count = min(rows * cols, 1 << 22)
+    magnitude = as_rows(call.grad).float().abs().nan_to_num().sum() * 2 * max(abs(scheme.format.max), 1.0)
+    return (magnitude * count * 2.0**-24).reshape(())
+
+
+SPECS = (
+    OpSpec(
+        "outer_scale", OuterScale, ("out",), lambda call: [((1, 1), torch.float32)], _check_outer, _outer_samples,
+        lambda call: Cost(0, call.x.numel() * call.x.element_size()),
+    ),
+    OpSpec(
+        "quantize", Quantize, ("codes", "scale", "zero_point"), _quantize_outputs, _check_quantize,
+        _quantize_samples, _quantize_cost,
+    ),
+    OpSpec(
+        "quantize_static", QuantizeStatic, ("out",), lambda call: [_codes_out(call.x, scaling.scheme(call.scheme))],
+        _check_static, _static_samples, _quantize_cost,
+    ),
+    OpSpec(
+        "dequantize", Dequantize, ("out",), lambda call: [((*call.codes.shape[:-1], call.cols), call.dtype)],
+        _check_dequantize, _dequantize_samples, _dequantize_cost,
+    ),
+    OpSpec(
+        "fake_quantize", FakeQuantize, ("out",), lambda call: [(tuple(call.x.shape), call.x.dtype)], _check_fake,
+        _fake_samples, lambda call: Cost(0, 2 * call.x.numel() * call.x.element_size()),
+    ),
+    OpSpec(
+        "fake_quantize_backward", FakeQuantizeBackward, ("grad_x", "grad_scale"), _backward_outputs, _check_fake,
+        _backward_samples, lambda call: Cost(0, 3 * call.x.numel() * call.x.element_size()), _backward_tolerance,
+    ),
+)  # fmt: skip

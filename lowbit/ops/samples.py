@@ -1,0 +1,68 @@
+"""Inputs that tests and benchmarks feed to every kernel of every op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import FORMATS, Format, float_format
+from lowbit.scaling import Scheme, scheme
+
+#: What breaks numerics: zeros, subnormals, values next to powers of two and to overflow, Inf, NaN of both signs.
+SPECIALS = (
+    0.0, -0.0, 1e-45, -1e-39, 2.0**-126, 2.0**-127, 1.0, -1.0, 0.9999999, 1.0000001, 447.9, 448.0, 464.0, 464.1, -480.0,
+    57344.0, 61440.0, 61441.0, 6.0, 7.0, -7.0, 2.5, 3.5, 0.25, 3.4028235e38, -3.4028235e38,
+)  # fmt: skip
+
+
+def element_formats() -> list[Format]:
+    """Every format that elements can be encoded to, and two custom ones."""
+    rows = [f for f in FORMATS.values() if f.bits <= 8 and f.kind != "exponent"]
+    return [*rows, float_format(2, 1, bias=3), float_format(3, 4, nan=True)]
+
+
+def schemes() -> list[Scheme]:
+    """Every format with every kind of scaling and every option, once each at least."""
+    texts = [f"{f}:{s}" for f in element_formats() if f.signed or f.kind != "integer" for s in _SCALINGS]
+    texts += [f"{f}:{s}:affine" for f in ("int8", "uint8", "int4", "uint4") for s in _SCALINGS[:6]]
+    texts += _OPTIONS
+    return list(dict.fromkeys(scheme(text) for text in texts))
+
+
+_SCALINGS = ("tensor", "row", "col", "group32", "group7", "block4x8", "block128x128", "mx", "mx:T", "nvfp4", "nvfp4:T")
+_OPTIONS = [
+    "mxfp8:ceil", "mxfp6:ceil", "mxfp4:ceil", "mxfp4:ceil:T", "fp6_e3m2:mx:ceil", "fp8_e5m2:mx:ceil", "int8:mx:ceil",
+    "int8:tensor:e8m0", "int4:row:e8m0:ceil", "fp8_e4m3:row:bf16", "fp8_e5m2:group32:fp16", "int8:group128:bf16",
+    "int4:group32:fp16", "uint4:group32:affine:bf16", "uint8:row:affine:fp16", "int4:group32:affine:e8m0",
+    "uint4:group16:affine:e8m0:ceil", "nf4:dq", "nf4:group32:bf16", "nf4:group128:dq", "nf4:group64:T", "fp4_e2m1:group32:e8m0",
+]  # fmt: skip
+
+
+def specials(device: str = "cpu") -> Tensor:
+    return torch.tensor([*SPECIALS, torch.inf, -torch.inf, torch.nan, -torch.nan], device=device)
+
+
+def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, damage: bool = False) -> Tensor:
+    """Gaussian rows of very different magnitude; ``damage`` adds zeros, subnormals, Inf and NaN here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    x = x * torch.exp2(torch.randint(-12, 13, (rows, 1), generator=generator))
+    if damage:
+        special = specials()
+        where = torch.randint(0, max(rows * cols, 1), (max(rows * cols // 50, 1),), generator=generator)
+        x.view(-1)[where] = special[torch.randint(0, len(special), where.shape, generator=generator)]
+        x[rows // 2] = 0.0
+    return x.to(device)
+
+
+def sample_matrices(device: str) -> Iterator[Tensor]:
+    """Ragged, strided, low-precision and special matrices; small enough for the slowest kernel."""
+    yield specials(device)
+    yield random_matrix(5, 67, device, damage=True)
+    yield random_matrix(33, 40, device, seed=1).t()
+    yield random_matrix(3, 130, device, seed=2, damage=True).bfloat16()
+    yield random_matrix(4, 96, device, seed=3, damage=True).half()[:, ::2]
+    yield random_matrix(1, 1, device, seed=4)
+    yield random_matrix(6, 35, device, seed=5).reshape(2, 3, 35)

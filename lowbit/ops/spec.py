@@ -1,0 +1,170 @@
+"""What an operation is: its arguments, checks, outputs, samples, cost and tolerance, in one row.
+
+The argument list of an op is a NamedTuple; the torch schema is derived from its annotations, and everything that
+concerns a call (checks, the fake rule, selection, kernels) receives that one tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lowbit import formats, scaling
+
+#: Shape and dtype of one output.
+Out = tuple[tuple[int, ...], torch.dtype]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDINGS = ("nearest", "stochastic")
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    str: "str",
+    str | None: "str?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+}
+
+
+class Cost(NamedTuple):
+    """Floating-point (or integer) operations, and the bytes that must move at least."""
+
+    flops: int
+    bytes: int
+
+
+class Numerics(NamedTuple):
+    """What a kernel of a float matrix product computes in; its error bound follows."""
+
+    operand: str = "fp32"
+    accumulator: str = "fp32"
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operation.
+
+    ``args``: NamedTuple class of the arguments. ``outputs(call)``: shape and dtype of each output, which allocates
+    them, is the fake rule, and checks what ``out=`` gives. ``check(call)``: raises for what no kernel could compute.
+    ``samples(device)``: calls that tests and benchmarks run on every kernel. ``cost(call)``: for rooflines.
+    ``tolerance(call, numerics)``: elementwise bound on the error, or None where kernels agree in every bit.
+    """
+
+    name: str
+    args: type[Any]
+    returns: tuple[str, ...]
+    outputs: Callable[[Any], list[Out]]
+    check: Callable[[Any], None]
+    samples: Callable[[str], Iterator[Any]]
+    cost: Callable[[Any], Cost]
+    tolerance: Callable[[Any, Numerics], Tensor] | None = None
+
+    @property
+    def schemas(self) -> tuple[str, str]:
+        """The functional torch schema and that of the ``_out`` form, which returns nothing."""
+        hints = get_type_hints(self.args)
+        defaults = self.args._field_defaults
+        words = []
+        for field in self.args._fields:
+            word = f"{_SCHEMA_TYPES[hints[field]]} {field}"
+            words.append(f"{word}={_schema_default(defaults[field])}" if field in defaults else word)
+        arguments = ", ".join(words)
+        outs = ", ".join(f"Tensor({chr(97 + i)}!) {name}" for i, name in enumerate(self.returns))
+        results = ", ".join("Tensor" for _ in self.returns)
+        return f"{self.name}({arguments}) -> ({results})", f"{self.name}_out({arguments}, *, {outs}) -> ()"
+
+
+#: How a torch schema writes a dtype's default: the number of its ScalarType.
+_SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
+
+
+def _schema_default(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(_SCALAR_TYPES[value])
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# -- checks that several ops share -----------------------------------------------------------------------------------
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def require_float(op: str, name: str, x: Tensor) -> None:
+    """Ops take fp32, bf16 and fp16: wider input would round twice."""
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"lowbit.{op}: {name} must be float32, bfloat16 or float16, got {str(x.dtype).removeprefix('torch.')}; "
+            f"convert it first, for instance {name}.float()"
+        )
+
+
+def require_codes(op: str, name: str, codes: Tensor) -> None:
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"lowbit.{op}: {name} must be uint8 codes, got {str(codes.dtype).removeprefix('torch.')}")
+
+
+def require_rounding(op: str, rounding: str, format: formats.Format) -> None:
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"lowbit.{op}: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if rounding == "stochastic" and format.kind == "codebook":
+        raise ValueError(f"lowbit.{op}: {format.name} is a codebook and rounds to nearest only; use rounding='nearest'")
+
+
+def require_scales(
+    op: str,
+    scheme: scaling.Scheme,
+    rows: int,
+    cols: int,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    outer: Tensor | None,
+) -> None:
+    """Scale, zero point and outer scale have the dtype and shape that the scheme keeps them in, and are all there."""
+    expected = scheme.scale_shape(rows, cols)
+    dtype = getattr(torch, scheme.scale_format.dtype)
+    if scale.dtype != dtype or tuple(scale.shape) != expected:
+        raise ValueError(
+            f"lowbit.{op}: {scheme} keeps the scales of a [{rows}, {cols}] matrix as {dtype} {list(expected)}, "
+            f"got {scale.dtype} {list(scale.shape)}"
+        )
+    if (zero_point is not None) != scheme.affine:
+        need = "needs a zero_point" if scheme.affine else "has no zero_point (add ':affine' for one)"
+        raise ValueError(f"lowbit.{op}: {scheme} {need}")
+    if zero_point is not None:
+        want = torch.int8 if scheme.format.signed else torch.uint8
+        if zero_point.dtype != want or tuple(zero_point.shape) != expected:
+            raise ValueError(
+                f"lowbit.{op}: {scheme} keeps zero points as {want} {list(expected)}, "
+                f"got {zero_point.dtype} {list(zero_point.shape)}"
+            )
+    require_outer(op, scheme, outer)
+
+
+def require_outer(op: str, scheme: scaling.Scheme, outer: Tensor | None) -> None:
+    if (outer is not None) != scheme.outer:
+        raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.outer else 'has no'} outer_scale")
+    if outer is not None and (outer.dtype != torch.float32 or tuple(outer.shape) != (1, 1)):
+        raise ValueError(f"lowbit.{op}: outer_scale must be float32 [1, 1], got {outer.dtype} {list(outer.shape)}")
+
+
+# -- what kernels need of a call -------------------------------------------------------------------------------------
+def matrix_shape(x: Tensor) -> tuple[int, int]:
+    """``[rows, cols]`` of a tensor of rank 1 or more, its last axis being cols."""
+    cols = x.shape[-1]
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return rows, cols
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` as a ``[rows, cols]`` matrix: a view where strides allow."""
+    return x if x.dim() == 2 else x.reshape(matrix_shape(x))

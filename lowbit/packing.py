@@ -1,0 +1,43 @@
+"""Sub-byte storage: each row of codes is one little-endian bit stream, padded with zero bits to whole bytes.
+
+Source: docs/numerics.md section 8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "packed_cols", "unpack"]
+
+
+def packed_cols(cols: int, bits: int) -> int:
+    """Bytes that a row of ``cols`` codes of ``bits`` bits takes."""
+    return -(-cols * bits // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack ``codes: [..., cols]`` uint8 (one code a byte) into ``[..., packed_cols(cols, bits)]`` uint8.
+
+    Code ``j`` of a row takes bits ``[bits*j, bits*(j+1))`` of the row's bit stream: the first 4-bit code is the low
+    nibble. Bits of a code above ``bits`` are dropped.
+    """
+    if bits == 8:
+        return codes.clone()
+    cols = codes.shape[-1]
+    stream = (codes[..., None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
+    stream = torch.nn.functional.pad(stream.flatten(-2), (0, packed_cols(cols, bits) * 8 - cols * bits))
+    return _from_bits(stream.unflatten(-1, (packed_cols(cols, bits), 8)))
+
+
+def unpack(packed: Tensor, bits: int, cols: int) -> Tensor:
+    """The codes ``[..., cols]`` (uint8, one a byte) of ``packed: [..., packed_cols(cols, bits)]``."""
+    if bits == 8:
+        return packed.clone()
+    stream = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return _from_bits(stream.flatten(-2)[..., : cols * bits].unflatten(-1, (cols, bits)))
+
+
+def _from_bits(bits: Tensor) -> Tensor:
+    weight = 1 << torch.arange(bits.shape[-1], dtype=torch.uint8, device=bits.device)
+    return (bits * weight).sum(-1, dtype=torch.uint8)

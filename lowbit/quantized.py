@@ -1,0 +1,135 @@
+"""A quantized tensor: packed codes with the scales that decode them.
+
+Deliberately no Tensor subclass: an operation that does not know low-bit numbers fails loudly instead of computing on
+codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lowbit.scaling import Scheme, as_matrix
+from lowbit.scaling import scheme as parse
+
+__all__ = ["Quantized"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """What ``quantize`` returns.
+
+    ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``scale``: ``[R, C]`` in the scheme's scale
+    dtype (E8M0 and E4M3 scales are uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only.
+    ``outer_scale``: fp32 ``[1, 1]``, two-level schemes only. ``dtype`` is that of the tensor that was quantized.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    outer_scale: Tensor | None
+    scheme: Scheme
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        names = ("codes", "scale", "zero_point", "outer_scale")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers that the codes stand for, in ``dtype`` (default: the dtype that was quantized)."""
+        y: Tensor = torch.ops.lowbit.dequantize(
+            self.codes, self.scheme.name, as_matrix(self.shape)[1], self.scale, self.zero_point, self.outer_scale,
+            self.dtype if dtype is None else dtype,
+        )  # fmt: skip
+        return y.reshape(self.shape)
+
+    def t(self) -> Quantized:
+        """The transposed matrix: a view of 8-bit codes, a repacked copy of narrower ones; blocks turn with it."""
+        if self.ndim != 2:
+            raise ValueError(f"t() needs a matrix, got shape {list(self.shape)}")
+        bits = self.scheme.format.bits
+        codes = self.codes.t()
+        if bits < 8:
+            codes = torch.ops.lowbit.pack(
+                torch.ops.lowbit.unpack(self.codes, bits, self.shape[1]).t().contiguous(), bits
+            )
+        zero_point = None if self.zero_point is None else self.zero_point.t().contiguous()
+        shape = torch.Size((self.shape[1], self.shape[0]))
+        return Quantized(
+            codes, self.scale.t().contiguous(), zero_point, self.outer_scale, self.scheme.t(), shape, self.dtype
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+        """The same number with each of its tensors changed (moved, detached, ...), shapes kept."""
+        parts = {name: change(part) for name, part in self.parts.items()}
+        return Quantized(
+            parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("outer_scale"),
+            self.scheme, self.shape, self.dtype,
+        )  # fmt: skip
+
+    def to(self, device: torch.device | str) -> Quantized:
+        """The same number on another device. To change the dtype it decodes to, use ``dequantize(dtype)``."""
+        return self.map(lambda part: part.to(device))
+
+    def __repr__(self) -> str:
+        return (
+            f"Quantized({self.scheme}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"{self.nbytes} bytes)"
+        )
+
+
+def _flatten(q: Quantized) -> tuple[list[Tensor], tuple[Any, ...]]:
+    return list(q.parts.values()), (tuple(q.parts), q.scheme.name, tuple(q.shape), q.dtype)
+
+
+def _unflatten(parts: Any, context: tuple[Any, ...]) -> Quantized:
+    names, scheme, shape, dtype = context
+    named = dict(zip(names, parts, strict=True))
+    return Quantized(
+        named["codes"], named["scale"], named.get("zero_point"), named.get("outer_scale"),
+        parse(scheme), torch.Size(shape), dtype,
+    )  # fmt: skip
+
+
+def _to_dumpable(context: tuple[Any, ...]) -> list[Any]:
+    names, scheme, shape, dtype = context
+    return [list(names), scheme, list(shape), str(dtype).removeprefix("torch.")]
+
+
+def _from_dumpable(dumped: Any) -> tuple[Any, ...]:
+    names, scheme, shape, dtype = dumped
+    return tuple(names), scheme, tuple(shape), getattr(torch, dtype)
+
+
+pytree.register_pytree_node(
+    Quantized,
+    _flatten,
+    _unflatten,
+    serialized_type_name="lowbit.Quantized",
+    to_dumpable_context=_to_dumpable,
+    from_dumpable_context=_from_dumpable,
+)

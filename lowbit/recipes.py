@@ -1,0 +1,107 @@
+"""Recipes: which scheme each role of a Linear layer gets, for inference and for each of training's three products.
+
+A recipe's name may carry a scaling for the weight: ``"int4-weight-only:group32"``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lowbit.scaling import Scheme, find_scaling, scheme
+
+__all__ = ["RECIPES", "Recipe", "Training", "recipe"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the two backward products of ``y = x @ w.T`` are computed (x ``[M, K]``, w ``[N, K]``, g ``[M, N]``).
+
+    Each product contracts another axis than the forward one, and a scale along a contracted axis cannot be factored
+    out afterwards. So each names the scheme of ``g`` and what becomes of the operand saved by forward: ``"fold"`` (its
+    scales multiply g before g is encoded), ``"keep"`` (the kernel takes its scales as they lie), or a scheme (it is
+    decoded and encoded anew).
+    """
+
+    grad_input: tuple[str, str]
+    grad_weight: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Schemes by role; ``input`` None leaves activations alone, ``training`` None means inference only."""
+
+    name: str
+    weight: Scheme
+    input: Scheme | None = None
+    training: Training | None = None
+    about: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _row(name: str, weight: str, input: str | None = None, training: Training | None = None, about: str = "") -> Recipe:
+    return Recipe(name, scheme(weight), scheme(input) if input else None, training, about)
+
+
+#: Every named recipe. Names are API.
+RECIPES: dict[str, Recipe] = {
+    row.name: row
+    for row in (
+        _row("int8", "int8:row", "int8:row", about="8-bit weights and activations (dynamic, a scale a token)"),
+        _row("int8-weight-only", "int8:row", about="8-bit weights"),
+        _row("int4-weight-only", "int4:group128", about="4-bit weights, a scale for 128; say :group32 for finer ones"),
+        _row("nf4", "nf4", about="4-bit NormalFloat weights (QLoRA)"),
+        _row(
+            "fp8", "fp8_e4m3:row", "fp8_e4m3:row",
+            Training(("fp8_e5m2:row", "fold"), ("fp8_e5m2:col", "fold")), "FP8, a scale a row; trains",
+        ),
+        _row(
+            "fp8-tensor", "fp8_e4m3:tensor", "fp8_e4m3:tensor",
+            Training(("fp8_e5m2:tensor", "keep"), ("fp8_e5m2:tensor", "keep")), "FP8, a scale a tensor; trains",
+        ),
+        _row(
+            "fp8-block", "fp8_e4m3:block128x128", "fp8_e4m3:group128",
+            Training(
+                ("fp8_e4m3:group128", "keep"), ("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
+            ),
+            "FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
+        ),
+        _row("fp8-weight-only", "fp8_e4m3:row", about="FP8 weights"),
+        _row(
+            "mxfp8", "mxfp8", "mxfp8",
+            Training(("mxfp8:ceil", "mxfp8:ceil:T"), ("mxfp8:ceil:T", "mxfp8:ceil:T")), "OCP MX, FP8 elements; trains",
+        ),
+        _row("mxfp6", "mxfp6", "mxfp6", about="OCP MX, FP6 (E2M3) elements"),
+        _row("mxfp4", "mxfp4", "mxfp4", about="OCP MX, FP4 elements"),
+        _row("nvfp4", "nvfp4", "nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor"),
+        _row("w4a8", "int4:group128", "int8:row", about="4-bit weights, 8-bit activations"),
+    )
+}  # fmt: skip
+
+
+def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
+    """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
+
+    Raises ValueError for an unknown name, listing the known ones.
+    """
+    if isinstance(name, Recipe):
+        return name if group is None else _rescaled(name, f"group{group}")
+    base, _, scaling = name.partition(":")
+    if base not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; expected one of {', '.join(RECIPES)}")
+    if group is not None:
+        if scaling:
+            raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
+        scaling = f"group{group}"
+    return _rescaled(RECIPES[base], scaling) if scaling else RECIPES[base]
+
+
+def _rescaled(base: Recipe, scaling: str) -> Recipe:
+    words = base.weight.name.split(":")
+    if base.training is not None:
+        raise ValueError(f"recipe {base.name!r} fixes its scalings, because its training products depend on them")
+    if find_scaling(scaling.split(":")[0]) is None:
+        raise ValueError(f"recipe {base.name!r}: unknown scaling {scaling!r}; write for instance {base.name}:group32")
+    weight = scheme(f"{words[0] if len(words) > 1 else base.weight.format.name}:{scaling}")
+    return base if weight == base.weight else replace(base, name=f"{base.name}:{scaling}", weight=weight)
