@@ -12,7 +12,7 @@ import re
 import struct
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf, isnan, nan
 
 __all__ = ["FORMATS", "Format", "find", "float_format", "fp32_bits", "fp32_value"]
@@ -249,7 +249,6 @@ FORMATS: dict[str, Format] = {
 _CUSTOM = re.compile(r"e(\d)m(\d)(?:b(-?\d+))?(i?)(n?)")
 
 
-@lru_cache(maxsize=None)
 def float_format(
     exponent: int, mantissa: int, bias: int | None = None, *, inf: bool = False, nan: bool | None = None
 ) -> Format:
@@ -284,10 +283,7 @@ def float_format(
     return made
 
 
-@lru_cache(maxsize=None)
-def _find(name: str) -> Format:
-    if name in FORMATS:
-        return FORMATS[name]
+def _parse(name: str) -> Format:
     match = _CUSTOM.fullmatch(name)
     if match:
         exponent, mantissa, bias, has_inf, has_nan = match.groups()
@@ -301,4 +297,15 @@ def _find(name: str) -> Format:
 
 def find(format: str | Format) -> Format:
     """The format of that name (a row of ``FORMATS`` or a ``float_format`` name), or the Format itself."""
-    return format if isinstance(format, Format) else _find(format)
+    if isinstance(format, Format):
+        return format
+    if not isinstance(format, str):
+        raise TypeError(f"a format is named by a string, got {type(format).__name__}")
+    found = _found.get(format)
+    if found is None:
+        found = _found[format] = _parse(format)
+    return found
+
+
+#: Formats by every name they were asked for. A plain dict, since torch.compile looks through one without complaint.
+_found: dict[str, Format] = dict(FORMATS)

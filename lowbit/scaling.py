@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 
 from lowbit import formats
@@ -146,7 +145,8 @@ class Scheme:
 
     def t(self) -> Scheme:
         """The same scheme for the transposed tensor."""
-        return _transposed(self)
+        words = self.name.split(":")
+        return scheme(":".join(words[:-1] if words[-1] == "T" else [*words, "T"]))
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the codes, scales and zero points of a tensor of that shape."""
@@ -177,12 +177,22 @@ def find_scaling(name: str) -> Scaling | None:
 
 def scheme(text: str | Scheme) -> Scheme:
     """The scheme that ``text`` names. Raises ValueError, with the grammar, for what is not one."""
-    return text if isinstance(text, Scheme) else _parse(text)
+    if isinstance(text, Scheme):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(f"a scheme is named by a string, got {type(text).__name__}; {_GRAMMAR}")
+    found = _parsed.get(text)
+    if found is None:
+        found = _parsed[text] = _parse(text)
+    return found
 
 
-@lru_cache(maxsize=None)
+#: Schemes by every name they were asked for. A plain dict, since torch.compile looks through one without complaint.
+_parsed: dict[str, Scheme] = {}
+
+
 def _parse(text: str) -> Scheme:
-    words = text.split(":") if isinstance(text, str) else [str(text)]
+    words = text.split(":")
     if words[0] in SHORT_NAMES and (len(words) == 1 or find_scaling(words[1]) is None):
         words = SHORT_NAMES[words[0]].split(":") + words[1:]
     if len(words) < 2:
@@ -248,9 +258,3 @@ def _canonical(format: Format, scaling: Scaling, options: list[str]) -> str:
                 return ":".join([_LONG_TO_SHORT.get(base, base), *options])
     base = f"{format.name}:{scaling.name}"
     return ":".join([_LONG_TO_SHORT.get(base, base), *options, "T"])
-
-
-@lru_cache(maxsize=None)
-def _transposed(of: Scheme) -> Scheme:
-    words = of.name.split(":")
-    return _parse(":".join(words[:-1] if words[-1] == "T" else [*words, "T"]))
