@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -101,21 +102,23 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     outs[0].copy_(reference.scaled_mm(a, b, call.bias, call.out_dtype))
 
 
+_RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
+    "encode": _encode,
+    "decode": _decode,
+    "pack": _pack,
+    "unpack": _unpack,
+    "outer_scale": _outer_scale,
+    "quantize": _quantize,
+    "quantize_static": _quantize_static,
+    "dequantize": _dequantize,
+    "fake_quantize": _fake_quantize,
+    "fake_quantize_backward": _fake_quantize_backward,
+    "scaled_mm": _scaled_mm,
+}
+
 IMPLS = tuple(
-    Impl(op, "reference", ("cpu", "cuda"), 0, run, numerics=Numerics("fp32", "fp32"))
-    for op, run in {
-        "encode": _encode,
-        "decode": _decode,
-        "pack": _pack,
-        "unpack": _unpack,
-        "outer_scale": _outer_scale,
-        "quantize": _quantize,
-        "quantize_static": _quantize_static,
-        "dequantize": _dequantize,
-        "fake_quantize": _fake_quantize,
-        "fake_quantize_backward": _fake_quantize_backward,
-        "scaled_mm": _scaled_mm,
-    }.items()
+    Impl(op, "reference", ("cpu", "cuda"), priority=0, run=run, numerics=Numerics("fp32", "fp32"))
+    for op, run in _RUN.items()
 )
 
 

@@ -163,7 +163,7 @@ def explaining(op: str, run: Callable[[], Any]) -> Explanation:
 
 
 def _explain(op: str, device: str, call: Any, rows: list[Impl]) -> Explanation:
-    refused = []
+    refused: list[Refusal] = []
     for index, impl in enumerate(rows):
         reason = impl.supports(call)
         if reason is None:

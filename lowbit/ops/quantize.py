@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import reference, scaling
+from lowbit import packing, reference, scaling
 from lowbit.ops.samples import random_matrix, sample_matrices, schemes
 from lowbit.ops.spec import (
     FLOATS,
@@ -209,7 +209,7 @@ def _dequantize_samples(device: str) -> Iterator[Dequantize]:
         outer = None if call.outer_scale is None else call.outer_scale.cpu()
         if call.rounding == "nearest":
             codes, scale, zero = reference.quantize(x, scheme, outer, None)
-            stored = reference.packing.pack(codes, scheme.format.bits)
+            stored = packing.pack(codes, scheme.format.bits)
             zero = None if zero is None else zero.to(device)
             dtype = FLOATS[index % 3]
             yield Dequantize(
