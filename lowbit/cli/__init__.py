@@ -1,0 +1,43 @@
+"""The command ``lowbit``. One file here is one command; all of them are listed in ``COMMANDS``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from lowbit.cli import doctor, formats
+from lowbit.cli.console import errors
+
+__all__ = ["app", "main"]
+
+COMMANDS: tuple[Callable[..., None], ...] = (formats.formats, doctor.doctor)
+
+app = typer.Typer(
+    name="lowbit",
+    help="Low-bit numbers for PyTorch: look at formats, train in FP8, quantize models, check the installation.",
+    epilog="Begin with: lowbit formats fp8_e4m3   ·   lowbit train   ·   lowbit doctor",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and exit code 1 (set LOWBIT_TRACEBACK=1 for its origin)."""
+    if os.environ.get("LOWBIT_TRACEBACK"):
+        app()
+        return
+    try:
+        app()
+    except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError) as error:
+        errors.print(f"[bold red]error:[/] {str(error) or type(error).__name__}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        errors.print("stopped", highlight=False)
+        sys.exit(130)

@@ -1,0 +1,36 @@
+"""Where the commands print: results to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from rich.console import Console
+
+__all__ = ["errors", "out", "print_json", "size"]
+
+out = Console(highlight=False)
+errors = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """``value`` as strict JSON: what JSON cannot hold (Inf, NaN) becomes a string."""
+    print(json.dumps(_strict(value), indent=2))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def size(count: float) -> str:
+    """Bytes for people, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

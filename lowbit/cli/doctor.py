@@ -1,0 +1,141 @@
+"""``lowbit doctor``: what is installed, which kernels can run, and how to get what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import json as jsonlib
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import lowbit
+from lowbit._version import __version__
+from lowbit.cli.console import out, print_json
+
+PACKAGES = ("torch", "numpy", "triton", "safetensors", "ml_dtypes", "matplotlib")
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Check the installation: versions, backends and how to get the missing ones, CPU features, settings.
+
+    Send its output along when something does not work.
+    """
+    report = examine()
+    if json:
+        print_json(report)
+        return
+    for title, values in report.items():
+        if isinstance(values, dict):
+            out.print(f"\n[bold]{title}[/]")
+            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+            for key, value in values.items():
+                table.add_row(f"  {key}", _mark(value))
+            out.print(table)
+    out.print("\n[bold]advice[/]")
+    for line in report["advice"] or ["none: everything that this machine can have is there"]:
+        out.print(f"  - {line}", soft_wrap=True)
+
+
+def examine() -> dict[str, Any]:
+    """Everything ``lowbit doctor`` prints."""
+    import torch
+
+    native, notice = _native(), _build_notice()
+    backends = _backends()
+    precision = torch.get_float32_matmul_precision()
+    advice = [
+        f"{name}: {state.removeprefix('missing: ')}" for name, state in backends.items() if state.startswith("missing")
+    ]
+    if notice:
+        advice.append(f"build: {notice}")
+    if precision == "highest":
+        advice.append(
+            "torch.set_float32_matmul_precision('medium') lets float activations be rounded to bf16 in scaled_mm "
+            "where that is faster; the default keeps fp32"
+        )
+    return {
+        "versions": {
+            "lowbit": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "machine": {
+            "system": platform.platform(),
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads of torch": torch.get_num_threads(),
+            "torch sees": torch.backends.cpu.get_cpu_capability(),
+            **native,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        },
+        "backends": backends,
+        "settings": {
+            "float32 matmul precision": precision,
+            **{key: value for key, value in sorted(os.environ.items()) if key.startswith(("LOWBIT_", "TRITON_"))},
+        },
+        "advice": advice,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _backends() -> dict[str, str]:
+    from lowbit.backends import BACKENDS, registry
+    from lowbit.ops import OPS
+
+    missing = registry.absent()
+    found = {}
+    for name in BACKENDS:
+        if name in missing:
+            found[name] = f"missing: {missing[name]}"
+            continue
+        rows = {impl for op in OPS for device in ("cpu", "cuda") for impl in registry.impls(op, device)}
+        mine = [impl for impl in rows if impl.backend == name]
+        devices = sorted({device for impl in mine for device in impl.devices})
+        found[name] = f"ready: {len({impl.op for impl in mine})} of {len(OPS)} ops on {', '.join(devices)}"
+    return found
+
+
+def _native() -> dict[str, str]:
+    try:
+        module = importlib.import_module("lowbit._native")
+    except ImportError as error:
+        return {"native module": f"missing: {error}"}
+    return {key: str(getattr(module, key)()) for key in ("cpu_features", "isa") if callable(getattr(module, key, None))}
+
+
+def _build_notice() -> str:
+    path = Path(lowbit.__file__).parent / "_build.json"
+    try:
+        return str(jsonlib.loads(path.read_text()).get("notice") or "")
+    except (OSError, ValueError):
+        return ""
+
+
+def _version(name: str) -> str:
+    if name in sys.modules and hasattr(sys.modules[name], "__version__"):
+        return str(sys.modules[name].__version__)
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _mark(value: Any) -> str:
+    text = str(value)
+    return f"[yellow]{text}[/]" if text.startswith(("missing", "not installed")) else text

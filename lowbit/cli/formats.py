@@ -1,0 +1,165 @@
+"""``lowbit formats``: the table of number formats, every code of one of them, or what a scheme stores."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from lowbit.cli.console import out, print_json
+from lowbit.formats import FORMATS, Format, find
+from lowbit.scaling import SHORT_NAMES, Scheme, scheme
+
+EPILOG = """
+**Examples**
+
+`lowbit formats` — every format with its range and precision
+
+`lowbit formats fp8_e4m3` — all 256 codes: `0|0110|100` is 0.75
+
+`lowbit formats e2m1b3` — a format of your own: 2 exponent bits, 1 mantissa bit, bias 3
+
+`lowbit formats int4 --scale 2^-3` — int4 with a power-of-two scale
+
+`lowbit formats int4:group128` — a scheme: what is stored for each block, and how many bits an element takes
+"""
+
+
+def formats(
+    name: Annotated[str, typer.Argument(help="A format (fp8_e4m3, e2m1b3) or a scheme (int4:group128, mxfp4).")] = "",
+    scale: Annotated[str, typer.Option(help="Show values times this scale: a number, or a power such as 2^-3.")] = "1",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show number formats: all of them, or every code of one with its bits and value."""
+    if not name:
+        rows = [properties(row) for row in FORMATS.values()]
+        print_json(rows) if json else out.print(_table(rows))
+    elif name in FORMATS or (":" not in name and name not in SHORT_NAMES):
+        _one(find(name), _number(scale), json)
+    else:
+        described = _describe(scheme(name))
+        print_json(described) if json else out.print(_pairs(described))
+
+
+formats.__doc__ = f"{formats.__doc__}\n{EPILOG}"
+
+
+def properties(row: Format) -> dict[str, Any]:
+    """What follows from a format's row."""
+    layout = f"{int(row.signed)}-{row.exponent}-{row.mantissa}" if row.kind in ("float", "exponent") else row.kind
+    return {
+        "name": row.name,
+        "bits": row.bits,
+        "layout": layout,
+        "bias": row.bias if row.kind in ("float", "exponent") else None,
+        "max": row.max,
+        "min": -row.max if row.kind == "float" else row.codebook[0] if row.codebook else float(min(row.qmin, 0)),
+        "min_normal": row.min_normal,
+        "min_subnormal": row.min_subnormal,
+        "epsilon": row.epsilon,
+        "finite": row.num_finite,
+        "inf": row.has_inf,
+        "nan": {"none": "none", "ieee": "many", "all_ones": "all ones"}[row.nan],
+        "torch_dtype": row.torch_dtype,
+        "source": row.source,
+    }
+
+
+def split_bits(row: Format, code: int) -> str:
+    """The bits of a code with its fields apart: ``0|0110|100``."""
+    bits = f"{code:0{row.bits}b}"
+    if row.kind != "float":
+        return bits
+    return "|".join(field for field in (bits[:1], bits[1 : 1 + row.exponent], bits[1 + row.exponent :]) if field)
+
+
+def number(value: float) -> str:
+    """A value exactly, as a power of two where it is a small or a large one."""
+    if value and math.isfinite(value) and not 2**-6 <= abs(value) <= 2**20:
+        fraction, exponent = math.frexp(abs(value))
+        if fraction == 0.5:
+            return f"{'-' if value < 0 else ''}2^{exponent - 1}"
+    return "NaN" if math.isnan(value) else repr(value).removesuffix(".0").replace("inf", "Inf")
+
+
+def codes(row: Format, scale: float) -> list[dict[str, Any]]:
+    """Every code of a format of at most 8 bits."""
+    return [
+        {"code": code, "bits": split_bits(row, code), "value": value * scale} for code, value in enumerate(row.table)
+    ]
+
+
+def _number(text: str) -> float:
+    base, _, power = text.partition("^")
+    try:
+        return float(base) ** float(power) if power else float(text)
+    except ValueError:
+        raise ValueError(f"--scale takes a number or a power such as 2^-3, got {text!r}") from None
+
+
+def _one(row: Format, scale: float, json: bool) -> None:
+    listed = codes(row, scale) if row.bits <= 8 else []
+    if json:
+        print_json({**properties(row), "scale": scale, "codes": listed})
+        return
+    out.print(_pairs(properties(row)))
+    if not listed:
+        out.print(f"\n{row.name} has 2^{row.bits} codes, too many to list.")
+        return
+    times = "" if scale == 1 else f" x {number(scale)}"
+    out.print(f"\n[bold]code  {'bits':<{row.bits + 2}}  value{times}[/]")
+    for line in listed:
+        exact = number(line["value"])
+        plain = repr(line["value"])
+        note = f"  [dim]{plain}[/]" if "^" in exact else ""
+        out.print(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}{note}", soft_wrap=True)
+
+
+def _describe(made: Scheme) -> dict[str, Any]:
+    rows, cols = made.block
+    block = f"{'all' if rows is None else rows} x {'all' if cols is None else cols}"
+    example = (1024, 1024)
+    return {
+        "scheme": made.name,
+        "format": made.format.name,
+        "block (rows x cols)": block,
+        "scale format": made.scale_format.name,
+        "scale rounding": "ceil" if made.ceil else made.scale_format.rounding,
+        "zero point": made.affine,
+        "outer fp32 scale": made.outer,
+        "bits an element (1024 x 1024)": round(8 * made.nbytes(example) / (example[0] * example[1]), 4),
+    }
+
+
+def _pairs(values: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for key, value in values.items():
+        table.add_row(f"[bold]{key.replace('_', ' ')}[/]", escape(_cell(value)))
+    return table
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption="every code of one: lowbit formats NAME")
+    shown = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
+    for key in shown:
+        table.add_column(key.replace("_", " "), justify="left" if key in ("name", "layout") else "right")
+    table.add_column("special")
+    for row in rows:
+        special = " ".join(what for what, there in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if there)
+        table.add_row(*(escape(_cell(row[key])) for key in shown), special or "-")
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        text = number(value)
+        return text if len(text) <= 8 else f"{value:.3g}"
+    return str(value)

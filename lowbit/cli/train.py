@@ -1,0 +1,168 @@
+"""``lowbit train``: the demo, from text to a transformer trained in FP8 and quantized with every recipe."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+import lowbit as lb
+from lowbit.cli.console import errors, out, print_json, size
+from lowbit.memory.rss import reset_peak
+from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.train import demo, report
+from lowbit.train.data import Corpus
+from lowbit.train.files import write_atomically
+from lowbit.train.loop import Interrupted, TrainConfig, Trainer
+
+EPILOG = """
+**Examples**
+
+`lowbit train` — the whole demo, about two minutes on two cores; the report is out/demo/report.md
+
+`lowbit train --data book.txt --steps 2000` — on a text of one's own
+
+`lowbit train --precision fp8-block --recipe mxfp4 --recipe nf4` — other number formats
+
+`lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
+"""
+
+_MODEL, _TRAIN = GPTConfig(), TrainConfig()
+
+
+def train(
+    context: typer.Context,
+    directory: Annotated[Path, typer.Option("--out", help="Where everything goes.")] = Path("out/demo"),
+    data: Annotated[Path | None, typer.Option(help="UTF-8 text to train on instead of Python's documentation.")] = None,
+    precision: Annotated[list[str], typer.Option(help="fp32, bf16 or a recipe that trains; repeat.")] = ["bf16", "fp8"],  # noqa: B006
+    recipe: Annotated[list[str] | None, typer.Option(help="Recipe to quantize with; repeat. All by default.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = _TRAIN.steps,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = _TRAIN.batch,
+    length: Annotated[int, typer.Option("--context", help="Tokens in a sequence.")] = _MODEL.context,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = _TRAIN.lr,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _TRAIN.seed,
+    layers: Annotated[int, typer.Option(help="Blocks.")] = _MODEL.layers,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = _MODEL.dim,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = _MODEL.heads,
+    hidden: Annotated[int, typer.Option(help="Width of the feed-forward layer.")] = _MODEL.hidden,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary; 256 is bytes.")] = _MODEL.vocab,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = _TRAIN.save_every,
+    eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away an unfinished run in --out.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report's numbers as JSON.")] = False,
+) -> None:
+    """Train a small GPT in bf16 and in FP8 on English text, quantize it with every recipe, and report.
+
+    Ctrl-C finishes the step and saves; --resume goes on bit-exactly.
+    """
+    settings = demo.Settings(
+        model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
+        train=TrainConfig(
+            steps=steps, batch=batch, context=length, lr=lr, seed=seed,
+            warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
+        ),
+        precisions=tuple(dict.fromkeys(precision)),
+        recipes=tuple(recipe if recipe is not None else demo.INFERENCE_RECIPES),
+        data=str(data.resolve()) if data else None,
+    )  # fmt: skip
+    settings = _resumed(context, settings, directory) if resume else _fresh(settings, directory, overwrite)
+    for name in settings.recipes:
+        lb.recipe(name)
+    corpus = settings.corpus()
+    try:
+        runs = _train(settings, corpus, directory, resume)
+    except Interrupted as stop:
+        again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
+        errors.print(f"\n[bold]stopped[/] after step {stop.step}, which is saved in {stop.path}; go on with:\n  {again}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    _finish(settings, corpus, runs, directory, json)
+
+
+train.__doc__ = f"{train.__doc__}\n{EPILOG}"
+
+
+def _fresh(settings: demo.Settings, directory: Path, overwrite: bool) -> demo.Settings:
+    """Begin in ``directory``, unless that would throw away an unfinished run."""
+    begun = (directory / "settings.json").exists()
+    if begun and not (directory / "report.md").exists() and not overwrite:
+        raise ValueError(f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over")
+    if begun:
+        for name in demo.Settings.load(directory).precisions if not overwrite else settings.precisions:
+            shutil.rmtree(directory / name, ignore_errors=True)
+        (directory / "report.md").unlink(missing_ok=True)
+    settings.save(directory)
+    return settings
+
+
+def _resumed(context: typer.Context, asked: demo.Settings, directory: Path) -> demo.Settings:
+    """The saved settings. What is given beside --resume must agree with them."""
+    saved = demo.Settings.load(directory)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    given -= {"directory", "resume", "overwrite", "json"}
+    old, new = _flat(saved), _flat(asked)
+    renamed = {"length": "context", "precision": "precisions", "recipe": "recipes"}
+    for name in sorted(given):
+        key = renamed.get(name, name)
+        if old[key] != new[key]:
+            raise ValueError(f"--resume goes on with {key} {old[key]}, not {new[key]}; leave the option out, or start over elsewhere")
+    return saved
+
+
+def _flat(settings: demo.Settings) -> dict[str, Any]:
+    values = asdict(settings)
+    return {**values["model"], **values["train"], **{k: values[k] for k in ("precisions", "recipes", "data")}}
+
+
+def _train(settings: demo.Settings, corpus: Corpus, directory: Path, resume: bool) -> list[Trainer]:
+    bar = Progress(
+        TextColumn("[bold]{task.description:<6}[/]"), BarColumn(None), TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[status]}"), TimeRemainingColumn(compact=True), console=errors,
+    )  # fmt: skip
+    runs = []
+    with bar:
+        for trainer in demo.trainers(settings, corpus, directory, resume):
+            reset_peak()
+            name = trainer.config.precision
+            task = bar.add_task(name, total=trainer.config.steps, completed=trainer.step, status="")
+            _show(bar, task, trainer)
+            trainer.run(lambda now, task=task: _show(bar, task, now))  # type: ignore[misc]
+            runs.append(trainer)
+    return runs
+
+
+def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
+    history = trainer.history
+    held = f" held-out {history.held_out[-1][1]:.3f}" if history.held_out else ""
+    loss = f"loss {history.train[-1]:.3f}{held}" if history.train else "starting"
+    status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s  {size(history.peak_bytes)}"
+    bar.update(task, completed=trainer.step, status=status)
+
+
+def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
+    """Save the first run's model, measure every recipe on it and write the report."""
+    model = runs[0].model
+    assert isinstance(model, GPT)
+    trained = demo.plain_copy(model)
+    lb.save_model(trained, directory / "model")
+    merges = corpus.tokenizer.to_json().encode()
+    write_atomically(directory / "model" / "tokenizer.json", lambda file: file.write(merges))
+    with errors.status("measuring") as status:
+        rows = demo.measure_recipes(
+            trained, corpus, runs[0].windows, settings.recipes,
+            lambda name: status.update(f"measuring {name}"),
+        )  # fmt: skip
+    path = report.write(directory, settings, corpus, runs, rows, shlex.join(["lowbit", *sys.argv[1:]]))
+    if json:
+        print_json(demo.as_json(settings, corpus, runs, rows))
+    else:
+        out.print(f"report: {path}", soft_wrap=True)
+        out.print(f"model:  {directory / 'model'}   (quantize it: lowbit quantize {directory / 'model'} int4-weight-only)", soft_wrap=True)

@@ -1,0 +1,191 @@
+"""A small GPT: RoPE, RMSNorm, SwiGLU, causal scaled-dot-product attention, no biases.
+
+Shape suffixes: B sequences, T positions, S cached and new positions, C width, H heads, D width of a head, V vocabulary.
+
+The model has no buffers and one fused projection where inputs are shared, so that it casts and quantizes well: each
+activation is quantized once, and nothing but weights is there to be rounded.
+Sources: RoPE arXiv 2104.09864, RMSNorm arXiv 1910.07467, SwiGLU arXiv 2002.05202, weights tied to the embedding
+arXiv 1608.05859.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["GPT", "GPTConfig", "KVCache", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT; widths that are multiples of 128 fill every group of every scaling."""
+
+    vocab: int = 1024
+    context: int = 256
+    layers: int = 4
+    heads: int = 4
+    dim: int = 256
+    hidden: int = 768
+    rope_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"GPTConfig.{name} must be positive, got {value}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"dim must be a multiple of 2 * heads (RoPE turns pairs), got dim {self.dim} and {self.heads} heads; "
+                f"try dim={2 * self.heads * max(1, self.dim // (2 * self.heads))}"
+            )
+
+
+class KVCache:
+    """Keys and values of the positions seen so far: ``k``, ``v`` are [layers, B, H, context, D]; ``length`` are filled."""
+
+    def __init__(
+        self, config: GPTConfig, batch: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        shape = (config.layers, batch, config.heads, config.context, config.dim // config.heads)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new positions of ``layer``; return all of its keys and values [B, H, S, D]."""
+        end = self.length + k_BHTD.shape[2]
+        self.k[layer, :, :, self.length : end] = k_BHTD
+        self.v[layer, :, :, self.length : end] = v_BHTD
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+def rope(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D/2] of the angle by which RoPE turns each pair at each position; fp32 whatever the model's dtype."""
+    powers = torch.arange(0, width, 2, dtype=torch.float32, device=positions_T.device) / width
+    angles = positions_T[:, None].float() * base**-powers
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair ``(x[i], x[i + D/2])`` by its angle."""
+    a, b = x_BHTD.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTD.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.heads, self.layer = config.heads, layer
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        q_BHTD, k_BHTD, v_BHTD = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q_BHTD, k_BHTD = rotate(q_BHTD, cos, sin), rotate(k_BHTD, cos, sin)
+        # T new queries see every key up to their own: the lower right corner of the causal triangle.
+        causal, mask_TS = True, None
+        if cache is not None:
+            k_BHTD, v_BHTD = cache.extend(self.layer, k_BHTD, v_BHTD)
+            causal = cache.length == 0
+            new, all = q_BHTD.shape[2], k_BHTD.shape[2]
+            if not causal and new > 1:
+                mask_TS = torch.ones(new, all, dtype=torch.bool, device=x_BTC.device).tril(all - new)
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=mask_TS, is_causal=causal)
+        return self.out(y_BHTD.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_BTC).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(config.dim, eps=1e-6), Attention(config, layer)
+        self.norm2, self.mlp = nn.RMSNorm(config.dim, eps=1e-6), SwiGLU(config)
+
+    def forward(self, x_BTC: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.norm1(x_BTC), cos, sin, cache)
+        return x_BTC + self.mlp(self.norm2(x_BTC))
+
+
+class GPT(nn.Module):
+    """The model; ``blocks`` are what one checkpoints. The weights follow from ``seed`` alone."""
+
+    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):  # leave the caller's generator where it was
+            self.embed = nn.Embedding(config.vocab, config.dim)
+            self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+            self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+            self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Normal weights of deviation 1 / sqrt(fan in), halved where they feed the residual; the same on every device."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        residual = (2 * self.config.layers) ** -0.5
+        for name, weight in self.named_parameters():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+                continue
+            std = 0.02 if name.startswith(("embed", "lm_head")) else weight.shape[1] ** -0.5
+            std *= residual if name.endswith(("out.weight", "down.weight")) else 1.0
+            weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)
+
+    def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits [B, T, V] of the token after each position; with ``cache``, positions go on where it stands.
+
+        Raises: ValueError when the positions exceed ``config.context``.
+        """
+        start = 0 if cache is None else cache.length
+        end = start + tokens_BT.shape[1]
+        if end > self.config.context:
+            raise ValueError(f"{end} positions exceed the model's context of {self.config.context}; shorten the input")
+        positions_T = torch.arange(start, end, device=tokens_BT.device)
+        cos, sin = rope(positions_T, self.config.dim // self.config.heads, self.config.rope_base)
+        x_BTC = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, cos, sin, cache)
+        if cache is not None:
+            cache.length = end
+        return self.lm_head(self.norm(x_BTC))
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, prompt_BT: Tensor, tokens: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+) -> Iterator[Tensor]:
+    """Yield ``tokens`` new tokens [B], one position a time, each from the ``top_k`` likeliest; temperature 0 is greedy.
+
+    Raises: ValueError when prompt and new tokens exceed ``model.config.context``.
+    """
+    config, (batch, length) = model.config, prompt_BT.shape
+    if length == 0 or length + tokens > config.context:
+        raise ValueError(
+            f"a prompt of {length} and {tokens} new tokens need 1 to {config.context} positions; shorten one of them"
+        )
+    generator = torch.Generator(prompt_BT.device).manual_seed(seed)
+    cache = KVCache(config, batch, dtype=model.embed.weight.dtype, device=prompt_BT.device)
+    next_BT = prompt_BT
+    for _ in range(tokens):
+        logits_BV = model(next_BT, cache)[:, -1].float()
+        if temperature == 0:
+            next_BT = logits_BV.argmax(-1, keepdim=True)
+        else:
+            best_BK, index_BK = logits_BV.topk(min(top_k, config.vocab))
+            chosen_BT = torch.multinomial((best_BK / temperature).softmax(-1), 1, generator=generator)
+            next_BT = index_BK.gather(1, chosen_BT)
+        yield next_BT[:, 0]

@@ -1,0 +1,102 @@
+"""A corpus as tokens, and batches that are a pure function of the step.
+
+Because batch ``k`` follows from ``(seed, k)`` alone, a resumed run needs no saved position, and two runs with the same
+seed see the same batches whatever their precision.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.train import text
+from lowbit.train.tokenizer import Tokenizer
+
+__all__ = ["Corpus"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """``train`` and ``held_out`` are tokens [N]; ``held_out_bytes`` is the length of the held-out text in UTF-8."""
+
+    tokenizer: Tokenizer
+    train: Tensor
+    held_out: Tensor
+    held_out_bytes: int
+    origin: str
+
+    @classmethod
+    def build(cls, documents: list[text.Document], vocab: int, origin: str) -> Corpus:
+        """Split documents, train a tokenizer on the training part and encode both.
+
+        Raises: ValueError when either part is empty.
+        """
+        train, held_out = text.split(documents)
+        if not train or not held_out:
+            raise ValueError(
+                f"{origin}: {len(documents)} documents leave {len(train)} to train on and {len(held_out)} held out; "
+                f"give a longer text (about 200 KB or more)"
+            )
+        train_text, held_text = ("".join(d.text for d in part) for part in (train, held_out))
+        tokenizer = Tokenizer.train(train_text, vocab)
+        tokens = [torch.tensor(tokenizer.encode(part), dtype=torch.long) for part in (train_text, held_text)]
+        return cls(tokenizer, *tokens, len(held_text.encode()), origin)
+
+    @classmethod
+    def load(cls, path: Path | None, vocab: int) -> Corpus:
+        """The standard library's documentation, or the text of a file."""
+        if path is None:
+            return cls.build(text.standard_library(), vocab, "the documentation in Python's standard library")
+        return cls.build(text.file_documents(path), vocab, str(path))
+
+    @property
+    def fingerprint(self) -> int:
+        """CRC-32 of everything a run depends on; equal on resume, or the run would not go on bit-exactly."""
+        crc = zlib.crc32(json.dumps(self.tokenizer.merges).encode())
+        for tokens in (self.train, self.held_out):
+            crc = zlib.crc32(tokens.numpy().tobytes(), crc)
+        return crc
+
+    def batch(self, step: int, size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [size, context] of step ``step``.
+
+        Each epoch cuts the text at another offset into windows and takes them in another order.
+
+        Raises: ValueError when the text is shorter than two windows.
+        """
+        if len(self.train) < 2 * context + 1:
+            raise ValueError(
+                f"{self.origin}: {len(self.train)} tokens are fewer than two windows of {context}; use a longer text"
+            )
+        per_epoch = len(self.train) // context - 1
+        rows = []
+        for index in range(step * size, (step + 1) * size):
+            epoch, position = divmod(index, per_epoch)
+            offset, order = _epoch(seed, epoch, per_epoch, context)
+            start = offset + int(order[position]) * context
+            rows.append(self.train[start : start + context + 1])
+        window = torch.stack(rows)
+        return window[:, :-1], window[:, 1:]
+
+    def held_out_windows(self, count: int, context: int) -> Tensor:
+        """At most ``count`` windows [n, context + 1], evenly spread over the held-out text."""
+        available = (len(self.held_out) - 1) // context
+        if available < 1:
+            raise ValueError(
+                f"{self.origin}: {len(self.held_out)} held-out tokens do not fill one window of {context}; "
+                f"use a longer text or a shorter context"
+            )
+        chosen = np.linspace(0, available - 1, min(count, available)).round().astype(int)
+        return torch.stack([self.held_out[k * context : (k + 1) * context + 1] for k in chosen])
+
+
+def _epoch(seed: int, epoch: int, windows: int, context: int) -> tuple[int, np.ndarray]:
+    """Where an epoch's first window starts, and the order of its windows."""
+    random = np.random.default_rng([seed, epoch])
+    return int(random.integers(context)), random.permutation(windows)

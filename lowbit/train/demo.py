@@ -1,0 +1,156 @@
+"""The main job: train the same GPT in several precisions, quantize the result with every recipe, measure each.
+
+Everything is kept below one directory: ``settings.json`` (what to do), ``PRECISION/checkpoint.pt`` (each run's state),
+``model/`` (the trained model) and the report.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.nn.transformer import GPT, GPTConfig, generate
+from lowbit.recipes import RECIPES
+from lowbit.train.data import Corpus
+from lowbit.train.files import write_atomically
+from lowbit.train.loop import TrainConfig, Trainer, evaluate
+
+__all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
+
+#: Every named recipe, and int4 with the finer groups that it is usually shipped with.
+INFERENCE_RECIPES = tuple(
+    name for row in RECIPES for name in ([row, f"{row}:group32"] if row == "int4-weight-only" else [row])
+)
+
+PROMPT = "This module provides"
+SAMPLE_TOKENS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that a demo run depends on; ``train.precision`` and ``train.checkpointing`` are set for each run."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    precisions: tuple[str, ...] = ("bf16", "fp8")
+    recipes: tuple[str, ...] = INFERENCE_RECIPES
+    data: str | None = None
+
+    def save(self, directory: Path) -> None:
+        text = json.dumps(asdict(self), indent=2).encode()
+        write_atomically(directory / "settings.json", lambda file: file.write(text + b"\n"))
+
+    @classmethod
+    def load(cls, directory: Path) -> Settings:
+        """The settings of the run in ``directory``. Raises: FileNotFoundError, ValueError."""
+        path = directory / "settings.json"
+        if not path.exists():
+            raise FileNotFoundError(f"nothing to resume: {path} does not exist; run without --resume first")
+        try:
+            saved = json.loads(path.read_text())
+            return cls(
+                model=GPTConfig(**saved["model"]),
+                train=TrainConfig(**saved["train"]),
+                precisions=tuple(saved["precisions"]),
+                recipes=tuple(saved["recipes"]),
+                data=saved["data"],
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not what lowbit train wrote ({error}); start over with --overwrite") from None
+
+    def corpus(self) -> Corpus:
+        return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
+
+    def of(self, precision: str) -> TrainConfig:
+        """A run's configuration: the same seed and batches; low precision comes with checkpointing."""
+        return replace(self.train, precision=precision, checkpointing=precision not in ("fp32", "bf16"))
+
+
+def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) -> Iterator[Trainer]:
+    """A trainer for each precision, at its saved state when resuming and one is there."""
+    for precision in settings.precisions:
+        model = GPT(replace(settings.model, vocab=corpus.tokenizer.vocab), seed=settings.train.seed)
+        trainer = Trainer(model, corpus, settings.of(precision), directory / precision)
+        if resume and trainer.path.exists():
+            trainer.load()
+        yield trainer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one recipe makes of the model; ``linear_bytes`` counts the blocks' matrices, ``bytes`` the whole model."""
+
+    recipe: str
+    linear_bytes: int
+    bytes: int
+    loss: float
+    tokens_per_second: float
+    sample: str
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+def model_bytes(module: nn.Module) -> int:
+    """Bytes of the distinct storages of all parameters and buffers."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.state_dict(keep_vars=True).values()}
+    return sum(held.values())
+
+
+def plain_copy(trained: GPT) -> GPT:
+    """A GPT of ordinary Linear layers with the master weights of ``trained``, whatever it was trained in."""
+    model = GPT(trained.config)
+    model.load_state_dict({name: value.detach().float() for name, value in trained.state_dict().items()})
+    return model.eval()
+
+
+def measure_recipes(
+    trained: GPT, corpus: Corpus, windows: torch.Tensor, recipes: tuple[str, ...], on_row: Callable[[str], None]
+) -> list[Measurement]:
+    """The trained model in fp32 and in bf16, then with each recipe (its other weights in bf16)."""
+    measured = []
+    for name in ("fp32", "bf16", *recipes):
+        on_row(name)
+        model = copy.deepcopy(trained)
+        if name not in ("fp32", "bf16"):
+            lb.quantize_(model, name)
+        measured.append(measure(name, model if name == "fp32" else model.bfloat16(), corpus, windows))
+    return measured
+
+
+def measure(name: str, model: GPT, corpus: Corpus, windows: torch.Tensor) -> Measurement:
+    loss = evaluate(model, windows)
+    prompt = torch.tensor([corpus.tokenizer.encode(PROMPT)])
+    wanted = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
+    list(generate(model, prompt, 2))  # first calls set up caches and threads
+    start = time.perf_counter()
+    tokens = [int(token) for token in generate(model, prompt, wanted, seed=1)]
+    seconds = time.perf_counter() - start
+    sample = PROMPT + corpus.tokenizer.decode(tokens)
+    return Measurement(name, model_bytes(model.blocks), model_bytes(model), loss, wanted / seconds, sample)
+
+
+def as_json(settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> dict[str, Any]:
+    """The numbers of the report, for programs."""
+    return {
+        "settings": asdict(settings),
+        "corpus": {
+            "origin": corpus.origin,
+            "train_tokens": len(corpus.train),
+            "held_out_tokens": len(corpus.held_out),
+            "held_out_bytes": corpus.held_out_bytes,
+        },
+        "runs": {run.config.precision: asdict(run.history) for run in runs},
+        "recipes": [{**asdict(row), "perplexity": row.perplexity} for row in rows],
+    }

@@ -1,0 +1,230 @@
+"""The training loop: AdamW, warm-up and cosine, clipping, and a state on disk from which a run goes on bit by bit.
+
+What a step does follows from ``(weights, optimizer state, random state, step)``, all of which ``Trainer.save`` writes;
+batches and learning rate are functions of the step. So stopping and resuming changes no bit of any later loss.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.rss import peak_bytes
+from lowbit.train.data import Corpus
+from lowbit.train.files import write_atomically
+
+__all__ = ["History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``."""
+
+    precision: str = "bf16"
+    steps: int = 300
+    batch: int = 8
+    context: int = 256
+    lr: float = 3e-3
+    warmup: int = 30
+    final_lr: float = 0.05
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    checkpointing: bool = False
+    eval_every: int = 25
+    eval_windows: int = 48
+    save_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "context", "lr", "clip", "eval_every", "eval_windows", "save_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up to ``lr``, then a cosine down to ``final_lr * lr`` at the last step."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (self.final_lr + (1 - self.final_lr) * (1 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass
+class History:
+    """The curves of a run: a training loss for each step, ``held_out`` as (steps done, loss); losses in nats a token."""
+
+    train: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+class Interrupted(Exception):
+    """A signal ended the run after a whole step; ``step`` are done and saved in ``path``."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        super().__init__(f"stopped after step {step}; saved in {path}")
+        self.step, self.path = step, path
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Within, SIGINT and SIGTERM only make the yielded function return True; a second one ends the process as usual."""
+    stopped = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: stopped
+    finally:
+        restore()
+
+
+@contextmanager
+def precision_context(precision: str) -> Iterator[None]:
+    """bf16 autocast for all but fp32; under a recipe the converted layers keep their own formats inside it."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+        yield
+
+
+def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats a token."""
+    return F.cross_entropy(model(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, windows: Tensor, batch: int = 16) -> float:
+    """Mean loss in nats a token over ``windows`` [n, T + 1]."""
+    total = 0.0
+    for part in windows.split(batch):
+        total += loss_of(model, part[:, :-1], part[:, 1:]).item() * len(part)
+    return total / len(windows)
+
+
+class Trainer:
+    """One run of ``model`` on ``corpus`` as ``config`` says, with its state in ``directory``."""
+
+    def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path) -> None:
+        self.model, self.corpus, self.config = model, corpus, config
+        self.path = directory / "checkpoint.pt"
+        if config.precision not in ("fp32", "bf16"):
+            from lowbit.train import prepare_
+
+            prepare_(model, config.precision)
+        if config.checkpointing:
+            checkpoint_blocks_(model)
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.windows = corpus.held_out_windows(config.eval_windows, config.context)
+        self.history = History()
+        self.step = 0
+
+    def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
+        """Train to ``config.steps``, calling ``on_step`` after each.
+
+        Raises: Interrupted after SIGINT or SIGTERM, with everything saved; FloatingPointError when the loss is not finite.
+        """
+        torch.manual_seed(self.config.seed) if self.step == 0 else None
+        with stop_on_signals() as stopped:
+            while self.step < self.config.steps:
+                self._train_step()
+                on_step(self)
+                if stopped() or self.step % self.config.save_every == 0 or self.step == self.config.steps:
+                    self.save()
+                if stopped() and self.step < self.config.steps:
+                    raise Interrupted(self.step, self.path)
+        return self.history
+
+    def _train_step(self) -> None:
+        config, start = self.config, time.perf_counter()
+        inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
+        with precision_context(config.precision):
+            loss = loss_of(self.model, inputs_BT, targets_BT)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr_at(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.history.train.append(loss.item())
+        if not math.isfinite(self.history.train[-1]):
+            raise FloatingPointError(
+                f"the loss at step {self.step} is {self.history.train[-1]}; lower the learning rate ({config.lr}) "
+                f"or train in a wider format than {config.precision}"
+            )
+        self.step += 1
+        self.history.seconds += time.perf_counter() - start
+        self.history.peak_bytes = max(self.history.peak_bytes, peak_bytes())
+        if self.step % config.eval_every == 0 or self.step == config.steps:
+            self.history.held_out.append((self.step, self.held_out_loss()))
+
+    def held_out_loss(self) -> float:
+        """The loss on the held-out windows in the run's own precision."""
+        with precision_context(self.config.precision):
+            return evaluate(self.model, self.windows, self.config.batch)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.step * self.config.batch * self.config.context / max(self.history.seconds, 1e-9)
+
+    # -- state on disk -------------------------------------------------------------------------------------------
+    def save(self) -> None:
+        """Write the whole state; the file before it stays whole until the new one is complete."""
+        state = {
+            "config": asdict(self.config),
+            "corpus": self.corpus.fingerprint,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "history": asdict(self.history),
+        }
+        write_atomically(self.path, lambda file: torch.save(state, file))
+
+    def load(self) -> None:
+        """Go back to the saved state.
+
+        Raises: FileNotFoundError when there is none; ValueError when it is of another configuration or text.
+        """
+        if not self.path.exists():
+            raise FileNotFoundError(f"nothing to resume: {self.path} does not exist; run without --resume first")
+        state: dict[str, Any] = torch.load(self.path, weights_only=True)
+        now = asdict(self.config)
+        changed = [f"{k} {state['config'].get(k)} -> {now[k]}" for k in now if state["config"].get(k) != now[k]]
+        if changed:
+            raise ValueError(f"{self.path} is of another run ({', '.join(changed)}); resume with the same settings")
+        if state["corpus"] != self.corpus.fingerprint:
+            raise ValueError(
+                f"{self.path} was trained on another text (CRC {state['corpus']:08x}, now {self.corpus.fingerprint:08x}); "
+                f"resume with the same data and the same Python version"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.step, self.history = state["step"], History(**state["history"])
+        self.history.held_out = [(step, loss) for step, loss in self.history.held_out]

@@ -1,0 +1,241 @@
+"""The demo's report: Markdown with two plots, and the numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import lowbit as lb
+from lowbit._version import __version__
+from lowbit.train.data import Corpus
+from lowbit.train.demo import Measurement, Settings, as_json
+from lowbit.train.files import write_atomically
+from lowbit.train.loop import Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["write"]
+
+#: What a run or recipe may lose before it counts as a failure, as a fraction: of held-out loss, of perplexity.
+LOSS_TARGET = 0.01
+PERPLEXITY_TARGETS = {"int8": 0.005, "int4-weight-only:group32": 0.05}
+
+_INK, _PALE, _COLOURS = "#1f2933", "#9aa5b1", ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c")
+
+
+def write(
+    directory: Path, settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
+) -> Path:
+    """Write ``report.md``, ``report.json``, ``loss.png`` and ``recipes.png``; return the report's path.
+
+    Raises: ImportError when matplotlib is missing.
+    """
+    _plots(directory, corpus, runs, rows)
+    data = json.dumps(as_json(settings, corpus, runs, rows), indent=2).encode() + b"\n"
+    write_atomically(directory / "report.json", lambda file: file.write(data))
+    text = "\n".join(_markdown(settings, corpus, runs, rows, command)).encode() + b"\n"
+    write_atomically(directory / "report.md", lambda file: file.write(text))
+    return directory / "report.md"
+
+
+def bits_per_byte(loss: float, corpus: Corpus) -> float:
+    """A loss in nats a token as bits a byte of text, which does not depend on the tokenizer."""
+    return loss / math.log(2) * len(corpus.held_out) / corpus.held_out_bytes
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+def _markdown(
+    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
+) -> list[str]:
+    model = runs[0].model
+    parameters = sum(p.numel() for p in model.parameters())
+    config = settings.train
+    return [
+        "# lowbit: a transformer trained in FP8, shipped in INT4",
+        "",
+        f"A GPT of {parameters / 1e6:.2f} million parameters ({settings.model.layers} layers, width {settings.model.dim}), "
+        f"trained from seed {config.seed} on {corpus.origin}: {len(corpus.train):,} tokens, {config.steps} steps of "
+        f"{config.batch} x {config.context}. Held out by document: {len(corpus.held_out):,} tokens.",
+        "",
+        *_verdicts(runs, rows),
+        "## Training",
+        "",
+        "![held-out loss of each run](loss.png)",
+        "",
+        *_runs(corpus, runs),
+        "",
+        "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights and "
+        "see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing).",
+        "",
+        f"## The {runs[0].config.precision} run, quantized",
+        "",
+        "![perplexity, size and speed of each recipe](recipes.png)",
+        "",
+        *_recipes(rows),
+        "",
+        f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master weights "
+        "without calibration data; embedding, norms and head stay in bf16. Perplexity is per token on the same held-out "
+        "windows. Speed is one sequence with a KV cache.",
+        "",
+        "## What they write",
+        "",
+        *[line for row in rows for line in (f"**{row.recipe}**", "", f"> {_quoted(row.sample)}", "")],
+        "## How it was made",
+        "",
+        *[f"- {key}: {value}" for key, value in provenance(command).items()],
+    ]
+
+
+def _verdicts(runs: list[Trainer], rows: list[Measurement]) -> list[str]:
+    lines = []
+    base = runs[0].history.held_out[-1][1]
+    for run in runs[1:]:
+        change = run.history.held_out[-1][1] / base - 1
+        name = f"{run.config.precision} training, held-out loss against {runs[0].config.precision}"
+        lines.append(_verdict(name, change, LOSS_TARGET))
+    reference = next((row for row in rows if row.recipe == "bf16"), None)
+    for row in rows:
+        if reference and row.recipe in PERPLEXITY_TARGETS:
+            change = row.perplexity / reference.perplexity - 1
+            lines.append(_verdict(f"{row.recipe}, perplexity against bf16", change, PERPLEXITY_TARGETS[row.recipe]))
+    return ["| claim | measured | allowed | |", "|---|---:|---:|---|", *lines, ""] if lines else []
+
+
+def _verdict(name: str, change: float, allowed: float) -> str:
+    return f"| {name} | {change:+.2%} | {allowed:+.1%} | {'holds' if change <= allowed else '**fails**'} |"
+
+
+def _runs(corpus: Corpus, runs: list[Trainer]) -> list[str]:
+    base = runs[0].history.held_out[-1][1]
+    lines = [
+        f"| run | held-out loss | against {runs[0].config.precision} | bits a byte | tokens/s | seconds | peak memory |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in runs:
+        loss, history = run.history.held_out[-1][1], run.history
+        lines.append(
+            f"| {run.config.precision} | {loss:.4f} | {loss / base - 1:+.2%} | {bits_per_byte(loss, corpus):.3f} "
+            f"| {run.tokens_per_second:,.0f} | {history.seconds:.1f} | {history.peak_bytes / 2**20:,.0f} MiB |"
+        )
+    return lines
+
+
+def _recipes(rows: list[Measurement]) -> list[str]:
+    base = next(row for row in rows if row.recipe == "bf16")
+    lines = [
+        "| recipe | blocks, KiB | model, KiB | perplexity | against bf16 | tokens/s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.recipe} | {row.linear_bytes / 1024:,.0f} | {row.bytes / 1024:,.0f} | {row.perplexity:.3f} "
+            f"| {row.perplexity / base.perplexity - 1:+.2%} | {row.tokens_per_second:,.0f} |"
+        )
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    for mark in "\\`*_<>[]#|":
+        text = text.replace(mark, "\\" + mark)
+    return text.strip().replace("\n", "\n> \n> ")
+
+
+def provenance(command: str) -> dict[str, str]:
+    """The machine, the versions and the commit behind a result."""
+    from lowbit.cli.doctor import cpu_name
+
+    return {
+        "command": f"`{command}`",
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "system": platform.platform(),
+        "versions": f"lowbit {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    folder = Path(lb.__file__).parent
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown (git is not there)"
+    return told.stdout.strip() or "unknown (not a git checkout)"
+
+
+# -- plots -----------------------------------------------------------------------------------------------------------
+def _plots(directory: Path, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            f"the report's plots need matplotlib: {sys.executable} -m pip install matplotlib, then add --resume"
+        ) from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {
+        "font.size": 10, "axes.edgecolor": _PALE, "axes.labelcolor": _INK, "text.color": _INK,
+        "xtick.color": _INK, "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "grid.color": "#e4e7eb", "axes.axisbelow": True, "figure.dpi": 150,
+    }  # fmt: skip
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
+        _loss_plot(axes, runs)
+        _save(figure, directory / "loss.png")
+        figure, axes = plt.subplots(1, 3, figsize=(11, 0.34 * len(rows) + 1.4), sharey=True, layout="constrained")
+        _recipe_plot(axes, rows)
+        _save(figure, directory / "recipes.png")
+        plt.close("all")
+
+
+def _save(figure: Any, path: Path) -> None:
+    write_atomically(path, lambda file: figure.savefig(file, format="png"))
+
+
+def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
+    top, bottom = axes
+    base = dict(runs[0].history.held_out)
+    for run, colour in zip(runs, _COLOURS, strict=False):
+        steps, losses = zip(*run.history.held_out, strict=True)
+        dashed = "-" if run is runs[0] else "--"
+        top.plot(steps, losses, dashed, color=colour, lw=2, marker="o", ms=4, label=f"{run.config.precision}: {losses[-1]:.4f}")
+        bottom.plot(steps, [100 * (loss / base[step] - 1) for step, loss in run.history.held_out], dashed, color=colour, lw=2)
+    top.set_ylabel("held-out loss, nats a token")
+    top.set_title("Held-out loss, same seed and same batches", loc="left", weight="bold")
+    top.legend(frameon=False, title="run: final loss", alignment="left")
+    bottom.axhspan(-100 * LOSS_TARGET, 100 * LOSS_TARGET, color="#2b8a3e", alpha=0.10, lw=0)
+    bottom.set_ylabel(f"% from {runs[0].config.precision}")
+    bottom.set_xlabel("step")
+    bottom.text(0.995, 0.06, "shaded: within 1%", transform=bottom.transAxes, ha="right", color="#2b8a3e", size=9)
+
+
+def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement]) -> None:
+    base = next(row for row in rows if row.recipe == "bf16")
+    names = [row.recipe for row in rows]
+    panels: list[tuple[str, list[float], str]] = [
+        ("perplexity, % above bf16", [100 * (row.perplexity / base.perplexity - 1) for row in rows], "{:+.2f}%"),
+        ("size of the blocks, KiB", [row.linear_bytes / 1024 for row in rows], "{:,.0f}"),
+        ("generation, tokens/s", [row.tokens_per_second for row in rows], "{:,.0f}"),
+    ]
+    for axis, (title, values, shape), colour in zip(axes, panels, _COLOURS, strict=False):
+        bars = axis.barh(names, values, color=[_PALE if name in ("fp32", "bf16") else colour for name in names], height=0.66)
+        axis.bar_label(bars, [shape.format(value) for value in values], padding=4, size=8.5)
+        axis.set_title(title, loc="left", weight="bold", size=10)
+        axis.margins(x=0.24)
+        axis.grid(axis="y", visible=False)
+        axis.spines["left"].set_visible(False)
+        axis.tick_params(left=False, bottom=False, labelbottom=False)
+    axes[0].invert_yaxis()
