@@ -126,7 +126,8 @@ def noise16(rows: int, cols: int, rng: Rng, device: torch.device) -> Tensor:
         [block & 0xFFFFFFFF, block >> 32, *fixed], (rng.seed & 0xFFFFFFFF, (rng.seed >> 32) & 0xFFFFFFFF)
     )
     word = torch.stack(words).gather(0, ((index & 7) >> 1)[None])[0]
-    return (word >> (16 * (index & 1))) & 0xFFFF
+    half: Tensor = (word >> (16 * (index & 1))) & 0xFFFF
+    return half
 
 
 # -- blocks and their scales (section 5) ---------------------------------------------------------------------------
@@ -140,7 +141,8 @@ def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
     rows, cols = values.shape
     r, c = block
     padded = torch.nn.functional.pad(values, (0, -cols % c, 0, -rows % r))
-    return padded.unflatten(1, (-1, c)).unflatten(0, (-1, r)).amax((1, 3))
+    amax: Tensor = padded.unflatten(1, (-1, c)).unflatten(0, (-1, r)).amax((1, 3))
+    return amax
 
 
 def e8m0_code(amount: Tensor, divisor: float, ceil: bool) -> Tensor:
@@ -238,7 +240,7 @@ def encode(
     """
     require_subnormals(x)
     bits = to_bits(x)
-    noise = None if rng is None else noise16(*x.shape, rng, x.device)
+    noise = None if rng is None else noise16(x.shape[0], x.shape[1], rng, x.device)
     if format.kind == "float":
         return encode_magnitude(bits, format, saturate, noise).to(torch.uint8)
     if format.kind == "codebook":

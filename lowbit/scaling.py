@@ -10,7 +10,7 @@ Source: docs/numerics.md section 5.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -248,7 +248,7 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     )
 
 
-def _canonical(format: Format, scaling: Scaling, options: list[str]) -> str:
+def _canonical(format: Format, scaling: Scaling, options: Sequence[str]) -> str:
     """The one name of a scheme, short where there is a short one; a transposed block takes its plain name if it has one."""
     for pattern, make in SCALINGS.values():
         for name in (scaling.name, "row", "col", f"group{scaling.cols}", f"block{scaling.rows}x{scaling.cols}"):
