@@ -1,13 +1,102 @@
-# Native code; `make help` lists the targets.
-PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+# Everything a developer does. Needs Python >= 3.10, a C++17 compiler and make; the rest is installed into .venv.
+#
+#   make test PYTHON=/some/python    uses that interpreter and its packages as they are, and installs nothing
+#   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"     another torch, or another source
+#   make test ARGS="-k scaled_mm"    ARGS goes to pytest, `lowbit train`, or the benchmark
+SHELL := /bin/sh
+BASE_PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+ARGS ?=
+CXX_SOURCES = find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh'
+AARCH64 ?= aarch64-linux-gnu
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help build clean
+ifdef PYTHON
+  RUN := $(PYTHON)
+  setup = @:
+else
+  RUN := .venv/bin/python
+  setup = @$(BASE_PYTHON) tools/setup_env.py --torch '$(TORCH)' $(1)
+endif
+native = LOWBIT_NATIVE=1 $(RUN) setup.py -q build_ext --inplace
+interpreter = $$($(RUN) -c 'import sys; print(sys.executable)')
+cmake = PATH="$(dir $(RUN)):$$PATH" cmake
+
+.DEFAULT_GOAL := help
+.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables neon cuda-compile clean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 build: ## Build the native libraries in place (only what changed)
-	LOWBIT_NATIVE=1 $(PYTHON) setup.py -q build_ext --inplace
+	$(call setup,build)
+	$(native)
 
-clean: ## Remove what the build made
-	rm -rf build dist *.egg-info lowbit/*.so lowbit/_build.json
+test: ## Build, and run the tests
+	$(call setup,test)
+	$(native)
+	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && echo -n $(JOBS)) $(ARGS)
+
+exhaustive: ## Every fp32 pattern through every format, every pair of schemes (an hour or so)
+	$(call setup,test)
+	$(native)
+	$(RUN) -m pytest -q -m exhaustive $(ARGS)
+
+demo: ## Train a small GPT in bf16 and FP8, quantize it with every recipe, write out/demo/report.md (minutes)
+	$(call setup,demo)
+	$(native)
+	$(RUN) -m lowbit.cli train $(ARGS)
+
+bench: ## Measure codecs and products beside torch, its peers and the machine's limits; writes bench/results/
+	$(call setup,bench --optional bench/requirements.txt)
+	$(native)
+	$(RUN) -m bench.run $(ARGS)
+
+lint: ## Every check that needs no test: format, lint, types, C++ format
+	$(call setup,lint)
+	@$(MAKE) --no-print-directory lint-format lint-python lint-types lint-native PYTHON='$(RUN)'
+
+lint-format:
+	$(RUN) -m ruff format --check .
+
+lint-python:
+	$(RUN) -m ruff check .
+
+lint-types:
+	$(RUN) -m mypy
+
+lint-native:
+	@echo "clang-format --dry-run -Werror (csrc)"
+	@$(CXX_SOURCES) | sort | PATH="$(dir $(RUN)):$$PATH" xargs clang-format --dry-run -Werror
+
+format: ## Format Python and C++ in place
+	$(call setup,lint)
+	$(RUN) -m ruff check -q --fix-only .
+	$(RUN) -m ruff format -q .
+	@$(CXX_SOURCES) | PATH="$(dir $(RUN)):$$PATH" xargs clang-format -i
+
+tables: ## Write the README's tables anew from the tables in the code
+	$(call setup,build)
+	$(RUN) docs/generate_tables.py
+
+neon: ## Cross-compile for aarch64 and run the native self-test under qemu (needs the cross compiler and qemu-user)
+	$(call setup,build)
+	@command -v $(AARCH64)-g++ >/dev/null || { echo "$(AARCH64)-g++ is missing: apt install g++-$(AARCH64) qemu-user"; exit 1; }
+	$(cmake) -S . -B build/neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(interpreter)" \
+	  -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON \
+	  "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/$(AARCH64)"
+	$(cmake) --build build/neon --parallel $(JOBS)
+	PATH="$(dir $(RUN)):$$PATH" ctest --test-dir build/neon --output-on-failure
+
+cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)
+	$(call setup,build)
+	@command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc || { echo "nvcc is missing: install the CUDA toolkit"; exit 1; }
+	$(cmake) -S . -B build/cuda -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=COMPILE
+	$(cmake) --build build/cuda --parallel $(JOBS) --target lowbit_cuda
+
+clean: ## Remove what was built; the environment (.venv) and out/ stay
+	rm -rf build dist *.egg-info lowbit/*.so lowbit/*.pyd lowbit/*.dylib lowbit/_build.json
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find lowbit kernels tests bench tools docs -name __pycache__ -prune -exec rm -rf {} +
