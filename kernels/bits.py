@@ -1,0 +1,148 @@
+"""Device functions: fp32 bit patterns to codes and back. Integer arithmetic only, so every target agrees.
+
+A number travels as ``(sign, magnitude)``: int32 0 or 1, and the int32 pattern of its absolute value. ``FMT`` is
+``spec.format_spec``: its indices are named below. ``DTYPE`` is a row of ``spec.DTYPES``: 0 fp32, 1 bf16, 2 fp16; the
+16-bit types are loaded and stored as int16, because conversions of NaN lose its sign.
+
+Source: docs/numerics.md sections 2 to 4 and 6.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split(raw, DTYPE: tl.constexpr):
+    """Sign and fp32 magnitude bits of loaded raw patterns (int32 of fp32, int16 of bf16 and fp16)."""
+    if DTYPE == 0:
+        wide = raw
+    elif DTYPE == 1:
+        wide = raw.to(tl.int32) << 16
+    else:
+        half = (raw & 0x7FFF).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        wide = half | ((raw.to(tl.int32) >> 15) << 31)
+    return (wide >> 31) & 1, wide & 0x7FFFFFFF
+
+
+@triton.jit
+def narrow(bits, DTYPE: tl.constexpr, KEEP_SIGN: tl.constexpr):
+    """The raw output pattern of fp32 ``bits``: nearest even, Inf on overflow; a NaN is the canonical quiet one."""
+    magnitude = bits & 0x7FFFFFFF
+    sign = (bits >> 31) & 1
+    nan = magnitude > 0x7F800000
+    if not KEEP_SIGN:
+        sign = tl.where(nan, 0, sign)
+    if DTYPE == 0:
+        return tl.where(nan, 0x7FC00000, magnitude) | (sign << 31)
+    elif DTYPE == 1:
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        return (tl.where(nan, 0x7FC0, rounded) | (sign << 15)).to(tl.int16)
+    else:
+        half = magnitude.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return (tl.where(nan, 0x7E00, half) | (sign << 15)).to(tl.int16)
+
+
+@triton.jit
+def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes of a float format. ``random``: uint16 as int32, read when STOCHASTIC."""
+    BITS: tl.constexpr = FMT[1]
+    MANTISSA: tl.constexpr = FMT[3]
+    EMIN: tl.constexpr = 1 - FMT[4]
+    MAX: tl.constexpr = FMT[6]
+    NAN: tl.constexpr = FMT[8]
+    field = magnitude >> 23
+    exponent = tl.maximum(field, 1) - 127
+    significand = tl.where(field > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude)
+    shift = 23 - MANTISSA + tl.maximum(EMIN - exponent, 0)
+    if STOCHASTIC:
+        whole = tl.minimum(shift, 24)
+        n = significand >> whole
+        fraction = (significand - (n << whole)) >> (tl.minimum(shift, 40) - 16)
+        n += (fraction + random) >> 16
+    else:
+        whole = tl.minimum(shift, 25)
+        n = (significand + ((1 << (whole - 1)) - 1) + ((significand >> whole) & 1)) >> whole
+    code = ((tl.maximum(exponent, EMIN) - EMIN) << MANTISSA) + n
+    if SATURATE:
+        code = tl.minimum(code, MAX)
+    elif FMT[7] >= 0:
+        code = tl.minimum(code, FMT[7])
+    elif NAN >= 0:
+        code = tl.where(code > MAX, NAN, code)
+    else:
+        code = tl.minimum(code, MAX)
+    nan = magnitude > 0x7F800000
+    if NAN >= 0:
+        return tl.where(nan, NAN, code) | (sign << (BITS - 1))
+    else:
+        return tl.where(nan, MAX, code | (sign << (BITS - 1)))
+
+
+@triton.jit
+def encode_integer(sign, magnitude, random, zero_point, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes of an integer format: round, add the zero point, clamp; NaN takes the zero point."""
+    value = magnitude.to(tl.float32, bitcast=True)
+    # 2**20 lies beyond every qmax + zero point, and what follows is exact below it. NaN fails the comparison.
+    value = tl.where(value < 1048576.0, value, 1048576.0)
+    if STOCHASTIC:
+        n = value.to(tl.int32)
+        n += (((value - n.to(tl.float32)) * 65536.0).to(tl.int32) + random) >> 16
+    else:
+        # Adding 2**23 leaves the integer, rounded to nearest even, in the mantissa.
+        n = (value + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    q = tl.where(sign != 0, -n, n) + zero_point
+    q = tl.minimum(tl.maximum(q, FMT[9]), FMT[10])
+    return tl.where(magnitude > 0x7F800000, zero_point, q) & ((1 << FMT[1]) - 1)
+
+
+@triton.jit
+def encode_codebook(sign, magnitude, FMT: tl.constexpr):
+    """Codes of a codebook: how many thresholds lie below the number; NaN takes the entry nearest zero."""
+    value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
+    code = tl.zeros_like(magnitude)
+    for k in tl.static_range(len(FMT[12])):
+        code += (value > FMT[12][k]).to(tl.int32)
+    return tl.where(magnitude > 0x7F800000, FMT[11], code)
+
+
+@triton.jit
+def encode(sign, magnitude, random, zero_point, FMT: tl.constexpr, SATURATE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes (int32) of quotients already divided by their scale."""
+    if FMT[0] == 0:
+        return encode_float(sign, magnitude, random, FMT, SATURATE, STOCHASTIC)
+    elif FMT[0] == 1:
+        return encode_integer(sign, magnitude, random, zero_point, FMT, STOCHASTIC)
+    else:
+        return encode_codebook(sign, magnitude, FMT)
+
+
+@triton.jit
+def decode(code, zero_point, FMT: tl.constexpr):
+    """fp32 bits (int32) of the values of codes (int32); a NaN is 0x7fc00000 with the code's sign."""
+    BITS: tl.constexpr = FMT[1]
+    MANTISSA: tl.constexpr = FMT[3]
+    BIAS: tl.constexpr = FMT[4]
+    if FMT[0] == 0:
+        magnitude = code & ((1 << (BITS - 1)) - 1)
+        # The least subnormal, 2**(1 - bias - mantissa), is a normal fp32 number: the product is exact.
+        STEP: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
+        small = (magnitude.to(tl.float32) * STEP).to(tl.int32, bitcast=True)
+        bits = tl.where(magnitude >> MANTISSA == 0, small, (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23))
+        if FMT[8] >= 0:
+            bits = tl.where(magnitude > FMT[6], 0x7FC00000, bits)
+        if FMT[7] >= 0:
+            bits = tl.where(magnitude == FMT[7], 0x7F800000, bits)
+        return bits | ((code >> (BITS - 1)) << 31)
+    elif FMT[0] == 1:
+        q = code
+        if FMT[5]:
+            q = (code << (32 - BITS)) >> (32 - BITS)
+        return (q - zero_point).to(tl.float32).to(tl.int32, bitcast=True)
+    elif FMT[0] == 2:
+        value = tl.full(code.shape, FMT[13][0], tl.float32)
+        for k in tl.static_range(1, len(FMT[13])):
+            value = tl.where(code == k, FMT[13][k], value)
+        return value.to(tl.int32, bitcast=True)
+    else:
+        bits = tl.where(code == 0, 0x00400000, code << 23)
+        return tl.where(code == 255, 0x7FC00000, bits)

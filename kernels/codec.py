@@ -1,0 +1,84 @@
+"""Kernels: bare encode and decode of a matrix, pack and unpack of sub-byte codes.
+
+Source: docs/numerics.md sections 2 to 4, 7 and 8.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits, quantize, rng, tiles
+
+
+@triton.jit
+def encode(
+    x_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
+    seed: "i64", step: "i64", stream: "i64", offset: "i64", pitch: "i64",
+    FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One code a byte of x [rows, cols], without a scale. ROUNDING: as ``quantize``."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
+    col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
+    sign, magnitude = quantize.load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+    random = 0
+    if ROUNDING == 1:
+        random = rng.each(row, col, seed, step, stream, offset, pitch)
+    elif ROUNDING == 2:
+        random = rng.eights(row, pid_c * C, seed, step, stream, offset, pitch, R, C)
+    code = bits.encode(sign, magnitude, random, 0, FMT, SATURATE, ROUNDING != 0)
+    tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c, out_pitch, 8)
+
+
+@triton.jit
+def decode(
+    codes_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
+    FMT: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Values of codes [rows, cols], one a byte; the signs of zeros and of NaN are kept."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
+    col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
+    code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, cols, 8, False)
+    out = bits.narrow(bits.decode(code & ((1 << FMT[1]) - 1), 0, FMT), DTYPE, True)
+    to = (row.to(tl.int64) * out_pitch)[:, None] + col[None, :]
+    tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
+
+
+@triton.jit
+def pack(
+    codes_ptr, stride_r, stride_c, out_ptr, out_bytes, rows, cols, tiles_c,
+    BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Rows of codes to little-endian bit streams [rows, out_bytes]: each output byte gathers the codes it overlaps."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
+    byte, byte_ok = tiles.positions(pid_c, 1, 1, out_bytes, 1, C, True)
+    base = codes_ptr + (row.to(tl.int64) * stride_r)[:, None]
+    first = byte.to(tl.int64) * 8
+    packed = tl.zeros([R, C], tl.int32)
+    for k in tl.static_range((7 + BITS) // BITS + (8 % BITS != 0)):
+        code_at = first // BITS + k
+        ok = row_ok[:, None] & (byte_ok & (code_at < cols))[None, :]
+        code = tl.load(base + (code_at * stride_c)[None, :], ok, 0).to(tl.int32) & ((1 << BITS) - 1)
+        # Shifted left by up to 7 more than it should be, so that a code that starts in the byte before fits.
+        lift = (code_at * BITS - first + 8).to(tl.int32)
+        packed |= tl.where((lift < 16)[None, :], (code << tl.minimum(lift, 16)[None, :]) >> 8, 0)
+    tl.store(
+        out_ptr + (row.to(tl.int64) * out_bytes)[:, None] + byte[None, :],
+        packed.to(tl.uint8),
+        row_ok[:, None] & byte_ok[None, :],
+    )
+
+
+@triton.jit
+def unpack(
+    packed_ptr, stride_r, stride_c, packed_bytes, out_ptr, rows, cols, tiles_c,
+    BITS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Little-endian bit streams to one code a byte [rows, cols]."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
+    col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
+    code = tiles.load_codes(packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, packed_bytes, BITS, PAIRS)
+    tiles.store_codes(out_ptr, cols, code, row, col, row_ok, col_ok, pid_c, cols, 8)

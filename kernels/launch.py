@@ -1,0 +1,261 @@
+"""Host side: from tensors and schemes to kernels with their grids.
+
+Each function returns the launches that fill ``outs``, in order; ``run`` starts them. Matrices are ``[rows, cols]`` of
+any strides, outputs contiguous. Scratch memory is allocated here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.formats import Format
+from lowbit.kernels import codec, matmul, quantize
+from lowbit.kernels.spec import (
+    DTYPES,
+    INTERPRETED,
+    TARGET,
+    Launch,
+    Tiling,
+    format_spec,
+    power_of_two,
+    scale_spec,
+    tiling,
+)
+from lowbit.scaling import Scheme
+
+#: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
+_PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def run(launches: list[Launch]) -> None:
+    """Start kernels in order, on the current stream of the tensors' device."""
+    for kernel, grid, arguments, warps, stages in launches:
+        with _quiet():
+            # Contraction of a product and a sum into an fma would round once where the specification rounds twice.
+            kernel[grid](**arguments, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+
+
+def _quiet() -> AbstractContextManager[Any]:
+    """NumPy, which interprets kernels, warns of what IEEE arithmetic does as specified."""
+    return np.errstate(all="ignore") if INTERPRETED else nullcontext()
+
+
+def _pattern(x: Tensor) -> Tensor:
+    return x.view(_PATTERN.get(x.dtype, x.dtype))
+
+
+def _dtype(x: Tensor) -> int:
+    return DTYPES[str(x.dtype).removeprefix("torch.")]
+
+
+def _input(x: Tensor) -> dict[str, Any]:
+    return {"x_ptr": _pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
+
+
+class Rounding:
+    """How to round, and the whole tensor's coordinates that random bits come from."""
+
+    def __init__(self, stochastic: bool, seed: int, step: int, stream: int, offset: int, pitch: int):
+        self.stochastic = stochastic
+        self.arguments = {"seed": seed, "step": step, "stream": stream, "offset": offset, "pitch": pitch}
+
+    def mode(self, tiles: Tiling) -> int:
+        """``ROUNDING`` in kernels."""
+        return self.stochastic + (self.stochastic and tiles.eights(self.arguments["offset"], self.arguments["pitch"]))
+
+
+# -- without scales ----------------------------------------------------------------------------------------------------
+def _plain(rows: int, cols: int) -> tuple[Tiling, dict[str, Any]]:
+    tiles = tiling(rows, cols, (1, 1))
+    sizes = {"rows": rows, "cols": cols, "tiles_c": tiles.cols.tiles, "R": tiles.rows.span, "C": tiles.cols.span}
+    return tiles, sizes
+
+
+def _flat(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous matrices as one long row, where its length fits kernels' 32-bit positions."""
+    if x.is_contiguous() and out.is_contiguous() and x.shape == out.shape and x.numel() < 1 << 30:
+        return x.view(1, -1), out.view(1, -1)
+    return x, out
+
+
+def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rounding) -> list[Launch]:
+    """Codes, one a byte, of x ``[rows, cols]``."""
+    if not rounding.stochastic or rounding.arguments["pitch"] == x.shape[1]:
+        x, out = _flat(x, out)
+    tiles, sizes = _plain(*x.shape)
+    more = {
+        "out_ptr": out, "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": _dtype(x),
+        "SATURATE": saturate, "ROUNDING": rounding.mode(tiles),
+    }  # fmt: skip
+    return [Launch(codec.encode, tiles.grid, _input(x) | sizes | rounding.arguments | more, tiles.warps)]
+
+
+def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:
+    """Values of codes ``[rows, cols]``, one a byte."""
+    codes, out = _flat(codes, out)
+    tiles, sizes = _plain(*codes.shape)
+    arguments = {
+        "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "out_ptr": _pattern(out),
+        "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": _dtype(out),
+    }  # fmt: skip
+    return [Launch(codec.decode, tiles.grid, arguments | sizes, tiles.warps)]
+
+
+def pack(codes: Tensor, out: Tensor, bits: int) -> list[Launch]:
+    """Codes ``[rows, cols]`` to rows of ``out.shape[1]`` bytes."""
+    tiles, sizes = _plain(*out.shape)
+    arguments = {
+        "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1),
+        "out_ptr": out, "out_bytes": out.shape[1], "BITS": bits,
+    }  # fmt: skip
+    return [Launch(codec.pack, tiles.grid, arguments | sizes | {"cols": codes.shape[1]}, tiles.warps)]
+
+
+def unpack(packed: Tensor, out: Tensor, bits: int) -> list[Launch]:
+    """Rows of packed bytes to one code a byte, ``out [rows, cols]``."""
+    tiles, sizes = _plain(*out.shape)
+    arguments = {
+        "packed_ptr": packed, "stride_r": packed.stride(0), "stride_c": packed.stride(1),
+        "packed_bytes": packed.shape[1], "out_ptr": out, "BITS": bits, "PAIRS": _pairs(tiles, bits),
+    }  # fmt: skip
+    return [Launch(codec.unpack, tiles.grid, arguments | sizes, tiles.warps)]
+
+
+def _pairs(tiles: Tiling, bits: int) -> bool:
+    return bits == 4 and tiles.packs(4)
+
+
+# -- with scales -------------------------------------------------------------------------------------------------------
+def _extremes(x: Tensor, tiles: Tiling, affine: bool, finite: bool) -> tuple[Launch, Tensor, Tensor | None]:
+    shape = (tiles.rows.blocks, tiles.cols.blocks)
+    high, low = (torch.zeros(shape, dtype=torch.int32, device=x.device) if want else None for want in (True, affine))
+    assert high is not None
+    more = {
+        "high_ptr": high, "low_ptr": low, "rows": x.shape[0], "cols": x.shape[1],
+        "DTYPE": _dtype(x), "AFFINE": affine, "FINITE": finite, "TILE": tiles.constexpr(),
+    }  # fmt: skip
+    arguments = _input(x) | tiles.arguments() | more
+    return Launch(quantize.reduce_extremes, tiles.grid, arguments, tiles.warps), high, low
+
+
+def outer_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
+    """The outer scale of x into ``out`` fp32 ``[1, 1]``."""
+    reduce, high, _ = _extremes(x, tiling(*x.shape, tuple(x.shape)), affine=False, finite=True)
+    finish = {"high_ptr": high, "out_ptr": out, "DIVISOR": scale_spec(scheme)[7]}
+    return [reduce, Launch(quantize.finish_outer, (1,), finish, warps=1)]
+
+
+def quantize_dynamic(
+    x: Tensor, scheme: Scheme, outer: Tensor | None, out: Tensor, scale: Tensor | None, zero_point: Tensor | None,
+    rounding: Rounding, fake: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """Scales of x from its own elements, and its codes (packed), or with ``fake`` the numbers that they stand for.
+
+    ``scale`` and ``zero_point`` take the scales, and may be None with ``fake``.
+    """
+    rows, cols = x.shape
+    tiles = tiling(rows, cols, scheme.block_of(rows, cols))
+    if tiles.one_pass:
+        return _quantize(x, scheme, tiles, (scale, zero_point, outer), out, rounding, fake, given=False, dynamic=True)
+    if scale is None:
+        shape = scheme.scale_shape(rows, cols)
+        scale = torch.empty(shape, dtype=getattr(torch, scheme.scale_format.dtype), device=x.device)
+        zero_point = torch.empty(shape, dtype=_zero_dtype(scheme), device=x.device) if scheme.affine else None
+    reduce, high, low = _extremes(x, tiles, scheme.affine, finite=False)
+    count = high.numel()
+    size = min(power_of_two(count), TARGET.usual // 4)
+    finish = {
+        "high_ptr": high, "low_ptr": low, "outer_ptr": outer, "scale_ptr": _pattern(scale), "zero_ptr": zero_point,
+        "count": count, "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "SIZE": size,
+    }  # fmt: skip
+    scales = (scale, zero_point, outer)
+    return [
+        reduce,
+        Launch(quantize.finish_scales, (-(-count // size),), finish),
+        *_quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=True),
+    ]
+
+
+def quantize_static(
+    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, out: Tensor,
+    rounding: Rounding, fake: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """Codes of x (packed) for the scales given, or with ``fake`` the numbers that they stand for."""
+    tiles = tiling(*x.shape, scheme.block_of(*x.shape))
+    scales = (scale.contiguous(), None if zero_point is None else zero_point.contiguous(), outer)
+    return _quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=False)
+
+
+def _zero_dtype(scheme: Scheme) -> torch.dtype:
+    return torch.int8 if scheme.format.signed else torch.uint8
+
+
+def _quantize(
+    x: Tensor, scheme: Scheme, tiles: Tiling, scales: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor,
+    rounding: Rounding, fake: bool, given: bool, dynamic: bool,
+) -> list[Launch]:  # fmt: skip
+    scale, zero_point, outer = scales
+    bits = scheme.format.bits
+    fused = fake or tiles.packs(bits)
+    codes = out if fused else torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    more = {
+        "scale_ptr": None if scale is None else _pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
+        "outer_ptr": outer, "out_ptr": _pattern(codes), "out_pitch": codes.shape[1], "out_bytes": codes.shape[1],
+        "rows": x.shape[0], "cols": x.shape[1], "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme),
+        "DTYPE": _dtype(x), "TILE": tiles.constexpr(), "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake,
+        "STORE_SCALE": scale is not None and not given, "OUT_BITS": bits if fused else 8,
+        "ROUNDING": rounding.mode(tiles),
+    }  # fmt: skip
+    arguments = _input(x) | tiles.arguments() | rounding.arguments | more
+    first = Launch(quantize.quantize, tiles.grid, arguments, tiles.warps)
+    return [first] if fused else [first, *pack(codes, out, bits)]
+
+
+def dequantize(
+    codes: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, out: Tensor
+) -> list[Launch]:
+    """Numbers ``out [rows, cols]`` of packed codes."""
+    rows, cols = out.shape
+    tiles = tiling(rows, cols, scheme.block_of(rows, cols))
+    more = {
+        "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "codes_bytes": codes.shape[1],
+        "scale_ptr": _pattern(scale.contiguous()), "zero_ptr": None if zero_point is None else zero_point.contiguous(),
+        "outer_ptr": outer, "out_ptr": _pattern(out), "out_pitch": cols, "rows": rows, "cols": cols,
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(out),
+        "TILE": tiles.constexpr(), "PAIRS": _pairs(tiles, scheme.format.bits),
+    }  # fmt: skip
+    return [Launch(quantize.dequantize, tiles.grid, tiles.arguments() | more, tiles.warps)]
+
+
+# -- matrix product ----------------------------------------------------------------------------------------------------
+def scaled_mm(
+    a: Tensor, a_scheme: Scheme, a_scale: Tensor, a_outer: Tensor | None,
+    b: Tensor, b_scheme: Scheme, b_scale: Tensor, b_outer: Tensor | None,
+    bias: Tensor | None, out: Tensor, depth: int,
+) -> list[Launch]:  # fmt: skip
+    """``out [M, N] = a [M, packed K] @ b [N, packed K].T`` of codes whose scales each span whole rows."""
+    rows, cols = out.shape
+    tile_m = min(128, max(16, power_of_two(rows)))
+    tile_n = min(128, max(16, power_of_two(cols)))
+    integers = a_scheme.format.kind == "integer"
+    arguments = {
+        "a_ptr": a, "a_stride_r": a.stride(0), "a_stride_c": a.stride(1), "a_bytes": a.shape[1],
+        "b_ptr": b, "b_stride_r": b.stride(0), "b_stride_c": b.stride(1), "b_bytes": b.shape[1],
+        "a_scale_ptr": _pattern(a_scale.contiguous()), "a_outer_ptr": a_outer,
+        "b_scale_ptr": _pattern(b_scale.contiguous()), "b_outer_ptr": b_outer,
+        "bias_ptr": None if bias is None else _pattern(bias.contiguous()), "out_ptr": _pattern(out),
+        "rows": rows, "cols": cols, "depth": depth,
+        "a_block": a_scheme.block_of(rows, depth)[0], "b_block": b_scheme.block_of(cols, depth)[0],
+        "A": format_spec(a_scheme.format), "A_SCALE": scale_spec(a_scheme),
+        "B": format_spec(b_scheme.format), "B_SCALE": scale_spec(b_scheme),
+        "BIAS": -1 if bias is None else _dtype(bias), "DTYPE": _dtype(out),
+        "OPERAND": "int8" if integers else "fp32" if INTERPRETED else "bf16",
+        "M": tile_m, "N": tile_n, "K": 128 if integers else 64,
+    }  # fmt: skip
+    grid = (-(-rows // tile_m) * -(-cols // tile_n),)
+    return [Launch(matmul.scaled_mm, grid, arguments, warps=8 if tile_m * tile_n >= 128 * 128 else 4)]

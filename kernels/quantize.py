@@ -1,0 +1,164 @@
+"""Kernels: extremes, scales, quantize (and fake-quantize) and dequantize of a matrix cut into blocks.
+
+A program holds one tile (``tiles``). Where blocks fit in a tile ``quantize`` does all in one pass over memory; longer
+blocks take three kernels: ``reduce_extremes`` (atomic integer maxima, so the result is the same in any order),
+``finish_scales``, and ``quantize`` with the scale given.
+
+Source: docs/numerics.md sections 2 to 7.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits, rng, scales, tiles
+
+
+@triton.jit
+def load_input(ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, DTYPE: tl.constexpr):
+    """A tile of the input as (sign, magnitude); elements that do not exist are 0."""
+    at = (rows.to(tl.int64) * stride_r)[:, None] + (cols.to(tl.int64) * stride_c)[None, :]
+    return bits.split(tl.load(ptr + at, row_ok[:, None] & col_ok[None, :], 0), DTYPE)
+
+
+@triton.jit
+def reduce_extremes(
+    x_ptr, stride_r, stride_c, high_ptr, low_ptr,
+    rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
+    DTYPE: tl.constexpr, AFFINE: tl.constexpr, FINITE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Atomic maxima into ``high`` (and ``low``) int32 [blocks_r, blocks_c], zero before. FINITE skips Inf and NaN."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
+    col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
+    sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+    if FINITE:
+        magnitude = tl.where(magnitude < 0x7F800000, magnitude, 0)
+    high, low = tiles.extremes(sign, magnitude, AFFINE, TILE)
+    at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
+    tl.atomic_max(high_ptr + at, high, ok, sem="relaxed")
+    if AFFINE:
+        tl.atomic_max(low_ptr + at, low, ok, sem="relaxed")
+
+
+@triton.jit
+def finish_outer(high_ptr, out_ptr, DIVISOR: tl.constexpr):
+    """The fp32 outer scale from the tensor's largest finite magnitude; one program."""
+    amax = tl.load(high_ptr)
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), DIVISOR).to(tl.int32, bitcast=True)
+    tl.store(out_ptr, tl.where(amax == 0, 0x3F800000, tl.maximum(scale, 0x00800000)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def finish_scales(
+    high_ptr, low_ptr, outer_ptr, scale_ptr, zero_ptr, count,
+    FMT: tl.constexpr, SCALE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Stored scales and zero points from the extremes of ``count`` blocks."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    ok = at < count
+    high = tl.load(high_ptr + at, ok, 0)
+    low = high
+    if SCALE[2]:
+        low = tl.load(low_ptr + at, ok, 0)
+    outer = 1.0
+    if SCALE[3]:
+        outer = tl.load(outer_ptr)
+    raw, _, zero_point = scales.make(high, low, outer, FMT, SCALE)
+    tl.store(scale_ptr + at, raw.to(scale_ptr.dtype.element_ty), ok)
+    if SCALE[2]:
+        tl.store(zero_ptr + at, zero_point.to(zero_ptr.dtype.element_ty), ok)
+
+
+@triton.jit
+def quantize(
+    x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, outer_ptr, out_ptr, out_pitch, out_bytes,
+    rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
+    seed: "i64", step: "i64", stream: "i64", offset: "i64", pitch: "i64",
+    FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
+    GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
+    OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """A tile: scale, encode, then store codes (``OUT_BITS`` wide), or with FAKE decode and store in x's dtype.
+
+    GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a damaged
+    block, whose codes are canonical. ROUNDING: 0 nearest; 1 stochastic; 2 stochastic with rows aligned to 8.
+    """
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
+    col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
+    sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+    at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
+    outer = 1.0
+    if SCALE[3]:
+        outer = tl.load(outer_ptr)
+    if GIVEN:
+        scale = scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE)
+        zero_point = tl.zeros_like(scale)
+        if SCALE[2]:
+            zero_point = tl.load(zero_ptr + at, ok, 0).to(tl.int32)
+    else:
+        high, low = tiles.extremes(sign, magnitude, SCALE[2], TILE)
+        raw, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
+        if STORE_SCALE:
+            tl.store(scale_ptr + at, raw.to(scale_ptr.dtype.element_ty), ok)
+            if SCALE[2]:
+                tl.store(zero_ptr + at, zero_point.to(zero_ptr.dtype.element_ty), ok)
+    scale = tiles.spread(scale, TILE)
+    if SCALE[2]:
+        zero_point = tiles.spread(zero_point, TILE)
+    else:
+        zero_point = 0
+    sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
+    random = 0
+    if ROUNDING == 1:
+        random = rng.each(row, col, seed, step, stream, offset, pitch)
+    elif ROUNDING == 2:
+        C: tl.constexpr = TILE[3] * TILE[4]
+        random = rng.eights(row, pid_c * C, seed, step, stream, offset, pitch, TILE[0] * TILE[1], C)
+    code = bits.encode(sign, magnitude, random, zero_point, FMT, True, ROUNDING != 0)
+    if DYNAMIC and not FAKE:
+        # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
+        code = tl.where((scale & 0x7FFFFFFF) > 0x7F800000, canonical(zero_point, FMT), code)
+    if FAKE:
+        out = scales.multiply(bits.decode(code, zero_point, FMT), scale, DTYPE)
+        to = (row.to(tl.int64) * out_pitch)[:, None] + col[None, :]
+        tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
+    else:
+        tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c, out_bytes, OUT_BITS)
+
+
+@triton.jit
+def canonical(zero_point, FMT: tl.constexpr):
+    """The code of every element of a block that holds Inf or NaN."""
+    if FMT[0] == 1:
+        return zero_point & ((1 << FMT[1]) - 1)
+    elif FMT[0] == 2:
+        return FMT[11]
+    elif FMT[8] >= 0:
+        return FMT[8]
+    else:
+        return FMT[6]
+
+
+@triton.jit
+def dequantize(
+    codes_ptr, stride_r, stride_c, codes_bytes, scale_ptr, zero_ptr, outer_ptr, out_ptr, out_pitch,
+    rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
+    FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A tile: decode packed codes, multiply by the block's scale, round to the output's dtype."""
+    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
+    col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
+    code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, codes_bytes, FMT[1], PAIRS)
+    at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
+    outer = 1.0
+    if SCALE[3]:
+        outer = tl.load(outer_ptr)
+    scale = tiles.spread(scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE), TILE)
+    zero_point = 0
+    if SCALE[2]:
+        zero_point = tiles.spread(tl.load(zero_ptr + at, ok, 0).to(tl.int32), TILE)
+    out = scales.multiply(bits.decode(code, zero_point, FMT), scale, DTYPE)
+    to = (row.to(tl.int64) * out_pitch)[:, None] + col[None, :]
+    tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])

@@ -1,0 +1,127 @@
+"""Device functions: a block's extremes to its stored scale, and stored scales to fp32.
+
+Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, ceil, affine, outer, divisor,
+floor_log2(divisor), mantissa bits of divisor, outer divisor, E4M3's FMT)``.
+
+Source: docs/numerics.md section 5.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits
+
+
+@triton.jit
+def make(high, low, outer, FMT: tl.constexpr, SCALE: tl.constexpr):
+    """Stored scale (raw int32), its fp32 bits, and the zero point of blocks.
+
+    ``high`` and ``low``: fp32 bits of max(0, max) and of max(0, -min), equal when there is no zero point; Inf and NaN
+    count as what they are. ``outer``: the fp32 outer scale, read when the scheme has one.
+    """
+    damaged = tl.maximum(high, low) >= 0x7F800000
+    extent = high
+    if SCALE[2]:
+        span = high.to(tl.float32, bitcast=True) + low.to(tl.float32, bitcast=True)
+        extent = tl.minimum(span.to(tl.int32, bitcast=True), 0x7F7FFFFF)
+    extent = tl.where(damaged, 0, extent)
+    if SCALE[0] == 3:
+        raw, scale = _make_e8m0(extent, damaged, SCALE)
+    elif SCALE[0] == 4:
+        raw, scale = _make_e4m3(extent, damaged, outer, SCALE)
+    else:
+        raw, scale = _make_float(extent, damaged, SCALE)
+    zero_point = tl.zeros_like(raw)
+    if SCALE[2]:
+        # low is the magnitude of the least element, so qmin - lo / scale is a sum.
+        wanted = FMT[9] + tl.div_rn(low.to(tl.float32, bitcast=True), scale.to(tl.float32, bitcast=True))
+        wanted = tl.where(wanted < 1048576.0, wanted, 1048576.0)
+        # Adding 1.5 * 2**23 leaves the integer, rounded to nearest even, in the mantissa.
+        nearest = (wanted + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        zero_point = tl.where(damaged, 0, tl.minimum(tl.maximum(nearest, FMT[9]), FMT[10]))
+    return raw, scale, zero_point
+
+
+@triton.jit
+def _make_float(extent, damaged, SCALE: tl.constexpr):
+    scale = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]).to(tl.int32, bitcast=True)
+    scale = tl.where(extent == 0, 0x3F800000, tl.maximum(scale, 0x00800000))
+    if SCALE[0] == 1:
+        raw = tl.minimum((scale + 0xFFFF) >> 16, 0x7F7F)
+        scale = raw << 16
+        raw = tl.where(damaged, 0x7FC0, raw)
+    elif SCALE[0] == 2:
+        # Upwards onto fp16's grid; the scale is a normal fp32 number.
+        exponent = (scale >> 23) - 127
+        shift = tl.minimum(13 + tl.maximum(-14 - exponent, 0), 24)
+        n = (((scale & 0x7FFFFF) | 0x800000) + ((1 << shift) - 1)) >> shift
+        raw = tl.minimum(((tl.maximum(exponent, -14) + 14) << 10) + n, 0x7BFF)
+        scale = raw.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        raw = tl.where(damaged, 0x7E00, raw)
+    else:
+        raw = tl.where(damaged, 0x7FC00000, scale)
+    return raw, tl.where(damaged, 0x7FC00000, scale)
+
+
+@triton.jit
+def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
+    # Subnormals are integers times 2**-149: their conversion to fp32 normalises them.
+    small = extent.to(tl.float32).to(tl.int32, bitcast=True)
+    normal = extent >= 0x00800000
+    code = (tl.where(normal, extent, small) >> 23) - SCALE[5]
+    code = tl.where(normal, code, code - 149)
+    if SCALE[1]:
+        code += ((tl.where(normal, extent, small) & 0x7FFFFF) > SCALE[6]).to(tl.int32)
+    # The biased exponent of 2**e is the code; numerics.md's e is code - 127.
+    code = tl.where(extent == 0, 127, tl.minimum(tl.maximum(code, 0), 254))
+    code = tl.where(damaged, 255, code)
+    return code, tl.where(damaged, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
+
+
+@triton.jit
+def _make_e4m3(extent, damaged, outer, SCALE: tl.constexpr):
+    wanted = tl.div_rn(tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]), outer).to(tl.int32, bitcast=True)
+    code = bits.encode_float(tl.zeros_like(wanted), wanted, 0, SCALE[8], True, False)
+    block = bits.decode(code, 0, SCALE[8]).to(tl.float32, bitcast=True)
+    scale = (block * outer).to(tl.int32, bitcast=True)
+    return tl.where(damaged, 0x7F, code), tl.where(damaged, 0x7FC00000, scale)
+
+
+@triton.jit
+def widen(raw, outer, SCALE: tl.constexpr):
+    """fp32 bits of stored scales (any sign; a NaN keeps it); ``outer``: fp32, read when the scheme has one."""
+    if SCALE[0] == 3:
+        code = raw.to(tl.int32)
+        return tl.where(code == 255, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
+    elif SCALE[0] == 4:
+        block = bits.decode(raw.to(tl.int32), 0, SCALE[8])
+        product = (block.to(tl.float32, bitcast=True) * outer).to(tl.int32, bitcast=True)
+        nan = (product & 0x7FFFFFFF) > 0x7F800000
+        return tl.where(nan, 0x7FC00000 | ((block >> 31) << 31), product)
+    else:
+        sign, magnitude = bits.split(raw, SCALE[0])
+        return magnitude | (sign << 31)
+
+
+@triton.jit
+def divide(sign, magnitude, scale, SCALE: tl.constexpr):
+    """``x / scale`` as (sign, magnitude): |x| / |scale|, rounded to fp32, a zero scale dividing as Inf."""
+    sign = sign ^ ((scale >> 31) & 1)
+    scale = scale & 0x7FFFFFFF
+    if SCALE[0] == 3:
+        # Multiplying by the power 2**-e is dividing by 2**e: both round the same number.
+        inverse = tl.where(scale == 0x00400000, 0x7F000000, 0x7F000000 - scale)
+        inverse = tl.where(inverse == 0, 0x00400000, inverse)
+        inverse = tl.where(scale > 0x7F800000, scale, inverse)
+        quotient = magnitude.to(tl.float32, bitcast=True) * inverse.to(tl.float32, bitcast=True)
+    else:
+        scale = tl.where(scale == 0, 0x7F800000, scale)
+        quotient = tl.div_rn(magnitude.to(tl.float32, bitcast=True), scale.to(tl.float32, bitcast=True))
+    return sign, quotient.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def multiply(value, scale, DTYPE: tl.constexpr):
+    """``value * scale`` (both fp32 bits): one fp32 product, then the raw output pattern."""
+    product = value.to(tl.float32, bitcast=True) * scale.to(tl.float32, bitcast=True)
+    return bits.narrow(product.to(tl.int32, bitcast=True), DTYPE, False)

@@ -1,0 +1,148 @@
+"""What kernels are compiled for: formats and schemes as tuples of constants, and the tile a program takes.
+
+No tensor is needed here. ``Launch`` is one kernel with its arguments: ``launch`` runs it, ``aot`` compiles it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from lowbit.formats import Format, find, fp32_bits, fp32_value
+from lowbit.scaling import Scheme
+
+#: torch dtypes of inputs and outputs by the number that kernels know them by.
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+#: Whether kernels are interpreted on the host: then a program costs as much as its number of operations, not elements.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+class Target(NamedTuple):
+    """How large a tile may be: ``whole`` elements where a block must fit in it, ``usual`` elements otherwise."""
+
+    whole: int
+    usual: int
+
+
+TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)
+
+#: Columns that a tile spans at least where the tensor has them: fewer leave parts of memory sectors unused.
+SECTOR = 32
+
+
+@lru_cache(maxsize=None)
+def format_spec(format: Format) -> tuple[Any, ...]:
+    """``Format.params()``, then the code nearest zero, thresholds and values of a codebook: ``FMT`` in kernels."""
+    cuts = tuple(fp32_value(bits) for bits in format.thresholds)
+    values = tuple(fp32_value(fp32_bits(value)) for value in format.codebook)
+    return (*format.params(), format.zero_code, cuts, values)
+
+
+@lru_cache(maxsize=None)
+def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
+    """``SCALE`` in kernels; see ``scales``."""
+    divisor = fp32_value(fp32_bits(scheme.amax_divisor))
+    name = scheme.scale_format.name
+    return (
+        scheme.scale_format.id, int(scheme.ceil), int(scheme.affine), int(scheme.outer),
+        divisor, math.frexp(divisor)[1] - 1, fp32_bits(divisor) & 0x7FFFFF,
+        fp32_value(fp32_bits(scheme.outer_divisor)) if scheme.outer else 1.0,
+        format_spec(find(name)) if name == "fp8_e4m3" else (),
+    )  # fmt: skip
+
+
+class Axis(NamedTuple):
+    """One axis of a tiling: ``group`` blocks a tile, each padded to ``padded``; or ``pieces`` tiles a block."""
+
+    block: int
+    blocks: int
+    group: int
+    padded: int
+    pieces: int
+    exact: bool
+
+    @property
+    def span(self) -> int:
+        return self.group * self.padded
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.blocks // self.group) * self.pieces
+
+
+class Tiling(NamedTuple):
+    """How a matrix cut into blocks is cut into programs."""
+
+    rows: Axis
+    cols: Axis
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether each program sees whole blocks, and so can make their scales."""
+        return self.rows.pieces == self.cols.pieces == 1
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (self.rows.tiles * self.cols.tiles,)
+
+    @property
+    def warps(self) -> int:
+        return max(4, min(16, self.rows.span * self.cols.span // 1024))
+
+    def constexpr(self) -> tuple[int | bool, ...]:
+        """``TILE`` in kernels."""
+        r, c = self.rows, self.cols
+        return r.group, r.padded, r.exact, c.group, c.padded, c.exact
+
+    def arguments(self) -> dict[str, int]:
+        r, c = self.rows, self.cols
+        return {
+            "block_r": r.block, "block_c": c.block, "blocks_r": r.blocks, "blocks_c": c.blocks,
+            "pieces_r": r.pieces, "pieces_c": c.pieces, "tiles_c": c.tiles,
+        }  # fmt: skip
+
+    def packs(self, bits: int) -> bool:
+        """Whether a tile's rows of codes are whole bytes that no other tile shares."""
+        return bits == 8 or (bits in (4, 6) and self.cols.exact and self.cols.span % (16 // bits) == 0)
+
+    def eights(self, offset: int, pitch: int) -> bool:
+        """Whether the tile's rows start at multiples of eight elements of the whole tensor."""
+        return self.cols.exact and self.cols.span % 8 == 0 and offset % 8 == 0 and pitch % 8 == 0
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _axis(block: int, size: int, span: int, cut: bool) -> Axis:
+    """An axis of ``size`` with blocks of ``block``, tiles about ``span`` wide; ``cut``: blocks may be cut to fit."""
+    block = min(block, size)
+    blocks, padded = -(-size // block), power_of_two(block)
+    if cut and padded > span:
+        return Axis(block, blocks, 1, span, -(-block // span), blocks == 1 or block % span == 0)
+    group = min(power_of_two(blocks), max(1, span // padded))
+    return Axis(block, blocks, group, padded, 1, blocks == 1 or block == padded)
+
+
+@lru_cache(maxsize=4096)
+def tiling(rows: int, cols: int, block: tuple[int, int], target: Target = TARGET) -> Tiling:
+    """The tiles for a ``rows x cols`` matrix in blocks of ``block``: whole blocks where they fit, pieces elsewhere."""
+    tall, wide = power_of_two(min(block[0], rows)), power_of_two(min(block[1], cols))
+    if tall * max(wide, min(SECTOR, power_of_two(cols))) <= target.whole:
+        across = _axis(block[1], cols, max(target.usual // tall, min(SECTOR, power_of_two(cols))), cut=False)
+        return Tiling(_axis(block[0], rows, max(1, target.usual // across.span), cut=False), across)
+    across = _axis(block[1], cols, target.usual // min(tall, 16), cut=True)
+    return Tiling(_axis(block[0], rows, max(1, target.usual // across.span), cut=True), across)
+
+
+class Launch(NamedTuple):
+    """One kernel with everything it is started with. ``arguments`` are by name, constants included."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int = 4
+    stages: int = 3

@@ -1,0 +1,114 @@
+"""Device functions: which elements and blocks a program holds, sub-byte loads and stores.
+
+A program holds a tile of ``GR * RP`` rows by ``GC * CP`` columns: ``GR x GC`` whole blocks, each padded to ``RP x CP``
+(powers of two), or, along an axis whose blocks are longer than a tile, a piece of one block. ``TILE`` is
+``spec.Tile.constexpr()``: ``(GR, RP, rows exact, GC, CP, cols exact)``; an axis is exact when blocks need no padding,
+so that tiles lie end to end.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def positions(pid, pieces, block, size, G: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr):
+    """Indices [G * P] along an axis, and which of them exist. ``pieces``: tiles a block."""
+    k = tl.arange(0, G * P)
+    if EXACT:
+        at = pid * (G * P) + k
+        return at, at < size
+    else:
+        inner = (pid % pieces) * P + (k & (P - 1))
+        at = ((pid // pieces) * G + k // P) * block + inner
+        return at, (inner < block) & (at < size)
+
+
+@triton.jit
+def blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE: tl.constexpr):
+    """Linear indices [GR, GC] of a tile's blocks, and which of them exist."""
+    row = (pid_r // pieces_r) * TILE[0] + tl.arange(0, TILE[0])
+    col = (pid_c // pieces_c) * TILE[3] + tl.arange(0, TILE[3])
+    index = row.to(tl.int64)[:, None] * blocks_c + col[None, :]
+    return index, (row < blocks_r)[:, None] & (col < blocks_c)[None, :]
+
+
+@triton.jit
+def block_max(values, TILE: tl.constexpr):
+    """Maxima [GR, GC] over each block of a tile of int32."""
+    cut = tl.reshape(values, [TILE[0], TILE[1], TILE[3], TILE[4]])
+    return tl.max(tl.max(cut, axis=3), axis=1)
+
+
+@triton.jit
+def spread(values, TILE: tl.constexpr):
+    """Per-block values [GR, GC] to every element of the tile."""
+    wide = tl.broadcast_to(values[:, None, :, None], [TILE[0], TILE[1], TILE[3], TILE[4]])
+    return tl.reshape(wide, [TILE[0] * TILE[1], TILE[3] * TILE[4]])
+
+
+@triton.jit
+def extremes(sign, magnitude, AFFINE: tl.constexpr, TILE: tl.constexpr):
+    """fp32 bits [GR, GC] of each block's max(0, max) and max(0, -min); without AFFINE both are its amax.
+
+    Integer maxima: they order non-negative fp32, keep NaN above Inf, and do not depend on their order.
+    """
+    if AFFINE:
+        return block_max(tl.where(sign == 0, magnitude, 0), TILE), block_max(tl.where(sign != 0, magnitude, 0), TILE)
+    else:
+        amax = block_max(magnitude, TILE)
+        return amax, amax
+
+
+@triton.jit
+def store_codes(ptr, pitch, codes, rows, cols, row_ok, col_ok, pid_c, bytes_a_row, BITS: tl.constexpr):
+    """Writes codes [R, C]; 4 and 6 bits packed (the columns being exact), others one a byte.
+
+    Codes that do not exist count as 0, so that the last byte of a row is padded with zero bits.
+    """
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    base = ptr + (rows.to(tl.int64) * pitch)[:, None]
+    if BITS == 8:
+        tl.store(base + cols[None, :], codes.to(tl.uint8), row_ok[:, None] & col_ok[None, :])
+    else:
+        codes = tl.where(col_ok[None, :], codes, 0)
+        if BITS == 4:
+            low, high = tl.split(tl.reshape(codes, [R, C // 2, 2]))
+            at = pid_c * (C // 2) + tl.arange(0, C // 2)
+            packed = (low | (high << 4)).to(tl.uint8)
+            tl.store(base + at[None, :], packed, row_ok[:, None] & (at < bytes_a_row)[None, :])
+        else:
+            even, odd = tl.split(tl.reshape(codes, [R, C // 4, 2, 2]))
+            c0, c2 = tl.split(even)
+            c1, c3 = tl.split(odd)
+            word = c0 | (c1 << 6) | (c2 << 12) | (c3 << 18)
+            at = (pid_c * (C // 4) + tl.arange(0, C // 4)) * 3
+            for k in tl.static_range(3):
+                ok = row_ok[:, None] & (at + k < bytes_a_row)[None, :]
+                tl.store(base + (at + k)[None, :], (word >> (8 * k)).to(tl.uint8), ok)
+
+
+@triton.jit
+def load_codes(
+    ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, pid_c, bytes_a_row, BITS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Codes [R, C] as int32 of rows packed ``BITS`` wide. PAIRS: 4 bits and exact columns, so bytes are read once."""
+    C: tl.constexpr = cols.shape[0]
+    base = ptr + (rows.to(tl.int64) * stride_r)[:, None]
+    if BITS == 8:
+        ok = row_ok[:, None] & col_ok[None, :]
+        return tl.load(base + (cols.to(tl.int64) * stride_c)[None, :], ok, 0).to(tl.int32)
+    elif PAIRS:
+        at = pid_c * (C // 2) + tl.arange(0, C // 2)
+        ok = row_ok[:, None] & (at < bytes_a_row)[None, :]
+        pair = tl.load(base + (at.to(tl.int64) * stride_c)[None, :], ok, 0).to(tl.int32)
+        return tl.reshape(tl.join(pair & 15, pair >> 4), [rows.shape[0], C])
+    else:
+        first = cols.to(tl.int64) * BITS
+        at = first >> 3
+        ok = row_ok[:, None] & col_ok[None, :]
+        word = tl.load(base + (at * stride_c)[None, :], ok, 0).to(tl.int32)
+        if 8 % BITS != 0:
+            more = ok & (at + 1 < bytes_a_row)[None, :]
+            word |= tl.load(base + ((at + 1) * stride_c)[None, :], more, 0).to(tl.int32) << 8
+        return (word >> (first & 7).to(tl.int32)[None, :]) & ((1 << BITS) - 1)

@@ -1,0 +1,176 @@
+"""The Triton backend: ``lowbit.kernels`` on CUDA devices; on the CPU, interpreted, for tests.
+
+With ``TRITON_INTERPRET=1`` set before lowbit is imported, the kernels run on the CPU too, slowly: below the reference,
+so that only ``use_backend("triton")`` picks them. Kernels are imported at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import formats, scaling
+from lowbit.backends.registry import Impl
+from lowbit.kernels.spec import INTERPRETED
+from lowbit.ops import codec, matmul
+from lowbit.ops import quantize as q
+from lowbit.ops.spec import Numerics, as_rows, matrix_shape
+
+#: Positions along an axis are 32-bit in kernels, and the last tile may reach beyond the end.
+_LONGEST = 2**31 - 2**18
+
+#: Products of int8 that an int32 holds for certain.
+_DEEPEST = (2**31 - 1) // (128 * 128)
+
+
+@lru_cache(maxsize=None)
+def _launch() -> Any:
+    from lowbit.kernels import launch
+
+    return launch
+
+
+def _start(launches: Any, device: torch.device) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _launch().run(launches)
+
+
+def _rounding(call: Any) -> Any:
+    pitch = call.x.shape[-1] if call.pitch is None else call.pitch
+    stochastic = call.rounding == "stochastic"
+    return _launch().Rounding(stochastic, call.seed, call.step, call.stream, call.offset, pitch)
+
+
+def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
+    x = as_rows(call.x if call.x.dim() else call.x.reshape(1))
+    out = outs[0].view(x.shape)
+    _start(_launch().encode(x, out, formats.find(call.format), call.saturate, _rounding(call)), x.device)
+
+
+def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:
+    codes = as_rows(call.codes if call.codes.dim() else call.codes.reshape(1))
+    _start(_launch().decode(codes, outs[0].view(codes.shape), formats.find(call.format)), codes.device)
+
+
+def _pack(outs: tuple[Tensor, ...], call: codec.Pack) -> None:
+    _start(_launch().pack(as_rows(call.codes), as_rows(outs[0]), call.bits), call.codes.device)
+
+
+def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
+    _start(_launch().unpack(as_rows(call.packed), as_rows(outs[0]), call.bits), call.packed.device)
+
+
+def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+    _start(_launch().outer_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
+
+
+def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
+    codes, scale, zero_point = outs
+    scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
+    launches = _launch().quantize_dynamic(
+        x, scheme, call.outer_scale, as_rows(codes), scale, zero_point if scheme.affine else None, _rounding(call)
+    )
+    _start(launches, x.device)
+
+
+def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
+    launches = _launch().quantize_static(
+        as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point, call.outer_scale,
+        as_rows(outs[0]), _rounding(call),
+    )  # fmt: skip
+    _start(launches, call.x.device)
+
+
+def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
+    launches = _launch().dequantize(
+        as_rows(call.codes), scaling.scheme(call.scheme), call.scale, call.zero_point, call.outer_scale,
+        as_rows(outs[0]),
+    )  # fmt: skip
+    _start(launches, call.codes.device)
+
+
+def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
+    scheme, x, out, rounding = scaling.scheme(call.scheme), as_rows(call.x), as_rows(outs[0]), _rounding(call)
+    if call.scale is None:
+        launches = _launch().quantize_dynamic(x, scheme, call.outer_scale, out, None, None, rounding, fake=True)
+    else:
+        launches = _launch().quantize_static(
+            x, scheme, call.scale, call.zero_point, call.outer_scale, out, rounding, fake=True
+        )
+    _start(launches, x.device)
+
+
+def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    operands = [
+        value
+        for side in matmul.sides(call)
+        for value in (side.data, scaling.scheme(str(side.scheme)), side.scale, side.outer_scale)
+    ]
+    _start(_launch().scaled_mm(*operands, call.bias, outs[0], call.cols), outs[0].device)
+
+
+def _fits(x: Tensor) -> str | None:
+    rows, cols = matrix_shape(x) if x.dim() else (1, 1)
+    if max(rows, cols) > _LONGEST:
+        return f"its kernels index at most {_LONGEST} rows or columns, got [{rows}, {cols}]; split the tensor"
+    return None
+
+
+def _fits_first(call: Any) -> str | None:
+    return _fits(call[0])
+
+
+def _fits_cols(call: Any) -> str | None:
+    return _fits(call[0]) or _fits(call[0].new_empty((1, call.cols), device="meta"))
+
+
+def _supports_mm(call: matmul.ScaledMM) -> str | None:
+    if call.a_scheme is None or call.b_scheme is None:
+        return "its kernel multiplies codes with codes; quantize the float matrix first"
+    a, b = scaling.scheme(call.a_scheme), scaling.scheme(call.b_scheme)
+    if a.affine or b.affine:
+        return f"its kernel has no zero points, got {a} and {b}"
+    kind = a.format.kind
+    if b.format.kind != kind or kind not in ("float", "integer"):
+        return f"its kernel multiplies floats with floats or integers with integers, got {a.format} and {b.format}"
+    for scheme, codes in ((a, call.a), (b, call.b)):
+        if scheme.block_of(codes.shape[0], call.cols)[1] < call.cols:
+            return f"its kernel applies scales to whole rows, but {scheme} changes scale within a row"
+    if kind == "integer" and call.cols > _DEEPEST:
+        return f"int32 holds at most {_DEEPEST} products of int8, got K = {call.cols}"
+    return _fits(call.a) or _fits(call.b)
+
+
+_ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None]]] = {
+    "encode": (_encode, _fits_first),
+    "decode": (_decode, _fits_first),
+    "pack": (_pack, _fits_first),
+    "unpack": (_unpack, _fits_cols),
+    "outer_scale": (_outer_scale, _fits_first),
+    "quantize": (_quantize, _fits_first),
+    "quantize_static": (_quantize_static, _fits_first),
+    "dequantize": (_dequantize, _fits_cols),
+    "fake_quantize": (_fake_quantize, _fits_first),
+    "scaled_mm": (_scaled_mm, _supports_mm),
+}
+
+_NUMERICS = Numerics("bf16", "fp32")
+
+IMPLS = tuple(
+    Impl(op, "triton", (device,), priority, run, supports, _NUMERICS)
+    for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
+    for op, (run, supports) in _ROWS.items()
+)
+
+
+def unavailable() -> str | None:
+    """Why this backend is absent, and how to get it."""
+    if find_spec("triton") is None:
+        return "triton is not installed; pip install triton (Linux only)"
+    return None
