@@ -1,0 +1,34 @@
+"""What must be so before lowbit is imported, and the settings of every test."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # kernels in Triton run in its interpreter, on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "lowbit",
+    deadline=None,
+    derandomize=True,  # the same examples everywhere, so that a failure is everyone's
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("lowbit")
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    """Every test begins with the same random state, and fails if it leaves a setting behind."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads, "the test left another number of threads behind"
+    tiny = torch.full((1,), 1e-39)
+    assert bool(tiny * 1 != 0), "the test left set_flush_denormal(True) behind"

@@ -1,0 +1,462 @@
+"""Oracles that share no code with lowbit: exact rationals, rounding boundaries, a scalar Philox, ml_dtypes.
+
+They are written from the words of docs/numerics.md, whose sections are cited, and read of a ``Format`` or ``Scheme``
+only the facts of its table row (bits, exponent, mantissa, bias, kind of NaN, codebook; block, scale format, options).
+A number is a ``Fraction``, or a float where it is Inf or NaN; fp32 patterns are integers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lowbit.formats import FORMATS, Format
+from lowbit.scaling import Scheme
+
+Number = Fraction | float
+
+#: Formats that ml_dtypes has too, by our name.
+ML_DTYPES: dict[str, Any] = {
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
+    "fp4_e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "int4": ml_dtypes.int4,
+    "uint4": ml_dtypes.uint4,
+}
+
+F32_INF, F32_NAN, SIGN = 0x7F800000, 0x7FC00000, 0x80000000
+
+
+# -- binary floating point in rationals --------------------------------------------------------------------------------
+class Binary(NamedTuple):
+    """An IEEE binary interchange format: widths of its exponent and mantissa fields."""
+
+    exponent: int
+    mantissa: int
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def inf(self) -> int:
+        return ((1 << self.exponent) - 1) << self.mantissa
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent + self.mantissa
+
+
+FP32, BF16, FP16 = Binary(8, 23), Binary(8, 7), Binary(5, 10)
+BINARY = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
+
+
+def floor_log2(value: Fraction) -> int:
+    """The largest e with ``2**e <= value``, for a positive value."""
+    e = value.numerator.bit_length() - value.denominator.bit_length()
+    return e if power(e) <= value else e - 1
+
+
+def power(e: int) -> Fraction:
+    return Fraction(1 << e) if e >= 0 else Fraction(1, 1 << -e)
+
+
+def onto_grid(value: Fraction, mantissa: int, emin: int) -> Fraction:
+    """``value >= 0`` to the nearest multiple of its quantum, ties to the even multiple; the exponent has no upper end."""
+    if value == 0:
+        return value
+    quantum = power(max(floor_log2(value), emin) - mantissa)
+    return round(value / quantum) * quantum  # Python rounds a Fraction half to even
+
+
+def to_bits(value: Number, binary: Binary = FP32, negative: bool = False) -> int:
+    """The pattern of ``value`` rounded to nearest even; ``negative`` gives a zero or a NaN its sign."""
+    sign = 1 << (binary.bits - 1)
+    if isinstance(value, float) and math.isnan(value):
+        return binary.inf | (1 << (binary.mantissa - 1)) | (sign if negative else 0)
+    negative = value < 0 or (value == 0 and negative)
+    sign = sign if negative else 0
+    if isinstance(value, float) and math.isinf(value):
+        return sign | binary.inf
+    emin = 1 - binary.bias
+    rounded = onto_grid(abs(Fraction(value)), binary.mantissa, emin)
+    if rounded == 0:
+        return sign
+    e = max(floor_log2(rounded), emin)
+    n = int(rounded / power(e - binary.mantissa))
+    return sign | min(((e - emin) << binary.mantissa) + n, binary.inf)
+
+
+def from_bits(bits: int, binary: Binary = FP32) -> Number:
+    """The number of a pattern; the sign of a zero is lost."""
+    sign = -1 if bits >> (binary.bits - 1) & 1 else 1
+    field, fraction = bits >> binary.mantissa & ((1 << binary.exponent) - 1), bits & ((1 << binary.mantissa) - 1)
+    if field == (1 << binary.exponent) - 1:
+        return math.nan if fraction else sign * math.inf
+    if field == 0:
+        return sign * fraction * power(1 - binary.bias - binary.mantissa)
+    return sign * (fraction + (1 << binary.mantissa)) * power(field - binary.bias - binary.mantissa)
+
+
+def fp32(value: Number) -> Number:
+    """``value`` rounded to fp32."""
+    return from_bits(to_bits(value))
+
+
+# -- formats (sections 2 to 4) -----------------------------------------------------------------------------------------
+@cache
+def value_of(f: Format, code: int) -> Number:
+    """The value of a code; the sign of a zero or NaN is lost."""
+    if f.kind == "integer":
+        return Fraction(code - (1 << f.bits) if f.signed and code >= 1 << (f.bits - 1) else code)
+    if f.kind == "codebook":
+        return Fraction(f.codebook[code])
+    if f.kind == "exponent":
+        return math.nan if code == 255 else power(code - 127)
+    sign = -1 if code >> (f.exponent + f.mantissa) else 1
+    field, fraction = code >> f.mantissa & ((1 << f.exponent) - 1), code & ((1 << f.mantissa) - 1)
+    top = field == (1 << f.exponent) - 1
+    if top and f.nan == "ieee":
+        return math.nan if fraction else sign * math.inf
+    if top and f.nan == "all_ones" and fraction == (1 << f.mantissa) - 1:
+        return math.nan
+    if field == 0:
+        return sign * Fraction(fraction, 1 << f.mantissa) * power(1 - f.bias)
+    return sign * (1 + Fraction(fraction, 1 << f.mantissa)) * power(field - f.bias)
+
+
+@cache
+def magnitudes(f: Format) -> tuple[Fraction, ...]:
+    """Finite values of a float format's codes without sign, in code order."""
+    values = (value_of(f, code) for code in range(1 << (f.bits - 1)))
+    return tuple(v for v in values if isinstance(v, Fraction))
+
+
+@cache
+def _code_of(f: Format) -> dict[Fraction, int]:
+    return {value: code for code, value in enumerate(magnitudes(f))}
+
+
+def largest(f: Format) -> Fraction:
+    if f.kind == "float":
+        return magnitudes(f)[-1]
+    return max(v for code in range(1 << f.bits) if isinstance(v := value_of(f, code), Fraction))
+
+
+def limits(f: Format) -> tuple[int, int]:
+    """qmin and qmax of an integer format."""
+    return (-(1 << (f.bits - 1)), (1 << (f.bits - 1)) - 1) if f.signed else (0, (1 << f.bits) - 1)
+
+
+def nan_code(f: Format, negative: bool) -> int:
+    """The code of a NaN: every magnitude bit set, sign kept; FP6 and FP4: the maximum; codebooks: nearest 0."""
+    if f.kind == "codebook":
+        return min(range(1 << f.bits), key=lambda c: abs(value_of(f, c)))
+    if f.kind == "integer":
+        return 0
+    if f.nan == "none":
+        return len(magnitudes(f)) - 1
+    return (1 << (f.bits - 1)) - 1 | (negative << (f.bits - 1))
+
+
+def encode(f: Format, bits: int, saturate: bool = True, zero_point: int = 0, noise: int | None = None) -> int:
+    """The code of an fp32 pattern, by sections 2 to 4, and 7 where ``noise`` (16 random bits) is given."""
+    x, negative = from_bits(bits), bool(bits & SIGN)
+    if f.kind == "integer":
+        return _encode_integer(f, x, zero_point, noise)
+    if isinstance(x, float) and math.isnan(x):
+        return nan_code(f, negative)
+    if f.kind == "codebook":
+        entries = [value_of(f, code) for code in range(1 << f.bits)]
+        return sum(x > (low + high) / 2 for low, high in zip(entries, entries[1:], strict=False))
+    sign = negative << (f.bits - 1)
+    if not math.isinf(x):
+        a = abs(Fraction(x))
+        rounded = onto_grid(a, f.mantissa, 1 - f.bias) if noise is None else _noisy(a, f.mantissa, 1 - f.bias, noise)
+        if rounded <= largest(f):
+            return _code_of(f)[rounded] | sign
+    if saturate or f.nan == "none":
+        return (len(magnitudes(f)) - 1) | sign
+    inf_code = ((1 << f.exponent) - 1) << f.mantissa
+    return (inf_code if f.nan == "ieee" else (1 << (f.bits - 1)) - 1) | sign
+
+
+def _noisy(a: Fraction, mantissa: int, emin: int, noise: int) -> Fraction:
+    """Up with the probability of the fraction's first 16 bits."""
+    if a == 0:
+        return a
+    quantum = power(max(floor_log2(a), emin) - mantissa)
+    below = a // quantum
+    first16 = int((a / quantum - below) * 65536)
+    return (below + (first16 + noise >> 16)) * quantum
+
+
+def _encode_integer(f: Format, x: Number, zero_point: int, noise: int | None) -> int:
+    low, high = limits(f)
+    if isinstance(x, float):
+        q = zero_point if math.isnan(x) else high if x > 0 else low
+    elif noise is None:
+        q = round(x) + zero_point
+    else:
+        n = int(_noisy(abs(x), 0, 0, noise)) if abs(x) >= 1 else int(_noisy_unit(abs(x), noise))
+        q = (-n if x < 0 else n) + zero_point
+    return min(max(q, low), high) & ((1 << f.bits) - 1)
+
+
+def _noisy_unit(a: Fraction, noise: int) -> int:
+    return int(a * 65536) + noise >> 16
+
+
+# -- boundaries: the whole of encode as a few hundred intervals of fp32 patterns ---------------------------------------
+@dataclass(frozen=True)
+class Segments:
+    """Codes of all fp32 patterns of one sign: ``codes[i]`` from magnitude ``starts[i]`` to before ``starts[i + 1]``."""
+
+    starts: np.ndarray
+    codes: np.ndarray
+
+    def fill(self, out: np.ndarray, begin: int) -> None:
+        """The codes of the magnitudes ``begin, begin + 1, ...``: one fill an interval."""
+        edges = [*np.clip(self.starts.astype(np.int64) - begin, 0, len(out)).tolist(), len(out)]
+        for i, code in enumerate(self.codes):
+            out[edges[i] : edges[i + 1]] = code
+
+
+def _first_above(value: Fraction, or_equal: bool) -> int:
+    """The least fp32 magnitude pattern of a number > (or >=) ``value >= 0``."""
+    bits = to_bits(value)
+    found = from_bits(bits)
+    return bits + 1 if found < value or (found == value and not or_equal) else bits
+
+
+@cache
+def segments(f: Format, saturate: bool, negative: bool) -> Segments:
+    """Every rounding boundary of a format, exact: midpoints of neighbours, with ties settled by section 2."""
+    steps: list[tuple[int, int]] = []
+    if f.kind == "codebook":
+        zero = nan_code(f, False)
+        entries = [value_of(f, code) for code in range(1 << f.bits)]
+        middles = [(low + high) / 2 for low, high in zip(entries, entries[1:], strict=False)]
+        steps.append((0, sum(m < 0 for m in middles)))
+        if negative:
+            steps += [(_first_above(-m, True), k) for k, m in reversed(list(enumerate(middles))) if m < 0]
+        else:
+            steps += [(_first_above(m, False), k + 1) for k, m in enumerate(middles) if m >= 0]
+        return _table(steps, zero)
+    if f.kind == "integer":
+        low, high = limits(f)
+        last, mask, sign = (-low if negative else high), (1 << f.bits) - 1, -1 if negative else 1
+        steps = [(0, 0)]
+        steps += [(_first_above(Fraction(2 * q - 1, 2), q % 2 == 0), sign * q & mask) for q in range(1, last + 1)]
+        return _table(steps, 0)
+    values = magnitudes(f)
+    beyond = values[-1] + power(max(floor_log2(values[-1]), 1 - f.bias) - f.mantissa)
+    sign = negative << (f.bits - 1)
+    over = encode(f, F32_INF, saturate)
+    for code, (low, high) in enumerate(zip(values, [*values[1:], beyond], strict=True)):
+        middle = (low + high) / 2
+        up = onto_grid(middle, f.mantissa, 1 - f.bias) == high
+        steps.append((_first_above(middle, up), (code + 1 if high < beyond else over) | sign))
+    return _table([(0, sign), *steps], nan_code(f, negative))
+
+
+def _table(steps: list[tuple[int, int]], nan: int) -> Segments:
+    starts, codes = zip(*steps, (F32_INF + 1, nan), strict=True)
+    return Segments(np.array(starts, np.uint32), np.array(codes, np.uint8))
+
+
+def expected_codes(f: Format, saturate: bool, bits: np.ndarray) -> np.ndarray:
+    """The codes of fp32 patterns, from the boundaries."""
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    both = []
+    for negative in (False, True):
+        s = segments(f, saturate, negative)
+        both.append(s.codes[np.searchsorted(s.starts, magnitude, "right") - 1])
+    return np.where(bits >> 31, both[1], both[0])
+
+
+def boundary_neighbourhood(f: Format) -> np.ndarray:
+    """Patterns at every rounding boundary and value of a format, +-2 ulp, both signs, with Inf and NaN."""
+    found = {0, 1, 0x7F7FFFFF, F32_INF, F32_INF + 1, F32_NAN, 0x7FFFFFFF}
+    for negative in (False, True):
+        found |= set(segments(f, True, negative).starts.tolist()) | set(segments(f, False, negative).starts.tolist())
+    found |= {to_bits(abs(v)) for c in range(1 << f.bits) if isinstance(v := value_of(f, c), Fraction)}
+    near = {m + d for m in found for d in (-2, -1, 0, 1, 2) if 0 <= m + d < SIGN}
+    magnitudes_ = np.array(sorted(near), np.uint32)
+    return np.concatenate([magnitudes_, magnitudes_ | np.uint32(SIGN)])
+
+
+def ml_encode(name: str, x: np.ndarray, saturate: bool) -> np.ndarray:
+    """Codes of fp32 numbers by ml_dtypes, for formats that it converts to by rounding to nearest even."""
+    dtype = ML_DTYPES[name]
+    limit = float(ml_dtypes.finfo(dtype).max)
+    y = np.clip(x, -limit, limit) if saturate else x
+    with np.errstate(invalid="ignore", over="ignore"):
+        return y.astype(dtype).view(np.uint8)
+
+
+# -- stochastic rounding (section 7) -----------------------------------------------------------------------------------
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10, figure 2 and table 2 of Salmon et al., SC 2011."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [right >> 32 ^ c[1] ^ k[0], right % 2**32, left >> 32 ^ c[3] ^ k[1], left % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c[0], c[1], c[2], c[3]
+
+
+def noise(index: int, seed: int, step: int = 0, stream: int = 0) -> int:
+    """The 16 random bits of the element with that index in the whole tensor."""
+    index, seed = index % 2**64, seed % 2**64
+    block = index // 8
+    words = philox((block % 2**32, block >> 32, step % 2**32, stream % 2**32), (seed % 2**32, seed >> 32))
+    output = b"".join(word.to_bytes(4, "little") for word in words)
+    return int.from_bytes(output[2 * (index % 8) :][:2], "little")
+
+
+# -- scales (section 5) ------------------------------------------------------------------------------------------------
+class Block(NamedTuple):
+    """One block's stored scale (pattern of its storage format), zero point, and whether it holds Inf or NaN."""
+
+    stored: int
+    zero_point: int
+    broken: bool
+
+
+def fp32_scale(amount: Fraction, divisor: Fraction) -> Fraction:
+    """``fp32(amount / divisor)``, 2**-126 at least; 1 for an amount of 0."""
+    return max(Fraction(fp32(amount / divisor)), power(-126)) if amount else Fraction(1)
+
+
+def round_up(value: Fraction, binary: Binary) -> int:
+    """The pattern of the least number of a 16-bit format that is >= ``value``; its largest finite one at most."""
+    bits = to_bits(value, binary)
+    found = from_bits(bits, binary)
+    return min(bits + (found < value), binary.inf - 1)
+
+
+def e8m0(amount: Fraction, divisor: Fraction, ceil: bool) -> int:
+    """The code of the power of two: ``floor``: OCP MX v1.0; ``ceil``: one more where the mantissa is the greater."""
+    if amount == 0:
+        return 127
+    ea, ed = floor_log2(amount), floor_log2(divisor)
+    e = ea - ed + (ceil and amount / power(ea) > divisor / power(ed))
+    return min(max(e, -127), 127) + 127
+
+
+def block_scale(patterns: list[int], scheme: Scheme, outer: Fraction | None) -> Block:
+    """Scale and zero point of a block of fp32 patterns."""
+    f, kind = scheme.format, scheme.scale_format.name
+    broken = any(p & 0x7FFFFFFF >= F32_INF for p in patterns)
+    if broken:
+        stored = {"fp32": F32_NAN, "bf16": 0x7FC0, "fp16": 0x7E00, "e8m0": 0xFF, "fp8_e4m3": 0x7F}[kind]
+        return Block(stored, 0, True)
+    values = [Fraction(from_bits(p)) for p in patterns]
+    low, high = min(Fraction(0), *values), max(Fraction(0), *values)
+    if scheme.affine:
+        qmin, qmax = limits(f)
+        span = fp32(high - low)
+        amount = min(Fraction(span), from_bits(0x7F7FFFFF)) if not math.isinf(span) else from_bits(0x7F7FFFFF)
+        divisor = Fraction(qmax - qmin)
+    else:
+        amount, divisor = max(-low, high), largest(f)
+    stored = _store(amount, divisor, scheme, outer)
+    if not scheme.affine:
+        return Block(stored, 0, False)
+    scale = Fraction(scale_of(stored, scheme, None))
+    zero = round(Fraction(fp32(qmin - fp32(low / scale))))  # quotient, difference and rint: three roundings
+    return Block(stored, min(max(zero, qmin), qmax), False)
+
+
+def _store(amount: Fraction, divisor: Fraction, scheme: Scheme, outer: Fraction | None) -> int:
+    kind = scheme.scale_format.name
+    if outer is not None:
+        inner = fp32(Fraction(fp32(amount / divisor)) / outer)
+        return encode(FORMATS["fp8_e4m3"], to_bits(inner))
+    if kind == "e8m0":
+        return e8m0(amount, divisor, scheme.ceil)
+    scale = fp32_scale(amount, divisor)
+    return to_bits(scale) if kind == "fp32" else round_up(scale, BF16 if kind == "bf16" else FP16)
+
+
+def scale_of(stored: int, scheme: Scheme, outer: Fraction | None) -> Number:
+    """The one fp32 number that a block decodes with."""
+    kind = scheme.scale_format.name
+    if kind == "e8m0":
+        return math.nan if stored == 255 else power(stored - 127)
+    if kind == "fp8_e4m3":
+        value = value_of(FORMATS["fp8_e4m3"], stored)
+        return value if isinstance(value, float) else fp32(value * outer) if outer is not None else value
+    return from_bits(stored, {"fp32": FP32, "bf16": BF16, "fp16": FP16}[kind])
+
+
+def outer_scale(patterns: list[int], scheme: Scheme) -> Fraction:
+    """The fp32 scale over a two-level scheme's block scales: finite amax over (format max * 448)."""
+    finite = [abs(Fraction(from_bits(p))) for p in patterns if p & 0x7FFFFFFF < F32_INF]
+    amax = max(finite, default=Fraction(0))
+    return fp32_scale(amax, largest(scheme.format) * 448)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+class Expected(NamedTuple):
+    """What quantize must return, and what it must decode to (fp32 patterns)."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    zero_point: np.ndarray
+    outer: int | None
+    decoded: np.ndarray
+
+
+def quantize(bits: np.ndarray, scheme: Scheme) -> Expected:
+    """All of sections 2 to 6 on a small matrix of fp32 patterns ``[rows, cols]``."""
+    rows, cols = bits.shape
+    r, c = scheme.block[0] or max(rows, 1), scheme.block[1] or max(cols, 1)
+    shape = (-(-rows // r), -(-cols // c))
+    outer = outer_scale(bits.ravel().tolist(), scheme) if scheme.outer else None
+    codes, decoded = np.zeros(bits.shape, np.uint8), np.zeros(bits.shape, np.uint32)
+    scale, zero = np.zeros(shape, np.uint32), np.zeros(shape, np.int64)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            where = (slice(i * r, (i + 1) * r), slice(j * c, (j + 1) * c))
+            block = block_scale(bits[where].ravel().tolist(), scheme, outer)
+            scale[i, j], zero[i, j] = block.stored, block.zero_point
+            s = scale_of(block.stored, scheme, outer)
+            pairs = [_element(p, s, block, scheme.format) for p in bits[where].ravel().tolist()]
+            codes[where] = np.array([p[0] for p in pairs], np.uint8).reshape(bits[where].shape)
+            decoded[where] = np.array([p[1] for p in pairs], np.uint32).reshape(bits[where].shape)
+    return Expected(codes, scale, zero, None if outer is None else to_bits(outer), decoded)
+
+
+def _element(pattern: int, s: Number, block: Block, f: Format) -> tuple[int, int]:
+    if block.broken:
+        return nan_code(f, False), F32_NAN
+    assert isinstance(s, Fraction)
+    negative = bool(pattern & SIGN)
+    q = to_bits(Fraction(from_bits(pattern)) / s if s else Fraction(0), negative=negative)
+    code = encode(f, q, True, block.zero_point)
+    return code, decode_scaled(f, code, s, block.zero_point)
+
+
+def decode_scaled(f: Format, code: int, s: Number, zero_point: int = 0, binary: Binary = FP32) -> int:
+    """The pattern of ``(value - zero point) * s``: fp32, then ``binary``; a NaN is positive and canonical."""
+    value = value_of(f, code)
+    if isinstance(value, float) or isinstance(s, float):
+        product = float(value) * float(s)
+        return to_bits(product if not math.isnan(product) else math.nan, binary)
+    value -= zero_point
+    negative = f.kind == "float" and bool(code >> (f.bits - 1))
+    product = fp32(value * s)
+    return to_bits(product, binary, negative ^ (s < 0))
