@@ -1,0 +1,68 @@
+// Matrix product of quantized or float operands on the CPU: out[M, N] = a[M, K] @ b[N, K]^T (+ bias).
+//
+// Stages, one file each: mm_table (values of codes), mm_plan (which arithmetic, which tiles), mm_load (codes or floats
+// to rows of dwords), mm_body.inl and mm_convert.inl (register tiles, decoders and epilogue, per instruction set),
+// mm_driver (loops, threads).
+// Numerics: docs/numerics.md section 9. Nothing here knows of torch.
+#pragma once
+
+#include <cstdint>
+
+#include "common/params.h"
+
+namespace lowbit::cpu::mm {
+
+// What the elements of an operand or of the output are stored as.
+enum class Element : int { f32 = 0, bf16 = 1, f16 = 2, codes = 3 };
+
+// The values of a format's codes, in the shapes that decoders look them up in.
+struct Table {
+    int bits = 8;
+    bool integer = false;
+    bool is_signed = true;
+    bool exact_bf16 = true;  // every value is a bf16 number, so that bf16 products are exact in fp32
+    alignas(64) float f32[256];
+    // Low and high bytes of the bf16 values of codes 0..127; an 8-bit float format is symmetric in its top bit.
+    alignas(64) uint8_t low[128];
+    alignas(64) uint8_t high[128];
+};
+
+// One operand as the op received it: floats, or codes with scales.
+struct Operand {
+    const void* data = nullptr;
+    Element dtype = Element::codes;
+    int64_t rows = 0;
+    int64_t row_stride = 0;  // in elements; bytes for codes. Packed rows (fewer than 8 bits) have unit column stride
+    int64_t col_stride = 1;
+    const Table* table = nullptr;  // codes only, as is all that follows
+    int64_t block_rows = 1;
+    int64_t block_cols = 1;
+    const void* scale = nullptr;  // [ceil(rows / block_rows), ceil(K / block_cols)]
+    int scale_format = 0;         // the id of lowbit.scaling.SCALE_FORMATS
+    int64_t scale_row_stride = 0;
+    int64_t scale_col_stride = 0;
+    const uint8_t* zero_point = nullptr;  // int8 or uint8 as the format is signed or not; null: none
+    int64_t zero_row_stride = 0;
+    int64_t zero_col_stride = 0;
+    const float* outer = nullptr;  // one number, or null
+
+    bool has_codes() const { return dtype == Element::codes; }
+};
+
+struct Problem {
+    Operand a, b;
+    int64_t depth = 0;           // K
+    const void* bias = nullptr;  // [N]
+    Element bias_dtype = Element::f32;
+    int64_t bias_stride = 1;
+    void* out = nullptr;  // [M, N], contiguous
+    Element out_dtype = Element::f32;
+};
+
+// The table of a format. It lives as long as the process.
+const Table& table_of(const FormatParams& format);
+
+// The product, on the instruction set in use, with the same bits for any number of threads.
+void multiply(const Problem& problem);
+
+}  // namespace lowbit::cpu::mm

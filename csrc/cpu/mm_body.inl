@@ -1,0 +1,242 @@
+// Register tiles and dot products, written once on vectors of LOWBIT_MM_WIDTH dwords.
+//
+// Included by one file per instruction set, in an unnamed namespace, after that file has defined LOWBIT_MM_WIDTH and
+// `fused(a, b, c)` (a * b + c, fused where the instruction set can). Nothing here may be seen by another file.
+
+constexpr int kWidth = LOWBIT_MM_WIDTH;
+constexpr int kVectors = 2;  // vectors of a tile's row
+constexpr int kNr = kVectors * kWidth;
+
+// A vector of dwords from anywhere in memory.
+template <class V>
+inline V load(const void* from) {
+    V v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V>
+inline void store(void* to, V v) {
+    __builtin_memcpy(to, &v, sizeof v);
+}
+
+inline VecI broadcast(uint32_t dword) { return VecI{} + static_cast<int32_t>(dword); }
+inline VecF broadcast(float value) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    return (VecF)(VecI{} + bits);
+}
+
+// The last `count` < kWidth dwords of a segment, and zeros.
+inline VecI load_part(const uint32_t* from, int64_t count) {
+    VecI v{};
+    for (int64_t i = 0; i < count; ++i) v[i] = static_cast<int32_t>(from[i]);
+    return v;
+}
+
+struct DotF32 {
+    using Acc = VecF;
+    static constexpr Kind kind = Kind::f32;
+    static VecF dot(VecF acc, VecI a, VecI b) { return fused((VecF)a, (VecF)b, acc); }
+};
+
+template <class Acc>
+inline VecF to_float(Acc acc) {
+    if constexpr (sizeof(Acc) == sizeof(VecF) && __is_same(Acc, VecF)) {
+        return acc;
+    } else {
+        return __builtin_convertvector(acc, VecF);
+    }
+}
+
+// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first, and nothing is fused, so that
+// integers give the reference's bits.
+template <class Dot, bool kScaled>
+inline void add_sums(const Tile& t, int row, int column, typename Dot::Acc acc) {
+    using Acc = typename Dot::Acc;
+    char* at = static_cast<char*>(t.c) + (row * t.c_stride + column) * 4;
+    if constexpr (Dot::kind == Kind::u8s8) {
+        acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
+        if (t.b_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_sum[row])) * load<VecI>(t.b_zero + column);
+    }
+    if constexpr (kScaled) {
+        const VecF scale = broadcast(t.a_scale[row]) * load<VecF>(t.b_scale + column);
+        const VecF term = to_float(acc) * scale;
+        store(at, load<VecF>(at) + term);
+    } else if constexpr (__is_same(Acc, VecF)) {
+        store(at, acc);  // it started from c
+    } else {
+        store(at, load<VecI>(at) + acc);
+    }
+}
+
+template <class Dot, bool kScaled, int kRows>
+void tile(const Tile& t) {
+    using Acc = typename Dot::Acc;
+    // fp32 sums go on from c, which makes one chain over all of K whatever the tiles.
+    constexpr bool kResume = __is_same(Acc, VecF) && !kScaled;
+    Acc acc[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            if constexpr (kResume) {
+                acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
+            } else {
+                acc[r][v] = Acc{};
+            }
+        }
+    }
+    const uint32_t* a = t.a;
+    const uint32_t* b = t.b;
+    for (int64_t d = 0; d < t.depth; ++d, ++a, b += kNr) {
+        VecI column[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) column[v] = load<VecI>(b + v * kWidth);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+            const VecI row = broadcast(a[r * kTileStride]);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], row, column[v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) add_sums<Dot, kScaled>(t, r, v * kWidth, acc[r][v]);
+    }
+}
+
+// fp32 operands have their scales multiplied in when they are decoded, so their tiles have none.
+template <class Dot, bool kScaled>
+void tile_of(int rows, const Tile& t) {
+    if constexpr (kScaled && Dot::kind == Kind::f32)
+        __builtin_unreachable();
+    else
+        switch (rows) {
+            case 1:
+                return tile<Dot, kScaled, 1>(t);
+            case 2:
+                return tile<Dot, kScaled, 2>(t);
+            case 4:
+                return tile<Dot, kScaled, 4>(t);
+            case 6:
+                return tile<Dot, kScaled, 6>(t);
+#if LOWBIT_MM_ROWS > 6
+            case 8:
+                return tile<Dot, kScaled, 8>(t);
+#endif
+#if LOWBIT_MM_ROWS > 8
+            case 10:
+                return tile<Dot, kScaled, 10>(t);
+            case 12:
+                return tile<Dot, kScaled, 12>(t);
+            case 14:
+                return tile<Dot, kScaled, 14>(t);
+#endif
+            default:
+                __builtin_unreachable();
+        }
+}
+
+inline float sum_lanes(VecF v) {
+    float lanes[kWidth];
+    store(lanes, v);
+    for (int half = kWidth / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
+inline int32_t sum_lanes(VecI v) {
+    uint32_t lanes[kWidth];
+    store(lanes, v);
+    for (int half = kWidth / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return static_cast<int32_t>(lanes[0]);
+}
+
+// The same sums as `tile`, as dot products of rows with rows: b needs no transposition. Few rows of a only.
+template <class Dot, bool kScaled, int kRows>
+void dots(const Tile& t) {
+    using Acc = typename Dot::Acc;
+    Acc acc[kRows][kDotCols];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int n = 0; n < kDotCols; ++n) acc[r][n] = Acc{};
+    }
+    const int64_t whole = t.depth - t.depth % kWidth;
+    for (int64_t d = 0; d < whole; d += kWidth) {
+        VecI row[kRows];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) row[r] = load<VecI>(t.a + r * kDotStride + d);
+#pragma GCC unroll 4
+        for (int n = 0; n < kDotCols; ++n) {
+            const VecI column = load<VecI>(t.b + n * kDotStride + d);
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) acc[r][n] = Dot::dot(acc[r][n], row[r], column);
+        }
+    }
+    if (whole < t.depth) {
+        for (int n = 0; n < kDotCols; ++n) {
+            const VecI column = load_part(t.b + n * kDotStride + whole, t.depth - whole);
+            for (int r = 0; r < kRows; ++r) {
+                acc[r][n] = Dot::dot(acc[r][n], load_part(t.a + r * kDotStride + whole, t.depth - whole), column);
+            }
+        }
+    }
+    for (int r = 0; r < kRows; ++r) {
+        for (int n = 0; n < kDotCols; ++n) {
+            auto sum = sum_lanes(acc[r][n]);
+            char* at = static_cast<char*>(t.c) + (r * t.c_stride + n) * 4;
+            if constexpr (Dot::kind == Kind::u8s8) {
+                uint32_t less = static_cast<uint32_t>(t.a_zero[r]) * static_cast<uint32_t>(t.b_sum[n]);
+                if (t.b_zero != nullptr) less += static_cast<uint32_t>(t.a_sum[r]) * static_cast<uint32_t>(t.b_zero[n]);
+                sum = static_cast<int32_t>(static_cast<uint32_t>(sum) - less);
+            }
+            if constexpr (kScaled) {
+                const float scale = t.a_scale[r] * t.b_scale[n];
+                const float term = static_cast<float>(sum) * scale;
+                store(at, load<float>(at) + term);
+            } else {
+                store(at, load<decltype(sum)>(at) + sum);
+            }
+        }
+    }
+}
+
+template <class Dot, bool kScaled>
+void dots_of(int rows, const Tile& t) {
+    if constexpr (kScaled && Dot::kind == Kind::f32)
+        __builtin_unreachable();
+    else
+        switch (rows) {
+            case 1:
+                return dots<Dot, kScaled, 1>(t);
+            case 2:
+                return dots<Dot, kScaled, 2>(t);
+            case 3:
+                return dots<Dot, kScaled, 3>(t);
+            case 4:
+                return dots<Dot, kScaled, 4>(t);
+            default:
+                __builtin_unreachable();
+        }
+}
+
+// Tables of functions for the kinds of arithmetic that the including file names.
+template <class... Dots>
+void run_tile(Kind kind, bool scaled, int rows, const Tile& t) {
+    (void)((Dots::kind == kind ? (scaled ? tile_of<Dots, true>(rows, t) : tile_of<Dots, false>(rows, t), true)
+                               : false) ||
+           ...);
+}
+
+template <class... Dots>
+void run_dots(Kind kind, bool scaled, int rows, const Tile& t) {
+    (void)((Dots::kind == kind ? (scaled ? dots_of<Dots, true>(rows, t) : dots_of<Dots, false>(rows, t), true)
+                               : false) ||
+           ...);
+}

@@ -1,0 +1,151 @@
+// Decoding and the epilogue for any instruction set, in loops that compilers vectorise; included after mm_body.inl.
+
+inline uint32_t bits_of(float value) { return load<uint32_t>(&value); }
+
+// fp32 to bf16, nearest even; NaN stays NaN.
+inline uint16_t bf16_bits(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded >> 16);
+}
+
+// fp32 to fp16, nearest even with subnormals; NaN becomes the quiet NaN.
+inline uint16_t f16_bits(float value) {
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff, sign = (bits >> 16) & 0x8000;
+    if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // at least the midpoint above 65504
+    if (magnitude < 0x38800000) {  // below 2^-14: adding 2^-1 leaves units of 2^-24, rounded by the addition
+        float small;
+        __builtin_memcpy(&small, &magnitude, sizeof small);
+        return static_cast<uint16_t>(sign | (bits_of(small + 0.5f) - 0x3f000000));
+    }
+    return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
+}
+
+inline float f16_value(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    uint32_t bits;
+    if (magnitude >= 0x7c00) {
+        bits = 0x7f800000 | (magnitude & 0x3ff) << 13;
+    } else if (magnitude >= 0x400) {
+        bits = (magnitude << 13) + 0x38000000;
+    } else {
+        bits = bits_of(static_cast<float>(magnitude) * 0x1p-24f);
+    }
+    bits |= sign;
+    return load<float>(&bits);
+}
+
+[[maybe_unused]] void unpack_any(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
+    const uint32_t mask = (1u << bits) - 1;
+    int64_t i = 0;
+    if (bits == 4) {
+        for (; i + 2 <= count; i += 2) {
+            const uint8_t byte = packed[i / 2];
+            codes[i] = byte & 15;
+            codes[i + 1] = byte >> 4;
+        }
+    }
+    for (; i < count; ++i) {
+        const int64_t bit = i * bits;
+        uint32_t word = packed[bit / 8];
+        if (bit % 8 + bits > 8) word |= static_cast<uint32_t>(packed[bit / 8 + 1]) << 8;
+        codes[i] = static_cast<uint8_t>((word >> (bit % 8)) & mask);
+    }
+}
+
+[[maybe_unused]] void decode_f32_any(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero,
+                                     float scale) {
+    if (t.integer && t.bits == 8) {
+        const int half = t.is_signed ? 128 : 0;
+        for (int64_t i = 0; i < n; ++i) out[i] = (static_cast<float>((codes[i] ^ half) - half) - zero) * scale;
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) out[i] = (t.f32[codes[i]] - zero) * scale;
+}
+
+void decode_bytes_any(const uint8_t* codes, uint8_t* out, int64_t n, uint8_t flip, uint8_t shift) {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>((codes[i] ^ flip) + shift);
+}
+
+void decode_s16_any(const uint8_t* codes, int16_t* out, int64_t n, int half, int zero) {
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int16_t>(((codes[i] ^ half) - half) - zero);
+}
+
+int32_t sum_bytes_any(const uint8_t* bytes, int64_t n, bool is_signed) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += bytes[i] ^ (is_signed ? 128 : 0);
+    return is_signed ? sum - static_cast<int32_t>(128 * n) : sum;
+}
+
+void widen_any(const void* values, Element dtype, float* out, int64_t n) {
+    const auto* halves = static_cast<const uint16_t*>(values);
+    if (dtype == Element::f32) {
+        __builtin_memcpy(out, values, static_cast<uint64_t>(n) * 4);
+    } else if (dtype == Element::bf16) {
+        for (int64_t i = 0; i < n; ++i) {
+            const uint32_t bits = static_cast<uint32_t>(halves[i]) << 16;
+            __builtin_memcpy(out + i, &bits, 4);
+        }
+    } else {
+        for (int64_t i = 0; i < n; ++i) out[i] = f16_value(halves[i]);
+    }
+}
+
+[[maybe_unused]] void transpose_any(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) {
+    for (int64_t d = 0; d < depth; ++d) {
+        for (int n = 0; n < kNr; ++n) panel[d * kNr + n] = rows[n * stride + d];
+    }
+}
+
+template <class Sum>
+inline VecF load_sums(const Sum* from) {
+    if constexpr (sizeof(Sum) == 8) {
+        VecF v{};
+        for (int i = 0; i < kWidth; ++i) v[i] = static_cast<float>(from[i]);
+        return v;
+    } else if constexpr (__is_same(Sum, float)) {
+        return load<VecF>(from);
+    } else {
+        return to_float(load<VecI>(from));
+    }
+}
+
+inline void narrow(VecF v, void* out, Element dtype, int64_t count) {
+    float lanes[kWidth];
+    store(lanes, v);
+    if (dtype == Element::f32) {
+        __builtin_memcpy(out, lanes, static_cast<uint64_t>(count) * 4);
+        return;
+    }
+    uint16_t halves[kWidth];
+    if (dtype == Element::bf16) {
+        for (int i = 0; i < kWidth; ++i) halves[i] = bf16_bits(lanes[i]);
+    } else {
+        for (int i = 0; i < kWidth; ++i) halves[i] = f16_bits(lanes[i]);
+    }
+    __builtin_memcpy(out, halves, static_cast<uint64_t>(count) * 2);
+}
+
+template <class Sum>
+void finish_sums(const Row& row) {
+    const Sum* sums = static_cast<const Sum*>(row.sum);
+    char* out = static_cast<char*>(row.out);
+    const int64_t size = row.out_dtype == Element::f32 ? 4 : 2;
+    for (int64_t n = 0; n < row.cols; n += kWidth) {
+        VecF v = load_sums(sums + n);
+        if (row.scaled) v = v * (broadcast(row.a_scale) * load<VecF>(row.b_scale + n));
+        if (row.bias != nullptr) v = v + load<VecF>(row.bias + n);
+        if (row.cols - n >= kWidth) {
+            narrow(v, out + n * size, row.out_dtype, kWidth);
+        } else {
+            narrow(v, out + n * size, row.out_dtype, row.cols - n);
+        }
+    }
+}
+
+void finish_any(const Row& row) {
+    if (row.sum_kind == 0) return finish_sums<float>(row);
+    if (row.sum_kind == 1) return finish_sums<int32_t>(row);
+    return finish_sums<int64_t>(row);
+}

@@ -1,0 +1,99 @@
+// What one instruction set offers to the matrix product: a table of plain functions.
+//
+// Everything is a GEMM of dwords. A dword of a panel holds one fp32, two bf16, two int16 or four bytes along K, and a
+// register tile multiplies dwords of a's rows, broadcast, with dwords of b's columns. So the loops, the transposition
+// and the tile are written once, and a kind of arithmetic is one function `dot`.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/mm.h"
+
+namespace lowbit::cpu::mm {
+
+// f32: anything. bf16: formats exact in bf16, and bf16 activations. s16: integers less their zero points.
+// u8s8: integers for vpdpbusd, a as unsigned and b as signed bytes, with corrections for the offsets.
+enum class Kind : int { f32 = 0, bf16 = 1, s16 = 2, u8s8 = 3 };
+
+constexpr int64_t elements_per_dword(Kind kind) { return kind == Kind::f32 ? 1 : kind == Kind::u8s8 ? 4 : 2; }
+
+// Depth, in dwords, of what is decoded at a time. A panel of b (32 columns) then fits the first-level cache.
+constexpr int64_t kTileDepth = 256;
+// Dwords from one row of a to the next in the tile kernels: not a multiple of 4 KiB, and a constant, so that the
+// rows of a tile are reached by displacements from one pointer.
+constexpr int64_t kTileStride = kTileDepth + 16;
+// Depth of the dot-product kernels, for few rows of a.
+constexpr int64_t kDotDepth = 1024;
+constexpr int64_t kDotStride = kDotDepth + 16;
+constexpr int kDotRows = 4;  // at most this many rows of a
+constexpr int kDotCols = 4;  // exactly this many rows of b
+// Decoders and transposes may write this many bytes past the end of what they were asked for.
+constexpr int64_t kSlack = 64;
+
+// One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
+// Corrections (u8s8): the segment's sum is acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
+// length * b_zero taken off already. Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or
+// int32) += sum.
+struct Tile {
+    const uint32_t* a = nullptr;  // [rows, kTileStride or kDotStride]
+    const uint32_t* b = nullptr;  // tile: [depth, nr]; dots: [kDotCols, kDotStride]
+    int64_t depth = 0;
+    void* c = nullptr;
+    int64_t c_stride = 0;
+    const float* a_scale = nullptr;
+    const float* b_scale = nullptr;
+    const int32_t* a_zero = nullptr;
+    const int32_t* a_sum = nullptr;
+    const int32_t* b_zero = nullptr;  // null: all zero
+    const int32_t* b_sum = nullptr;
+};
+
+// One row of the output: out[n] = cast(fp32(sum[n]) * (a_scale * b_scale[n]) + bias[n]).
+struct Row {
+    const void* sum = nullptr;  // fp32, int32 or int64
+    int sum_kind = 0;           // 0, 1, 2
+    bool scaled = false;        // false: no multiplication
+    float a_scale = 1;
+    const float* b_scale = nullptr;
+    const float* bias = nullptr;  // null: none
+    void* out = nullptr;
+    Element out_dtype = Element::f32;
+    int64_t cols = 0;
+};
+
+struct Kernels {
+    const char* name;
+    int nr;         // columns of a tile
+    int max_rows;   // rows of a tile, at most
+    Kind integer;   // how integers are multiplied: s16 or u8s8
+    bool has_bf16;  // whether Kind::bf16 is there
+    // Codes of `bits` bits to one a byte.
+    void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits);
+    // fp32((value - zero) * scale).
+    void (*decode_f32)(const Table& table, const uint8_t* codes, float* out, int64_t count, float zero, float scale);
+    // The bf16 of value - zero; exact. Null without Kind::bf16.
+    void (*decode_bf16)(const Table& table, const uint8_t* codes, uint16_t* out, int64_t count, int zero);
+    // (code ^ flip) + shift, modulo 256.
+    void (*decode_bytes)(const uint8_t* codes, uint8_t* out, int64_t count, uint8_t flip, uint8_t shift);
+    // ((code ^ half) - half) - zero.
+    void (*decode_s16)(const uint8_t* codes, int16_t* out, int64_t count, int half, int zero);
+    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count, bool is_signed);
+    void (*widen)(const void* values, Element dtype, float* out, int64_t count);
+    // rows[nr, stride] to panel[depth, nr].
+    void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth);
+    void (*tile)(Kind kind, bool scaled, int rows, const Tile& tile);
+    void (*dots)(Kind kind, bool scaled, int rows, const Tile& tile);
+    void (*finish)(const Row& row);
+};
+
+// The least number of rows, of those that `tile` has code for, that is at least `rows`.
+int tile_rows(const Kernels& kernels, int64_t rows);
+
+const Kernels& kernels_scalar();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512vnni();
+const Kernels& kernels_avx512bf16();
+const Kernels& kernels_neon();
+
+}  // namespace lowbit::cpu::mm

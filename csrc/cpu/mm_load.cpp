@@ -1,0 +1,161 @@
+#include "cpu/mm_load.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/numerics.h"
+#include "format_table.h"
+
+namespace lowbit::cpu::mm {
+namespace {
+
+float f16_value(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    if (magnitude >= 0x400) return float_of(sign | ((magnitude << 13) + 0x38000000));
+    return float_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-24f));
+}
+
+template <class T>
+void gather(const T* from, int64_t stride, T* to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
+}
+
+// u8s8 keeps a's elements as unsigned and b's as signed bytes. Codes of fewer than 8 bits lose their zero point here
+// (what is left fits a byte); 8-bit codes keep it, and the sums are corrected for it.
+struct ByteForm {
+    uint8_t flip, shift;
+    int zero;
+};
+ByteForm byte_form(const Operand& x, bool is_a, int zero) {
+    if (x.table->bits == 8) {
+        const bool flips = x.table->is_signed == is_a;
+        const int offset = !flips ? 0 : is_a ? 128 : -128;
+        return {static_cast<uint8_t>(flips ? 128 : 0), 0, zero + offset};
+    }
+    const int half = x.table->is_signed ? 1 << (x.table->bits - 1) : 0, lift = is_a ? 128 : 0;
+    return {static_cast<uint8_t>(half), static_cast<uint8_t>(lift - half - zero), lift};
+}
+
+}  // namespace
+
+float float_at(const void* data, Element dtype, int64_t index) {
+    if (dtype == Element::f32) return static_cast<const float*>(data)[index];
+    const uint16_t half = static_cast<const uint16_t*>(data)[index];
+    return dtype == Element::bf16 ? float_of(static_cast<uint32_t>(half) << 16) : f16_value(half);
+}
+
+float scale_at(const Operand& x, int64_t row, int64_t k) {
+    if (!x.has_codes() || x.scale == nullptr) return 1.0f;
+    const int64_t at = row / x.block_rows * x.scale_row_stride + k / x.block_cols * x.scale_col_stride;
+    float scale;
+    if (x.scale_format == kScaleE8m0) {
+        const uint32_t code = static_cast<const uint8_t*>(x.scale)[at];
+        scale = float_of(code == 255 ? kNan : code == 0 ? 0x00400000u : code << 23);
+    } else if (x.scale_format == kScaleE4m3) {
+        scale = float_of(kFormats[kIndex_fp8_e4m3].values[static_cast<const uint8_t*>(x.scale)[at]]);
+    } else {
+        scale = float_at(x.scale, static_cast<Element>(x.scale_format), at);
+    }
+    return x.outer == nullptr ? scale : scale * *x.outer;
+}
+
+int zero_at(const Operand& x, int64_t row, int64_t k) {
+    if (!x.has_codes() || x.zero_point == nullptr) return 0;
+    const uint8_t byte = x.zero_point[row / x.block_rows * x.zero_row_stride + k / x.block_cols * x.zero_col_stride];
+    return x.table->is_signed ? static_cast<int8_t>(byte) : byte;
+}
+
+// One row's elements [begin, end), contiguous: codes one a byte, or floats as they are stored.
+const void* Loader::fetch(int64_t row, int64_t begin, int64_t end) const {
+    const Operand& x = operand;
+    const int64_t size = x.dtype == Element::codes ? 1 : x.dtype == Element::f32 ? 4 : 2;
+    const auto* base = static_cast<const uint8_t*>(x.data) + row * x.row_stride * size;
+    if (x.has_codes() && x.table->bits < 8) {
+        const int64_t whole = begin / 8 * 8;  // eight codes are whole bytes, whatever their width
+        kernels.unpack(base + whole / 8 * x.table->bits, raw, end - whole, x.table->bits);
+        return raw + (begin - whole);
+    }
+    const uint8_t* from = base + begin * x.col_stride * size;
+    if (x.col_stride == 1) return from;
+    if (size == 1) gather(from, x.col_stride, raw, end - begin);
+    if (size == 2) {
+        gather(reinterpret_cast<const uint16_t*>(from), x.col_stride, reinterpret_cast<uint16_t*>(raw), end - begin);
+    }
+    if (size == 4) {
+        gather(reinterpret_cast<const uint32_t*>(from), x.col_stride, reinterpret_cast<uint32_t*>(raw), end - begin);
+    }
+    return raw;
+}
+
+void Loader::decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const {
+    const int64_t block = folded() ? operand.block_cols : begin + length;
+    for (int64_t k = begin; k < begin + length;) {
+        const int64_t end = std::min((k / block + 1) * block, begin + length);
+        const float scale = folded() ? scale_at(operand, row, k) : 1.0f;
+        const auto zero = static_cast<float>(zero_at(operand, row, k));
+        kernels.decode_f32(*operand.table, codes + (k - begin), out + (k - begin), end - k, zero, scale);
+        k = end;
+    }
+}
+
+void Loader::decode_u8s8(int64_t row, const uint8_t* codes, const Segment& s, uint8_t* out) const {
+    const ByteForm form = byte_form(operand, is_a, zero_at(operand, row, s.begin));
+    if (form.flip == 0 && form.shift == 0) {
+        std::memcpy(out, codes, static_cast<size_t>(s.length));
+    } else {
+        kernels.decode_bytes(codes, out, s.length, form.flip, form.shift);
+    }
+}
+
+void Loader::decode(int64_t row, const void* stored, int64_t begin, const Segment& s, uint32_t* out) const {
+    const Operand& x = operand;
+    const auto* codes = static_cast<const uint8_t*>(stored) + (s.begin - begin);
+    const int zero = plan.kind == Kind::f32 ? 0 : zero_at(x, row, s.begin);
+    switch (plan.kind) {
+        case Kind::f32:
+            if (x.has_codes()) return decode_f32(row, codes, s.begin, s.length, reinterpret_cast<float*>(out));
+            return kernels.widen(stored, x.dtype, reinterpret_cast<float*>(out), s.length);
+        case Kind::bf16:
+            if (x.has_codes()) {
+                kernels.decode_bf16(*x.table, codes, reinterpret_cast<uint16_t*>(out), s.length, zero);
+            } else {
+                const auto* halves = static_cast<const uint16_t*>(stored) + (s.begin - begin);
+                std::memcpy(out, halves, static_cast<size_t>(s.length) * 2);
+            }
+            break;
+        case Kind::s16: {
+            const int half = x.table->is_signed ? 1 << (x.table->bits - 1) : 0;
+            kernels.decode_s16(codes, reinterpret_cast<int16_t*>(out), s.length, half, zero);
+            break;
+        }
+        case Kind::u8s8:
+            decode_u8s8(row, codes, s, reinterpret_cast<uint8_t*>(out));
+            break;
+    }
+    const int64_t bytes = s.length * 4 / elements_per_dword(plan.kind);
+    std::memset(reinterpret_cast<uint8_t*>(out) + bytes, 0, static_cast<size_t>(s.dwords * 4 - bytes));
+}
+
+void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_segments, uint32_t* out,
+                  const Sums& sums) const {
+    const int64_t begin = segments[0].begin;
+    const int64_t end = segments[num_segments - 1].begin + segments[num_segments - 1].length;
+    for (int64_t r = 0; r < count; ++r, out += plan.stride) {
+        const void* stored = fetch(row + r, begin, end);
+        for (int i = 0; i < num_segments; ++i) {
+            const Segment& s = segments[i];
+            decode(row + r, stored, begin, s, out + s.dword);
+            if (sums.scale != nullptr) sums.scale[i * sums.stride + r] = scale_at(operand, row + r, s.begin);
+            if (sums.zero == nullptr) continue;
+            const ByteForm form = byte_form(operand, is_a, zero_at(operand, row + r, s.begin));
+            const auto* bytes = reinterpret_cast<const uint8_t*>(out + s.dword);
+            const int32_t sum = kernels.sum_bytes(bytes, s.length, !is_a);
+            sums.zero[i * sums.stride + r] = form.zero;
+            sums.sum[i * sums.stride + r] = is_a ? sum : sum - static_cast<int32_t>(s.length) * form.zero;
+            if (!is_a && form.zero != 0) *sums.any_zero = true;
+        }
+    }
+}
+
+}  // namespace lowbit::cpu::mm

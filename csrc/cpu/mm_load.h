@@ -1,0 +1,47 @@
+// Rows of an operand, from whatever they are stored as to dwords of one kind; and their scales and zero points.
+#pragma once
+
+#include "cpu/mm_plan.h"
+
+namespace lowbit::cpu::mm {
+
+// Room that a loader needs besides its output: a chunk's codes or strided floats.
+constexpr int64_t kRawBytes = kDotDepth * 16 + 4 * kSlack;
+
+// What a loader leaves for each segment, [segments, stride]; null where the product does not need it.
+struct Sums {
+    float* scale = nullptr;
+    int32_t* zero = nullptr;   // u8s8: what to take off the stored bytes
+    int32_t* sum = nullptr;    // u8s8: the sum of the stored bytes (b: less length * zero)
+    bool* any_zero = nullptr;  // b: set where some zero is not 0
+    int64_t stride = 0;
+};
+
+struct Loader {
+    const Operand& operand;
+    const Kernels& kernels;
+    const Plan& plan;
+    bool is_a;
+    uint8_t* raw;  // [kRawBytes]
+
+    bool folded() const { return is_a ? plan.a_folded : plan.b_folded; }
+
+    // Rows [row, row + count) of the segments' stretch of K, to out[count, plan.stride].
+    void load(int64_t row, int64_t count, const Segment* segments, int num_segments, uint32_t* out,
+              const Sums& sums) const;
+
+  private:
+    const void* fetch(int64_t row, int64_t begin, int64_t end) const;
+    void decode(int64_t row, const void* stored, int64_t begin, const Segment& segment, uint32_t* out) const;
+    void decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const;
+    void decode_u8s8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
+};
+
+// The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
+float scale_at(const Operand& operand, int64_t row, int64_t k);
+int zero_at(const Operand& operand, int64_t row, int64_t k);
+
+// An fp32 of a float array that may be bf16 or fp16.
+float float_at(const void* data, Element dtype, int64_t index);
+
+}  // namespace lowbit::cpu::mm

@@ -1,0 +1,55 @@
+// The matrix product for AArch64: four-dword vectors with fused multiply-add.
+#include "cpu/mm_kernels.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+namespace lowbit::cpu::mm {
+namespace {
+
+#define LOWBIT_MM_WIDTH 4
+#define LOWBIT_MM_ROWS 8
+typedef float VecF __attribute__((vector_size(16)));
+typedef int32_t VecI __attribute__((vector_size(16)));
+
+inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+
+#include "cpu/mm_body.inl"
+#include "cpu/mm_convert.inl"
+
+// Widening multiplications, then pairwise sums: lanes keep their order along the columns.
+struct DotS16 {
+    using Acc = VecI;
+    static constexpr Kind kind = Kind::s16;
+    static VecI dot(VecI acc, VecI a, VecI b) {
+        const int16x8_t x = vreinterpretq_s16_s32((int32x4_t)a), y = vreinterpretq_s16_s32((int32x4_t)b);
+        const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+        return acc + (VecI)vpaddq_s32(low, vmull_high_s16(x, y));
+    }
+};
+
+constexpr Kernels kTable = {
+    "neon",
+    kNr,
+    LOWBIT_MM_ROWS,
+    Kind::s16,
+    false,
+    unpack_any,
+    decode_f32_any,
+    nullptr,
+    decode_bytes_any,
+    decode_s16_any,
+    sum_bytes_any,
+    widen_any,
+    transpose_any,
+    run_tile<DotF32, DotS16>,
+    run_dots<DotF32, DotS16>,
+    finish_any,
+};
+
+}  // namespace
+
+const Kernels& kernels_neon() { return kTable; }
+
+}  // namespace lowbit::cpu::mm
+#endif

@@ -1,0 +1,96 @@
+#include "cpu/mm_plan.h"
+
+#include <algorithm>
+
+namespace lowbit::cpu::mm {
+namespace {
+
+constexpr int64_t kTaskRows = 224;  // a's decoded block then fits the second-level cache beside c's tile
+constexpr int64_t kTaskCols = 512;
+constexpr int64_t kTasksPerThread = 3;
+// Below these lengths, scaling the sums of segments costs more than multiplying scales into fp32 operands.
+constexpr int64_t kMinIntegerSegment = 8;
+constexpr int64_t kMinBf16Segment = 16;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t block_along_k(const Operand& x, int64_t depth) {
+    return x.has_codes() && x.block_cols < depth ? x.block_cols : 0;
+}
+
+bool exact_in_bf16(const Operand& x) { return x.has_codes() ? x.table->exact_bf16 : x.dtype == Element::bf16; }
+
+bool integer(const Operand& x) { return x.has_codes() && x.table->integer; }
+
+void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
+    const int64_t a = block_along_k(p.a, p.depth), b = block_along_k(p.b, p.depth);
+    const int64_t shortest = std::min(a > 0 ? a : p.depth, b > 0 ? b : p.depth);
+    plan.scaled = a > 0 || b > 0;
+    if (integer(p.a) && integer(p.b) && (!plan.scaled || shortest >= kMinIntegerSegment)) {
+        plan.kind = kernels.integer;
+    } else if (kernels.has_bf16 && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+               (!plan.scaled || shortest >= kMinBf16Segment)) {
+        plan.kind = Kind::bf16;
+    } else {
+        plan.kind = Kind::f32;
+        plan.scaled = false;
+        plan.a_folded = a > 0;
+        plan.b_folded = b > 0;
+    }
+    plan.a_block = plan.scaled ? a : 0;
+    plan.b_block = plan.scaled ? b : 0;
+    plan.wide = !plan.scaled && (plan.kind == Kind::s16 || plan.kind == Kind::u8s8) && p.depth > kExactTerms;
+}
+
+}  // namespace
+
+int tile_rows(const Kernels& kernels, int64_t rows) {
+    const int64_t even = rows <= 1 ? 1 : rows + rows % 2;
+    return static_cast<int>(std::min<int64_t>(even, kernels.max_rows));
+}
+
+Plan make_plan(const Problem& p, const Kernels& kernels, int threads) {
+    Plan plan{};
+    choose_kind(plan, p, kernels);
+    const int64_t m = std::max<int64_t>(p.a.rows, 1);
+    plan.dots = m <= kDotRows;
+    plan.chunk_dwords = plan.dots ? kDotDepth : kTileDepth;
+    plan.stride = plan.dots ? kDotStride : kTileStride;
+    plan.row_tiles = ceil_div(m, kTaskRows);
+    plan.tile_rows = ceil_div(m, plan.row_tiles);
+    if (plan.dots) {
+        plan.rows = static_cast<int>(m);
+    } else {  // equal register tiles rather than full ones and a rest
+        plan.rows = tile_rows(kernels, ceil_div(plan.tile_rows, ceil_div(plan.tile_rows, kernels.max_rows)));
+        plan.tile_rows = ceil_div(plan.tile_rows, plan.rows) * plan.rows;
+        plan.row_tiles = ceil_div(m, plan.tile_rows);
+    }
+    const int64_t panels = ceil_div(std::max<int64_t>(p.b.rows, 1), kernels.nr);
+    const int64_t wanted = threads > 1 ? ceil_div(panels * plan.row_tiles, kTasksPerThread * threads) : panels;
+    const int64_t most = std::clamp<int64_t>(wanted, 1, kTaskCols / kernels.nr);
+    plan.col_tiles = ceil_div(panels, most);
+    plan.tile_cols = ceil_div(panels, plan.col_tiles) * kernels.nr;
+    plan.col_tiles = ceil_div(panels * kernels.nr, plan.tile_cols);
+    return plan;
+}
+
+int cut_chunk(const Plan& plan, int64_t begin, int64_t depth, Segment* segments) {
+    const int64_t per_dword = elements_per_dword(plan.kind);
+    int count = 0;
+    for (int64_t k = begin, dword = 0; k < depth && dword < plan.chunk_dwords;) {
+        int64_t end = depth;
+        if (plan.a_block > 0) end = std::min(end, (k / plan.a_block + 1) * plan.a_block);
+        if (plan.b_block > 0) end = std::min(end, (k / plan.b_block + 1) * plan.b_block);
+        const int64_t room = plan.chunk_dwords - dword;
+        if (ceil_div(end - k, per_dword) > room) {
+            if (plan.scaled && count > 0) break;  // a whole segment in the next chunk rather than two pieces
+            end = k + room * per_dword;
+        }
+        segments[count++] = {k, end - k, dword, ceil_div(end - k, per_dword)};
+        dword += segments[count - 1].dwords;
+        k = end;
+    }
+    return count;
+}
+
+}  // namespace lowbit::cpu::mm

@@ -1,0 +1,98 @@
+// lowbit_native::scaled_mm on the CPU: tensors to the plain description that cpu/mm.h multiplies.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <vector>
+
+#include "common/params.h"
+#include "cpu/mm.h"
+
+namespace {
+
+namespace mm = lowbit::cpu::mm;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+mm::Element element_of(const Tensor& x, const char* name) {
+    switch (x.scalar_type()) {
+        case ScalarType::Float:
+            return mm::Element::f32;
+        case ScalarType::BFloat16:
+            return mm::Element::bf16;
+        case ScalarType::Half:
+            return mm::Element::f16;
+        default:
+            STD_TORCH_CHECK(false, "scaled_mm: ", name, " must be float32, bfloat16 or float16");
+    }
+}
+
+mm::Operand operand_of(const char* name, const Tensor& data, const std::vector<int64_t>& scheme,
+                       const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
+                       const std::optional<Tensor>& outer, int64_t cols) {
+    STD_TORCH_CHECK(data.dim() == 2, "scaled_mm: ", name, " must be a matrix");
+    mm::Operand x;
+    x.data = data.const_data_ptr();
+    x.rows = data.size(0);
+    x.row_stride = data.stride(0);
+    x.col_stride = data.stride(1);
+    if (scheme.empty()) {
+        x.dtype = element_of(data, name);
+        STD_TORCH_CHECK(data.size(1) == cols, "scaled_mm: ", name, " must have ", cols, " columns, got ", data.size(1));
+        return x;
+    }
+    STD_TORCH_CHECK(scheme.size() == lowbit::kSchemeParams, "scaled_mm: ", name, "'s scheme must be ",
+                    lowbit::kSchemeParams, " integers, got ", scheme.size());
+    const lowbit::SchemeParams params = lowbit::scheme_params(scheme.data());
+    const int64_t packed = (cols * params.format.bits + 7) / 8;
+    STD_TORCH_CHECK(data.element_size() == 1 && data.size(1) == packed, "scaled_mm: ", name, " must hold rows of ",
+                    packed, " bytes, got ", data.size(1), " of ", data.element_size());
+    STD_TORCH_CHECK(params.format.bits == 8 || x.col_stride == 1 || packed <= 1, "scaled_mm: packed rows of ", name,
+                    " must be contiguous");
+    STD_TORCH_CHECK(scale.has_value() && scale->dim() == 2, "scaled_mm: ", name, " needs a matrix of scales");
+    STD_TORCH_CHECK(!params.affine || (zero_point.has_value() && zero_point->dim() == 2), "scaled_mm: ", name,
+                    " is affine and needs a matrix of zero points");
+    x.table = &mm::table_of(params.format);
+    x.block_rows = params.block_rows;
+    x.block_cols = params.block_cols;
+    x.scale = scale->const_data_ptr();
+    x.scale_format = params.scale_format;
+    x.scale_row_stride = scale->stride(0);
+    x.scale_col_stride = scale->stride(1);
+    if (params.affine) {
+        x.zero_point = static_cast<const uint8_t*>(zero_point->const_data_ptr());
+        x.zero_row_stride = zero_point->stride(0);
+        x.zero_col_stride = zero_point->stride(1);
+    }
+    if (params.outer) {
+        STD_TORCH_CHECK(outer.has_value() && outer->numel() == 1, "scaled_mm: ", name, " needs one outer scale");
+        x.outer = static_cast<const float*>(outer->const_data_ptr());
+    }
+    return x;
+}
+
+void scaled_mm(const Tensor& a, std::vector<int64_t> a_scheme, std::optional<Tensor> a_scale,
+               std::optional<Tensor> a_zero_point, std::optional<Tensor> a_outer, const Tensor& b,
+               std::vector<int64_t> b_scheme, std::optional<Tensor> b_scale, std::optional<Tensor> b_zero_point,
+               std::optional<Tensor> b_outer, std::optional<Tensor> bias, Tensor out, int64_t cols) {
+    mm::Problem p;
+    p.a = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_outer, cols);
+    p.b = operand_of("b", b, b_scheme, b_scale, b_zero_point, b_outer, cols);
+    p.depth = cols;
+    if (bias.has_value()) {
+        STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "scaled_mm: bias must be [", p.b.rows, "]");
+        p.bias = bias->const_data_ptr();
+        p.bias_dtype = element_of(*bias, "bias");
+        p.bias_stride = bias->stride(0);
+    }
+    STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == p.a.rows && out.size(1) == p.b.rows && out.is_contiguous(),
+                    "scaled_mm: out must be a contiguous [", p.a.rows, ", ", p.b.rows, "]");
+    p.out = out.mutable_data_ptr();
+    p.out_dtype = element_of(out, "out");
+    mm::multiply(p);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) { m.impl("scaled_mm", TORCH_BOX(&scaled_mm)); }
