@@ -250,6 +250,13 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
 
 def _canonical(format: Format, scaling: Scaling, options: Sequence[str]) -> str:
     """The one name of a scheme, short where there is a short one; a transposed block takes its plain name if it has one."""
+    for option, kind, outer in (("e8m0", "e8m0", False), ("dq", "fp8_e4m3", True)):
+        if option in options:  # a scaling may have such scales of its own: int8:group32:e8m0 is int8:mx
+            wanted = replace(scaling, scale_format=kind, outer=outer)
+            for row in filter(None, map(find_scaling, SCALINGS)):
+                for turned in (row, row.transposed()):
+                    if turned == replace(wanted, name=row.name):
+                        return _canonical(format, turned, [o for o in options if o != option])
     for pattern, make in SCALINGS.values():
         for name in (scaling.name, "row", "col", f"group{scaling.cols}", f"block{scaling.rows}x{scaling.cols}"):
             match = re.fullmatch(pattern, name)
