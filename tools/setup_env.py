@@ -1,8 +1,9 @@
 """Make ``.venv`` and install what a target of the Makefile needs; nothing is done where that has been done before.
 
-``python3 tools/setup_env.py --torch torch==2.13.0 test bench`` gives ``.venv`` torch, the build tools, and lowbit (editable,
-native code not yet built) with its extras ``test`` and ``bench``. What is installed is remembered in the environment as
-a digest of everything it depends on, so a changed requirement is installed at the next call. Standard library only.
+``python3 tools/setup_env.py --torch torch==2.13.0 test bench`` gives ``.venv`` torch, the build tools, and lowbit
+(editable, native code not yet built) with its extras ``test`` and ``bench``. What is installed is remembered in the
+environment as a digest of all that it depends on, so a changed requirement is installed at the next call. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -101,10 +102,8 @@ def install(torch: str, extras: list[str], optional: list[str], pyproject: str) 
 
 
 def main() -> None:
-    if sys.version_info < (3, 10):
-        fail(
-            f"lowbit needs Python >= 3.10, and this is {sys.version.split()[0]}; give another with BASE_PYTHON=python3.12"
-        )
+    if sys.version_info < (3, 10):  # noqa: UP036 (whoever has an older one learns it here)
+        fail(f"lowbit needs Python >= 3.10, not {sys.version.split()[0]}; give another with BASE_PYTHON=python3.12")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for, options included")
     parser.add_argument("--optional", action="append", default=[], help="requirements file whose lines may fail")

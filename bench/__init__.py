@@ -1,0 +1,1 @@
+"""What lowbit measures about itself: ``python -m bench.run`` (``make bench``)."""

@@ -1,0 +1,149 @@
+"""What others offer for the same work. A peer is one function; what is not installed, or refuses, is absent."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bench.timing import Case
+from lowbit.formats import Format
+from lowbit.scaling import Scheme
+
+#: Packages and why they are looked at; shown with their versions in the report.
+PACKAGES = ("ml_dtypes", "torchao", "bitsandbytes")
+
+_ML_DTYPES = {
+    "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp6_e3m2": "float6_e3m2fn", "fp6_e2m3": "float6_e2m3fn",
+    "fp4_e2m1": "float4_e2m1fn", "int4": "int4",
+}  # fmt: skip
+
+
+def version(name: str) -> str:
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ImportError:
+        return "not installed"
+
+
+def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
+    """The case, if its package is there and takes the work; runs it once to know."""
+    try:
+        case = make()
+        if case is not None:
+            case.run()
+            yield case
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        return
+
+
+# -- encode and decode without scales ----------------------------------------------------------------------------------
+def encoders(x: Tensor, format: Format) -> Iterator[Case]:
+    yield from usable(lambda: _torch_cast(x, format))
+    yield from usable(lambda: _ml_dtypes_cast(x, format))
+
+
+def decoders(codes: Tensor, format: Format, dtype: torch.dtype) -> Iterator[Case]:
+    yield from usable(lambda: _torch_uncast(codes, format, dtype))
+    if dtype == torch.float32:
+        yield from usable(lambda: _ml_dtypes_uncast(codes, format))
+
+
+def _torch_float8(format: Format) -> torch.dtype | None:
+    return getattr(torch, format.torch_dtype) if format.kind == "float" and format.torch_dtype else None
+
+
+def _torch_cast(x: Tensor, format: Format) -> Case | None:
+    dtype = _torch_float8(format)
+    if dtype is None:
+        return None
+    out = torch.empty_like(x, dtype=dtype)
+    return Case("torch", lambda: out.copy_(x))
+
+
+def _torch_uncast(codes: Tensor, format: Format, dtype: torch.dtype) -> Case | None:
+    stored = _torch_float8(format)
+    if stored is None:
+        return None
+    source, out = codes.view(stored), torch.empty_like(codes, dtype=dtype)
+    return Case("torch", lambda: out.copy_(source))
+
+
+def _ml_dtypes_cast(x: Tensor, format: Format) -> Case | None:
+    import ml_dtypes
+    import numpy as np
+
+    if format.name not in _ML_DTYPES or x.dtype != torch.float32:
+        return None
+    source = x.numpy()
+    out = np.empty(source.shape, getattr(ml_dtypes, _ML_DTYPES[format.name]))
+    return Case("ml_dtypes", lambda: np.copyto(out, source, casting="unsafe"))
+
+
+def _ml_dtypes_uncast(codes: Tensor, format: Format) -> Case | None:
+    import ml_dtypes
+    import numpy as np
+
+    if format.name not in _ML_DTYPES:
+        return None
+    source = codes.numpy().view(getattr(ml_dtypes, _ML_DTYPES[format.name]))
+    out = np.empty(source.shape, np.float32)
+    return Case("ml_dtypes", lambda: np.copyto(out, source, casting="unsafe"))
+
+
+# -- quantize with scales --------------------------------------------------------------------------------------------
+def quantizers(x: Tensor, scheme: Scheme) -> Iterator[Case]:
+    yield from usable(lambda: _torchao_quantize(x, scheme))
+    yield from usable(lambda: _bitsandbytes_quantize(x, scheme))
+
+
+def dequantizers(x: Tensor, scheme: Scheme, dtype: torch.dtype) -> Iterator[Case]:
+    if scheme.name == "nf4" and dtype == x.dtype:
+        yield from usable(lambda: _bitsandbytes_dequantize(x))
+
+
+def _torchao_quantize(x: Tensor, scheme: Scheme) -> Case | None:
+    if scheme.name in ("mxfp8", "mxfp4"):
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+        dtype = torch.float8_e4m3fn if scheme.format.bits == 8 else torch.float4_e2m1fn_x2
+        return Case("torchao", lambda: to_mx(x, dtype, scheme.block[1]))
+    if scheme.name == "nvfp4":
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+        return Case("torchao", lambda: nvfp4_quantize(x))
+    if scheme.format.kind != "integer" or scheme.affine or scheme.block[0] != 1 or scheme.scale_format.name != "fp32":
+        return None
+    from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
+
+    block = (1, scheme.block[1] or x.shape[1])
+    low, high = scheme.format.qmin, scheme.format.qmax
+
+    def run() -> Tensor:
+        scale, zero = choose_qparams_affine(x, MappingType.SYMMETRIC, block, torch.int8, low, high)
+        return quantize_affine(x, block, scale, zero, torch.int8, low, high)
+
+    return Case("torchao", run)
+
+
+def _bitsandbytes_quantize(x: Tensor, scheme: Scheme) -> Case | None:
+    if scheme.name == "nf4":
+        from bitsandbytes.functional import quantize_4bit
+
+        return Case("bitsandbytes", lambda: quantize_4bit(x, blocksize=scheme.block[1], quant_type="nf4"))
+    if scheme.name == "int8:row":
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        half = x.half()
+        return Case("bitsandbytes", lambda: int8_vectorwise_quant(half))
+    return None
+
+
+def _bitsandbytes_dequantize(x: Tensor) -> Case | None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    packed, state = quantize_4bit(x, blocksize=64, quant_type="nf4")
+    out = torch.empty_like(x)
+    return Case("bitsandbytes", lambda: dequantize_4bit(packed, state, out=out))

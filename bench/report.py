@@ -1,0 +1,192 @@
+"""Results as a table to read (Markdown), one to compute with (CSV) and a picture, with machine, versions, commit."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench import peers
+from bench.timing import Group
+from lowbit._version import __version__
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of one group, beside the group's limit."""
+
+    section: str
+    op: str
+    subject: str
+    who: str
+    seconds: float
+    bytes: int
+    flops: int
+    limit: str
+    limit_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """GFLOP/s where there are any, else GB/s."""
+        return (self.flops or self.bytes) / self.seconds / 1e9
+
+    @property
+    def limit_rate(self) -> float:
+        return (self.flops or self.bytes) / self.limit_seconds / 1e9
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.limit_seconds / self.seconds
+
+
+def rows_of(group: Group, seconds: dict[str, float]) -> list[Row]:
+    return [
+        Row(
+            group.section, group.op, group.subject, case.who, seconds[case.who], group.bytes, group.flops,
+            group.limit.who, seconds[group.limit.who],
+        )
+        for case in group.cases
+    ]  # fmt: skip
+
+
+def write(directory: Path, rows: list[Row], size: tuple[int, int], quick: bool) -> Path:
+    """``cpu.md``, ``cpu.csv`` and (where matplotlib is installed) ``cpu.png``; returns the Markdown file's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "cpu.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, [*asdict(rows[0]), "rate", "percent"], lineterminator="\n")
+        table.writeheader()
+        for row in rows:
+            table.writerow({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"})
+    picture = plot(rows, directory / "cpu.png")
+    path = directory / "cpu.md"
+    path.write_text("\n".join(_text(rows, size, quick, picture)) + "\n")
+    return path
+
+
+# -- Markdown ----------------------------------------------------------------------------------------------------------
+def _text(rows: list[Row], size: tuple[int, int], quick: bool, picture: bool) -> Iterable[str]:
+    yield "# CPU benchmark\n"
+    if quick:
+        yield "**A quick run on tiny inputs, which shows that everything runs. Its figures mean nothing.**\n"
+    yield "Written by `make bench`. A row's entries, its limit among them, took turns in one loop; medians.\n"
+    for key, value in machine().items():
+        yield f"- {key}: {value}"
+    yield (
+        f"\nMatrices are {size[0]} x {size[1]}, outputs preallocated. **GB/s** counts the bytes that must move at "
+        "least (input read once, output written once). The limit is `copy_` of as many bytes, half read "
+        "and half written. Products count 2mnk operations; their limit is torch's own int8 product for integer pairs "
+        "and its bf16 product for the others. In parentheses: percent of the limit. `-`: not offered, or not installed."
+    )
+    if picture:
+        yield "\n![percent of the limit, by operation](cpu.png)"
+    for op in dict.fromkeys(row.op for row in rows):
+        mine = [row for row in rows if row.op == op]
+        unit = "GFLOP/s" if mine[0].flops else "GB/s"
+        who = _in_order(mine)
+        yield f"\n## {op}, {unit}\n"
+        yield "| | " + " | ".join(["limit", *who]) + " |"
+        yield "| --- |" + " ---: |" * (len(who) + 1)
+        for subject in dict.fromkeys(row.subject for row in mine):
+            cells = {row.who: row for row in mine if row.subject == subject}
+            first = next(iter(cells.values()))
+            shown = [f"{r.rate:.3g} ({r.percent:.0f}%)" if (r := cells.get(name)) else "-" for name in who]
+            limit = f"{first.limit_rate:.3g}" + (f" {first.limit.removeprefix('torch ')}" if first.flops else "")
+            yield "| " + " | ".join([f"`{subject}`", limit, *shown]) + " |"
+
+
+def _in_order(rows: list[Row]) -> list[str]:
+    """lowbit's best instruction set first, then the others, then the peers."""
+    names = list(dict.fromkeys(row.who for row in rows))
+    ours = [name for name in names if name.startswith("lowbit")]
+    return [*reversed(ours), *(name for name in names if name not in ours)]
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    from lowbit.cli.doctor import cpu_name
+
+    seen = torch.backends.cpu.get_cpu_capability()
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch sees {seen}"
+    versions = {"Python": platform.python_version(), "torch": torch.__version__, "lowbit": __version__}
+    versions |= {name: peers.version(name) for name in peers.PACKAGES}
+    return {
+        "processor": f"{cpu_name()}; {cores}",
+        "system": platform.platform(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def commit() -> str:
+    root = Path(__file__).parent.parent
+    try:
+        git = ["git", "-C", str(root)]
+        name = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git checkout)"
+    return name.strip() + (" with changes" if changed.strip() else "")
+
+
+# -- picture -----------------------------------------------------------------------------------------------------------
+_COLOURS = {
+    "lowbit avx512": "#1b6ca8", "lowbit neon": "#1b6ca8", "lowbit avx2": "#67a9cf", "lowbit scalar": "#c6dbef",
+    "lowbit": "#1b6ca8", "lowbit reference": "#c6dbef", "torch": "#d95f02", "torch fp32": "#fdae61",
+    "torch bf16": "#e6550d", "torch._scaled_mm": "#d95f02", "ml_dtypes": "#7570b3", "torchao": "#1b9e77",
+    "bitsandbytes": "#e7298a",
+}  # fmt: skip
+
+
+def plot(rows: list[Row], path: Path) -> bool:
+    """Percent of the limit, one panel a section: a line for each group, a dot for each case. False: no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sections = list(dict.fromkeys(row.section for row in rows))
+    ops = list(dict.fromkeys(row.op for row in rows))
+    labels = {
+        s: sorted(
+            dict.fromkeys((r.op, r.subject) for r in rows if r.section == s), key=lambda label: ops.index(label[0])
+        )
+        for s in sections
+    }
+    heights = [len(labels[s]) + 3 for s in sections]
+    figure, axes = pyplot.subplots(
+        len(sections),
+        1,
+        figsize=(11, 0.2 * sum(heights) + 1),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, section in zip(axes[:, 0], sections, strict=True):
+        places = {label: -index for index, label in enumerate(labels[section])}
+        mine = [row for row in rows if row.section == section]
+        for who in reversed(_in_order(mine)):
+            dots = [(row.percent, places[row.op, row.subject]) for row in mine if row.who == who]
+            axis.scatter(*zip(*dots, strict=True), s=28, label=who, color=_COLOURS.get(who, "#666666"), zorder=3)
+        axis.axvline(100, color="black", linewidth=1)
+        axis.set(xscale="log", title=section, ylim=(-len(places) + 0.3, 0.7))
+        axis.set_yticks(list(places.values()), [f"{op}  {subject}" for op, subject in places], fontsize=7)
+        axis.xaxis.set_major_formatter("{x:g}%")
+        axis.grid(axis="x", alpha=0.4)
+        axis.grid(axis="y", alpha=0.2)
+        axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    figure.suptitle("Percent of the machine's limit (a copy of as many bytes; torch's own matrix product)")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True

@@ -1,0 +1,69 @@
+"""Timing: the cases of a group take turns, so that all of them meet the machine in the same state; medians.
+
+A processor's memory bandwidth and clock drift within seconds. A ratio is therefore taken between medians of samples
+that were drawn alternately, never between two runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to do a group's work. ``run`` writes into memory it is given; ``enter`` is called before it, untimed."""
+
+    who: str
+    run: Callable[[], object]
+    enter: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that do the same work, and the ``limit``: what this machine could do at best, measured beside them.
+
+    ``bytes``: what must move at least. ``flops``: multiplications and additions, 0 where only bytes matter.
+    """
+
+    section: str
+    op: str
+    subject: str
+    bytes: int
+    flops: int
+    cases: tuple[Case, ...]
+    limit: Case
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to measure: ``samples`` of each case, of ``sample_seconds`` at least, in about ``seconds`` in all."""
+
+    samples: int = 15
+    sample_seconds: float = 0.004
+    seconds: float = 4.0
+
+
+def once(case: Case, repeats: int = 1) -> float:
+    """Seconds that one run takes, averaged over ``repeats`` in a row."""
+    case.enter()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        case.run()
+    return (time.perf_counter() - start) / repeats
+
+
+def measure(group: Group, budget: Budget) -> dict[str, float]:
+    """Median seconds of every case by ``who``, the limit among them."""
+    cases = (*group.cases, group.limit)
+    first = {case.who: once(case) for case in cases}  # warms up, too
+    repeats = {case.who: max(1, round(budget.sample_seconds / max(once(case), 1e-7))) for case in cases}
+    spent = sum(first[case.who] * repeats[case.who] for case in cases)
+    samples = max(3, min(budget.samples, int(budget.seconds / max(spent, 1e-6))))
+    taken: dict[str, list[float]] = {case.who: [] for case in cases}
+    for _ in range(samples):
+        for case in cases:
+            taken[case.who].append(once(case, repeats[case.who]))
+    return {who: statistics.median(values) for who, values in taken.items()}
