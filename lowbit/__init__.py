@@ -3,8 +3,9 @@
 ``import lowbit as lb``; see README.md for a tour, docs/numerics.md for the arithmetic.
 """
 
-from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
+from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
+from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
@@ -20,6 +21,7 @@ __all__ = [
     "Quantized",
     "Recipe",
     "Scheme",
+    "__version__",
     "decode",
     "encode",
     "explain",
