@@ -6,7 +6,6 @@ import math
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -142,16 +141,20 @@ def _pairs(values: dict[str, Any]) -> Table:
     return table
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption="every code of one: lowbit formats NAME")
+def _table(rows: list[dict[str, Any]]) -> str:
+    """The table in plain text, so that it fits 80 columns and can be searched."""
     shown = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
-    for key in shown:
-        table.add_column(key.replace("_", " "), justify="left" if key in ("name", "layout") else "right")
-    table.add_column("special")
+    cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "epsilon", "finite", "special"]]
     for row in rows:
         special = " ".join(what for what, there in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if there)
-        table.add_row(*(escape(_cell(row[key])) for key in shown), special or "-")
-    return table
+        cells.append([*(_cell(row[key]) for key in shown), special or "-"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        " ".join(f"{cell:{'<' if k in (0, 2, 9) else '>'}{widths[k]}}" for k, cell in enumerate(line)).rstrip()
+        for line in cells
+    ]
+    about = "normal: the least normal value; least: the least of all; codes: lowbit formats NAME"
+    return "\n".join([f"[bold]{lines[0]}[/]", *lines[1:], "", f"[dim]{about}[/]"])
 
 
 def _cell(value: Any) -> str:
@@ -162,4 +165,4 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         text = number(value)
         return text if len(text) <= 8 else f"{value:.3g}"
-    return str(value)
+    return f"{value:.3g}" if isinstance(value, int) and value > 999999 else str(value)

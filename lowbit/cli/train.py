@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -81,7 +80,10 @@ def train(
         runs = _train(settings, corpus, directory, resume)
     except Interrupted as stop:
         again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
-        errors.print(f"\n[bold]stopped[/] after step {stop.step}, which is saved in {stop.path}; go on with:\n  {again}", soft_wrap=True)
+        errors.print(
+            f"\n[bold]stopped[/] after step {stop.step}, which is saved in {stop.path}; go on with:\n  {again}",
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
     _finish(settings, corpus, runs, directory, json)
 
@@ -93,7 +95,9 @@ def _fresh(settings: demo.Settings, directory: Path, overwrite: bool) -> demo.Se
     """Begin in ``directory``, unless that would throw away an unfinished run."""
     begun = (directory / "settings.json").exists()
     if begun and not (directory / "report.md").exists() and not overwrite:
-        raise ValueError(f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over")
+        raise ValueError(
+            f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over"
+        )
     if begun:
         for name in demo.Settings.load(directory).precisions if not overwrite else settings.precisions:
             shutil.rmtree(directory / name, ignore_errors=True)
@@ -113,7 +117,9 @@ def _resumed(context: typer.Context, asked: demo.Settings, directory: Path) -> d
     for name in sorted(given):
         key = renamed.get(name, name)
         if old[key] != new[key]:
-            raise ValueError(f"--resume goes on with {key} {old[key]}, not {new[key]}; leave the option out, or start over elsewhere")
+            raise ValueError(
+                f"--resume goes on with {key} {old[key]}, not {new[key]}; leave the option out, or start over elsewhere"
+            )
     return saved
 
 
@@ -165,4 +171,7 @@ def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], direct
         print_json(demo.as_json(settings, corpus, runs, rows))
     else:
         out.print(f"report: {path}", soft_wrap=True)
-        out.print(f"model:  {directory / 'model'}   (quantize it: lowbit quantize {directory / 'model'} int4-weight-only)", soft_wrap=True)
+        out.print(
+            f"model:  {directory / 'model'}   (quantize it: lowbit quantize {directory / 'model'} int4-weight-only)",
+            soft_wrap=True,
+        )

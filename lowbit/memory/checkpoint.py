@@ -17,7 +17,7 @@ __all__ = ["checkpoint_blocks_", "find_blocks"]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of ``model``: its ``ModuleList`` or ``Sequential`` of one class that holds the most parameters.
+    """The repeated blocks of ``model``: its largest ``ModuleList`` or ``Sequential`` of modules of one class.
 
     Raises: ValueError when there is none.
     """

@@ -44,7 +44,7 @@ class GPTConfig:
 
 
 class KVCache:
-    """Keys and values of the positions seen so far: ``k``, ``v`` are [layers, B, H, context, D]; ``length`` are filled."""
+    """Keys and values of the positions so far: ``k``, ``v`` are [layers, B, H, context, D], ``length`` of them filled."""
 
     def __init__(
         self, config: GPTConfig, batch: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -63,7 +63,7 @@ class KVCache:
 
 
 def rope(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, D/2] of the angle by which RoPE turns each pair at each position; fp32 whatever the model's dtype."""
+    """cos and sin [T, D/2] of the angle by which each pair turns at each position; fp32 whatever the model's dtype."""
     powers = torch.arange(0, width, 2, dtype=torch.float32, device=positions_T.device) / width
     angles = positions_T[:, None].float() * base**-powers
     return angles.cos(), angles.sin()
@@ -94,7 +94,8 @@ class Attention(nn.Module):
             if not causal and new > 1:
                 mask_TS = torch.ones(new, all, dtype=torch.bool, device=x_BTC.device).tril(all - new)
         y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=mask_TS, is_causal=causal)
-        return self.out(y_BHTD.transpose(1, 2).flatten(2))
+        y_BTC: Tensor = self.out(y_BHTD.transpose(1, 2).flatten(2))
+        return y_BTC
 
 
 class SwiGLU(nn.Module):
@@ -105,7 +106,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         gate, up = self.gate_up(x_BTC).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        y_BTC: Tensor = self.down(F.silu(gate) * up)
+        return y_BTC
 
 
 class Block(nn.Module):
@@ -134,7 +136,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Normal weights of deviation 1 / sqrt(fan in), halved where they feed the residual; the same on every device."""
+        """Normal weights of deviation 1 / sqrt(fan in), less where they add to the residual; the same on every device.
+
+        Each of the ``2 * layers`` sums into the residual gets ``1 / sqrt(2 * layers)``, so that its variance stays.
+        """
         generator = torch.Generator("cpu").manual_seed(seed)
         residual = (2 * self.config.layers) ** -0.5
         for name, weight in self.named_parameters():
@@ -161,7 +166,8 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, cos, sin, cache)
         if cache is not None:
             cache.length = end
-        return self.lm_head(self.norm(x_BTC))
+        logits_BTV: Tensor = self.lm_head(self.norm(x_BTC))
+        return logits_BTV
 
 
 @torch.no_grad()

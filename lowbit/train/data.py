@@ -45,8 +45,8 @@ class Corpus:
             )
         train_text, held_text = ("".join(d.text for d in part) for part in (train, held_out))
         tokenizer = Tokenizer.train(train_text, vocab)
-        tokens = [torch.tensor(tokenizer.encode(part), dtype=torch.long) for part in (train_text, held_text)]
-        return cls(tokenizer, *tokens, len(held_text.encode()), origin)
+        train_tokens, held_tokens = (torch.tensor(tokenizer.encode(part)) for part in (train_text, held_text))
+        return cls(tokenizer, train_tokens, held_tokens, len(held_text.encode()), origin)
 
     @classmethod
     def load(cls, path: Path | None, vocab: int) -> Corpus:

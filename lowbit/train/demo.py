@@ -104,7 +104,9 @@ class Measurement:
 
 def model_bytes(module: nn.Module) -> int:
     """Bytes of the distinct storages of all parameters and buffers."""
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.state_dict(keep_vars=True).values()}
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.state_dict(keep_vars=True).values()
+    }
     return sum(held.values())
 
 

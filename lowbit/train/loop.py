@@ -7,6 +7,7 @@ batches and learning rate are functions of the step. So stopping and resuming ch
 from __future__ import annotations
 
 import math
+import pickle
 import signal
 import threading
 import time
@@ -63,7 +64,7 @@ class TrainConfig:
 
 @dataclass
 class History:
-    """The curves of a run: a training loss for each step, ``held_out`` as (steps done, loss); losses in nats a token."""
+    """The curves of a run, in nats a token: a training loss for each step, ``held_out`` as (steps done, loss)."""
 
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
@@ -119,7 +120,7 @@ def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
 def evaluate(model: nn.Module, windows: Tensor, batch: int = 16) -> float:
     """Mean loss in nats a token over ``windows`` [n, T + 1]."""
     total = 0.0
-    for part in windows.split(batch):
+    for part in torch.split(windows, batch):
         total += loss_of(model, part[:, :-1], part[:, 1:]).item() * len(part)
     return total / len(windows)
 
@@ -147,9 +148,11 @@ class Trainer:
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
         """Train to ``config.steps``, calling ``on_step`` after each.
 
-        Raises: Interrupted after SIGINT or SIGTERM, with everything saved; FloatingPointError when the loss is not finite.
+        Raises: Interrupted after SIGINT or SIGTERM, with everything saved; FloatingPointError for a loss that is not
+        finite.
         """
-        torch.manual_seed(self.config.seed) if self.step == 0 else None
+        if self.step == 0:
+            torch.manual_seed(self.config.seed)
         with stop_on_signals() as stopped:
             while self.step < self.config.steps:
                 self._train_step()
@@ -165,7 +168,7 @@ class Trainer:
         inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
         with precision_context(config.precision):
             loss = loss_of(self.model, inputs_BT, targets_BT)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(self.step)
@@ -213,15 +216,18 @@ class Trainer:
         """
         if not self.path.exists():
             raise FileNotFoundError(f"nothing to resume: {self.path} does not exist; run without --resume first")
-        state: dict[str, Any] = torch.load(self.path, weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(self.path, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.path} is damaged or no checkpoint ({error}); delete it to start over") from None
         now = asdict(self.config)
         changed = [f"{k} {state['config'].get(k)} -> {now[k]}" for k in now if state["config"].get(k) != now[k]]
         if changed:
             raise ValueError(f"{self.path} is of another run ({', '.join(changed)}); resume with the same settings")
         if state["corpus"] != self.corpus.fingerprint:
             raise ValueError(
-                f"{self.path} was trained on another text (CRC {state['corpus']:08x}, now {self.corpus.fingerprint:08x}); "
-                f"resume with the same data and the same Python version"
+                f"{self.path} was trained on another text (its CRC {state['corpus']:08x}, this one's "
+                f"{self.corpus.fingerprint:08x}); resume with the same data and the same Python version"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -63,8 +63,8 @@ def _markdown(
     return [
         "# lowbit: a transformer trained in FP8, shipped in INT4",
         "",
-        f"A GPT of {parameters / 1e6:.2f} million parameters ({settings.model.layers} layers, width {settings.model.dim}), "
-        f"trained from seed {config.seed} on {corpus.origin}: {len(corpus.train):,} tokens, {config.steps} steps of "
+        f"A GPT of {parameters / 1e6:.2f} million parameters ({settings.model.layers} layers, width "
+        f"{settings.model.dim}), trained from seed {config.seed} on {corpus.origin}: {len(corpus.train):,} tokens, {config.steps} steps of "
         f"{config.batch} x {config.context}. Held out by document: {len(corpus.held_out):,} tokens.",
         "",
         *_verdicts(runs, rows),
@@ -74,8 +74,8 @@ def _markdown(
         "",
         *_runs(corpus, runs),
         "",
-        "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights and "
-        "see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing).",
+        "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
+        "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing).",
         "",
         f"## The {runs[0].config.precision} run, quantized",
         "",
@@ -83,9 +83,9 @@ def _markdown(
         "",
         *_recipes(rows),
         "",
-        f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master weights "
-        "without calibration data; embedding, norms and head stay in bf16. Perplexity is per token on the same held-out "
-        "windows. Speed is one sequence with a KV cache.",
+        f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
+        "weights without calibration data; embedding, norms and head stay in bf16. Perplexity is per token on the same "
+        "held-out windows. Speed is one sequence with a KV cache.",
         "",
         "## What they write",
         "",
@@ -118,7 +118,7 @@ def _verdict(name: str, change: float, allowed: float) -> str:
 def _runs(corpus: Corpus, runs: list[Trainer]) -> list[str]:
     base = runs[0].history.held_out[-1][1]
     lines = [
-        f"| run | held-out loss | against {runs[0].config.precision} | bits a byte | tokens/s | seconds | peak memory |",
+        f"| run | held-out loss | from {runs[0].config.precision} | bits a byte | tokens/s | seconds | peak memory |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for run in runs:
@@ -168,7 +168,11 @@ def _commit() -> str:
     folder = Path(lb.__file__).parent
     try:
         told = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True, timeout=10
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown (git is not there)"
@@ -211,8 +215,19 @@ def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
     for run, colour in zip(runs, _COLOURS, strict=False):
         steps, losses = zip(*run.history.held_out, strict=True)
         dashed = "-" if run is runs[0] else "--"
-        top.plot(steps, losses, dashed, color=colour, lw=2, marker="o", ms=4, label=f"{run.config.precision}: {losses[-1]:.4f}")
-        bottom.plot(steps, [100 * (loss / base[step] - 1) for step, loss in run.history.held_out], dashed, color=colour, lw=2)
+        top.plot(
+            steps,
+            losses,
+            dashed,
+            color=colour,
+            lw=2,
+            marker="o",
+            ms=4,
+            label=f"{run.config.precision}: {losses[-1]:.4f}",
+        )
+        bottom.plot(
+            steps, [100 * (loss / base[step] - 1) for step, loss in run.history.held_out], dashed, color=colour, lw=2
+        )
     top.set_ylabel("held-out loss, nats a token")
     top.set_title("Held-out loss, same seed and same batches", loc="left", weight="bold")
     top.legend(frameon=False, title="run: final loss", alignment="left")
@@ -231,7 +246,9 @@ def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement]) -> None:
         ("generation, tokens/s", [row.tokens_per_second for row in rows], "{:,.0f}"),
     ]
     for axis, (title, values, shape), colour in zip(axes, panels, _COLOURS, strict=False):
-        bars = axis.barh(names, values, color=[_PALE if name in ("fp32", "bf16") else colour for name in names], height=0.66)
+        bars = axis.barh(
+            names, values, color=[_PALE if name in ("fp32", "bf16") else colour for name in names], height=0.66
+        )
         axis.bar_label(bars, [shape.format(value) for value in values], padding=4, size=8.5)
         axis.set_title(title, loc="left", weight="bold", size=10)
         axis.margins(x=0.24)

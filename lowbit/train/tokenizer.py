@@ -46,7 +46,7 @@ class Tokenizer:
         total: Counter[tuple[int, int]] = Counter()
         where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         for index, word in enumerate(words):
-            for pair in zip(word, word[1:], strict=False):
+            for pair in _pairs(word):
                 total[pair] += counts[index]
                 where[pair].add(index)
         heap = [(-count, pair) for pair, count in total.items()]
@@ -64,9 +64,9 @@ class Tokenizer:
             merges.append(pair)
             for index in where.pop(pair):
                 before, after = words[index], _merge(words[index], pair, token)
-                for old in zip(before, before[1:], strict=False):
+                for old in _pairs(before):
                     total[old] -= counts[index]
-                for new in zip(after, after[1:], strict=False):
+                for new in _pairs(after):
                     total[new] += counts[index]
                     where[new].add(index)
                     touched.add(new)
@@ -94,12 +94,16 @@ class Tokenizer:
         if piece not in self._known:
             word = list(piece)
             while len(word) > 1:
-                token, pair = min((self.rank.get(p, self.vocab), p) for p in zip(word, word[1:], strict=False))
+                token, pair = min((self.rank.get(p, self.vocab), p) for p in _pairs(word))
                 if token == self.vocab:
                     break
                 word = _merge(word, pair, token)
             self._known[piece] = tuple(word)
         return self._known[piece]
+
+
+def _pairs(word: list[int]) -> Iterable[tuple[int, int]]:
+    return zip(word, word[1:], strict=False)  # noqa: RUF007
 
 
 def _merge(word: list[int], pair: tuple[int, int], token: int) -> list[int]:

@@ -1,0 +1,288 @@
+"""Text, tokenizer, batches, checkpointing, and above all: stopping and resuming changes no bit."""
+
+import copy
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
+from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.train import text
+from lowbit.train.data import Corpus
+from lowbit.train.files import write_atomically
+from lowbit.train.loop import Interrupted, TrainConfig, Trainer, evaluate
+from lowbit.train.tokenizer import Tokenizer
+
+ENGLISH = Path(__file__).parent / "data" / "english.txt"
+TINY = GPTConfig(vocab=300, context=32, layers=2, heads=2, dim=32, hidden=64)
+SHORT = TrainConfig(steps=20, batch=2, context=32, warmup=4, eval_every=5, eval_windows=4, save_every=100)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from a second thread, and lose a lot where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus.load(ENGLISH, TINY.vocab)
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+def test_prose_keeps_english_and_leaves_code():
+    raw = """
+    The simple form of the statement is equivalent to the following:
+
+        if __debug__:
+            if not expression: raise AssertionError
+
+    It’s “evaluated” once, at
+    the start — and never again.
+
+    >>> this(is, code)
+
+    Too short.
+    """
+    assert list(text.prose(raw)) == ["""It's "evaluated" once, at the start - and never again."""]
+
+
+def test_held_out_text_of_the_standard_library_is_not_trained_on():
+    documents = text.standard_library()
+    assert [d.name for d in documents[:2]] == ["assert", "assignment"], "topics first, in the order of their names"
+    train, held = text.split(documents)
+    assert sum(len(d.text) for d in train) > 200_000
+    assert 0.03 < sum(len(d.text) for d in held) / sum(len(d.text) for d in documents) < 0.2
+    assert not {p for d in train for p in d.paragraphs} & {p for d in held for p in d.paragraphs}
+
+
+def test_split_moves_no_document_when_one_is_added():
+    documents = [text.Document(f"d{k}", ("x",)) for k in range(100)]
+    held = text.split(documents)[1]
+    assert held and text.split([*documents, text.Document("d100", ("x",))])[1][: len(held)] == held
+    assert text.split(documents[:2])[1], "a short text still holds something out"
+
+
+def test_a_file_that_is_no_text_is_a_clear_error(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8 text \(byte 2\)"):
+        Corpus.load(path, 300)
+    path.write_text("too short")
+    with pytest.raises(ValueError, match="give a longer text"):
+        Corpus.load(path, 300)
+
+
+# -- tokenizer -------------------------------------------------------------------------------------------------------
+def test_merges_are_the_most_frequent_pairs():
+    # "aaab" three times: aa occurs 6 times (overlaps counted), ab 3; then (aa) a 3, then (aa a) b 3.
+    trained = Tokenizer.train("aaab. aaab. aaab.", 260)
+    assert trained.merges[0] == (97, 97)
+    assert trained.tokens[256:258] == [b"aa", b"aaa"] or trained.tokens[256:258] == [b"aa", b"ab"]
+    assert Tokenizer.train("aaab. aaab. aaab.", 260).merges == trained.merges
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus) -> Tokenizer:
+    return corpus.tokenizer
+
+
+@given(sample=st.text())
+def test_any_text_survives_the_tokenizer(tokenizer, sample):
+    assert tokenizer.decode(tokenizer.encode(sample)) == sample
+
+
+def test_tokenizer_compresses_and_is_kept_as_json(tokenizer):
+    sample = ENGLISH.read_text()[:5000]
+    encoded = tokenizer.encode(sample)
+    assert len(encoded) < 0.8 * len(sample) and max(encoded) < TINY.vocab
+    assert Tokenizer.from_json(tokenizer.to_json()).encode(sample) == encoded
+    with pytest.raises(ValueError, match="at least 256"):
+        Tokenizer.train("x", 100)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def test_batches_follow_from_seed_and_step_and_cover_each_epoch_once(corpus):
+    inputs, targets = corpus.batch(3, 2, 32, seed=0)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, corpus.batch(3, 2, 32, seed=0)[0])
+    assert not torch.equal(inputs, corpus.batch(3, 2, 32, seed=1)[0])
+    # Number the tokens, so that a window says where it lies.
+    numbered = Corpus(corpus.tokenizer, torch.arange(32 * 12), corpus.held_out, corpus.held_out_bytes, "numbers")
+    windows = 32 * 12 // 32 - 1
+    for epoch in range(2):
+        starts = [int(numbered.batch(k, 1, 32, seed=0)[0][0, 0]) for k in range(epoch * windows, (epoch + 1) * windows)]
+        assert sorted(starts) == list(range(min(starts), min(starts) + 32 * windows, 32))
+
+
+def test_held_out_windows_do_not_overlap(corpus):
+    windows = corpus.held_out_windows(8, 32)
+    assert windows.shape == (8, 33)
+    with pytest.raises(ValueError, match="do not fill one window"):
+        corpus.held_out_windows(8, len(corpus.held_out))
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+def test_learning_rate_warms_up_and_falls():
+    config = TrainConfig(steps=100, warmup=10, lr=1.0, final_lr=0.1)
+    assert config.lr_at(0) == pytest.approx(0.1) and config.lr_at(9) == 1.0 and config.lr_at(10) == 1.0
+    assert config.lr_at(55) == pytest.approx(0.55) and config.lr_at(100) == pytest.approx(0.1)
+
+
+def test_loss_is_the_mean_over_all_windows(corpus):
+    model, windows = GPT(TINY), corpus.held_out_windows(5, 32)
+    with torch.no_grad():
+        logp = model(windows[:, :-1])
+    logp = logp.double().log_softmax(-1).gather(-1, windows[:, 1:, None])
+    assert evaluate(model, windows, batch=2) == pytest.approx(-float(logp.mean()), rel=1e-6)
+
+
+def made(corpus: Corpus, directory: Path, **changes: object) -> Trainer:
+    values = {**vars(SHORT), **changes}
+    return Trainer(GPT(TINY, seed=0), corpus, TrainConfig(**values), directory)
+
+
+def test_training_learns(corpus, tmp_path):
+    history = made(corpus, tmp_path, precision="fp32", steps=30, lr=1e-2).run()
+    assert history.held_out[-1][1] < history.train[0] - 0.5
+    assert [step for step, _ in history.held_out] == list(range(5, 31, 5))
+    assert history.peak_bytes > 0 and history.seconds > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision):
+    checkpointing = precision == "fp8"
+    straight = made(corpus, tmp_path / "a", precision=precision, checkpointing=checkpointing)
+    straight.run()
+
+    stopped = made(corpus, tmp_path / "b", precision=precision, checkpointing=checkpointing)
+    with pytest.raises(Interrupted) as stop:
+        stopped.run(lambda now: os.kill(os.getpid(), signal.SIGINT) if now.step == 10 else None)
+    assert stop.value.step == 10 and stop.value.path.exists()
+
+    torch.rand(7)  # another process would not have this one's generator
+    resumed = made(corpus, tmp_path / "b", precision=precision, checkpointing=checkpointing)
+    resumed.load()
+    assert resumed.step == 10
+    resumed.run()
+
+    assert resumed.history.train == straight.history.train
+    assert resumed.history.held_out == straight.history.held_out
+    ours, theirs = resumed.model.state_dict(), straight.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    mine, other = (t.optimizer.state_dict()["state"] for t in (resumed, straight))
+    assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
+
+
+def test_a_checkpoint_of_something_else_is_refused(corpus, tmp_path):
+    made(corpus, tmp_path, steps=2).run()
+    with pytest.raises(ValueError, match=r"another run \(lr 0.003 -> 0.5\)"):
+        made(corpus, tmp_path, steps=2, lr=0.5).load()
+    other = Corpus(corpus.tokenizer, corpus.train[1:], corpus.held_out, corpus.held_out_bytes, "other")
+    with pytest.raises(ValueError, match="another text"):
+        made(other, tmp_path, steps=2).load()
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        made(corpus, tmp_path / "nowhere", steps=2).load()
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged"):
+        made(corpus, tmp_path, steps=2).load()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
+    trainer = made(corpus, tmp_path, precision="fp32")
+    with torch.no_grad():
+        trainer.model.embed.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        trainer.run()
+    assert not trainer.path.exists(), "a broken state must not be saved"
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, lambda file: file.write(b"old"))
+
+    def fail(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+# -- checkpointing of blocks -------------------------------------------------------------------------------------------
+class Noisy(nn.Module):
+    """A block with dropout, so that recomputing needs the random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.line(x)))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """Gradients, and the bytes that autograd kept for backward."""
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    model.zero_grad()
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    size = sum(kept.values())
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()], size
+
+
+@pytest.mark.parametrize("kind", ["gpt", "sequential"])
+def test_checkpointed_gradients_have_the_same_bits_and_keep_less(corpus, kind):
+    if kind == "gpt":
+        plain, x = GPT(TINY), corpus.batch(0, 2, 32, seed=0)[0]
+    else:
+        torch.manual_seed(1)
+        plain, x = nn.Sequential(*(Noisy() for _ in range(4))), torch.randn(16, 8)
+    again = copy.deepcopy(plain)
+    names = list(again.state_dict())
+    assert checkpoint_blocks_(again) == len(find_blocks(plain)) == checkpoint_blocks_(again)
+    assert list(again.state_dict()) == names
+    (expected, whole), (got, less) = gradients(plain, x), gradients(again, x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert less < whole
+
+
+def test_checkpointed_models_can_be_copied(corpus):
+    model = GPT(TINY)
+    checkpoint_blocks_(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.blocks[0].mlp.down.weight.fill_(0.0)
+    x = corpus.batch(0, 1, 32, seed=0)[0]
+    assert not torch.equal(model(x), twin(x)), "the copy must run its own weights"
+
+
+def test_a_model_without_blocks_is_a_clear_error():
+    with pytest.raises(ValueError, match=r"pass blocks="):
+        checkpoint_blocks_(nn.Linear(2, 2))
+
+
+def test_peak_memory_sees_a_large_tensor():
+    before = peak_bytes() if reset_peak() else 0
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peak_bytes() >= before + (60 << 20) if before else peak_bytes() > 0
+    del held
