@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit import formats
 from lowbit.backends import registry
+from lowbit.ops.spec import as_rows
 from lowbit.quantized import Quantized
 from lowbit.scaling import Scheme, as_matrix, scheme
 
@@ -227,7 +228,7 @@ def scaled_mm(
     shape = (*a.shape[:-1], b.shape[0])
     plain = out if isinstance(out, Tensor) and out_scheme is None else None
     if plain is not None:
-        torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=plain.reshape(-1, b.shape[0]))
+        torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=as_rows(plain))
         return plain
     y: Tensor = torch.ops.lowbit.scaled_mm(**left, **right, **args).reshape(shape)
     if out_scheme is None:
@@ -237,9 +238,9 @@ def scaled_mm(
 
 def _operand(name: str, x: Quantized | Tensor) -> dict[str, Any]:
     if isinstance(x, Tensor):
-        return {name: x.reshape(-1, x.shape[-1])}
+        return {name: as_rows(x)}
     return {
-        name: x.codes.reshape(-1, x.codes.shape[-1]),
+        name: as_rows(x.codes),
         f"{name}_scheme": x.scheme.name,
         f"{name}_scale": x.scale,
         f"{name}_zero_point": x.zero_point,

@@ -136,13 +136,17 @@ def spread(per_block: Tensor, block: tuple[int, int], rows: int, cols: int) -> T
     return per_block.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
 
 
-def block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """The maximum of ``values: [rows, cols]`` (non-negative) over each block, ``[R, C]``."""
+def in_blocks(values: Tensor, scheme: Scheme) -> Tensor:
+    """``values: [rows, cols]`` as ``[R, r, C, c]``, edge blocks (and an axis without elements) filled up with 0."""
     rows, cols = values.shape
-    r, c = block
-    padded = torch.nn.functional.pad(values, (0, -cols % c, 0, -rows % r))
-    amax: Tensor = padded.unflatten(1, (-1, c)).unflatten(0, (-1, r)).amax((1, 3))
-    return amax
+    r, c = scheme.block_of(rows, cols)
+    R, C = scheme.scale_shape(rows, cols)
+    return torch.nn.functional.pad(values, (0, C * c - cols, 0, R * r - rows)).reshape(R, r, C, c)
+
+
+def block_amax(values: Tensor, scheme: Scheme) -> Tensor:
+    """The maximum of ``values: [rows, cols]`` (non-negative) over each block, ``[R, C]``."""
+    return in_blocks(values, scheme).amax((1, 3))
 
 
 def e8m0_code(amount: Tensor, divisor: float, ceil: bool) -> Tensor:
@@ -208,21 +212,20 @@ def outer_scale(x: Tensor, scheme: Scheme) -> Tensor:
     return scale.where(amax > 0, 1.0)
 
 
-def _range(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     finite = x.float().where(x.float().isfinite(), 0.0)
-    return -block_amax((-finite).clamp(min=0.0) + 0.0, block) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, block)
+    return -block_amax((-finite).clamp(min=0.0) + 0.0, scheme) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, scheme)
 
 
 def block_scales(x: Tensor, scheme: Scheme, outer: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scales ``[R, C]`` as stored, and zero points (int8/uint8) of affine schemes, for ``x: [rows, cols]``."""
-    block = scheme.block_of(*x.shape)
-    amax_bits = block_amax(to_bits(x) & F32_MAGNITUDE, block)
+    amax_bits = block_amax(to_bits(x) & F32_MAGNITUDE, scheme)
     broken = amax_bits >= F32_INF
     amax = from_bits(amax_bits.where(~broken, 0))
     if not scheme.affine:
         scale = make_scale(amax, scheme) if outer is None else make_inner_scale(amax, outer, scheme)
         return scale.masked_fill(broken, nan_scale(scheme)), None
-    low, high = _range(x, block)
+    low, high = _range(x, scheme)
     scale = make_scale((high - low).clamp(max=torch.finfo(torch.float32).max), scheme)
     qmin, qmax = scheme.format.qmin, scheme.format.qmax
     zero_point = (qmin - (low / scale_value(scale, scheme, None))).round().clamp(qmin, qmax)
@@ -337,9 +340,7 @@ def fake_quantize_backward(
         kept = v.abs() <= format.max
     level = decode(encode(v, format, None, True, zero), format) - zero
     slope = torch.where(kept, level - v, level) * grad.float()
-    rows, cols = slope.shape
-    padded = torch.nn.functional.pad(slope, (0, -cols % block[1], 0, -rows % block[0]))
-    grad_scale = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).sum((1, 3))
+    grad_scale = in_blocks(slope, scheme).sum((1, 3))
     return grad * kept, grad_scale
 
 
@@ -356,7 +357,7 @@ class Operand(NamedTuple):
     @property
     def factors_out(self) -> bool:
         """Whether every row has one scale (and zero point), so that the scale can wait for the epilogue."""
-        return self.scheme is None or self.scheme.block_of(*self.data.shape)[1] >= self.data.shape[1]
+        return self.scheme is None or self.scheme.scale_shape(*self.data.shape)[1] == 1
 
     def values(self, scaled: bool) -> Tensor:
         """fp64 matrix of the operand's values, in units of its scale unless ``scaled``."""
