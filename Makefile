@@ -24,10 +24,10 @@ interpreter = $$($(RUN) -c 'import sys; print(sys.executable)')
 cmake = PATH="$(dir $(RUN)):$$PATH" cmake
 
 .DEFAULT_GOAL := help
-.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables neon cuda-compile clean
+.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables neon cuda-compile triton-compile clean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 build: ## Build the native libraries in place (only what changed)
 	$(call setup,build)
@@ -93,8 +93,13 @@ neon: ## Cross-compile for aarch64 and run the native self-test under qemu (need
 cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)
 	$(call setup,build)
 	@command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc || { echo "nvcc is missing: install the CUDA toolkit"; exit 1; }
-	$(cmake) -S . -B build/cuda -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=COMPILE
-	$(cmake) --build build/cuda --parallel $(JOBS) --target lowbit_cuda
+	$(cmake) -S . -B build/cuda -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF \
+	  -DLOWBIT_CUDA=COMPILE -DLOWBIT_TORCH_DIR="$$($(RUN) -c 'import torch; print(torch.__path__[0])')"
+	$(cmake) --build build/cuda --parallel $(JOBS) --target cuda_compile
+
+triton-compile: ## Compile the Triton kernels for every architecture, and check the PTX; needs no GPU
+	$(call setup,build)
+	$(RUN) -m lowbit.kernels.aot --workers $(JOBS) $(ARGS)
 
 clean: ## Remove what was built; the environment (.venv) and out/ stay
 	rm -rf build dist *.egg-info lowbit/*.so lowbit/*.pyd lowbit/*.dylib lowbit/_build.json

@@ -1,0 +1,128 @@
+"""Write the documentation's tables from the tables in the code, between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+
+``python docs/generate_tables.py`` rewrites what is out of date (``make tables``); ``--check`` only says so and exits 1.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lowbit.formats import FORMATS, Format
+from lowbit.ops import OPS
+from lowbit.recipes import RECIPES
+from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("README.md", "ARCHITECTURE.md")
+
+
+def _markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
+    columns = head.split("|")
+    lines = [head, "|".join(" --- " for _ in columns), *(" | ".join(str(cell) for cell in row) for row in rows)]
+    return "\n".join(f"| {line.strip()} |" for line in lines)
+
+
+def _number(value: float) -> str:
+    """Short and exact: a power of two where it is one and far from 1."""
+    magnitude, exponent = 1.0, 0
+    while magnitude < abs(value):
+        magnitude, exponent = magnitude * 2, exponent + 1
+    while magnitude > abs(value):
+        magnitude, exponent = magnitude / 2, exponent - 1
+    if magnitude == abs(value) and not -3 <= exponent <= 6:
+        return f"2^{exponent}"
+    return f"{value:.7g}"
+
+
+def _layout(row: Format) -> str:
+    return f"{int(row.signed)}-{row.exponent}-{row.mantissa}" if row.kind in ("float", "exponent") else row.kind
+
+
+def formats() -> str:
+    special = {"none": "-", "all_ones": "NaN", "ieee": "Inf, NaN"}
+    return _markdown(
+        "format | bits | layout | bias | max | least normal | least | Inf, NaN | source",
+        (
+            (
+                f"`{f.name}`", f.bits, _layout(f), f.bias if f.kind in ("float", "exponent") else "", _number(f.max),
+                _number(f.min_normal), _number(f.min_subnormal), special[f.nan], f.source,
+            )
+            for f in FORMATS.values()
+        ),
+    )  # fmt: skip
+
+
+def scalings() -> str:
+    def row(pattern: str) -> tuple[object, ...]:
+        example = re.sub(r"{\w}", "128", pattern)
+        found = find_scaling(example)
+        assert isinstance(found, Scaling), example
+        block = " x ".join("all" if size is None else str(size) for size in (found.rows, found.cols))
+        scale = found.scale_format + (" under one fp32 for the tensor" if found.outer else "")
+        return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
+
+    return _markdown("scaling | for instance | block, rows x cols | scale", (row(name) for name in SCALINGS))
+
+
+def short_names() -> str:
+    def bits(text: str) -> str:
+        return f"{8 * scheme(text).nbytes((4096, 4096)) / 4096**2:.4g}"
+
+    return _markdown(
+        "short name | means | bits an element, 4096 x 4096",
+        ((f"`{short}`", f"`{long}`", bits(short)) for short, long in SHORT_NAMES.items()),
+    )
+
+
+def recipes() -> str:
+    return _markdown(
+        "recipe | weight | input | trains | what it is",
+        (
+            (f"`{r.name}`", f"`{r.weight}`", f"`{r.input}`" if r.input else "-", "yes" if r.training else "", r.about)
+            for r in RECIPES.values()
+        ),
+    )
+
+
+def ops() -> str:
+    return _markdown(
+        "op | returns | equal to the reference",
+        (
+            (
+                f"`{o.name}({', '.join(o.args._fields)})`", ", ".join(o.returns),
+                "within its bound" if o.tolerance else "in every bit",
+            )
+            for o in OPS.values()
+        ),
+    )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, scalings, short_names, recipes, ops)}
+_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """``text`` with every marked table as the code has it. Raises KeyError for a table that is not in ``TABLES``."""
+    return _PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}\n{place[3]}", text)
+
+
+def main() -> None:
+    stale = []
+    for name in FILES:
+        path = ROOT / name
+        text = path.read_text()
+        new = filled(text)
+        if new != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    if "--check" in sys.argv and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run `make tables`")
+    print(f"written: {', '.join(stale)}" if stale else "tables are up to date")
+
+
+if __name__ == "__main__":
+    main()

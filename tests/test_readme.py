@@ -1,0 +1,52 @@
+"""What the documents say is so: the README's code runs and prints what it shows, tables are current, links lead on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def test_readme_code_prints_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    names: dict[str, object] = {"__name__": "readme"}
+    blocks = list(BLOCK.finditer(text))
+    assert blocks
+    for block in blocks:
+        line = text[: block.start(1)].count("\n")
+        code = compile("\n" * line + block[1], str(ROOT / "README.md"), "exec")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+        shown = re.findall(r"^# -> (.*)$", block[1], re.MULTILINE)
+        assert printed.getvalue().splitlines() == shown, f"the block at README.md:{line + 1}"
+
+
+def _tables():
+    spec = importlib.util.spec_from_file_location("generate_tables", ROOT / "docs" / "generate_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", _tables().FILES)
+def test_tables_are_current(name):
+    text = (ROOT / name).read_text()
+    assert "<!-- table:" in text
+    assert _tables().filled(text) == text, f"{name} has a table that the code has outgrown; run `make tables`"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
