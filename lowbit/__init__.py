@@ -5,10 +5,12 @@
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
+from lowbit import nn, train
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
+from lowbit.nn.convert import quantize_
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Recipe, recipe
 from lowbit.scaling import Scheme, scheme
@@ -28,11 +30,14 @@ __all__ = [
     "fake_quantize",
     "float_format",
     "impls",
+    "nn",
     "pack",
     "quantize",
+    "quantize_",
     "recipe",
     "scaled_mm",
     "scheme",
+    "train",
     "unpack",
     "use_backend",
 ]

@@ -1,0 +1,117 @@
+"""QuantMultiheadAttention: what becomes of nn.MultiheadAttention, whose packed in_proj is split into three layers.
+
+Shape suffixes: B sequences, T queries, S keys, H heads, D width of a head, E width of the layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit.nn.linear import QuantLinear
+
+__all__ = ["QuantMultiheadAttention"]
+
+
+class QuantMultiheadAttention(nn.Module):
+    """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``.
+
+    Takes and returns what the layer it replaces does (arguments, masks, ``batch_first``, unbatched input), nested
+    tensors aside, which it refuses with a TypeError. Attention itself runs in the dtype of the projections' result.
+    """
+
+    #: What nn.TransformerEncoder reads to see whether its fused kernel, which takes plain weights, may run: never.
+    in_proj_bias = None
+    in_proj_weight = None
+    _qkv_same_embed_dim = False
+
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+
+    def __init__(
+        self, like: nn.MultiheadAttention, q: QuantLinear, k: QuantLinear, v: QuantLinear, out: QuantLinear
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads, self.head_dim = like.embed_dim, like.num_heads, like.head_dim
+        self.kdim, self.vdim = like.kdim, like.vdim
+        self.dropout, self.batch_first, self.add_zero_attn = like.dropout, like.batch_first, like.add_zero_attn
+        self.recipe = q.recipe
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = q, k, v, out
+        self.bias_k, self.bias_v = like.bias_k, like.bias_v
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise TypeError("QuantMultiheadAttention takes padded tensors and a key_padding_mask, not nested tensors")
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask, as in nn.MultiheadAttention: give the mask too")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+
+        q_BTE, k_BSE, v_BSE = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        mask = self._mask(attn_mask, key_padding_mask, q_BTE, k_BSE.shape[1])
+        k_BSE, v_BSE, mask = self._extend(k_BSE, v_BSE, mask)
+        q_BHTD, k_BHSD, v_BHSD = (self._heads(x) for x in (q_BTE, k_BSE, v_BSE))
+        dropout = self.dropout if self.training else 0.0
+        weights_BHTS = None
+        if need_weights:
+            scores_BHTS = q_BHTD * self.head_dim**-0.5 @ k_BHSD.transpose(-1, -2)
+            weights_BHTS = (scores_BHTS if mask is None else scores_BHTS + mask).softmax(-1)
+            weights_BHTS = F.dropout(weights_BHTS, dropout) if dropout else weights_BHTS
+            y_BHTD = weights_BHTS @ v_BHSD
+        else:
+            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, dropout_p=dropout)
+
+        y: Tensor = self.out_proj(y_BHTD.transpose(1, 2).flatten(2))
+        if weights_BHTS is not None and average_attn_weights:
+            weights_BHTS = weights_BHTS.mean(1)
+        if not batched:
+            return y[0], None if weights_BHTS is None else weights_BHTS[0]
+        return y if self.batch_first else y.transpose(0, 1), weights_BHTS
+
+    def _heads(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE.reshape(*x_BTE.shape[:2], self.num_heads, -1).transpose(1, 2)
+
+    def _mask(self, attn: Tensor | None, padding: Tensor | None, q_BTE: Tensor, keys: int) -> Tensor | None:
+        """Both masks as one that is added to the scores and broadcasts to [B, H, T, S]; True means hidden."""
+        total = None
+        if attn is not None:
+            attn = attn.reshape(-1, self.num_heads, *attn.shape[1:]) if attn.dim() == 3 else attn
+            total = _additive(attn, q_BTE.dtype)
+        if padding is not None:
+            hidden = _additive(padding.reshape(-1, 1, 1, keys), q_BTE.dtype)
+            total = hidden if total is None else total + hidden
+        return total
+
+    def _extend(self, k_BSE: Tensor, v_BSE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values with the learned and the zero position that the layer may add, visible to every query."""
+        batch, before = k_BSE.shape[:2]
+        if self.bias_k is not None and self.bias_v is not None:
+            k_BSE = torch.cat((k_BSE, self.bias_k.to(k_BSE.dtype).expand(batch, -1, -1)), 1)
+            v_BSE = torch.cat((v_BSE, self.bias_v.to(v_BSE.dtype).expand(batch, -1, -1)), 1)
+        if self.add_zero_attn:
+            k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+        return k_BSE, v_BSE, None if mask is None else F.pad(mask, (0, k_BSE.shape[1] - before))
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)

@@ -1,0 +1,162 @@
+"""QuantLinear: a Linear layer whose weight is one Quantized, for inference and for adapters on top of it.
+
+Codes and scales are integer parameters without gradient, rows as dim 0: FSDP2 shards parameters (not buffers), and
+neither ``model.bfloat16()`` nor a mixed-precision policy casts integers, so no bit of them ever changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.backends.registry import forced, use_backend
+from lowbit.functional import quantize, scaled_mm
+from lowbit.quantized import Quantized
+from lowbit.recipes import Recipe
+from lowbit.scaling import Scheme, as_matrix
+
+__all__ = ["QuantLinear", "backend_now", "empty", "on_backend", "result_dtype"]
+
+#: The integer dtype whose bits hold those of a floating-point scale.
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a Linear answers: autocast's inside autocast, else that of its input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def backend_now() -> str | None:
+    """The backend that a forward pass was forced to, for its backward (compiled code leaves it to each call)."""
+    return None if torch.compiler.is_compiling() else forced()
+
+
+def on_backend(name: str | None) -> AbstractContextManager[None]:
+    """Within, lowbit ops run on what ``backend_now`` answered in forward."""
+    return nullcontext() if torch.compiler.is_compiling() else use_backend(name)
+
+
+def empty(
+    shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, device: torch.device | str | None = None
+) -> Quantized:
+    """A Quantized of that shape whose tensors are allocated but not filled; ``load_model`` fills them."""
+    rows, cols = as_matrix(shape)
+    scales = scheme.scale_shape(rows, cols)
+
+    def make(size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=kind, device=device)
+
+    return Quantized(
+        make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
+        make(scales, getattr(torch, scheme.scale_format.dtype)),
+        make(scales, torch.int8 if scheme.format.signed else torch.uint8) if scheme.affine else None,
+        make((1, 1), torch.float32) if scheme.outer else None,
+        scheme, torch.Size(shape), dtype,
+    )  # fmt: skip
+
+
+class QuantLinear(nn.Module):
+    """``y = x @ weight.T + bias`` with a quantized weight, and with ``recipe.input`` a dynamically quantized input.
+
+    ``weight``: Quantized ``[out_features, in_features]``; ``bias [out_features]`` stays in high precision. Input
+    ``[..., in_features]`` fp32, bf16 or fp16; the result has its dtype (inside autocast: autocast's). The gradient of
+    the input passes straight through its quantization: ``grad @ weight.dequantize()``.
+
+    Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``outer_scale`` (two-level schemes); floating
+    scales are kept as the integers of their bits, and ``.weight`` shows them as the numbers they are.
+    Raises TypeError for inputs of other dtypes, ValueError for another last axis.
+    """
+
+    codes: nn.Parameter
+    scale: nn.Parameter
+    zero_point: nn.Parameter | None
+    outer_scale: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe) -> None:
+        super().__init__()
+        if weight.ndim != 2:
+            raise ValueError(f"QuantLinear needs a weight [out, in], got shape {list(weight.shape)}")
+        self.out_features, self.in_features = weight.shape
+        self.recipe, self.scheme = recipe, weight.scheme
+        self.weight_dtype = weight.dtype
+        for name in ("codes", "scale", "zero_point", "outer_scale"):
+            part = weight.parts.get(name)
+            self.register_parameter(name, None if part is None else _as_integers(part))
+        self._scale_dtype: torch.dtype = weight.scale.dtype
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Quantized:
+        """The weight; views of this layer's parameters."""
+        scale = self.scale if self.scale.dtype == self._scale_dtype else self.scale.view(self._scale_dtype)
+        outer = None if self.outer_scale is None else self.outer_scale.view(torch.float32)
+        shape = torch.Size((self.out_features, self.in_features))
+        return Quantized(self.codes, scale, self.zero_point, outer, self.scheme, shape, self.weight_dtype)
+
+    def share_weight(self, other: QuantLinear) -> None:
+        """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
+        for name in other.weight.parts:
+            self._parameters[name] = other._parameters[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = result_dtype(x)
+        if self.recipe.input is None:
+            return cast(Tensor, scaled_mm(x.to(dtype), self.weight, self.bias, out_dtype=dtype))
+        if x.requires_grad and torch.is_grad_enabled():
+            return _straight_through(x, self.bias, self.weight, self.recipe.input, dtype)
+        return cast(Tensor, scaled_mm(quantize(x, self.recipe.input), self.weight, self.bias, out_dtype=dtype))
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={self.recipe.name}, weight={self.scheme}, input={self.recipe.input or 'float'}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Casts and moves reach the bias and the dtype that ``weight`` answers; codes and scales are only moved."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
+        return self
+
+
+def _as_integers(part: Tensor) -> nn.Parameter:
+    held = part.detach()
+    return nn.Parameter(held.view(_BITS[held.dtype]) if held.is_floating_point() else held, requires_grad=False)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The layer's product where its input needs a gradient; quantizing the input counts as the identity.
+
+    Saves no activation: the input's gradient needs the weight alone.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, bias: Tensor | None, weight: Quantized, input: Scheme, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.backend = backend_now()
+        ctx.save_for_backward(weight.codes, weight.scale, weight.zero_point, weight.outer_scale)
+        ctx.about = (weight.scheme, weight.shape, x.dtype, None if bias is None else bias.dtype)
+        return cast(Tensor, scaled_mm(quantize(x, input), weight, bias, out_dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        scheme, shape, x_dtype, bias_dtype = ctx.about
+        codes, scale, zero_point, outer = ctx.saved_tensors
+        weight = Quantized(codes, scale, zero_point, outer, scheme, shape, grad.dtype)
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            with on_backend(ctx.backend):
+                grad_x = (grad @ weight.dequantize()).to(x_dtype)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.reshape(-1, shape[0]).sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_bias, None, None, None
+
+
+_straight_through = cast(Callable[..., Tensor], _StraightThrough.apply)

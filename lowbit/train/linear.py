@@ -1,0 +1,196 @@
+"""TrainLinear: a Linear whose three products, one forward and two backward, run in low precision.
+
+Axes: M tokens, K inputs, N outputs; ``x [M, K]``, ``w [N, K]``, ``y`` and its gradient ``g [M, N]``.
+
+The weight stays in high precision for the optimizer and is encoded anew in each forward. What backward needs is kept
+once, as the codes that forward multiplied: a byte an element for FP8, transposed by striding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.functional import quantize, scaled_mm
+from lowbit.nn.convert import (
+    CONVERTERS,
+    DEFAULT_SKIP,
+    Conversion,
+    leave_fused_kernels,
+    nothing_found,
+    restore_fused_kernels,
+    select,
+)
+from lowbit.nn.linear import backend_now, on_backend, result_dtype
+from lowbit.quantized import Quantized
+from lowbit.recipes import RECIPES, Recipe
+from lowbit.recipes import recipe as find_recipe
+from lowbit.scaling import Scheme, scheme
+
+__all__ = ["TrainLinear", "convert_", "prepare_"]
+
+
+class Product(NamedTuple):
+    """How one backward product encodes ``g``, and what it does with the operand that forward saved.
+
+    ``encoded``: the scheme in which the saved operand is encoded anew, or None; ``unit``: where its scales are folded
+    into ``g`` instead, the scheme that its bare codes have, or None. With neither, it is multiplied as it is.
+    """
+
+    grad: Scheme
+    encoded: Scheme | None = None
+    unit: Scheme | None = None
+
+
+class Plan(NamedTuple):
+    """A training recipe with its schemes looked up, so that compiled code need not."""
+
+    input: Scheme
+    weight: Scheme
+    grad_input: Product
+    grad_weight: Product
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Plan:
+        """Raises ValueError for a recipe that does not train, or folds scales that it cannot."""
+        if recipe.training is None or recipe.input is None:
+            able = ", ".join(row.name for row in RECIPES.values() if row.training is not None)
+            raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
+        grad_input = _product(recipe, "grad_input", recipe.training.grad_input, recipe.weight)
+        grad_weight = _product(recipe, "grad_weight", recipe.training.grad_weight, recipe.input)
+        return cls(recipe.input, recipe.weight, grad_input, grad_weight)
+
+
+def _product(recipe: Recipe, role: str, row: tuple[str, str], saved: Scheme) -> Product:
+    grad, treatment = scheme(row[0]), row[1]
+    for one in (grad, saved):
+        one.t().t()  # looked up now: a scheme's transpose is parsed once
+    if treatment == "keep":
+        return Product(grad)
+    if treatment != "fold":
+        return Product(grad, encoded=scheme(treatment).t().t())
+    if saved.block != (1, None) or saved.affine or saved.scale_format.dtype == "uint8":
+        raise ValueError(
+            f"recipe {recipe.name!r}: {role} can only fold scales that are floating-point numbers, one a row, into g; "
+            f"{saved} has others; say 'keep', or a scheme to encode the operand in anew"
+        )
+    return Product(grad, unit=scheme(f"{saved.format.name}:tensor").t().t())
+
+
+class TrainLinear(nn.Linear):
+    """``nn.Linear`` trained in low precision: same parameters, same ``state_dict``, same results in shape and dtype.
+
+    Input ``[..., in_features]`` fp32, bf16 or fp16; weight fp32, bf16 or fp16. Gradients have the dtype of what they
+    belong to; the bias's is summed in fp32. Recomputation (checkpointing) gives the same bits.
+    Raises ValueError for a recipe that is for inference only. Source: docs/numerics.md section 9; recipes.Training.
+    """
+
+    recipe: Recipe
+    _plan: Plan
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        recipe: str | Recipe = "fp8",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe = find_recipe(recipe)
+        self._plan = Plan.of(self.recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _low_precision_linear(x, self.weight, self.bias, self._plan, result_dtype(x))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+class _LowPrecisionLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.backend, ctx.plan = backend_now(), plan
+        qx = quantize(x.reshape(-1, x.shape[-1]), plan.input)
+        qw = quantize(weight, plan.weight)
+        wants_x, wants_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(*(_parts(qw) if wants_x else [None] * 4), *(_parts(qx) if wants_w else [None] * 4))
+        ctx.shapes = (x.shape, qw.shape, qx.shape)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        y = cast(Tensor, scaled_mm(qx, qw, bias, out_dtype=dtype))
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        plan, saved = ctx.plan, ctx.saved_tensors
+        (shape, w_shape, x_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
+        g = grad.reshape(-1, w_shape[0])
+        grad_x = grad_w = grad_bias = None
+        with on_backend(ctx.backend):
+            if ctx.needs_input_grad[0]:
+                qw = Quantized(saved[0], saved[1], saved[2], saved[3], plan.weight, w_shape, w_dtype)
+                qg, qw = _operands(g, qw, plan.grad_input, along_rows=False)
+                grad_x = cast(Tensor, scaled_mm(qg, qw.t(), out_dtype=x_dtype)).reshape(shape)
+            if ctx.needs_input_grad[1]:
+                qx = Quantized(saved[4], saved[5], saved[6], saved[7], plan.input, x_shape, x_dtype)
+                qg, qx = _operands(g, qx, plan.grad_weight, along_rows=True)
+                grad_w = scaled_mm(qg.t(), qx.t(), out_dtype=w_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, cast("Tensor | None", grad_w), grad_bias, None, None
+
+
+_low_precision_linear = cast(Callable[..., Tensor], _LowPrecisionLinear.apply)
+
+
+def _parts(q: Quantized) -> list[Tensor | None]:
+    return [q.codes, q.scale, q.zero_point, q.outer_scale]
+
+
+def _operands(g: Tensor, saved: Quantized, product: Product, along_rows: bool) -> tuple[Quantized, Quantized]:
+    """``g`` encoded, and the saved operand as ``product`` wants it; ``along_rows``: its rows are the rows of ``g``."""
+    if product.encoded is not None:
+        return quantize(g, product.grad), quantize(saved.dequantize(torch.float32), product.encoded)
+    if product.unit is None:
+        return quantize(g, product.grad), saved
+    folded = g.float() * saved.scale.float().reshape((-1, 1) if along_rows else (1, -1))
+    one = torch.ones(1, 1, device=g.device)
+    bare = Quantized(saved.codes, one, None, None, product.unit, saved.shape, saved.dtype)
+    return quantize(folded, product.grad), bare
+
+
+def prepare_(model: nn.Module, recipe: str | Recipe = "fp8", skip: Iterable[str] = DEFAULT_SKIP) -> Conversion:
+    """Make the layers of ``model`` that are exactly nn.Linear train in low precision, in place.
+
+    Parameters, names, hooks and optimizers that hold them stay as they are. ``skip`` as for ``quantize_``.
+    Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
+    prepared or quantized already, a skip pattern without a match.
+    """
+    chosen = find_recipe(recipe)
+    plan = Plan.of(chosen)
+    linear = "torch.nn.modules.linear.Linear"
+    found = select(model, skip, {linear: CONVERTERS[linear]}, inside_only=False)
+    if not found.layers:
+        raise ValueError(nothing_found(model, found, "train.prepare_", "nn.Linear"))
+    for layer in found.layers.values():
+        layer.__class__ = TrainLinear
+        layer.recipe, layer._plan = chosen, plan
+    leave_fused_kernels(model, (TrainLinear,))
+    return Conversion(chosen.name, tuple(found.layers), tuple(found.skipped), found.left)
+
+
+def convert_(model: nn.Module) -> tuple[str, ...]:
+    """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned; return their names."""
+    prepared: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) is TrainLinear}
+    for layer in prepared.values():
+        del layer.recipe, layer._plan
+        layer.__class__ = nn.Linear
+    restore_fused_kernels(model)
+    return tuple(prepared)
