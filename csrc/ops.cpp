@@ -18,6 +18,7 @@ int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
 void force_isa(std::string name) { lowbit::cpu::force_isa(name); }
 std::string isa() { return lowbit::cpu::isa_name(lowbit::cpu::current_isa()); }
+std::vector<std::string> isas() { return lowbit::cpu::isas(); }
 
 }  // namespace
 
@@ -45,9 +46,11 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
         "Tensor? bias, Tensor(a!) out, int cols) -> ()");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");
+    m.def("isas() -> str[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
     m.impl("force_isa", TORCH_BOX(&force_isa));
     m.impl("isa", TORCH_BOX(&isa));
+    m.impl("isas", TORCH_BOX(&isas));
 }

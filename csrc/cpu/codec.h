@@ -1,0 +1,67 @@
+// The native operations on the CPU, as plain pointers and integers: what lowbit_native's ops and _native call.
+//
+// Matrices are [rows, cols] with unit column stride; codes are packed rows of packed_cols(cols, bits) bytes, without
+// gaps, except where one a byte is said. Every function runs in the default floating environment, on as many threads as
+// threads.h offers, and gives the same bits for any number of them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/params.h"
+
+namespace lowbit::cpu {
+
+struct Shape {
+    int64_t rows, cols;
+};
+
+// Numbers in memory: `stride` elements from row to row.
+struct Values {
+    const void* data;
+    Dtype dtype;
+    int64_t stride;
+};
+struct Results {
+    void* data;
+    Dtype dtype;
+    int64_t stride;
+};
+
+// Stored scales [ceil(rows / block_rows), ceil(cols / block_cols)], contiguous, in the scheme's scale format; zero points
+// likewise (int8 or uint8), or null; the outer scale, or null.
+struct Scales {
+    const void* scale;
+    const void* zero_point;
+    const float* outer;
+};
+struct NewScales {
+    void* scale;
+    void* zero_point;
+    const float* outer;  // given, not computed
+};
+
+inline int64_t packed_cols(int64_t cols, int bits) { return (cols * bits + 7) / 8; }
+
+// Codes one a byte. No scale: `x` is rounded as it stands.
+void encode(const Values& x, Shape shape, const FormatParams& format, Rounding rounding, bool saturate, const Rng& rng,
+            uint8_t* codes);
+void decode(const uint8_t* codes, Shape shape, const FormatParams& format, const Results& out);
+
+void pack(const uint8_t* codes, Shape shape, int bits, uint8_t* packed);
+void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes);
+
+// fp32: the finite amax over the product of the largest values of both levels; 1 where nothing is finite and non-zero.
+float outer_scale(const Values& x, Shape shape, const SchemeParams& scheme);
+
+// Scales from x, and codes.
+void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
+              const Rng& rng, uint8_t* codes);
+void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
+                     const Rng& rng, uint8_t* codes);
+void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales, const Results& out);
+
+// quantize and dequantize at once, in x's dtype; scales are computed from x where `scales.scale` is null.
+void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
+                   const Rng& rng, const Results& out);
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,84 @@
+// Line kernels: the arithmetic on one run of elements, compiled once for each instruction set.
+//
+// The loops over rows, blocks and threads (codec.cpp, quantize.cpp) are the same for all; they call these through a
+// table. lines_scalar.cpp is the specification element by element; lines_body.inl is the vector code, whose results
+// equal the scalar ones in every bit (csrc/tests holds that).
+#pragma once
+
+#include <cstdint>
+
+#include "common/params.h"
+
+namespace lowbit::cpu {
+
+// A format to encode to, with everything that a loop should not compute again.
+struct Encoder {
+    FormatParams format;
+    bool saturate;
+    bool stochastic;
+    const uint32_t* thresholds;  // codebooks
+    int32_t num_thresholds;
+    uint32_t nan_code;       // of a positive NaN
+    uint32_t canonical;      // the code that fills a block with Inf or NaN
+    uint32_t limit;          // fp32 bits: magnitudes are clamped to it, after which overflow needs no care
+    bool vector;             // whether vector code can: not for formats that reach the ends of fp32's range
+};
+Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
+
+// A format to decode from; `table` holds the fp32 bits of every code.
+struct Decoder {
+    explicit Decoder(const FormatParams& format);
+    Decoder(const Decoder&) = delete;
+    Decoder& operator=(const Decoder&) = delete;
+
+    FormatParams format;
+    const uint32_t* table;
+
+  private:
+    uint32_t own_[256];
+};
+
+// What elements are divided by (encode) or multiplied with (decode), and their zero points: nothing, one, or each its own.
+struct Factors {
+    enum Mode { kNone, kOne, kEach } mode = kNone;
+    float one = 1.0f;
+    float zero = 0.0f;
+    const float* each = nullptr;
+    const float* zeros = nullptr;  // with kEach; null: no zero points
+};
+
+struct Lines {
+    // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding.
+    void (*encode)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
+                   const uint16_t* noise, uint8_t* codes);
+    // (value - zero) * factor; with factors every NaN is the positive canonical one, without it has its code's sign.
+    void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out, Dtype dtype);
+    // Raises high[b] and low[b] to the largest positive and negative magnitude (fp32 bits; NaN counts as one above Inf)
+    // of block b, `block` elements each. Without `affine`, high[b] gets the amax and low is not touched.
+    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low);
+    // The same with each element its own block.
+    void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low);
+    // The largest finite magnitude, fp32 bits.
+    uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
+    // The 16 random bits of elements [8 * block, 8 * (block + count)).
+    void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
+    // Whole groups of eight codes to and from `bits` bytes.
+    void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
+    void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);
+};
+
+// The table for the instruction set in use (isa.h).
+const Lines& lines();
+
+const Lines& lines_scalar();
+const Lines& lines_avx2();
+const Lines& lines_avx512();
+const Lines& lines_neon();
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+inline const void* advance(const void* p, int64_t elements, Dtype dtype) {
+    return static_cast<const char*>(p) + elements * size_of(dtype);
+}
+inline void* advance(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * size_of(dtype); }
+
+}  // namespace lowbit::cpu

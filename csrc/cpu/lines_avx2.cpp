@@ -1,0 +1,42 @@
+// Line kernels for AVX2 with F16C and BMI2.
+#include <immintrin.h>
+
+#include "common/numerics.h"
+#include "cpu/lines.h"
+#include "format_table.h"
+
+namespace lowbit::cpu {
+namespace {
+
+constexpr int kLanes = 8;
+typedef float F __attribute__((vector_size(32)));
+typedef uint32_t U __attribute__((vector_size(32)));
+typedef int32_t I __attribute__((vector_size(32)));
+typedef uint64_t W __attribute__((vector_size(32)));
+typedef uint16_t H __attribute__((vector_size(16)));
+typedef uint8_t B __attribute__((vector_size(8)));
+
+inline F widen_half(H h) { return (F)_mm256_cvtph_ps((__m128i)h); }
+inline H narrow_half(F v) { return (H)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline int32_t largest(I v) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+    return _mm_cvtsi128_si32(m);
+}
+inline W multiply(W a, W b) { return (W)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+inline F lookup(const float* table, U index) {
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+    return (F)_mm256_blendv_ps(low, high, (__m256)(index << 28));
+}
+inline uint64_t pack_group(uint64_t codes, uint64_t mask) { return _pext_u64(codes, mask); }
+inline uint64_t unpack_group(uint64_t packed, uint64_t mask) { return _pdep_u64(packed, mask); }
+
+#include "cpu/lines_body.inl"
+
+}  // namespace
+
+const Lines& lines_avx2() { return kTable; }
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,35 @@
+// Line kernels for AVX-512 (F, BW, DQ, VL, VBMI).
+#include <immintrin.h>
+
+#include "common/numerics.h"
+#include "cpu/lines.h"
+#include "format_table.h"
+
+namespace lowbit::cpu {
+namespace {
+
+constexpr int kLanes = 16;
+typedef float F __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint64_t W __attribute__((vector_size(64)));
+typedef uint16_t H __attribute__((vector_size(32)));
+typedef uint8_t B __attribute__((vector_size(16)));
+
+inline F widen_half(H h) { return (F)_mm512_cvtph_ps((__m256i)h); }
+inline H narrow_half(F v) { return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline int32_t largest(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
+inline W multiply(W a, W b) { return (W)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+inline F lookup(const float* table, U index) {
+    return (F)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+}
+inline uint64_t pack_group(uint64_t codes, uint64_t mask) { return _pext_u64(codes, mask); }
+inline uint64_t unpack_group(uint64_t packed, uint64_t mask) { return _pdep_u64(packed, mask); }
+
+#include "cpu/lines_body.inl"
+
+}  // namespace
+
+const Lines& lines_avx512() { return kTable; }
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,45 @@
+// Line kernels for NEON (any 64-bit Arm).
+#include <arm_neon.h>
+
+#include "common/numerics.h"
+#include "cpu/lines.h"
+#include "format_table.h"
+
+namespace lowbit::cpu {
+namespace {
+
+constexpr int kLanes = 4;
+typedef float F __attribute__((vector_size(16)));
+typedef uint32_t U __attribute__((vector_size(16)));
+typedef int32_t I __attribute__((vector_size(16)));
+typedef uint64_t W __attribute__((vector_size(16)));
+typedef uint16_t H __attribute__((vector_size(8)));
+typedef uint8_t B __attribute__((vector_size(4)));
+
+inline F widen_half(H h) { return (F)vcvt_f32_f16((float16x4_t)h); }
+inline H narrow_half(F v) { return (H)vcvt_f16_f32((float32x4_t)v); }
+inline int32_t largest(I v) { return vmaxvq_s32((int32x4_t)v); }
+inline W multiply(W a, W b) { return (W)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b)); }
+inline F lookup(const float* table, U index) {
+    return F{table[index[0] & 15], table[index[1] & 15], table[index[2] & 15], table[index[3] & 15]};
+}
+inline uint64_t pack_group(uint64_t codes, uint64_t mask) {
+    const int bits = __builtin_popcountll(mask) / 8;
+    uint64_t word = 0;
+    for (int j = 0; j < 8; ++j) word |= ((codes >> (8 * j)) & mask & 0xff) << (bits * j);
+    return word;
+}
+inline uint64_t unpack_group(uint64_t packed, uint64_t mask) {
+    const int bits = __builtin_popcountll(mask) / 8;
+    uint64_t codes = 0;
+    for (int j = 0; j < 8; ++j) codes |= ((packed >> (bits * j)) & mask & 0xff) << (8 * j);
+    return codes;
+}
+
+#include "cpu/lines_body.inl"
+
+}  // namespace
+
+const Lines& lines_neon() { return kTable; }
+
+}  // namespace lowbit::cpu

@@ -1,0 +1,92 @@
+// Cutting a matrix into runs (pieces of a row that stay in the first-level cache), and what a run needs besides its
+// elements: random bits, whole bytes of packed codes.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "cpu/codec.h"
+#include "cpu/lines.h"
+#include "cpu/threads.h"
+
+namespace lowbit::cpu {
+
+// Elements of a run at most; a multiple of 8, so that runs of packed codes begin at whole bytes.
+constexpr int64_t kRun = 4096;
+// Elements that are worth a thread of their own.
+constexpr int64_t kGrain = 32768;
+
+struct Run {
+    int64_t row, begin, count;  // columns [begin, begin + count)
+};
+
+// The random bits of runs, made as they are asked for.
+class Noise {
+  public:
+    // 16 bits for every element of `run`.
+    const uint16_t* at(const Lines& line, const Rng& rng, const Run& run) {
+        if (!bits_) bits_.reset(new uint16_t[kRun + 16]);
+        const uint64_t first =
+            rng.offset + static_cast<uint64_t>(run.row) * rng.pitch + static_cast<uint64_t>(run.begin);
+        const int64_t skip = static_cast<int64_t>(first & 7);
+        line.noise(first >> 3, (skip + run.count + 7) / 8, rng, bits_.get());
+        return bits_.get() + skip;
+    }
+
+  private:
+    std::unique_ptr<uint16_t[]> bits_;
+};
+
+// Calls f(noise, run) over a matrix, on several threads.
+template <class F>
+void for_runs(Shape shape, const F& f) {
+    const int64_t across = (shape.cols + kRun - 1) / kRun;
+    const int64_t size = std::max<int64_t>(std::min(shape.cols, kRun), 1);
+    parallel_for(shape.rows * across, (kGrain + size - 1) / size, [&](int64_t first, int64_t last) {
+        Noise noise;
+        for (int64_t i = first; i < last; ++i) {
+            const int64_t begin = i % across * kRun;
+            f(noise, Run{i / across, begin, std::min(kRun, shape.cols - begin)});
+        }
+    });
+}
+
+inline void pack_run(const Lines& line, const uint8_t* codes, int64_t count, int bits, uint8_t* packed) {
+    if (bits == 8) {
+        std::memcpy(packed, codes, static_cast<size_t>(count));
+        return;
+    }
+    const int64_t whole = count / 8, rest = count % 8;
+    line.pack(codes, whole, bits, packed);
+    if (rest == 0) return;
+    uint8_t padded[8] = {}, bytes[8];
+    std::memcpy(padded, codes + 8 * whole, static_cast<size_t>(rest));
+    line.pack(padded, 1, bits, bytes);
+    std::memcpy(packed + whole * bits, bytes, static_cast<size_t>(packed_cols(rest, bits)));
+}
+
+inline void unpack_run(const Lines& line, const uint8_t* packed, int64_t count, int bits, uint8_t* codes) {
+    if (bits == 8) {
+        std::memcpy(codes, packed, static_cast<size_t>(count));
+        return;
+    }
+    const int64_t whole = count / 8, rest = count % 8;
+    line.unpack(packed, whole, bits, codes);
+    if (rest == 0) return;
+    uint8_t bytes[8] = {}, padded[8];
+    std::memcpy(bytes, packed + whole * bits, static_cast<size_t>(packed_cols(rest, bits)));
+    line.unpack(bytes, 1, bits, padded);
+    std::memcpy(codes + 8 * whole, padded, static_cast<size_t>(rest));
+}
+
+// A maximum that threads share; the order in which they come does not change it.
+inline void raise(std::atomic<uint32_t>& shared, uint32_t value) {
+    uint32_t now = shared.load(std::memory_order_relaxed);
+    while (now < value && !shared.compare_exchange_weak(now, value, std::memory_order_relaxed)) {
+    }
+}
+
+}  // namespace lowbit::cpu

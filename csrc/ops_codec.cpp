@@ -1,0 +1,176 @@
+// CPU kernels of lowbit_native::* for codecs and quantization: from stable tensors to plain pointers.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <vector>
+
+#include "cpu/codec.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Ints = std::vector<int64_t>;
+using namespace lowbit;
+
+Dtype dtype_of(const Tensor& t, const char* what) {
+    switch (t.scalar_type()) {
+        case ScalarType::Float: return Dtype::kFloat32;
+        case ScalarType::BFloat16: return Dtype::kBFloat16;
+        case ScalarType::Half: return Dtype::kFloat16;
+        default: STD_TORCH_CHECK(false, what, " must be float32, bfloat16 or float16");
+    }
+}
+
+// A matrix whose rows are dense; rows may lie apart where `apart`.
+void check_matrix(const Tensor& t, const char* what, bool apart) {
+    STD_TORCH_CHECK(t.dim() == 2, what, " must be a matrix, got ", t.dim(), " dimensions");
+    STD_TORCH_CHECK(t.size(1) <= 1 || t.stride(1) == 1, what, " must have unit column stride, got ", t.stride(1));
+    STD_TORCH_CHECK(apart || t.size(0) <= 1 || t.stride(0) == t.size(1), what, " must be contiguous");
+}
+
+cpu::Shape shape_of(const Tensor& t) { return {t.size(0), t.size(1)}; }
+
+cpu::Values values(const Tensor& t) {
+    check_matrix(t, "x", true);
+    return {t.const_data_ptr(), dtype_of(t, "x"), t.stride(0)};
+}
+cpu::Results results(const Tensor& t) {
+    check_matrix(t, "out", true);
+    return {t.mutable_data_ptr(), dtype_of(t, "out"), t.stride(0)};
+}
+
+const uint8_t* bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
+    check_matrix(t, what, false);
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, what, " must be uint8");
+    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == cols, what, " must have shape [", rows, ", ", cols, "], got [",
+                    t.size(0), ", ", t.size(1), "]");
+    return static_cast<const uint8_t*>(t.const_data_ptr());
+}
+uint8_t* new_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
+    return const_cast<uint8_t*>(bytes(t, rows, cols, what));
+}
+
+FormatParams format_of(const Ints& p) {
+    STD_TORCH_CHECK(p.size() == kFormatParams, "a format is ", kFormatParams, " integers, got ", p.size());
+    return format_params(p.data());
+}
+SchemeParams scheme_of(const Ints& p) {
+    STD_TORCH_CHECK(p.size() == kSchemeParams, "a scheme is ", kSchemeParams, " integers, got ", p.size());
+    return scheme_params(p.data());
+}
+Rng rng_of(const Ints& p) {
+    STD_TORCH_CHECK(p.size() == 5, "rng is [seed, step, stream, offset, pitch], got ", p.size(), " integers");
+    return rng_params(p.data());
+}
+Rounding rounding_of(int64_t r) { return r ? kStochastic : kNearest; }
+
+// Scales (and zero points) hold one entry a block, in the scheme's scale format.
+const void* scale_data(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
+    const char* what = zero_point ? "zero_point" : "scale";
+    check_matrix(t, what, false);
+    const int64_t rows = (shape.rows + s.block_rows - 1) / s.block_rows, cols = (shape.cols + s.block_cols - 1) / s.block_cols;
+    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == cols, what, " must have shape [", rows, ", ", cols, "], got [",
+                    t.size(0), ", ", t.size(1), "]");
+    constexpr ScalarType kScale[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Byte,
+                                     ScalarType::Byte};
+    const ScalarType expected =
+        !zero_point ? kScale[s.scale_format] : s.format.is_signed ? ScalarType::Char : ScalarType::Byte;
+    STD_TORCH_CHECK(t.scalar_type() == expected, what, " has another dtype than the scheme's");
+    return t.const_data_ptr();
+}
+void* new_scale_data(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
+    return const_cast<void*>(scale_data(t, shape, s, zero_point));
+}
+
+const float* outer_data(const std::optional<Tensor>& t) {
+    if (!t) return nullptr;
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && t->numel() == 1, "outer_scale must be one float32");
+    return static_cast<const float*>(t->const_data_ptr());
+}
+
+cpu::Scales scales_of(const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
+                      const std::optional<Tensor>& outer, cpu::Shape shape, const SchemeParams& s) {
+    return {scale ? scale_data(*scale, shape, s, false) : nullptr,
+            zero_point ? scale_data(*zero_point, shape, s, true) : nullptr, outer_data(outer)};
+}
+
+void encode(Tensor x, Tensor out, Ints fmt, int64_t rounding, bool saturate, Ints rng) {
+    cpu::encode(values(x), shape_of(x), format_of(fmt), rounding_of(rounding), saturate, rng_of(rng),
+                new_bytes(out, x.size(0), x.size(1), "out"));
+}
+
+void decode(Tensor codes, Tensor out, Ints fmt) {
+    cpu::decode(bytes(codes, out.size(0), out.size(1), "codes"), shape_of(out), format_of(fmt), results(out));
+}
+
+void pack(Tensor codes, Tensor out, int64_t bits) {
+    const cpu::Shape shape = shape_of(codes);
+    const int width = static_cast<int>(bits);
+    cpu::pack(bytes(codes, shape.rows, shape.cols, "codes"), shape, width,
+              new_bytes(out, shape.rows, cpu::packed_cols(shape.cols, width), "out"));
+}
+
+void unpack(Tensor packed, Tensor out, int64_t bits) {
+    const cpu::Shape shape = shape_of(out);
+    const int width = static_cast<int>(bits);
+    cpu::unpack(bytes(packed, shape.rows, cpu::packed_cols(shape.cols, width), "packed"), shape, width,
+                new_bytes(out, shape.rows, shape.cols, "out"));
+}
+
+void outer_scale(Tensor x, Tensor out, Ints scheme) {
+    STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.numel() == 1, "out must be one float32");
+    *static_cast<float*>(out.mutable_data_ptr()) = cpu::outer_scale(values(x), shape_of(x), scheme_of(scheme));
+}
+
+void quantize(Tensor x, std::optional<Tensor> outer, Tensor codes, Tensor scale, std::optional<Tensor> zero_point,
+              Ints scheme, int64_t rounding, Ints rng) {
+    const SchemeParams s = scheme_of(scheme);
+    const cpu::Shape shape = shape_of(x);
+    STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
+    const cpu::NewScales to{new_scale_data(scale, shape, s, false),
+                            zero_point ? new_scale_data(*zero_point, shape, s, true) : nullptr, outer_data(outer)};
+    cpu::quantize(values(x), shape, s, to, rounding_of(rounding), rng_of(rng),
+                  new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
+}
+
+void quantize_static(Tensor x, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer, Tensor codes,
+                     Ints scheme, int64_t rounding, Ints rng) {
+    const SchemeParams s = scheme_of(scheme);
+    const cpu::Shape shape = shape_of(x);
+    cpu::quantize_static(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rounding),
+                         rng_of(rng), new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
+}
+
+void dequantize(Tensor codes, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer, Tensor out,
+                Ints scheme) {
+    const SchemeParams s = scheme_of(scheme);
+    const cpu::Shape shape = shape_of(out);
+    cpu::dequantize(bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"), shape, s,
+                    scales_of(scale, zero_point, outer, shape, s), results(out));
+}
+
+void fake_quantize(Tensor x, std::optional<Tensor> scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+                   Tensor out, Ints scheme, int64_t rounding, Ints rng) {
+    const SchemeParams s = scheme_of(scheme);
+    const cpu::Shape shape = shape_of(x);
+    STD_TORCH_CHECK(out.size(0) == shape.rows && out.size(1) == shape.cols, "out must have x's shape");
+    cpu::fake_quantize(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rounding),
+                       rng_of(rng), results(out));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
+    m.impl("encode", TORCH_BOX(&encode));
+    m.impl("decode", TORCH_BOX(&decode));
+    m.impl("pack", TORCH_BOX(&pack));
+    m.impl("unpack", TORCH_BOX(&unpack));
+    m.impl("outer_scale", TORCH_BOX(&outer_scale));
+    m.impl("quantize", TORCH_BOX(&quantize));
+    m.impl("quantize_static", TORCH_BOX(&quantize_static));
+    m.impl("dequantize", TORCH_BOX(&dequantize));
+    m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+}

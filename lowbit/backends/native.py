@@ -1,0 +1,164 @@
+"""What the CPU and CUDA backends share: calls of ops as calls of ``torch.ops.lowbit_native.*``.
+
+Native ops take matrices with unit column stride, plain integers for formats and schemes, and outputs to fill; here
+tensors of any rank and stride become that.  Schemas: csrc/ops.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import formats, scaling
+from lowbit.ops import codec
+from lowbit.ops import quantize as q
+from lowbit.ops.spec import as_rows
+
+__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error"]
+
+#: The torch ops, built by CMake into the package.
+LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
+
+_REBUILD = "install a C++ compiler and torch, then reinstall lowbit (`pip install -v .` shows the build)"
+
+
+# -- the library -------------------------------------------------------------------------------------------------------
+def build_notice() -> str | None:
+    """What the build of the native code had to leave out, and how to get it; None where nothing is missing."""
+    record = LIBRARY.with_name("_build.json")
+    if not record.exists():
+        return f"the native code was not built; {_REBUILD}"
+    notice = json.loads(record.read_text())["notice"]
+    return None if notice is None else str(notice)
+
+
+@lru_cache(maxsize=None)
+def loading_error() -> str | None:
+    """Load the native ops once; None, or why they cannot be had and how to get them."""
+    if not LIBRARY.exists():
+        return build_notice() or f"{LIBRARY.name} is not in the package; {_REBUILD}"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"{LIBRARY} cannot be loaded ({error.__cause__ or error}); rebuild it with this torch: {_REBUILD}"
+    return None
+
+
+def load() -> Any:
+    """``torch.ops.lowbit_native``. Raises RuntimeError where it cannot be had."""
+    error = loading_error()
+    if error is not None:
+        raise RuntimeError(error)
+    return torch.ops.lowbit_native
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=1024)
+def _format(name: str) -> list[int]:
+    return formats.find(name).params()
+
+
+@lru_cache(maxsize=4096)
+def _scheme(name: str, rows: int, cols: int) -> list[int]:
+    return scaling.scheme(name).params(rows, cols)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """``x`` as ``[rows, cols]`` with unit column stride, copied only where its strides ask for it."""
+    matrix = as_rows(x) if x.dim() else x.reshape(1, 1)
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def _filled(out: Tensor) -> Tensor:
+    """An output, which is contiguous, as a matrix."""
+    return out if out.dim() == 2 else out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _rng(call: Any, cols: int) -> list[int]:
+    return [call.seed, call.step, call.stream, call.offset, cols if call.pitch is None else call.pitch]
+
+
+def _stochastic(call: Any) -> int:
+    return int(call.rounding == "stochastic")
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
+    x = _matrix(call.x)
+    torch.ops.lowbit_native.encode(
+        x, _filled(outs[0]), _format(call.format), _stochastic(call), call.saturate, _rng(call, x.shape[1])
+    )
+
+
+def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:
+    torch.ops.lowbit_native.decode(_filled(call.codes.contiguous()), _filled(outs[0]), _format(call.format))
+
+
+def _pack(outs: tuple[Tensor, ...], call: codec.Pack) -> None:
+    torch.ops.lowbit_native.pack(_filled(call.codes.contiguous()), _filled(outs[0]), call.bits)
+
+
+def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
+    torch.ops.lowbit_native.unpack(_filled(call.packed.contiguous()), _filled(outs[0]), call.bits)
+
+
+def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+    x = _matrix(call.x)
+    torch.ops.lowbit_native.outer_scale(x, outs[0], _scheme(call.scheme, *x.shape))
+
+
+def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
+    x = _matrix(call.x)
+    zero_point = outs[2] if outs[2].dim() == 2 else None
+    torch.ops.lowbit_native.quantize(
+        x, call.outer_scale, _filled(outs[0]), outs[1], zero_point, _scheme(call.scheme, *x.shape), _stochastic(call),
+        _rng(call, x.shape[1]),
+    )  # fmt: skip
+
+
+def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
+    x = _matrix(call.x)
+    torch.ops.lowbit_native.quantize_static(
+        x, call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
+        _scheme(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
+    )  # fmt: skip
+
+
+def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
+    y = _filled(outs[0])
+    torch.ops.lowbit_native.dequantize(
+        _filled(call.codes.contiguous()), call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, y,
+        _scheme(call.scheme, *y.shape),
+    )  # fmt: skip
+
+
+def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
+    x = _matrix(call.x)
+    torch.ops.lowbit_native.fake_quantize(
+        x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
+        _scheme(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
+    )  # fmt: skip
+
+
+#: The ``run`` function of each op that native code serves, for rows of the registry.
+RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
+    "encode": _encode,
+    "decode": _decode,
+    "pack": _pack,
+    "unpack": _unpack,
+    "outer_scale": _outer_scale,
+    "quantize": _quantize,
+    "quantize_static": _quantize_static,
+    "dequantize": _dequantize,
+    "fake_quantize": _fake_quantize,
+}
