@@ -14,6 +14,7 @@ from lowbit.nn.convert import quantize_
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Recipe, recipe
 from lowbit.scaling import Scheme, scheme
+from lowbit.serialize import load_model, save_model
 
 __all__ = [
     "FORMATS",
@@ -30,11 +31,13 @@ __all__ = [
     "fake_quantize",
     "float_format",
     "impls",
+    "load_model",
     "nn",
     "pack",
     "quantize",
     "quantize_",
     "recipe",
+    "save_model",
     "scaled_mm",
     "scheme",
     "train",
