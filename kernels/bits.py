@@ -50,19 +50,17 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
     EMIN: tl.constexpr = 1 - FMT[4]
     MAX: tl.constexpr = FMT[6]
     NAN: tl.constexpr = FMT[8]
-    field = magnitude >> 23
-    exponent = tl.maximum(field, 1) - 127
-    significand = tl.where(field > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude)
-    shift = 23 - MANTISSA + tl.maximum(EMIN - exponent, 0)
-    if STOCHASTIC:
-        whole = tl.minimum(shift, 24)
-        n = significand >> whole
-        fraction = (significand - (n << whole)) >> (tl.minimum(shift, 40) - 16)
-        n += (fraction + random) >> 16
+    if STOCHASTIC or EMIN - MANTISSA > 104:
+        code = _round_any(magnitude, random, EMIN, MANTISSA, STOCHASTIC)
     else:
-        whole = tl.minimum(shift, 25)
-        n = (significand + ((1 << (whole - 1)) - 1) + ((significand >> whole) & 1)) >> whole
-    code = ((tl.maximum(exponent, EMIN) - EMIN) << MANTISSA) + n
+        # Normal numbers: round the fp32 pattern, then move its exponent. Subnormals: adding the power of two whose
+        # unit is the format's least step leaves the code, rounded to nearest even, in the mantissa.
+        DROP: tl.constexpr = 23 - MANTISSA
+        normal = (magnitude + ((1 << (DROP - 1)) - 1) + ((magnitude >> DROP) & 1)) >> DROP
+        UNIT: tl.constexpr = (EMIN - MANTISSA + 150) << 23
+        small = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (EMIN - MANTISSA + 23)
+        small = small.to(tl.int32, bitcast=True) - UNIT
+        code = tl.where(magnitude < (EMIN + 127) << 23, small, normal - ((EMIN + 126) << MANTISSA))
     if SATURATE:
         code = tl.minimum(code, MAX)
     elif FMT[7] >= 0:
@@ -76,6 +74,24 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
         return tl.where(nan, NAN, code) | (sign << (BITS - 1))
     else:
         return tl.where(nan, MAX, code | (sign << (BITS - 1)))
+
+
+@triton.jit
+def _round_any(magnitude, random, EMIN: tl.constexpr, MANTISSA: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes on a float format's grid with unbounded exponent, the general way: see docs/numerics.md section 7."""
+    field = magnitude >> 23
+    exponent = tl.maximum(field, 1) - 127
+    significand = tl.where(field > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude)
+    shift = 23 - MANTISSA + tl.maximum(EMIN - exponent, 0)
+    if STOCHASTIC:
+        whole = tl.minimum(shift, 24)
+        n = significand >> whole
+        fraction = (significand - (n << whole)) >> (tl.minimum(shift, 40) - 16)
+        n += (fraction + random) >> 16
+    else:
+        whole = tl.minimum(shift, 25)
+        n = (significand + ((1 << (whole - 1)) - 1) + ((significand >> whole) & 1)) >> whole
+    return ((tl.maximum(exponent, EMIN) - EMIN) << MANTISSA) + n
 
 
 @triton.jit
@@ -124,10 +140,14 @@ def decode(code, zero_point, FMT: tl.constexpr):
     BIAS: tl.constexpr = FMT[4]
     if FMT[0] == 0:
         magnitude = code & ((1 << (BITS - 1)) - 1)
-        # The least subnormal, 2**(1 - bias - mantissa), is a normal fp32 number: the product is exact.
-        STEP: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
-        small = (magnitude.to(tl.float32) * STEP).to(tl.int32, bitcast=True)
-        bits = tl.where(magnitude >> MANTISSA == 0, small, (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23))
+        if BIAS >= 0:
+            # The code's fields in fp32's place have the wrong bias only; a subnormal code is a subnormal pattern.
+            pattern = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True)
+            bits = (pattern * 2.0 ** (127 - BIAS)).to(tl.int32, bitcast=True)
+        else:
+            small = (magnitude.to(tl.float32) * 2.0 ** (1 - BIAS - MANTISSA)).to(tl.int32, bitcast=True)
+            normal = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
+            bits = tl.where(magnitude >> MANTISSA == 0, small, normal)
         if FMT[8] >= 0:
             bits = tl.where(magnitude > FMT[6], 0x7FC00000, bits)
         if FMT[7] >= 0:

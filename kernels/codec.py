@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 
 from lowbit.kernels import bits, quantize, rng, tiles
+from lowbit.kernels.spec import GENERAL
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def encode(
     x_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
-    seed: "i64", step: "i64", stream: "i64", offset: "i64", pitch: "i64",
+    seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -23,14 +24,14 @@ def encode(
     sign, magnitude = quantize.load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     random = 0
     if ROUNDING == 1:
-        random = rng.each(row, col, seed, step, stream, offset, pitch)
+        random = rng.each(row, col, seed, step, stream_id, offset, pitch)
     elif ROUNDING == 2:
-        random = rng.eights(row, pid_c * C, seed, step, stream, offset, pitch, R, C)
+        random = rng.eights(row, pid_c * C, seed, step, stream_id, offset, pitch, R, C)
     code = bits.encode(sign, magnitude, random, 0, FMT, SATURATE, ROUNDING != 0)
     tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c, out_pitch, 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def decode(
     codes_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
     FMT: tl.constexpr, DTYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -45,7 +46,7 @@ def decode(
     tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def pack(
     codes_ptr, stride_r, stride_c, out_ptr, out_bytes, rows, cols, tiles_c,
     BITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -71,7 +72,7 @@ def pack(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def unpack(
     packed_ptr, stride_r, stride_c, packed_bytes, out_ptr, rows, cols, tiles_c,
     BITS: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,

@@ -62,7 +62,7 @@ class Rounding:
 
     def __init__(self, stochastic: bool, seed: int, step: int, stream: int, offset: int, pitch: int):
         self.stochastic = stochastic
-        self.arguments = {"seed": seed, "step": step, "stream": stream, "offset": offset, "pitch": pitch}
+        self.arguments = {"seed": seed, "step": step, "stream_id": stream, "offset": offset, "pitch": pitch}
 
     def mode(self, tiles: Tiling) -> int:
         """``ROUNDING`` in kernels."""

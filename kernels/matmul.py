@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from lowbit.kernels import bits, scales, tiles
+from lowbit.kernels.spec import GENERAL
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def row_scale(ptr, outer_ptr, row, row_ok, block, SCALE: tl.constexpr):
     return scales.widen(tl.load(ptr + row // block, row_ok, 0), outer, SCALE).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def scaled_mm(
     a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_outer_ptr, b_scale_ptr, b_outer_ptr, bias_ptr, out_ptr,

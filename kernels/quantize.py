@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from lowbit.kernels import bits, rng, scales, tiles
+from lowbit.kernels.spec import GENERAL
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def load_input(ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, DTYPE: tl.co
     return bits.split(tl.load(ptr + at, row_ok[:, None] & col_ok[None, :], 0), DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def reduce_extremes(
     x_ptr, stride_r, stride_c, high_ptr, low_ptr,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
@@ -48,7 +49,7 @@ def finish_outer(high_ptr, out_ptr, DIVISOR: tl.constexpr):
     tl.store(out_ptr, tl.where(amax == 0, 0x3F800000, tl.maximum(scale, 0x00800000)).to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def finish_scales(
     high_ptr, low_ptr, outer_ptr, scale_ptr, zero_ptr, count,
     FMT: tl.constexpr, SCALE: tl.constexpr, SIZE: tl.constexpr,
@@ -69,11 +70,11 @@ def finish_scales(
         tl.store(zero_ptr + at, zero_point.to(zero_ptr.dtype.element_ty), ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def quantize(
     x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, outer_ptr, out_ptr, out_pitch, out_bytes,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
-    seed: "i64", step: "i64", stream: "i64", offset: "i64", pitch: "i64",
+    seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
     OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr,
@@ -111,10 +112,10 @@ def quantize(
     sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
     random = 0
     if ROUNDING == 1:
-        random = rng.each(row, col, seed, step, stream, offset, pitch)
+        random = rng.each(row, col, seed, step, stream_id, offset, pitch)
     elif ROUNDING == 2:
         C: tl.constexpr = TILE[3] * TILE[4]
-        random = rng.eights(row, pid_c * C, seed, step, stream, offset, pitch, TILE[0] * TILE[1], C)
+        random = rng.eights(row, pid_c * C, seed, step, stream_id, offset, pitch, TILE[0] * TILE[1], C)
     code = bits.encode(sign, magnitude, random, zero_point, FMT, True, ROUNDING != 0)
     if DYNAMIC and not FAKE:
         # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
@@ -140,7 +141,7 @@ def canonical(zero_point, FMT: tl.constexpr):
         return FMT[6]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GENERAL)
 def dequantize(
     codes_ptr, stride_r, stride_c, codes_bytes, scale_ptr, zero_ptr, outer_ptr, out_ptr, out_pitch,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,

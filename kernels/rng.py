@@ -11,19 +11,19 @@ import triton.language as tl
 
 
 @triton.jit
-def each(rows, cols, seed, step, stream, offset, pitch):
+def each(rows, cols, seed, step, stream_id, offset, pitch):
     """Random bits for any rows [R] and cols [C]: int32 [R, C], one Philox block an element."""
     index = (offset.to(tl.int64) + rows.to(tl.int64) * pitch.to(tl.int64))[:, None] + cols.to(tl.int64)[None, :]
     index = index.to(tl.uint64)
     low, high = _words(index >> 3)
-    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), low, high, step.to(tl.uint32), stream.to(tl.uint32))
+    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), low, high, step.to(tl.uint32), stream_id.to(tl.uint32))
     lane = (index & 7).to(tl.int32)
     word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
     return ((word >> ((lane & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def eights(rows, first, seed, step, stream, offset, pitch, R: tl.constexpr, C: tl.constexpr):
+def eights(rows, first, seed, step, stream_id, offset, pitch, R: tl.constexpr, C: tl.constexpr):
     """The same for cols ``first .. first + C``, one Philox block for eight elements.
 
     ``first``, ``offset``, ``pitch`` and ``C`` must be multiples of 8.
@@ -33,7 +33,7 @@ def eights(rows, first, seed, step, stream, offset, pitch, R: tl.constexpr, C: t
     row = rows.to(tl.uint64) * (pitch.to(tl.int64).to(tl.uint64) >> 3)
     # The index wraps at 2**64, and so its eighth at 2**61.
     low, high = _words(((start + row)[:, None] + along.to(tl.uint64)[None, :]) & 0x1FFFFFFFFFFFFFFF)
-    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), low, high, step.to(tl.uint32), stream.to(tl.uint32))
+    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), low, high, step.to(tl.uint32), stream_id.to(tl.uint32))
     # [R, C/8, 2, 2]: the last two axes count words 0..3; a third, innermost axis splits a word into halves.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(words & 0xFFFF, words >> 16)

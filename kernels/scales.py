@@ -1,7 +1,7 @@
 """Device functions: a block's extremes to its stored scale, and stored scales to fp32.
 
 Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, ceil, affine, outer, divisor,
-floor_log2(divisor), mantissa bits of divisor, outer divisor, E4M3's FMT)``.
+floor_log2(divisor), mantissa bits of divisor, outer divisor)``.
 
 Source: docs/numerics.md section 5.
 """
@@ -9,7 +9,13 @@ Source: docs/numerics.md section 5.
 import triton
 import triton.language as tl
 
+from lowbit.formats import find
 from lowbit.kernels import bits
+from lowbit.kernels.spec import format_spec
+from lowbit.scaling import SCALE_FORMATS
+
+#: FMT of the float format that block scales below an outer scale are stored in.
+INNER = tl.constexpr(format_spec(find(next(row.name for row in SCALE_FORMATS.values() if row.id == 4))))
 
 
 @triton.jit
@@ -81,8 +87,8 @@ def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
 @triton.jit
 def _make_e4m3(extent, damaged, outer, SCALE: tl.constexpr):
     wanted = tl.div_rn(tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]), outer).to(tl.int32, bitcast=True)
-    code = bits.encode_float(tl.zeros_like(wanted), wanted, 0, SCALE[8], True, False)
-    block = bits.decode(code, 0, SCALE[8]).to(tl.float32, bitcast=True)
+    code = bits.encode_float(tl.zeros_like(wanted), wanted, 0, INNER, True, False)
+    block = bits.decode(code, 0, INNER).to(tl.float32, bitcast=True)
     scale = (block * outer).to(tl.int32, bitcast=True)
     return tl.where(damaged, 0x7F, code), tl.where(damaged, 0x7FC00000, scale)
 
@@ -94,7 +100,7 @@ def widen(raw, outer, SCALE: tl.constexpr):
         code = raw.to(tl.int32)
         return tl.where(code == 255, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
     elif SCALE[0] == 4:
-        block = bits.decode(raw.to(tl.int32), 0, SCALE[8])
+        block = bits.decode(raw.to(tl.int32), 0, INNER)
         product = (block.to(tl.float32, bitcast=True) * outer).to(tl.int32, bitcast=True)
         nan = (product & 0x7FFFFFFF) > 0x7F800000
         return tl.where(nan, 0x7FC00000 | ((block >> 31) << 31), product)

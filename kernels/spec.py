@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from lowbit.formats import Format, find, fp32_bits, fp32_value
+from lowbit.formats import Format, fp32_bits, fp32_value
 from lowbit.scaling import Scheme
 
 #: torch dtypes of inputs and outputs by the number that kernels know them by.
@@ -27,13 +27,19 @@ class Target(NamedTuple):
     usual: int
 
 
+#: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
+GENERAL = (
+    "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count",
+    "seed", "step", "stream_id", "offset", "pitch",
+)  # fmt: skip
+
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)
 
 #: Columns that a tile spans at least where the tensor has them: fewer leave parts of memory sectors unused.
 SECTOR = 32
 
 
-@lru_cache(maxsize=None)
+@cache
 def format_spec(format: Format) -> tuple[Any, ...]:
     """``Format.params()``, then the code nearest zero, thresholds and values of a codebook: ``FMT`` in kernels."""
     cuts = tuple(fp32_value(bits) for bits in format.thresholds)
@@ -41,16 +47,14 @@ def format_spec(format: Format) -> tuple[Any, ...]:
     return (*format.params(), format.zero_code, cuts, values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
     """``SCALE`` in kernels; see ``scales``."""
     divisor = fp32_value(fp32_bits(scheme.amax_divisor))
-    name = scheme.scale_format.name
     return (
         scheme.scale_format.id, int(scheme.ceil), int(scheme.affine), int(scheme.outer),
         divisor, math.frexp(divisor)[1] - 1, fp32_bits(divisor) & 0x7FFFFF,
         fp32_value(fp32_bits(scheme.outer_divisor)) if scheme.outer else 1.0,
-        format_spec(find(name)) if name == "fp8_e4m3" else (),
     )  # fmt: skip
 
 
@@ -106,7 +110,7 @@ class Tiling(NamedTuple):
 
     def packs(self, bits: int) -> bool:
         """Whether a tile's rows of codes are whole bytes that no other tile shares."""
-        return bits == 8 or (bits in (4, 6) and self.cols.exact and self.cols.span % (16 // bits) == 0)
+        return bits == 8 or (bits in (4, 6) and self.cols.exact and self.cols.span * bits % 8 == 0)
 
     def eights(self, offset: int, pitch: int) -> bool:
         """Whether the tile's rows start at multiples of eight elements of the whole tensor."""

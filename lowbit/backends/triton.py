@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,7 +29,7 @@ _LONGEST = 2**31 - 2**18
 _DEEPEST = (2**31 - 1) // (128 * 128)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _launch() -> Any:
     from lowbit.kernels import launch
 

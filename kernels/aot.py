@@ -1,0 +1,213 @@
+"""Compile every kernel for every architecture without a GPU, and check what came out.
+
+    python -m lowbit.kernels.aot                      # every kernel on sm_90, some on every architecture: a minute
+    python -m lowbit.kernels.aot --full --arch 80 90  # every case, on these
+
+The interpreter cannot see how a GPU divides, flushes or contracts; the PTX shows it. Codecs must divide with
+``div.rn``, keep subnormals, and contract nothing; products of matrices must run on tensor cores.
+
+Source: docs/numerics.md section 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+
+from lowbit import formats, scaling
+from lowbit.kernels import launch
+from lowbit.kernels.spec import INTERPRETED, Launch
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+
+#: One scheme for each path through the kernels: kinds of format, scale formats, block shapes, levels, packing.
+SCHEMES = (
+    "fp8_e4m3:row", "int8:row", "mxfp4", "nvfp4", "nf4", "uint4:group128:affine", "fp8_e4m3:tensor",
+    "fp8_e5m2:block128x128", "mxfp6:ceil", "int8:col", "mxfp8:T", "nf4:dq", "fp8_e4m3:row:bf16", "int8:group32:fp16",
+    "uint8:tensor:affine", "int4:group32:affine:e8m0:ceil", "e2m1b3:group7", "e3m3n:block4x8",
+)  # fmt: skip
+FORMATS = (
+    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "uint8", "int4", "uint4", "nf4",
+    "e2m1b3", "e3m3n",
+)  # fmt: skip
+PRODUCTS = (
+    ("int8:row", "int8:row"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e5m2:tensor", "fp8_e4m3:tensor"),
+    ("int8:row", "int4:row:bf16"), ("fp8_e4m3:row", "fp4_e2m1:row"),
+)  # fmt: skip
+
+#: What PTX may not hold: division and functions that are not correctly rounded, flushed subnormals, contraction.
+FORBIDDEN = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?((?:div\.(?:approx|full)|rcp|ex2|lg2|fma|mad\.\w*f\d+)\S*|\S*\.ftz\S*)", re.MULTILINE
+)
+
+#: The matrix instruction that each architecture should use, in PTX.
+MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mma\.sync")}
+
+
+class Case(NamedTuple):
+    """A named group of launches: one call of the host side."""
+
+    name: str
+    launches: list[Launch]
+    fast: bool
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _rounding(stochastic: bool) -> launch.Rounding:
+    return launch.Rounding(stochastic, 7, 3, 9, 0, 4096)
+
+
+def _codec_cases() -> Iterator[Case]:
+    x, codes = _meta(64, 4096, dtype=torch.float32), _meta(64, 4096)
+    for index, name in enumerate(FORMATS):
+        format = formats.find(name)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
+        yield Case(f"encode {name}", launch.encode(x.to(dtype), codes, format, True, _rounding(False)), index < 6)
+        yield Case(f"decode {name}", launch.decode(codes, _meta(64, 4096, dtype=dtype), format), index < 6)
+        if format.kind != "codebook":
+            made = launch.encode(x.t().to(dtype).t(), codes, format, False, _rounding(True))
+            yield Case(f"encode {name} stochastic", made, index in (1, 5))
+    yield Case("decode e8m0", launch.decode(codes, x, formats.find("e8m0")), True)
+    for bits in (3, 4, 6):
+        packed = _meta(64, 4096 * bits // 8)
+        yield Case(f"pack {bits}", launch.pack(codes, packed, bits), bits != 3)
+        yield Case(f"unpack {bits}", launch.unpack(packed, codes, bits), bits != 3)
+
+
+def _scheme_cases() -> Iterator[Case]:
+    for index, name in enumerate(SCHEMES):
+        scheme = scaling.scheme(name)
+        rows, cols = 2048, 4096
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[(index + 1) % 3]
+        x, y = _meta(rows, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
+        packed = _meta(rows, scheme.packed_cols(cols))
+        scale = _meta(*scheme.scale_shape(rows, cols), dtype=getattr(torch, scheme.scale_format.dtype))
+        zero = _meta(*scale.shape, dtype=torch.int8 if scheme.format.signed else torch.uint8) if scheme.affine else None
+        outer = _meta(1, 1, dtype=torch.float32) if scheme.outer else None
+        near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
+        fast = index < 9
+        yield Case(f"quantize {name}", launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, near), fast)
+        yield Case(f"dequantize {name}", launch.dequantize(packed, scheme, scale, zero, outer, y), fast)
+        made = launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, some)
+        yield Case(f"quantize {name} stochastic", made, index in (0, 2))
+        made = launch.quantize_static(x, scheme, scale, zero, outer, packed, near)
+        yield Case(f"quantize_static {name}", made, index in (1, 3))
+        made = launch.quantize_dynamic(x, scheme, outer, y, None, None, near, fake=True)
+        yield Case(f"fake_quantize {name}", made, index in (1, 5))
+        if outer is not None:
+            yield Case(f"outer_scale {name}", launch.outer_scale(x, outer, scheme), fast)
+
+
+def _product_cases() -> Iterator[Case]:
+    for index, pair in enumerate(PRODUCTS):
+        arguments: list[Any] = []
+        for text in pair:
+            scheme = scaling.scheme(text)
+            scale = _meta(*scheme.scale_shape(512, 4096), dtype=getattr(torch, scheme.scale_format.dtype))
+            arguments += [_meta(512, scheme.packed_cols(4096)), scheme, scale, None]
+        bias, out = _meta(512, dtype=torch.bfloat16), _meta(512, 512, dtype=torch.bfloat16)
+        yield Case(f"scaled_mm {pair[0]} x {pair[1]}", launch.scaled_mm(*arguments, bias, out, 4096), index < 2)
+
+
+def cases() -> list[Case]:
+    """Every case: kernels x representative formats, schemes and options."""
+    return [*_codec_cases(), *_scheme_cases(), *_product_cases()]
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+_TYPES = {
+    torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+}  # fmt: skip
+
+
+def compile_launch(one: Launch, architecture: int) -> str:
+    """The PTX of a launch, specialised to its arguments as a launch on a GPU would be (and assembled for the GPU)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(one.kernel.params):
+        value = one.arguments[param.name]
+        tensor = isinstance(value, torch.Tensor)
+        if param.is_constexpr or value is None or (not tensor and value == 1 and not param.do_not_specialize):
+            signature[param.name], constants[param.name] = "constexpr", value
+            continue
+        wide = param.annotation_type or ("i32" if not tensor and abs(value) < 1 << 31 else "i64")
+        signature[param.name] = f"*{_TYPES[value.dtype]}" if tensor else wide
+        if tensor or (value % 16 == 0 and not param.do_not_specialize):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(one.kernel, signature, constants, attributes)
+    options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}
+    return str(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"])
+
+
+def faults(name: str, ptx: str, architecture: int) -> list[str]:
+    """What the PTX of a kernel holds that it may not, or lacks."""
+    found = [f"holds {text}" for text in sorted(set(FORBIDDEN.findall(ptx)))]
+    if name == "scaled_mm" and not MATRIX.get(architecture, re.compile(r"mma\.sync")).search(ptx):
+        found.append("runs on no tensor core")
+    return found
+
+
+def _compile_case(job: tuple[int, int]) -> tuple[str, list[str]]:
+    index, architecture = job
+    case = cases()[index]
+    found = []
+    for one in case.launches:
+        kernel = one.kernel.__name__
+        try:
+            ptx = compile_launch(one, architecture)
+        except Exception as error:  # whatever the compiler raises is a finding about this kernel
+            found.append(f"{kernel} does not compile: {error}")
+        else:
+            found += [f"{kernel} {fault}" for fault in faults(kernel, ptx, architecture)]
+    return case.launches[0].kernel.__name__, found
+
+
+def jobs(full: bool, architectures: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Pairs of case and architecture. Fast: some cases on one architecture, each kernel once on the others."""
+    listed = cases()
+    if full:
+        return [(index, arch) for arch in architectures for index in range(len(listed))]
+    first = 90 if 90 in architectures else architectures[0]
+    chosen = [(index, first) for index, case in enumerate(listed) if case.fast]
+    each = {case.launches[0].kernel.__name__: index for index, case in reversed(list(enumerate(listed)))}
+    return chosen + [(index, arch) for arch in architectures if arch != first for index in each.values()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m lowbit.kernels.aot", description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="compute capabilities, as 90")
+    parser.add_argument("--full", action="store_true", help="every case on every architecture (several minutes)")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    options = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
+    listed, work = cases(), jobs(options.full, tuple(options.arch))
+    start, counts, broken = time.perf_counter(), Counter[int](), 0
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        for (index, arch), (_, found) in zip(work, pool.map(_compile_case, work), strict=True):
+            counts[arch] += len(listed[index].launches)
+            broken += bool(found)
+            for fault in found:
+                print(f"sm_{arch} {listed[index].name}: {fault}", file=sys.stderr)
+    compiled = ", ".join(f"sm_{arch} {count}" for arch, count in sorted(counts.items()))
+    print(f"kernels compiled: {compiled}; cases at fault: {broken}; {time.perf_counter() - start:.0f} s")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
