@@ -7,7 +7,7 @@ from importlib import import_module
 from lowbit.backends import dispatch, registry
 
 #: Modules of this package, each a backend.
-BACKENDS = ("reference", "triton")
+BACKENDS = ("reference", "cpu", "triton")
 
 
 def _load() -> None:
