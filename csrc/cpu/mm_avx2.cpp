@@ -104,6 +104,7 @@ constexpr Kernels kTable = {
     false,
     unpack,
     decode_f32,
+    scale_blocks_any,
     nullptr,
     decode_bytes_any,
     decode_s16_any,
@@ -112,6 +113,7 @@ constexpr Kernels kTable = {
     transpose,
     run_tile<DotF32, DotS16>,
     run_dots<DotF32, DotS16>,
+    nullptr,
     finish_any,
 };
 

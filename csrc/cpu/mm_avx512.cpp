@@ -169,6 +169,51 @@ void transpose(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t de
     }
 }
 
+template <int kRows>
+void nibble_dots(const Nibbles& t) {
+    const __m512 values = _mm512_load_ps(t.table->f32);
+    __m512 even[kRows], odd[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
+    int64_t index = 0;
+    for (int64_t k = 0, end = t.first; k < t.count; end += t.block, ++index) {
+        const __m512 zero = _mm512_set1_ps(t.zeros == nullptr ? 0.0f : t.zeros[index]);
+        const __m512 scale = _mm512_set1_ps(t.scales == nullptr ? 1.0f : t.scales[index]);
+        const __m512 table = _mm512_mul_ps(_mm512_sub_ps(values, zero), scale);
+        for (; k < end && k < t.count; k += 32) {
+            const auto mask = static_cast<__mmask16>(first((t.count - k + 1) / 2));
+            const __m512i codes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, t.packed + k / 2));
+            __m512 low = _mm512_permutexvar_ps(codes, table);
+            __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table);
+            if (t.count - k < 32) {  // no product with what lies past the end: it might be NaN times 0
+                low = _mm512_maskz_mov_ps(mask, low);
+                high = _mm512_maskz_mov_ps(static_cast<__mmask16>(first((t.count - k) / 2)), high);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                const float* a = t.a + r * kDotStride + k;
+                even[r] = _mm512_fmadd_ps(_mm512_loadu_ps(a), low, even[r]);
+                odd[r] = _mm512_fmadd_ps(_mm512_loadu_ps(a + 16), high, odd[r]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) t.c[r * t.c_stride] += _mm512_reduce_add_ps(_mm512_add_ps(even[r], odd[r]));
+}
+
+void nibbles(int rows, const Nibbles& t) {
+    switch (rows) {
+        case 1:
+            return nibble_dots<1>(t);
+        case 2:
+            return nibble_dots<2>(t);
+        case 3:
+            return nibble_dots<3>(t);
+        default:
+            return nibble_dots<4>(t);
+    }
+}
+
 constexpr Kernels kTable = {
     "avx512",
     kNr,
@@ -177,6 +222,7 @@ constexpr Kernels kTable = {
     false,
     unpack,
     decode_f32,
+    scale_blocks_any,
     decode_bf16,
     decode_bytes_any,
     decode_s16_any,
@@ -185,6 +231,7 @@ constexpr Kernels kTable = {
     transpose,
     run_tile<DotF32, DotS16>,
     run_dots<DotF32, DotS16>,
+    nibbles,
     finish_any,
 };
 

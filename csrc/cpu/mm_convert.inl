@@ -64,6 +64,13 @@ inline float f16_value(uint16_t half) {
     for (int64_t i = 0; i < n; ++i) out[i] = (t.f32[codes[i]] - zero) * scale;
 }
 
+void scale_blocks_any(float* values, int64_t count, int64_t first, int64_t block, const float* scales) {
+    for (int64_t begin = 0, end = first; begin < count; begin = end, end += block, ++scales) {
+        if (end > count) end = count;
+        for (int64_t i = begin; i < end; ++i) values[i] *= *scales;
+    }
+}
+
 void decode_bytes_any(const uint8_t* codes, uint8_t* out, int64_t n, uint8_t flip, uint8_t shift) {
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>((codes[i] ^ flip) + shift);
 }

@@ -64,6 +64,8 @@ struct Scratch {
     Sums a_sums, b_sums;
     float *col_scale, *bias;  // [tile_cols], for the epilogue
     uint8_t* raw;
+    float *levels, *zeros;  // [kMaxBlocks]: scales and zero points of one row
+    float* pairs;           // [kDotRows, kDotStride]: a, even elements before odd ones
     int64_t c_stride;
 
     size_t place(const Plan& plan, int nr, uint8_t* base) {
@@ -81,6 +83,9 @@ struct Scratch {
         take(wide, plan.wide ? rows * c_stride : 0);
         take(segments, segs);
         take(raw, kRawBytes);
+        take(levels, kMaxBlocks);
+        take(zeros, plan.nibbles ? kMaxBlocks : 0);
+        take(pairs, plan.nibbles ? kDotRows * kDotStride : 0);
         take(col_scale, plan.tile_cols + nr);
         take(bias, plan.tile_cols + nr);
         a_sums.stride = rows;
@@ -115,7 +120,7 @@ class Task {
         if (s_.a_sums.zero != nullptr) std::memset(s_.a_sums.zero, 0, sums_bytes(s_.a_sums));
         if (s_.a_sums.sum != nullptr) std::memset(s_.a_sums.sum, 0, sums_bytes(s_.a_sums));
         if (s_.a_sums.scale != nullptr) std::memset(s_.a_sums.scale, 0, sums_bytes(s_.a_sums));
-        const Loader a{p_.a, kernels_, plan_, true, s_.raw};
+        const Loader a{p_.a, kernels_, plan_, true, s_.raw, s_.levels};
         int64_t terms = 0;
         for (int64_t k = 0; k < p_.depth;) {
             const int count = cut_chunk(plan_, k, p_.depth, s_.segments);
@@ -125,7 +130,11 @@ class Task {
                 terms = 0;
             }
             a.load(row0_, rows_, s_.segments, count, s_.a, s_.a_sums);
-            for (int64_t col = 0; col < cols_; col += kernels_.nr) multiply_panel(col, count);
+            if (plan_.nibbles) {
+                multiply_nibbles(k, next);
+            } else {
+                for (int64_t col = 0; col < cols_; col += kernels_.nr) multiply_panel(col, count);
+            }
             terms += next - k;
             k = next;
         }
@@ -144,7 +153,7 @@ class Task {
         bool any_zero = false;
         Sums sums = s_.b_sums;
         sums.any_zero = &any_zero;
-        const Loader b{p_.b, kernels_, plan_, false, s_.raw};
+        const Loader b{p_.b, kernels_, plan_, false, s_.raw, s_.levels};
         if (plan_.dots) return multiply_dots(b, sums, col, valid, num_segments);
         b.load(col0_ + col, valid, s_.segments, num_segments, s_.b_rows, sums);
         for (int64_t r = valid; r < kernels_.nr; ++r) {
@@ -174,6 +183,37 @@ class Task {
                 tile.b = s_.b_rows + s_.segments[i].dword;
                 kernels_.dots(plan_.kind, plan_.scaled, plan_.rows, tile);
             }
+        }
+    }
+
+    // Few rows of fp32 against packed 4-bit codes.
+    void multiply_nibbles(int64_t begin, int64_t end) {
+        const auto* a = reinterpret_cast<const float*>(s_.a);
+        const int64_t count = end - begin;
+        for (int64_t r = 0; r < rows_; ++r) {
+            for (int64_t k = 0; k < count; k += 32) {
+                for (int64_t i = 0; i < 32; ++i) {
+                    s_.pairs[r * kDotStride + k + i / 2 + i % 2 * 16] =
+                        k + i < count ? a[r * plan_.stride + k + i] : 0.0f;
+                }
+            }
+        }
+        const Operand& b = p_.b;
+        Nibbles t;
+        t.table = b.table;
+        t.a = s_.pairs;
+        t.count = count;
+        t.block = b.block_cols;
+        t.first = b.block_cols - begin % b.block_cols;
+        t.scales = plan_.b_folded ? s_.levels : nullptr;
+        t.zeros = b.zero_point == nullptr ? nullptr : s_.zeros;
+        t.c_stride = s_.c_stride;
+        for (int64_t n = 0; n < cols_; ++n) {
+            if (t.scales != nullptr) row_scales(b, col0_ + n, begin, end, s_.levels);
+            if (t.zeros != nullptr) row_zeros(b, col0_ + n, begin, end, s_.zeros);
+            t.packed = static_cast<const uint8_t*>(b.data) + (col0_ + n) * b.row_stride + begin / 2;
+            t.c = reinterpret_cast<float*>(s_.c) + n;
+            kernels_.nibbles(plan_.rows, t);
         }
     }
 

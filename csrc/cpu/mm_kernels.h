@@ -61,6 +61,21 @@ struct Row {
     int64_t cols = 0;
 };
 
+// Dot products of up to kDotRows rows of fp32 with one row of packed 4-bit codes, which are decoded in registers:
+// c[r] += sum over blocks of a[r, k] * fp32((value(code[k]) - zero) * scale).
+struct Nibbles {
+    const Table* table = nullptr;
+    const uint8_t* packed = nullptr;
+    const float* a = nullptr;       // [rows, kDotStride]; in every 32 elements the 16 even ones, then the odd ones
+    int64_t count = 0;              // elements; a is zero up to the next multiple of 32
+    int64_t first = 0;              // elements of the first block
+    int64_t block = 0;              // elements of the others; both multiples of 32, or at least `count`
+    const float* scales = nullptr;  // one a block; null: 1
+    const float* zeros = nullptr;   // one a block; null: 0
+    float* c = nullptr;
+    int64_t c_stride = 0;
+};
+
 struct Kernels {
     const char* name;
     int nr;         // columns of a tile
@@ -71,6 +86,8 @@ struct Kernels {
     void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits);
     // fp32((value - zero) * scale).
     void (*decode_f32)(const Table& table, const uint8_t* codes, float* out, int64_t count, float zero, float scale);
+    // values[i] *= scales[block of i], blocks of `block` elements, the first of them `first` long.
+    void (*scale_blocks)(float* values, int64_t count, int64_t first, int64_t block, const float* scales);
     // The bf16 of value - zero; exact. Null without Kind::bf16.
     void (*decode_bf16)(const Table& table, const uint8_t* codes, uint16_t* out, int64_t count, int zero);
     // (code ^ flip) + shift, modulo 256.
@@ -83,6 +100,7 @@ struct Kernels {
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth);
     void (*tile)(Kind kind, bool scaled, int rows, const Tile& tile);
     void (*dots)(Kind kind, bool scaled, int rows, const Tile& tile);
+    void (*nibbles)(int rows, const Nibbles& t);  // null: there is none
     void (*finish)(const Row& row);
 };
 

@@ -60,6 +60,21 @@ float scale_at(const Operand& x, int64_t row, int64_t k) {
     return x.outer == nullptr ? scale : scale * *x.outer;
 }
 
+void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
+    const int64_t c = x.block_cols, from = begin / c, to = (end - 1) / c;
+    if (x.scale_format == kScaleFp32 && x.outer == nullptr) {
+        const float* scales = static_cast<const float*>(x.scale) + row / x.block_rows * x.scale_row_stride;
+        for (int64_t i = from; i <= to; ++i) out[i - from] = scales[i * x.scale_col_stride];
+    } else {
+        for (int64_t i = from; i <= to; ++i) out[i - from] = scale_at(x, row, i * c);
+    }
+}
+
+void row_zeros(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
+    const int64_t c = x.block_cols, from = begin / c, to = (end - 1) / c;
+    for (int64_t i = from; i <= to; ++i) out[i - from] = static_cast<float>(zero_at(x, row, i * c));
+}
+
 int zero_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes() || x.zero_point == nullptr) return 0;
     const uint8_t byte = x.zero_point[row / x.block_rows * x.zero_row_stride + k / x.block_cols * x.zero_col_stride];
@@ -89,13 +104,21 @@ const void* Loader::fetch(int64_t row, int64_t begin, int64_t end) const {
 }
 
 void Loader::decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const {
-    const int64_t block = folded() ? operand.block_cols : begin + length;
-    for (int64_t k = begin; k < begin + length;) {
-        const int64_t end = std::min((k / block + 1) * block, begin + length);
-        const float scale = folded() ? scale_at(operand, row, k) : 1.0f;
-        const auto zero = static_cast<float>(zero_at(operand, row, k));
-        kernels.decode_f32(*operand.table, codes + (k - begin), out + (k - begin), end - k, zero, scale);
-        k = end;
+    const Operand& x = operand;
+    if (!folded()) {
+        return kernels.decode_f32(*x.table, codes, out, length, static_cast<float>(zero_at(x, row, begin)), 1.0f);
+    }
+    const int64_t first = x.block_cols - begin % x.block_cols, end = begin + length;
+    row_scales(x, row, begin, end, levels);
+    if (x.zero_point == nullptr) {
+        kernels.decode_f32(*x.table, codes, out, length, 0.0f, 1.0f);
+        return kernels.scale_blocks(out, length, first, x.block_cols, levels);
+    }
+    const float* scale = levels;
+    for (int64_t k = begin, next = begin + first; k < end; k = next, next += x.block_cols, ++scale) {
+        next = std::min(next, end);
+        const auto zero = static_cast<float>(zero_at(x, row, k));
+        kernels.decode_f32(*x.table, codes + (k - begin), out + (k - begin), next - k, zero, *scale);
     }
 }
 
@@ -139,22 +162,46 @@ void Loader::decode(int64_t row, const void* stored, int64_t begin, const Segmen
 
 void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_segments, uint32_t* out,
                   const Sums& sums) const {
-    const int64_t begin = segments[0].begin;
-    const int64_t end = segments[num_segments - 1].begin + segments[num_segments - 1].length;
+    const Segment& last = segments[num_segments - 1];
+    const int64_t begin = segments[0].begin, end = last.begin + last.length;
+    // Without zero points and padding between segments, one pass decodes them all.
+    const bool dense =
+        operand.zero_point == nullptr && last.begin - begin == last.dword * elements_per_dword(plan.kind);
+    const Segment all{begin, end - begin, 0, last.dword + last.dwords};
     for (int64_t r = 0; r < count; ++r, out += plan.stride) {
         const void* stored = fetch(row + r, begin, end);
-        for (int i = 0; i < num_segments; ++i) {
-            const Segment& s = segments[i];
-            decode(row + r, stored, begin, s, out + s.dword);
-            if (sums.scale != nullptr) sums.scale[i * sums.stride + r] = scale_at(operand, row + r, s.begin);
-            if (sums.zero == nullptr) continue;
-            const ByteForm form = byte_form(operand, is_a, zero_at(operand, row + r, s.begin));
-            const auto* bytes = reinterpret_cast<const uint8_t*>(out + s.dword);
-            const int32_t sum = kernels.sum_bytes(bytes, s.length, !is_a);
-            sums.zero[i * sums.stride + r] = form.zero;
-            sums.sum[i * sums.stride + r] = is_a ? sum : sum - static_cast<int32_t>(s.length) * form.zero;
-            if (!is_a && form.zero != 0) *sums.any_zero = true;
+        if (dense) {
+            decode(row + r, stored, begin, all, out);
+        } else {
+            for (int i = 0; i < num_segments; ++i) {
+                decode(row + r, stored, begin, segments[i], out + segments[i].dword);
+            }
         }
+        if (sums.scale != nullptr) scale_segments(row + r, segments, num_segments, sums.scale + r, sums.stride);
+        if (sums.zero != nullptr) sum_segments(row + r, segments, num_segments, out, sums, r);
+    }
+}
+
+void Loader::scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const {
+    int64_t block = -1;
+    float scale = 1.0f;
+    for (int i = 0; i < num_segments; ++i) {
+        const int64_t here = segments[i].begin / operand.block_cols;
+        if (here != block) scale = scale_at(operand, row, segments[i].begin);
+        block = here;
+        out[i * stride] = scale;
+    }
+}
+
+void Loader::sum_segments(int64_t row, const Segment* segments, int num_segments, const uint32_t* data,
+                          const Sums& sums, int64_t at) const {
+    for (int i = 0; i < num_segments; ++i) {
+        const Segment& s = segments[i];
+        const ByteForm form = byte_form(operand, is_a, zero_at(operand, row, s.begin));
+        const int32_t sum = kernels.sum_bytes(reinterpret_cast<const uint8_t*>(data + s.dword), s.length, !is_a);
+        sums.zero[i * sums.stride + at] = form.zero;
+        sums.sum[i * sums.stride + at] = is_a ? sum : sum - static_cast<int32_t>(s.length) * form.zero;
+        if (!is_a && form.zero != 0) *sums.any_zero = true;
     }
 }
 

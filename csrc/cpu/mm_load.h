@@ -8,6 +8,9 @@ namespace lowbit::cpu::mm {
 // Room that a loader needs besides its output: a chunk's codes or strided floats.
 constexpr int64_t kRawBytes = kDotDepth * 16 + 4 * kSlack;
 
+// Blocks of one row within a chunk, at most, and the part that begins before it.
+constexpr int64_t kMaxBlocks = kDotDepth * 4 + 16;
+
 // What a loader leaves for each segment, [segments, stride]; null where the product does not need it.
 struct Sums {
     float* scale = nullptr;
@@ -22,7 +25,8 @@ struct Loader {
     const Kernels& kernels;
     const Plan& plan;
     bool is_a;
-    uint8_t* raw;  // [kRawBytes]
+    uint8_t* raw;   // [kRawBytes]
+    float* levels;  // [kMaxBlocks]: the scales of one row's blocks
 
     bool folded() const { return is_a ? plan.a_folded : plan.b_folded; }
 
@@ -34,8 +38,15 @@ struct Loader {
     const void* fetch(int64_t row, int64_t begin, int64_t end) const;
     void decode(int64_t row, const void* stored, int64_t begin, const Segment& segment, uint32_t* out) const;
     void decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const;
+    void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
+    void sum_segments(int64_t row, const Segment* segments, int num_segments, const uint32_t* data, const Sums& sums,
+                      int64_t at) const;
     void decode_u8s8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
 };
+
+// The scales, or zero points, of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.
+void row_scales(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
+void row_zeros(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
 
 // The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
 float scale_at(const Operand& operand, int64_t row, int64_t k);

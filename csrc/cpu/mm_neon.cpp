@@ -36,6 +36,7 @@ constexpr Kernels kTable = {
     false,
     unpack_any,
     decode_f32_any,
+    scale_blocks_any,
     nullptr,
     decode_bytes_any,
     decode_s16_any,
@@ -44,6 +45,7 @@ constexpr Kernels kTable = {
     transpose_any,
     run_tile<DotF32, DotS16>,
     run_dots<DotF32, DotS16>,
+    nullptr,
     finish_any,
 };
 

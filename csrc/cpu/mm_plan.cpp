@@ -11,6 +11,7 @@ constexpr int64_t kTasksPerThread = 3;
 // Below these lengths, scaling the sums of segments costs more than multiplying scales into fp32 operands.
 constexpr int64_t kMinIntegerSegment = 8;
 constexpr int64_t kMinBf16Segment = 16;
+constexpr int64_t kMinBf16DotSegment = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -22,14 +23,21 @@ bool exact_in_bf16(const Operand& x) { return x.has_codes() ? x.table->exact_bf1
 
 bool integer(const Operand& x) { return x.has_codes() && x.table->integer; }
 
+// Whether Kernels::nibbles serves: 4-bit codes whose scales begin at multiples of what it decodes at a time.
+bool fits_nibbles(const Operand& b, int64_t block, const Kernels& kernels) {
+    return kernels.nibbles != nullptr && b.has_codes() && b.table->bits == 4 && block % 32 == 0;
+}
+
 void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
+    plan.dots = p.a.rows <= kDotRows;
     const int64_t a = block_along_k(p.a, p.depth), b = block_along_k(p.b, p.depth);
     const int64_t shortest = std::min(a > 0 ? a : p.depth, b > 0 ? b : p.depth);
     plan.scaled = a > 0 || b > 0;
+    plan.nibbles = plan.dots && fits_nibbles(p.b, b, kernels) && !(integer(p.a) && integer(p.b));
     if (integer(p.a) && integer(p.b) && (!plan.scaled || shortest >= kMinIntegerSegment)) {
         plan.kind = kernels.integer;
-    } else if (kernels.has_bf16 && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
-               (!plan.scaled || shortest >= kMinBf16Segment)) {
+    } else if (kernels.has_bf16 && exact_in_bf16(p.a) && exact_in_bf16(p.b) && !plan.nibbles &&
+               (!plan.scaled || shortest >= (plan.dots ? kMinBf16DotSegment : kMinBf16Segment))) {
         plan.kind = Kind::bf16;
     } else {
         plan.kind = Kind::f32;
@@ -53,7 +61,6 @@ Plan make_plan(const Problem& p, const Kernels& kernels, int threads) {
     Plan plan{};
     choose_kind(plan, p, kernels);
     const int64_t m = std::max<int64_t>(p.a.rows, 1);
-    plan.dots = m <= kDotRows;
     plan.chunk_dwords = plan.dots ? kDotDepth : kTileDepth;
     plan.stride = plan.dots ? kDotStride : kTileStride;
     plan.row_tiles = ceil_div(m, kTaskRows);
