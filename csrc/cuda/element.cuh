@@ -8,25 +8,13 @@
 
 #include "common/numerics.h"
 #include "cuda/launch.h"
+#include "cuda/start.cuh"
 #include "format_table.h"
 
 namespace lowbit {
 namespace cuda {
 
 constexpr int kThreads = 256;
-
-inline const char* last_error() {
-    const cudaError_t error = cudaGetLastError();
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-// Starts a kernel; nullptr, or what CUDA says against it.
-template <class... Params, class... Args>
-const char* launch(void (*kernel)(Params...), dim3 grid, dim3 threads, size_t shared, cudaStream_t stream,
-                   const Args&... args) {
-    kernel<<<grid, threads, shared, stream>>>(args...);
-    return last_error();
-}
 
 // The entries of a codebook of at most 16, by value in a kernel's parameters.
 struct Codebook {

@@ -1,0 +1,87 @@
+"""The CUDA backend: the kernels of csrc/cuda, built into the native library where nvcc and a CUDA torch are there.
+
+Whether they are there is asked of the library, never of a device: importing lowbit touches no GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit import scaling
+from lowbit.backends import native
+from lowbit.backends.registry import Impl
+from lowbit.ops import matmul
+from lowbit.ops.spec import Numerics
+
+__all__ = ["IMPLS", "supports_mm", "unavailable"]
+
+#: Products of int8 that an int32 holds for certain.
+_DEEPEST = (2**31 - 1) // (128 * 128)
+
+#: Blocks along K end where a step of the bf16 tensor cores ends.
+_STEP = 16
+
+
+def _operand(side: matmul.Side, cols: int) -> list[object]:
+    data = side.data if side.data.shape[1] <= 1 or side.data.stride(1) == 1 else side.data.contiguous()
+    params = [] if side.scheme is None else scaling.scheme(side.scheme).params(data.shape[0], cols)
+    parts = (side.scale, side.zero_point, side.outer_scale)
+    return [data, params, *(None if t is None else t.contiguous() for t in parts)]
+
+
+def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    a, b = (_operand(side, call.cols) for side in matmul.sides(call))
+    bias = None if call.bias is None else call.bias.contiguous()
+    torch.ops.lowbit_native.scaled_mm(*a, *b, bias, outs[0], call.cols)
+
+
+def _refuses(side: matmul.Side, cols: int) -> str | None:
+    """Why the tensor-core kernels cannot take one operand."""
+    if side.scheme is None:
+        if side.data.dtype == torch.bfloat16:
+            return None
+        return f"its tensor cores multiply in bf16, in which {side.name}'s {side.data.dtype} is not exact; convert it first"
+    scheme = scaling.scheme(side.scheme)
+    if scheme.affine:
+        return f"its kernels have no zero points, and {side.name} is {scheme}"
+    if scheme.format.kind == "codebook":
+        return f"{scheme.format} is not exact in bf16, in which its tensor cores multiply"
+    block = scheme.block_of(side.data.shape[0], cols)[1]
+    if block < cols and block % _STEP:
+        return f"its blocks along K must be multiples of {_STEP}, and {scheme} has {block}"
+    return None
+
+
+def supports_mm(call: matmul.ScaledMM) -> str | None:
+    """Why the tensor-core kernels cannot serve the call; the launcher in csrc/cuda/scaled_mm.cu holds the same limits."""
+    left, right = matmul.sides(call)
+    reason = _refuses(left, call.cols) or _refuses(right, call.cols)
+    if reason is not None or call.a_scheme is None or call.b_scheme is None:
+        return reason
+    a, b = scaling.scheme(call.a_scheme), scaling.scheme(call.b_scheme)
+    whole = all(s.block_of(d.shape[0], call.cols)[1] >= call.cols for s, d in ((a, call.a), (b, call.b)))
+    if whole and a.format.kind == b.format.kind == "integer" and call.cols > _DEEPEST:
+        return f"int32 holds at most {_DEEPEST} products of int8, got K = {call.cols}"
+    return None
+
+
+#: Above Triton's: these need no compilation at the first call.
+_PRIORITY = 60
+
+IMPLS = (
+    *(Impl(op, "cuda", ("cuda",), _PRIORITY, run) for op, run in native.RUN.items()),
+    Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, _scaled_mm, supports_mm, Numerics("bf16", "fp32")),
+)
+
+
+def unavailable() -> str | None:
+    """Why this backend is absent, and how to get it; None where it is there."""
+    if torch.version.cuda is None:
+        return "this torch has no CUDA; install a CUDA build of torch, then reinstall lowbit with nvcc on the PATH"
+    error = native.loading_error()
+    if error is not None:
+        return error
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("lowbit_native::quantize", "CUDA"):
+        return "lowbit was built without its CUDA kernels; put nvcc on the PATH, then reinstall lowbit (LOWBIT_CUDA=ON)"
+    return None

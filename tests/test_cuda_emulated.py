@@ -1,0 +1,201 @@
+"""The CUDA kernels as they stand, run on the host by tests/cuda_emulator, against the reference: no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import formats, packing, reference, scaling
+from lowbit.ops import OPS, Numerics, matmul
+from lowbit.ops.codec import Encode
+from lowbit.ops.quantize import Quantize
+from lowbit.ops.samples import element_formats, random_matrix, schemes
+from lowbit.ops.spec import FLOATS, as_rows
+
+from cuda_emulator.library import Emulated, compiler, view
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated(tmp_path_factory.mktemp("cuda_emulator"))
+
+
+def matrix(x: Tensor) -> Tensor:
+    """``[rows, cols]`` with unit column stride, as the wrappers make it."""
+    rows = as_rows(x) if x.dim() else x.reshape(1, 1)
+    return rows if rows.shape[1] <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def rng_of(call: object, cols: int) -> list[int]:
+    pitch = call.pitch  # type: ignore[attr-defined]
+    return [call.seed, call.step, call.stream, call.offset, cols if pitch is None else pitch]  # type: ignore[attr-defined]
+
+
+def reference_rng(call: object) -> reference.Rng | None:
+    if call.rounding == "nearest":  # type: ignore[attr-defined]
+        return None
+    return reference.Rng(call.seed, call.step, call.stream, call.offset, call.pitch)  # type: ignore[attr-defined]
+
+
+def same_bits(actual: Tensor, expected: Tensor, what: object) -> None:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    a, b = (t.contiguous().view(kinds[t.element_size()]) for t in (actual, expected))
+    assert actual.dtype == expected.dtype and torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} differ"
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.full(shape, 0x5A, dtype=torch.uint8).repeat_interleave(dtype.itemsize, -1).view(dtype)
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+def encode(cuda: Emulated, call: Encode) -> Tensor:
+    x, format = matrix(call.x), formats.find(call.format)
+    out = poison(*x.shape)
+    stochastic = int(call.rounding == "stochastic")
+    cuda("encode", view(x), view(out), format.params(), call.saturate, stochastic, rng_of(call, x.shape[1]))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", element_formats(), ids=str)
+def test_encode_of_all_16_bit_patterns(cuda: Emulated, format: formats.Format, dtype: torch.dtype) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(64, 1024)
+    for saturate in (True, False):
+        out = encode(cuda, Encode(x, format.name, saturate=saturate))
+        same_bits(out, reference.encode(x, format, None, saturate), f"saturate={saturate}")
+
+
+@pytest.mark.parametrize("call", OPS["encode"].samples("cpu"), ids=lambda c: f"{c.format}-{list(c.x.shape)}-{c.rounding}")
+def test_encode(cuda: Emulated, call: Encode) -> None:
+    expected = reference.encode(matrix(call.x), formats.find(call.format), reference_rng(call), call.saturate)
+    same_bits(encode(cuda, call), expected, call.format)
+
+
+def test_decode(cuda: Emulated) -> None:
+    for call in OPS["decode"].samples("cpu"):
+        format = formats.find(call.format)
+        out = poison(*call.codes.shape, dtype=call.dtype)
+        cuda("decode", view(call.codes), view(out), format.params())
+        same_bits(out, reference.decode(call.codes, format, call.dtype), call.format)
+
+
+def test_pack_and_unpack(cuda: Emulated) -> None:
+    for call in OPS["pack"].samples("cpu"):
+        codes = matrix(call.codes)
+        packed, back = poison(codes.shape[0], packing.packed_cols(codes.shape[1], call.bits)), poison(*codes.shape)
+        cuda("pack", view(codes), view(packed, codes.shape[1]), call.bits)
+        same_bits(packed, packing.pack(codes, call.bits), f"pack {call.bits}")
+        cuda("unpack", view(packed, codes.shape[1]), view(back), call.bits)
+        same_bits(back, codes, f"unpack {call.bits}")
+
+
+# -- schemes ---------------------------------------------------------------------------------------------------------
+def quantize_calls(scheme: scaling.Scheme) -> Iterator[Quantize]:
+    """Ragged matrices; one wide enough for a block of threads a row, one whose blocks may need two passes."""
+    shapes = [(5, 67), (20, 70), (3, 1283), (290, 131)]
+    for index, (rows, cols) in enumerate(shapes):
+        x = random_matrix(rows, cols, seed=index, damage=index != 1).to(FLOATS[(index + len(scheme.name)) % 3])
+        outer = reference.outer_scale(x, scheme) if scheme.outer else None
+        yield Quantize(x, scheme.name, outer)
+        if scheme.format.kind != "codebook":
+            yield Quantize(x, scheme.name, outer, "stochastic", (9 << 33) + 5, 2, 9, (1 << 33) + 3, 4099)
+
+
+@pytest.mark.parametrize("scheme", schemes(), ids=str)
+def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
+    """quantize, quantize_static, dequantize and fake_quantize, dynamic and static."""
+    for call in quantize_calls(scheme):
+        x, outer = call.x, call.outer_scale
+        rows, cols = x.shape
+        what = f"{scheme} {x.dtype} [{rows}, {cols}] {call.rounding}"
+        codes, scale, zero = reference.quantize(x, scheme, outer, reference_rng(call))
+        stored = packing.pack(codes, scheme.format.bits)
+        params, rng, rounding = scheme.params(rows, cols), rng_of(call, cols), int(call.rounding == "stochastic")
+
+        out, scale_out = poison(*stored.shape), poison(*scale.shape, dtype=scale.dtype)
+        zero_out = None if zero is None else poison(*zero.shape, dtype=zero.dtype)
+        cuda("quantize", view(x), view(out, cols), scale_out, zero_out, outer, params, rounding, rng, 1)
+        same_bits(scale_out, scale, f"{what} scale")
+        if zero is not None and zero_out is not None:
+            same_bits(zero_out, zero, f"{what} zero_point")
+        same_bits(out, stored, f"{what} codes")
+
+        y, expected = poison(rows, cols, dtype=x.dtype), reference.dequantize(codes, scheme, scale, zero, outer, x.dtype)
+        cuda("dequantize", view(stored, cols), view(y), scale, zero, outer, params)
+        same_bits(y, expected, f"{what} dequantize")
+        y = poison(rows, cols, dtype=x.dtype)
+        cuda("fake_quantize", view(x), view(y), None, None, outer, params, rounding, rng)
+        same_bits(y, expected, f"{what} fake_quantize")
+
+        other = random_matrix(rows, cols, seed=77)
+        scale, zero = reference.block_scales(other, scheme, outer)
+        codes = reference.quantize_static(x, scheme, scale, zero, outer, reference_rng(call))
+        out = poison(*stored.shape)
+        cuda("quantize", view(x), view(out, cols), scale, zero, outer, params, rounding, rng, 0)
+        same_bits(out, packing.pack(codes, scheme.format.bits), f"{what} static codes")
+        y, expected = poison(rows, cols, dtype=x.dtype), reference.dequantize(codes, scheme, scale, zero, outer, x.dtype)
+        cuda("fake_quantize", view(x), view(y), scale, zero, outer, params, rounding, rng)
+        same_bits(y, expected, f"{what} static fake_quantize")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nf4:dq"])
+def test_outer_scale(cuda: Emulated, name: str) -> None:
+    scheme = scaling.scheme(name)
+    for x in (random_matrix(70, 131, seed=3, damage=True), random_matrix(5, 1283, seed=4), torch.zeros(3, 5), torch.full((2, 2), torch.nan)):
+        out = poison(1, 1, dtype=torch.float32)
+        cuda("outer_scale", view(x), out, scheme.params(*x.shape))
+        same_bits(out, reference.outer_scale(x, scheme), name)
+
+
+# -- matrix product --------------------------------------------------------------------------------------------------
+def product(cuda: Emulated, call: matmul.ScaledMM, major: int) -> Tensor:
+    out = poison(call.a.shape[0], call.b.shape[0], dtype=call.out_dtype)
+    sides: list[object] = []
+    for side in matmul.sides(call):
+        if side.scheme is None:
+            sides += [view(side.data), None, None, None]
+        else:
+            params = scaling.scheme(side.scheme).params(side.data.shape[0], call.cols)
+            sides += [view(side.data, call.cols), params, side.scale, side.outer_scale]
+    cuda("scaled_mm", *sides, view(out), view(call.bias), call.cols, major)
+    return out
+
+
+PAIRS = [
+    ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e5m2:tensor", "fp8_e4m3:row"), ("fp8_e4m3:row", "fp8_e5m2:tensor"),
+    ("fp8_e5m2:row", "fp8_e5m2:row"), ("int8:row", "int8:row"), ("int8:tensor", "int4:row"), ("int4:row", "int8:row:bf16"),
+    (None, "fp8_e4m3:row"), (None, "int4:group128"), ("fp8_e4m3:block1x128", "fp8_e4m3:block128x128"),
+    ("mxfp8", "mxfp8"), ("mxfp6", "mxfp4"), ("nvfp4", "nvfp4"), ("int8:row", "int4:group32:bf16"), ("mxfp4", None),
+    ("e2m1b3:row", "e3m4n:group16"), ("fp6_e3m2:row", "fp8_e4m3:mx"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("a_scheme,b_scheme", PAIRS, ids=str)
+def test_scaled_mm(cuda: Emulated, a_scheme: str | None, b_scheme: str | None) -> None:
+    """Ragged in M, N and K, several tiles each way, aligned and not; both as Hopper and as Ada would run it."""
+    for index, (m, n, k) in enumerate([(33, 65, 97), (130, 20, 256), (1, 129, 40)]):
+        a, b = random_matrix(m, k, seed=index), random_matrix(n, k, seed=index + 50)
+        a, b = (x if scheme else x.bfloat16() for x, scheme in ((a, a_scheme), (b, b_scheme)))
+        bias = random_matrix(1, n, seed=7)[0] if index % 2 == 0 else None
+        call = matmul.make_call(a, b, a_scheme, b_scheme, bias=bias, out_dtype=FLOATS[index])
+        left, right = (matmul.operand(side, k) for side in matmul.sides(call))
+        expected = reference.scaled_mm(left, right, bias, call.out_dtype)
+        tolerance = OPS["scaled_mm"].tolerance
+        assert tolerance is not None
+        bound = tolerance(call, Numerics("bf16", "fp32"))
+        for major in (8, 9):
+            error = (product(cuda, call, major).double() - expected.double()).abs()
+            assert bool((error <= bound).all()), f"[{m}, {n}, {k}] error {float(error.max())}"
+
+
+@pytest.mark.parametrize("scheme", ["uint8:row:affine", "nf4", "fp8_e4m3:group24"])
+def test_scaled_mm_refuses(cuda: Emulated, scheme: str) -> None:
+    call = matmul.make_call(random_matrix(4, 64).bfloat16(), random_matrix(4, 64), None, scheme)
+    with pytest.raises(ValueError, match="scaled_mm on CUDA"):
+        product(cuda, call, 9)
