@@ -24,7 +24,9 @@ const Kernels& kernels_in_use() {
             return kernels_avx2();
         case Isa::kAvx512:
             if (!has_feature("avx512_vnni")) return kernels_avx512();
-            return has_feature("avx512_bf16") ? kernels_avx512bf16() : kernels_avx512vnni();
+            if (!has_feature("avx512_bf16")) return kernels_avx512vnni();
+            if (!has_feature("amx_bf16") || !has_feature("amx_int8") || !allow_amx()) return kernels_avx512bf16();
+            return kernels_avx512amx();
 #elif defined(__aarch64__)
         case Isa::kNeon:
             return kernels_neon();
@@ -288,7 +290,9 @@ void multiply(const Problem& problem) {
         Scratch scratch{};
         arena.reserve(scratch.place(plan, kernels.nr, nullptr));
         scratch.place(plan, kernels.nr, arena.base());
+        if (plan.matrix) kernels.enter();
         for (int64_t i = begin; i < end; ++i) Task(problem, kernels, plan, scratch, i).run();
+        if (plan.matrix) kernels.leave();
     });
 }
 

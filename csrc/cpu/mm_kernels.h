@@ -102,16 +102,21 @@ struct Kernels {
     void (*dots)(Kind kind, bool scaled, int rows, const Tile& tile);
     void (*nibbles)(int rows, const Nibbles& t);  // null: there is none
     void (*finish)(const Row& row);
+    // Matrix registers: `tile` of bf16 and u8s8 then has matrix_side or twice as many rows, and segments are padded to
+    // matrix_side dwords. A thread calls `enter` before such tiles and `leave` after them.
+    int matrix_side = 0;  // 0: there are none
+    void (*enter)() = nullptr;
+    void (*leave)() = nullptr;
 };
-
-// The least number of rows, of those that `tile` has code for, that is at least `rows`.
-int tile_rows(const Kernels& kernels, int64_t rows);
 
 const Kernels& kernels_scalar();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512vnni();
 const Kernels& kernels_avx512bf16();
+const Kernels& kernels_avx512amx();
+// Asks the operating system, once, to let this process use matrix registers.
+bool allow_amx();
 const Kernels& kernels_neon();
 
 }  // namespace lowbit::cpu::mm

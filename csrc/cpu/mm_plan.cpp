@@ -5,7 +5,8 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-constexpr int64_t kTaskRows = 224;  // a's decoded block then fits the second-level cache beside c's tile
+constexpr int64_t kTaskRows = 224;        // a's decoded block then fits the second-level cache beside c's tile
+constexpr int64_t kMatrixTaskRows = 384;  // matrix registers are so fast that decoding b less often counts for more
 constexpr int64_t kTaskCols = 512;
 constexpr int64_t kTasksPerThread = 3;
 // Below these lengths, scaling the sums of segments costs more than multiplying scales into fp32 operands.
@@ -50,28 +51,29 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     plan.wide = !plan.scaled && (plan.kind == Kind::s16 || plan.kind == Kind::u8s8) && p.depth > kExactTerms;
 }
 
-}  // namespace
-
-int tile_rows(const Kernels& kernels, int64_t rows) {
-    const int64_t even = rows <= 1 ? 1 : rows + rows % 2;
-    return static_cast<int>(std::min<int64_t>(even, kernels.max_rows));
+// Equal register tiles rather than full ones and a rest.
+int register_rows(const Plan& plan, const Kernels& kernels) {
+    if (plan.dots) return static_cast<int>(plan.tile_rows);
+    if (plan.matrix) return kernels.matrix_side * (plan.tile_rows > kernels.matrix_side ? 2 : 1);
+    const int64_t rows = ceil_div(plan.tile_rows, ceil_div(plan.tile_rows, kernels.max_rows));
+    return static_cast<int>(std::min<int64_t>(rows <= 1 ? 1 : rows + rows % 2, kernels.max_rows));
 }
+
+}  // namespace
 
 Plan make_plan(const Problem& p, const Kernels& kernels, int threads) {
     Plan plan{};
     choose_kind(plan, p, kernels);
     const int64_t m = std::max<int64_t>(p.a.rows, 1);
+    plan.matrix = !plan.dots && kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
+    plan.unit = plan.matrix ? kernels.matrix_side : 1;
     plan.chunk_dwords = plan.dots ? kDotDepth : kTileDepth;
     plan.stride = plan.dots ? kDotStride : kTileStride;
-    plan.row_tiles = ceil_div(m, kTaskRows);
+    plan.row_tiles = ceil_div(m, plan.matrix ? kMatrixTaskRows : kTaskRows);
     plan.tile_rows = ceil_div(m, plan.row_tiles);
-    if (plan.dots) {
-        plan.rows = static_cast<int>(m);
-    } else {  // equal register tiles rather than full ones and a rest
-        plan.rows = tile_rows(kernels, ceil_div(plan.tile_rows, ceil_div(plan.tile_rows, kernels.max_rows)));
-        plan.tile_rows = ceil_div(plan.tile_rows, plan.rows) * plan.rows;
-        plan.row_tiles = ceil_div(m, plan.tile_rows);
-    }
+    plan.rows = register_rows(plan, kernels);
+    plan.tile_rows = ceil_div(plan.tile_rows, plan.rows) * plan.rows;
+    plan.row_tiles = ceil_div(m, plan.tile_rows);
     const int64_t panels = ceil_div(std::max<int64_t>(p.b.rows, 1), kernels.nr);
     const int64_t wanted = threads > 1 ? ceil_div(panels * plan.row_tiles, kTasksPerThread * threads) : panels;
     const int64_t most = std::clamp<int64_t>(wanted, 1, kTaskCols / kernels.nr);
@@ -93,7 +95,7 @@ int cut_chunk(const Plan& plan, int64_t begin, int64_t depth, Segment* segments)
             if (plan.scaled && count > 0) break;  // a whole segment in the next chunk rather than two pieces
             end = k + room * per_dword;
         }
-        segments[count++] = {k, end - k, dword, ceil_div(end - k, per_dword)};
+        segments[count++] = {k, end - k, dword, ceil_div(ceil_div(end - k, per_dword), plan.unit) * plan.unit};
         dword += segments[count - 1].dwords;
         k = end;
     }

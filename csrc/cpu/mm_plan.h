@@ -23,6 +23,8 @@ struct Plan {
     bool wide;        // int32 sums go to int64 before they could overflow
     int64_t a_block;  // K elements of a block that ends segments; 0: none
     int64_t b_block;
+    bool matrix;   // matrix registers
+    int64_t unit;  // dwords that a segment is padded to a multiple of
     int64_t chunk_dwords;
     int64_t stride;                // dwords from one decoded row to the next
     int rows;                      // rows of a register tile

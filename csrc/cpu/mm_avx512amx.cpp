@@ -1,0 +1,151 @@
+// What AMX adds (Sapphire Rapids on): register tiles of 16 x 16 sums over 16 dwords of depth, for bf16 and for bytes.
+// The panels are the vector kernels' own: rows of a and of b are tiles of 64 bytes as they lie.
+// tdpbf16ps flushes subnormals as vdpbf16ps does.
+#include <immintrin.h>
+
+#include "cpu/mm_kernels.h"
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace lowbit::cpu::mm {
+namespace {
+
+#include "cpu/mm_avx512.inl"
+
+constexpr int64_t kSide = 16;  // rows of a tile, and dwords of its row
+constexpr int64_t kARow = kTileStride * 4, kBRow = kNr * 4;
+
+// What add_sums needs to know of the arithmetic.
+struct SumsBf16 {
+    using Acc = VecF;
+    static constexpr Kind kind = Kind::bf16;
+};
+struct SumsU8S8 {
+    using Acc = VecI;
+    static constexpr Kind kind = Kind::u8s8;
+};
+
+// Tile registers: 0 to 3 sums, 4 and 5 a, 6 and 7 b. All are 16 rows of 64 bytes.
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+const TileConfig kConfig;
+
+void enter() { _tile_loadconfig(&kConfig); }
+
+void leave() { _tile_release(); }
+
+template <bool kBytes, bool kBoth>
+inline void multiply_add(const Tile& t) {
+    const uint32_t *a = t.a, *b = t.b;
+    for (int64_t d = 0; d < t.depth; d += kSide, a += kSide, b += kSide * kNr) {
+        _tile_loadd(6, b, kBRow);
+        _tile_loadd(7, b + kSide, kBRow);
+        _tile_loadd(4, a, kARow);
+        if constexpr (kBytes) {
+            _tile_dpbusd(0, 4, 6);
+            _tile_dpbusd(1, 4, 7);
+        } else {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (kBoth) {
+            _tile_loadd(5, a + kSide * kTileStride, kARow);
+            if constexpr (kBytes) {
+                _tile_dpbusd(2, 5, 6);
+                _tile_dpbusd(3, 5, 7);
+            } else {
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+    }
+}
+
+template <bool kBoth>
+inline void store_sums(uint32_t* to, int64_t stride) {
+    const int64_t bytes = stride * 4;
+    _tile_stored(0, to, bytes);
+    _tile_stored(1, to + kSide, bytes);
+    if constexpr (kBoth) {
+        _tile_stored(2, to + kSide * stride, bytes);
+        _tile_stored(3, to + kSide * stride + kSide, bytes);
+    }
+}
+
+// bf16 without segments: the sums go on from c.
+template <bool kBoth>
+void resume(const Tile& t) {
+    auto* c = static_cast<uint32_t*>(t.c);
+    const int64_t bytes = t.c_stride * 4;
+    _tile_loadd(0, c, bytes);
+    _tile_loadd(1, c + kSide, bytes);
+    if constexpr (kBoth) {
+        _tile_loadd(2, c + kSide * t.c_stride, bytes);
+        _tile_loadd(3, c + kSide * t.c_stride + kSide, bytes);
+    }
+    multiply_add<false, kBoth>(t);
+    store_sums<kBoth>(c, t.c_stride);
+}
+
+template <class Sums, bool kScaled, bool kBoth>
+void segment(const Tile& t) {
+    alignas(64) uint32_t sums[2 * kSide * kNr];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    multiply_add<Sums::kind == Kind::u8s8, kBoth>(t);
+    store_sums<kBoth>(sums, kNr);
+    for (int r = 0; r < (kBoth ? 2 : 1) * kSide; ++r) {
+        for (int v = 0; v < kNr; v += kWidth) {
+            add_sums<Sums, kScaled>(t, r, v, load<typename Sums::Acc>(sums + r * kNr + v));
+        }
+    }
+}
+
+template <bool kBoth>
+void run(Kind kind, bool scaled, const Tile& t) {
+    if (kind == Kind::bf16) return scaled ? segment<SumsBf16, true, kBoth>(t) : resume<kBoth>(t);
+    return scaled ? segment<SumsU8S8, true, kBoth>(t) : segment<SumsU8S8, false, kBoth>(t);
+}
+
+void matrix_tile(Kind kind, bool scaled, int rows, const Tile& t) {
+    if (kind == Kind::f32) return kernels_avx512bf16().tile(kind, scaled, rows, t);
+    return rows > kSide ? run<true>(kind, scaled, t) : run<false>(kind, scaled, t);
+}
+
+Kernels make() {
+    Kernels k = kernels_avx512bf16();
+    k.name = "avx512amx";
+    k.tile = matrix_tile;
+    k.matrix_side = kSide;
+    k.enter = enter;
+    k.leave = leave;
+    return k;
+}
+
+}  // namespace
+
+bool allow_amx() {
+#if defined(__linux__)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return allowed;
+#else
+    return false;
+#endif
+}
+
+const Kernels& kernels_avx512amx() {
+    static const Kernels table = make();
+    return table;
+}
+
+}  // namespace lowbit::cpu::mm
