@@ -105,15 +105,16 @@ def dequantizers(x: Tensor, scheme: Scheme, dtype: torch.dtype) -> Iterator[Case
 
 
 def _torchao_quantize(x: Tensor, scheme: Scheme) -> Case | None:
+    """Integers compiled, as torchao recommends; its MX and NVFP4 conversions do not compile on CPUs and run eagerly."""
     if scheme.name in ("mxfp8", "mxfp4"):
         from torchao.prototype.mx_formats.mx_tensor import to_mx
 
         dtype = torch.float8_e4m3fn if scheme.format.bits == 8 else torch.float4_e2m1fn_x2
-        return Case("torchao", lambda: to_mx(x, dtype, scheme.block[1]))
+        return Case("torchao, eager", lambda: to_mx(x, dtype, scheme.block[1]))
     if scheme.name == "nvfp4":
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
-        return Case("torchao", lambda: nvfp4_quantize(x))
+        return Case("torchao, eager", lambda: nvfp4_quantize(x))
     if scheme.format.kind != "integer" or scheme.affine or scheme.block[0] != 1 or scheme.scale_format.name != "fp32":
         return None
     from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
@@ -121,11 +122,12 @@ def _torchao_quantize(x: Tensor, scheme: Scheme) -> Case | None:
     block = (1, scheme.block[1] or x.shape[1])
     low, high = scheme.format.qmin, scheme.format.qmax
 
-    def run() -> Tensor:
+    @torch.compile
+    def run(x: Tensor) -> Tensor:
         scale, zero = choose_qparams_affine(x, MappingType.SYMMETRIC, block, torch.int8, low, high)
         return quantize_affine(x, block, scale, zero, torch.int8, low, high)
 
-    return Case("torchao", run)
+    return Case("torchao", lambda: run(x))
 
 
 def _bitsandbytes_quantize(x: Tensor, scheme: Scheme) -> Case | None:

@@ -56,7 +56,7 @@ def rows_of(group: Group, seconds: dict[str, float]) -> list[Row]:
     ]  # fmt: skip
 
 
-def write(directory: Path, rows: list[Row], size: tuple[int, int], quick: bool) -> Path:
+def write(directory: Path, rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: bool) -> Path:
     """``cpu.md``, ``cpu.csv`` and (where matplotlib is installed) ``cpu.png``; returns the Markdown file's path."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "cpu.csv").open("w", newline="") as file:
@@ -66,17 +66,17 @@ def write(directory: Path, rows: list[Row], size: tuple[int, int], quick: bool) 
             table.writerow({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"})
     picture = plot(rows, directory / "cpu.png")
     path = directory / "cpu.md"
-    path.write_text("\n".join(_text(rows, size, quick, picture)) + "\n")
+    path.write_text("\n".join(_text(rows, size, about, quick, picture)) + "\n")
     return path
 
 
 # -- Markdown ----------------------------------------------------------------------------------------------------------
-def _text(rows: list[Row], size: tuple[int, int], quick: bool, picture: bool) -> Iterable[str]:
+def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: bool, picture: bool) -> Iterable[str]:
     yield "# CPU benchmark\n"
     if quick:
         yield "**A quick run on tiny inputs, which shows that everything runs. Its figures mean nothing.**\n"
     yield "Written by `make bench`. A row's entries, its limit among them, took turns in one loop; medians.\n"
-    for key, value in machine().items():
+    for key, value in about.items():
         yield f"- {key}: {value}"
     yield (
         f"\nMatrices are {size[0]} x {size[1]}, outputs preallocated. **GB/s** counts the bytes that must move at "
@@ -109,7 +109,7 @@ def _in_order(rows: list[Row]) -> list[str]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """What the figures depend on; asked before measuring, which is itself a load."""
     from lowbit.cli.doctor import cpu_name
 
     seen = torch.backends.cpu.get_cpu_capability()
@@ -121,6 +121,7 @@ def machine() -> dict[str, str]:
         "system": platform.platform(),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "commit": commit(),
+        "load before": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -143,7 +144,7 @@ _COLOURS = {
     "lowbit avx512": "#1b6ca8", "lowbit neon": "#1b6ca8", "lowbit avx2": "#67a9cf", "lowbit scalar": "#c6dbef",
     "lowbit": "#1b6ca8", "lowbit reference": "#c6dbef", "torch": "#d95f02", "torch fp32": "#fdae61",
     "torch bf16": "#e6550d", "torch._scaled_mm": "#d95f02", "ml_dtypes": "#7570b3", "torchao": "#1b9e77",
-    "bitsandbytes": "#e7298a",
+    "torchao, eager": "#99d8c9", "bitsandbytes": "#e7298a",
 }  # fmt: skip
 
 

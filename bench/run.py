@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> Path:
     shapes = ((1, 4096, 4096), (256, 4096, 4096)) if not asked.quick else ((2, 32, 256),)
     makers = [*work.codecs(*size), *work.schemes(*size), *work.products(shapes)]
     rows: list[report.Row] = []
+    about = report.machine()
     shown = sys.stderr.isatty()
     for index, make in enumerate(makers, 1):
         group = make()
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> Path:
         torch.ops.lowbit_native.force_isa("")
     if not rows:
         raise SystemExit(f"no group matches --only {asked.only!r}")
-    path = report.write(asked.out, rows, size, quick=asked.quick)
+    path = report.write(asked.out, rows, size, about, quick=asked.quick)
     print(f"results: {path}")
     return path
 

@@ -56,14 +56,19 @@ def once(case: Case, repeats: int = 1) -> float:
 
 
 def measure(group: Group, budget: Budget) -> dict[str, float]:
-    """Median seconds of every case by ``who``, the limit among them."""
+    """Median seconds of every case by ``who``, the limit among them. A slow case takes part in fewer rounds."""
     cases = (*group.cases, group.limit)
-    first = {case.who: once(case) for case in cases}  # warms up, too
-    repeats = {case.who: max(1, round(budget.sample_seconds / max(once(case), 1e-7))) for case in cases}
-    spent = sum(first[case.who] * repeats[case.who] for case in cases)
-    samples = max(3, min(budget.samples, int(budget.seconds / max(spent, 1e-6))))
+    for case in cases:
+        once(case)  # warms up
+    quick = {case.who: once(case) for case in cases}
+    repeats = {who: max(1, round(budget.sample_seconds / max(seconds, 1e-7))) for who, seconds in quick.items()}
+    share = budget.seconds / len(cases)
+    rounds = {
+        who: max(1, min(budget.samples, int(share / (seconds * repeats[who] + 1e-9)))) for who, seconds in quick.items()
+    }
     taken: dict[str, list[float]] = {case.who: [] for case in cases}
-    for _ in range(samples):
+    for turn in range(max(rounds.values())):
         for case in cases:
-            taken[case.who].append(once(case, repeats[case.who]))
+            if turn < rounds[case.who]:
+                taken[case.who].append(once(case, repeats[case.who]))
     return {who: statistics.median(values) for who, values in taken.items()}
