@@ -68,7 +68,7 @@ class BuildNative(build_ext):
             return "CMake was not found; `pip install cmake ninja`, then reinstall lowbit"
         compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
         if compiler is None:
-            return "no C++ compiler was found; install g++ or clang++ (such as `apt install g++`), then reinstall lowbit"
+            return "no C++ compiler was found; install g++ or clang++ (`apt install g++`), then reinstall lowbit"
         try:
             import pybind11
         except ImportError:

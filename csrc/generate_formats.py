@@ -52,7 +52,7 @@ def generate(formats: ModuleType) -> str:
     rows = [f for f in formats.FORMATS.values() if f.bits <= 8]
     books = [f for f in rows if f.kind == "codebook"]
     if len({f.bits for f in books}) != len(books):
-        raise SystemExit("kernels know a codebook by its number of bits; give Format.params() an id before adding this one")
+        raise SystemExit("kernels know a codebook by its bits alone; give Format.params() an id before adding this one")
     out = [HEAD]
     for name, number in formats.KINDS.items():
         out.append(f"constexpr int32_t kKind{name.capitalize()} = {number};")

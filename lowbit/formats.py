@@ -278,7 +278,7 @@ def float_format(
     if made.max_code < 1 or made.emin - mantissa < -126 or (1 << exponent) - bias > 127:
         raise ValueError(
             f"{made.name}: every value must be a normal fp32 number, "
-            f"but the format runs from 2**{made.emin - mantissa} to about 2**{(1 << exponent) - bias}; choose another bias"
+            f"but it runs from 2**{made.emin - mantissa} to about 2**{(1 << exponent) - bias}; choose another bias"
         )
     return made
 

@@ -1,7 +1,8 @@
 """The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, explain.
 
-Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are ``[ceil(rows/r), ceil(cols/c)]``
-for blocks ``(r, c)``. A scale is the multiplier that decodes; encoding divides by it in fp32.
+Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are
+``[ceil(rows/r), ceil(cols/c)]`` for blocks ``(r, c)``.
+A scale is the multiplier that decodes; encoding divides by it in fp32.
 Source: docs/numerics.md.
 """
 
@@ -25,7 +26,7 @@ __all__ = ["decode", "encode", "explain", "fake_quantize", "pack", "quantize", "
 def _rng(
     rounding: str, seed: int | None, step: int, stream: int | str, offset: int, pitch: int | None
 ) -> tuple[Any, ...]:
-    """The arguments that ops take for rounding; without a seed, stochastic rounding draws one from torch's generator."""
+    """What ops take for rounding; without a seed, stochastic rounding draws one from torch's generator."""
     if seed is None:
         seed = int(torch.empty((), dtype=torch.int64).random_()) if rounding == "stochastic" else 0
     words = crc32(stream.encode()) if isinstance(stream, str) else stream
@@ -56,7 +57,8 @@ def encode(
     ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
     the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
     Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
-    NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its sign.
+    NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its
+    sign.
 
     Raises TypeError for dtypes other than float32, bfloat16, float16; ValueError for an unknown format or rounding.
     Source: docs/numerics.md sections 2, 3, 4, 7.
@@ -125,7 +127,8 @@ def quantize(
     ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
     range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``out`` is filled and returned.
 
-    Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit. Source: docs/numerics.md sections 3, 5.
+    Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
+    Source: docs/numerics.md sections 3, 5.
     """
     kind = _scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
@@ -249,7 +252,7 @@ def _operand(name: str, x: Quantized | Tensor) -> dict[str, Any]:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
-    """What would run for ``op`` called with these arguments (as the function of that name takes them), and why not more.
+    """What would run for ``op`` with these arguments (as the function of that name takes them), and why not more.
 
     ``print(lowbit.explain("scaled_mm", a, b))``. Nothing is computed by the op itself.
     """

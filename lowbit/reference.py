@@ -87,7 +87,7 @@ def encode_magnitude(bits: Tensor, format: Format, saturate: bool, noise: Tensor
 
 
 def cast(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 to ``dtype``, nearest-even by integer arithmetic; every NaN becomes the positive canonical one (section 6)."""
+    """fp32 to ``dtype``, nearest-even by integer arithmetic; every NaN becomes the canonical one (section 6)."""
     bits = to_bits(y)
     bits = torch.where((bits & F32_MAGNITUDE) > F32_INF, F32_NAN, bits)
     if dtype == torch.float32:
@@ -284,7 +284,7 @@ def _negate_where(y: Tensor, where: Tensor) -> Tensor:
 
 # -- tensors (sections 3, 5, 6, 10) --------------------------------------------------------------------------------
 def divide(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """``|x| / |scale|`` with sign(x) xor sign(scale); a scale of 0 divides as Inf. ``x: [rows, cols]``, scale fp32 ``[R, C]``."""
+    """``|x| / |scale|`` with sign(x) xor sign(scale); a scale of 0 divides as Inf. ``[rows, cols]``, ``[R, C]``."""
     divisor = spread(scale, scheme.block_of(*x.shape), *x.shape)
     divisor = torch.copysign(divisor.abs().where(divisor != 0, torch.inf), divisor)
     magnitude = to_bits(x.float().abs() / divisor.abs()) & F32_MAGNITUDE
@@ -301,7 +301,7 @@ def quantize_static(
 
 
 def quantize(x: Tensor, scheme: Scheme, outer: Tensor | None, rng: Rng | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[rows, cols]`` (one a byte), scales and zero points of ``x``. A block with Inf or NaN gets canonical codes."""
+    """Codes ``[rows, cols]`` (one a byte), scales and zero points of ``x``. Inf or NaN in a block: canonical codes."""
     require_subnormals(x)
     scale, zero_point = block_scales(x, scheme, outer)
     codes = quantize_static(x, scheme, scale, zero_point, outer, rng)
@@ -330,7 +330,7 @@ def dequantize(
 def fake_quantize_backward(
     grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Straight-through gradient of ``x``, and the LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``."""
+    """Straight-through gradient of ``x``; LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``."""
     block, format = scheme.block_of(*x.shape), scheme.format
     v = divide(x, scale_value(scale, scheme, outer), scheme)
     zero = torch.zeros_like(v) if zero_point is None else spread(zero_point.float(), block, *x.shape)

@@ -22,7 +22,7 @@ __all__ = ["SCALE_FORMATS", "SCALINGS", "SHORT_NAMES", "ScaleFormat", "Scaling",
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What a block's scale is stored as. ``dtype`` is the torch dtype of the stored tensor; ``id`` is what kernels see."""
+    """What a block's scale is stored as. ``dtype`` is the stored tensor's torch dtype; ``id`` is what kernels see."""
 
     name: str
     id: int
@@ -249,7 +249,7 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
 
 
 def _canonical(format: Format, scaling: Scaling, options: Sequence[str]) -> str:
-    """The one name of a scheme, short where there is a short one; a transposed block takes its plain name if it has one."""
+    """The one name of a scheme: the short one if there is one; a transposed block's plain name if it has one."""
     for option, kind, outer in (("e8m0", "e8m0", False), ("dq", "fp8_e4m3", True)):
         if option in options:  # a scaling may have such scales of its own: int8:group32:e8m0 is int8:mx
             wanted = replace(scaling, scale_format=kind, outer=outer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def build_notice() -> str | None:
     return None if notice is None else str(notice)
 
 
-@lru_cache(maxsize=None)
+@cache
 def loading_error() -> str | None:
     """Load the native ops once; None, or why they cannot be had and how to get them."""
     if not LIBRARY.exists():

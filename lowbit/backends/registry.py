@@ -21,7 +21,7 @@ __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "se
 
 @dataclass(frozen=True)
 class Impl:
-    """One kernel for one op. ``run(outs, call)`` fills preallocated contiguous outputs; ``backend`` names its family."""
+    """One kernel for one op. ``run(outs, call)`` fills contiguous outputs it is given; ``backend`` is its family."""
 
     op: str
     name: str

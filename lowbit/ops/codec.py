@@ -48,7 +48,7 @@ def _check_encode(call: Encode) -> None:
     format.require_codes("lowbit.encode")
     require(
         format.kind != "exponent",
-        f"lowbit.encode: {format.name} holds scales, which are made by quantize(x, 'FORMAT:SCALING:e8m0'), not by encode",
+        f"lowbit.encode: {format.name} holds scales, which quantize(x, 'FORMAT:SCALING:e8m0') makes, not encode",
     )
     require_rounding("encode", call.rounding, format)
 
@@ -85,7 +85,8 @@ def _check_pack(call: Pack | Unpack) -> None:
         expected = packing.packed_cols(call.cols, call.bits)
         require(
             call.packed.shape[-1] == expected,
-            f"lowbit.unpack: {call.cols} codes of {call.bits} bits take {expected} bytes a row, got {call.packed.shape[-1]}",
+            f"lowbit.unpack: {call.cols} codes of {call.bits} bits take {expected} bytes a row, "
+            f"got {call.packed.shape[-1]}",
         )
 
 
@@ -111,7 +112,8 @@ SPECS = (
         lambda call: Cost(0, call.x.numel() * (call.x.element_size() + 1)),
     ),
     OpSpec(
-        "decode", Decode, ("out",), lambda call: [(tuple(call.codes.shape), call.dtype)], _check_decode, _decode_samples,
+        "decode", Decode, ("out",), lambda call: [(tuple(call.codes.shape), call.dtype)],
+        _check_decode, _decode_samples,
         lambda call: Cost(0, call.codes.numel() * (1 + call.dtype.itemsize)),
     ),
     OpSpec(

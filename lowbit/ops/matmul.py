@@ -18,7 +18,7 @@ from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, require, require_cod
 
 
 class ScaledMM(NamedTuple):
-    """``a``: stored codes ``[M, packed K]`` with their scales, or a float matrix ``[M, K]`` without scheme; ``b`` the same."""
+    """``a``: stored codes ``[M, packed K]`` with scales, or a float matrix ``[M, K]`` with none; ``b`` the same."""
 
     a: Tensor
     b: Tensor
@@ -84,8 +84,8 @@ def _check(call: ScaledMM) -> None:
             expected = scheme.packed_cols(call.cols)
         require(
             side.data.shape[1] == expected,
-            f"lowbit.scaled_mm: with K = {call.cols}, {side.name} must have {expected} columns, got {side.data.shape[1]}; "
-            f"b is [N, K], as the weight of torch.nn.Linear",
+            f"lowbit.scaled_mm: with K = {call.cols}, {side.name} must have {expected} columns, "
+            f"got {side.data.shape[1]}; b is [N, K], as the weight of torch.nn.Linear",
         )
     require(
         call.out_dtype in FLOATS, f"lowbit.scaled_mm: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}"

@@ -148,7 +148,8 @@ def _check_dequantize(call: Dequantize) -> None:
     rows, stored = matrix_shape(call.codes)
     require(
         stored == scheme.packed_cols(call.cols),
-        f"lowbit.dequantize: {call.cols} columns of {scheme} take {scheme.packed_cols(call.cols)} bytes a row, got {stored}",
+        f"lowbit.dequantize: {call.cols} columns of {scheme} take {scheme.packed_cols(call.cols)} bytes a row, "
+        f"got {stored}",
     )
     require_scales("dequantize", scheme, rows, call.cols, call.scale, call.zero_point, call.outer_scale)
 

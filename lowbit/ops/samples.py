@@ -36,7 +36,8 @@ _OPTIONS = [
     "mxfp8:ceil", "mxfp6:ceil", "mxfp4:ceil", "mxfp4:ceil:T", "fp6_e3m2:mx:ceil", "fp8_e5m2:mx:ceil", "int8:mx:ceil",
     "int8:tensor:e8m0", "int4:row:e8m0:ceil", "fp8_e4m3:row:bf16", "fp8_e5m2:group32:fp16", "int8:group128:bf16",
     "int4:group32:fp16", "uint4:group32:affine:bf16", "uint8:row:affine:fp16", "int4:group32:affine:e8m0",
-    "uint4:group16:affine:e8m0:ceil", "nf4:dq", "nf4:group32:bf16", "nf4:group128:dq", "nf4:group64:T", "fp4_e2m1:group32:e8m0",
+    "uint4:group16:affine:e8m0:ceil", "nf4:dq", "nf4:group32:bf16", "nf4:group128:dq", "nf4:group64:T",
+    "fp4_e2m1:group32:e8m0",
 ]  # fmt: skip
 
 
