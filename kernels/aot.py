@@ -46,7 +46,7 @@ PRODUCTS = (
 
 #: What PTX may not hold: division and functions that are not correctly rounded, flushed subnormals, contraction.
 FORBIDDEN = re.compile(
-    r"^\s*(?:@!?%\w+\s+)?((?:div\.(?:approx|full)|rcp|ex2|lg2|fma|mad\.\w*f\d+)\S*|\S*\.ftz\S*)", re.MULTILINE
+    r"^\s*(?:@!?%\w+\s+)?((?:div\.(?:approx|full)|rcp|ex2|lg2|fma|mad(?:\.\w+)*\.f\d+)\S*|\S*\.ftz\S*)", re.MULTILINE
 )
 
 #: The matrix instruction that each architecture should use, in PTX.
@@ -162,7 +162,8 @@ def faults(name: str, ptx: str, architecture: int) -> list[str]:
     return found
 
 
-def _compile_case(job: tuple[int, int]) -> tuple[str, list[str]]:
+def _compile_case(job: tuple[int, int]) -> list[str]:
+    """Faults of one case on one architecture."""
     index, architecture = job
     case = cases()[index]
     found = []
@@ -174,7 +175,7 @@ def _compile_case(job: tuple[int, int]) -> tuple[str, list[str]]:
             found.append(f"{kernel} does not compile: {error}")
         else:
             found += [f"{kernel} {fault}" for fault in faults(kernel, ptx, architecture)]
-    return case.launches[0].kernel.__name__, found
+    return found
 
 
 def jobs(full: bool, architectures: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -184,8 +185,8 @@ def jobs(full: bool, architectures: tuple[int, ...]) -> list[tuple[int, int]]:
         return [(index, arch) for arch in architectures for index in range(len(listed))]
     first = 90 if 90 in architectures else architectures[0]
     chosen = [(index, first) for index, case in enumerate(listed) if case.fast]
-    each = {case.launches[0].kernel.__name__: index for index, case in reversed(list(enumerate(listed)))}
-    return chosen + [(index, arch) for arch in architectures if arch != first for index in each.values()]
+    each = {one.kernel.__name__: index for index, case in reversed(list(enumerate(listed))) for one in case.launches}
+    return chosen + [(index, arch) for arch in architectures if arch != first for index in sorted(set(each.values()))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     listed, work = cases(), jobs(options.full, tuple(options.arch))
     start, counts, broken = time.perf_counter(), Counter[int](), 0
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        for (index, arch), (_, found) in zip(work, pool.map(_compile_case, work), strict=True):
+        for (index, arch), found in zip(work, pool.map(_compile_case, work), strict=True):
             counts[arch] += len(listed[index].launches)
             broken += bool(found)
             for fault in found:

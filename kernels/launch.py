@@ -33,16 +33,24 @@ _PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 
 
 def run(launches: list[Launch]) -> None:
-    """Start kernels in order, on the current stream of the tensors' device."""
-    for kernel, grid, arguments, warps, stages in launches:
-        with _quiet():
+    """Start kernels in order, on the current stream of the tensors' device.
+
+    Raises: RuntimeError for interpreted kernels where NumPy would flush subnormal numbers.
+    """
+    with _interpreting() if INTERPRETED else nullcontext():
+        for kernel, grid, arguments, warps, stages in launches:
             # Contraction of a product and a sum into an fma would round once where the specification rounds twice.
             kernel[grid](**arguments, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
 
 
-def _quiet() -> AbstractContextManager[Any]:
-    """NumPy, which interprets kernels, warns of what IEEE arithmetic does as specified."""
-    return np.errstate(all="ignore") if INTERPRETED else nullcontext()
+def _interpreting() -> AbstractContextManager[Any]:
+    """NumPy interprets kernels: it must keep subnormals, and not warn of what IEEE arithmetic does as specified."""
+    if np.float32(1e-39) * np.float32(1) == 0:
+        raise RuntimeError(
+            "interpreted Triton kernels cannot run under torch.set_flush_denormal(True), which would change their "
+            "results; switch it off, or leave out use_backend('triton')"
+        )
+    return np.errstate(all="ignore")
 
 
 def _pattern(x: Tensor) -> Tensor:

@@ -1,0 +1,64 @@
+"""Triton kernels compiled without a GPU: the interpreter sees neither how it divides, nor flushing, nor contraction."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+from lowbit.kernels import aot
+
+CLEAN = """
+    div.rn.f32  %r1, %r2, %r3;
+    add.rn.f32  %r1, %r2, 0f4B000000;
+    mul.rn.f32  %r1, %r2, %r3;
+    mad.lo.s32  %r1, %r2, %r3, %r4;
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "div.full.f32 %r1, %r2, %r3;",
+        "div.approx.f32 %r1, %r2, %r3;",
+        "div.rn.ftz.f32 %r1, %r2, %r3;",
+        "@%p1 mul.ftz.f32 %r1, %r2, %r3;",
+        "@!%p1 fma.rn.f32 %r1, %r2, %r3, %r4;",
+        "mad.rn.f32 %r1, %r2, %r3, %r4;",
+        "rcp.approx.f32 %r1, %r2;",
+        "ex2.approx.f32 %r1, %r2;",
+    ],
+)
+def test_check_finds_what_codecs_may_not_hold(line):
+    assert aot.faults("quantize", CLEAN, 90) == []
+    assert aot.faults("quantize", f"{CLEAN}\t{line}\n", 90) != []
+
+
+def test_check_wants_tensor_cores():
+    wgmma, mma = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16"
+    assert aot.faults("scaled_mm", CLEAN, 80) == aot.faults("scaled_mm", mma, 90) == ["runs on no tensor core"]
+    assert aot.faults("scaled_mm", wgmma, 90) == aot.faults("scaled_mm", mma, 80) == []
+
+
+def test_fast_jobs_cover_every_kernel_on_every_architecture():
+    listed = aot.cases()
+    every = {one.kernel.__name__ for case in listed for one in case.launches}
+    for architecture in aot.ARCHITECTURES:
+        here = [listed[index] for index, arch in aot.jobs(False, aot.ARCHITECTURES) if arch == architecture]
+        assert {one.kernel.__name__ for case in here for one in case.launches} == every
+    assert len(aot.jobs(True, (80, 90))) == 2 * len(listed)
+
+
+def test_every_kernel_compiles_for_every_architecture(tmp_path):
+    """In a process of its own, because interpreted kernels cannot be compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "lowbit.kernels.aot", "--workers", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled = dict(re.findall(r"sm_(\d+) (\d+)", done.stdout))
+    assert set(compiled) == {str(a) for a in aot.ARCHITECTURES} and min(map(int, compiled.values())) >= 10
