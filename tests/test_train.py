@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lowbit.files import write_atomically
 from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.nn.transformer import GPT, GPTConfig
 from lowbit.train import text
 from lowbit.train.data import Corpus
-from lowbit.train.files import write_atomically
 from lowbit.train.loop import Interrupted, TrainConfig, Trainer, evaluate
 from lowbit.train.tokenizer import Tokenizer
 

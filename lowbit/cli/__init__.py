@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import typer
 
-from lowbit.cli import doctor, formats
+from lowbit.cli import doctor, formats, quantize, train
 from lowbit.cli.console import errors
 
 __all__ = ["app", "main"]
 
-COMMANDS: tuple[Callable[..., None], ...] = (formats.formats, doctor.doctor)
+COMMANDS: tuple[Callable[..., None], ...] = (formats.formats, train.train, quantize.quantize, doctor.doctor)
 
 app = typer.Typer(
     name="lowbit",

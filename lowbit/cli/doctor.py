@@ -17,6 +17,7 @@ from rich.table import Table
 import lowbit
 from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
+from lowbit.train.machine import cpu_name
 
 PACKAGES = ("torch", "numpy", "triton", "safetensors", "ml_dtypes", "matplotlib")
 
@@ -81,17 +82,6 @@ def examine() -> dict[str, Any]:
         },
         "advice": advice,
     }
-
-
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _backends() -> dict[str, str]:

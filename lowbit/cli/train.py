@@ -12,13 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-import lowbit as lb
 from lowbit.cli.console import errors, out, print_json, size
 from lowbit.memory.rss import reset_peak
 from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.recipes import recipe as find_recipe
 from lowbit.train import demo, report
 from lowbit.train.data import Corpus
-from lowbit.train.files import write_atomically
 from lowbit.train.loop import Interrupted, TrainConfig, Trainer
 
 EPILOG = """
@@ -74,7 +73,7 @@ def train(
     )  # fmt: skip
     settings = _resumed(context, settings, directory) if resume else _fresh(settings, directory, overwrite)
     for name in settings.recipes:
-        lb.recipe(name)
+        find_recipe(name)
     corpus = settings.corpus()
     try:
         runs = _train(settings, corpus, directory, resume)
@@ -158,9 +157,7 @@ def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], direct
     model = runs[0].model
     assert isinstance(model, GPT)
     trained = demo.plain_copy(model)
-    lb.save_model(trained, directory / "model")
-    merges = corpus.tokenizer.to_json().encode()
-    write_atomically(directory / "model" / "tokenizer.json", lambda file: file.write(merges))
+    demo.save(trained, corpus.tokenizer, directory / "model")
     with errors.status("measuring") as status:
         rows = demo.measure_recipes(
             trained, corpus, runs[0].windows, settings.recipes,

@@ -44,7 +44,7 @@ class GPTConfig:
 
 
 class KVCache:
-    """Keys and values of the positions so far: ``k``, ``v`` are [layers, B, H, context, D], ``length`` of them filled."""
+    """Keys and values so far: ``k``, ``v`` are [layers, B, H, context, D], of which ``length`` positions are filled."""
 
     def __init__(
         self, config: GPTConfig, batch: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-import lowbit as lb
+from lowbit.files import write_atomically
+from lowbit.nn.convert import quantize_
 from lowbit.nn.transformer import GPT, GPTConfig, generate
 from lowbit.recipes import RECIPES
+from lowbit.serialize import load_model, save_model
 from lowbit.train.data import Corpus
-from lowbit.train.files import write_atomically
 from lowbit.train.loop import TrainConfig, Trainer, evaluate
+from lowbit.train.tokenizer import Tokenizer
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
@@ -86,6 +88,26 @@ def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) 
         yield trainer
 
 
+def save(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
+    """``save_model``, with the tokenizer beside it."""
+    save_model(model, directory)
+    text = tokenizer.to_json().encode() + b"\n"
+    write_atomically(directory / "tokenizer.json", lambda file: file.write(text))
+
+
+def load(directory: Path) -> tuple[GPT, Tokenizer]:
+    """What ``save`` wrote. Raises: FileNotFoundError without a tokenizer, ValueError for no GPT, as ``load_model``."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist; give a model directory of lowbit train, such as out/demo/model"
+        )
+    model = load_model(directory)
+    if not isinstance(model, GPT):
+        raise ValueError(f"{directory} holds a {type(model).__name__}, and this command quantizes GPTs of lowbit train")
+    return model.eval(), Tokenizer.from_json(path.read_text())
+
+
 @dataclass(frozen=True)
 class Measurement:
     """What one recipe makes of the model; ``linear_bytes`` counts the blocks' matrices, ``bytes`` the whole model."""
@@ -126,7 +148,7 @@ def measure_recipes(
         on_row(name)
         model = copy.deepcopy(trained)
         if name not in ("fp32", "bf16"):
-            lb.quantize_(model, name)
+            quantize_(model, name)
         measured.append(measure(name, model if name == "fp32" else model.bfloat16(), corpus, windows))
     return measured
 

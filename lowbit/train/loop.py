@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.files import write_atomically
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
 from lowbit.train.data import Corpus
-from lowbit.train.files import write_atomically
 
 __all__ = ["History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
 

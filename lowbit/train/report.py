@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-import lowbit as lb
-from lowbit._version import __version__
+from lowbit.files import write_atomically
 from lowbit.train.data import Corpus
 from lowbit.train.demo import Measurement, Settings, as_json
-from lowbit.train.files import write_atomically
 from lowbit.train.loop import Trainer
+from lowbit.train.machine import provenance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,8 +58,8 @@ def _markdown(
         "# lowbit: a transformer trained in FP8, shipped in INT4",
         "",
         f"A GPT of {parameters / 1e6:.2f} million parameters ({settings.model.layers} layers, width "
-        f"{settings.model.dim}), trained from seed {config.seed} on {corpus.origin}: {len(corpus.train):,} tokens, {config.steps} steps of "
-        f"{config.batch} x {config.context}. Held out by document: {len(corpus.held_out):,} tokens.",
+        f"{settings.model.dim}), trained from seed {config.seed} on {corpus.origin}: {len(corpus.train):,} tokens, "
+        f"{config.steps} steps of {config.batch} x {config.context}. Held out, by document: {len(corpus.held_out):,}.",
         "",
         *_verdicts(runs, rows),
         "## Training",
@@ -149,34 +143,6 @@ def _quoted(text: str) -> str:
     for mark in "\\`*_<>[]#|":
         text = text.replace(mark, "\\" + mark)
     return text.strip().replace("\n", "\n> \n> ")
-
-
-def provenance(command: str) -> dict[str, str]:
-    """The machine, the versions and the commit behind a result."""
-    from lowbit.cli.doctor import cpu_name
-
-    return {
-        "command": f"`{command}`",
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "system": platform.platform(),
-        "versions": f"lowbit {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str:
-    folder = Path(lb.__file__).parent
-    try:
-        told = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown (git is not there)"
-    return told.stdout.strip() or "unknown (not a git checkout)"
 
 
 # -- plots -----------------------------------------------------------------------------------------------------------
