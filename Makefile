@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 ARGS ?=
 CXX_SOURCES = find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh'
-AARCH64 ?= aarch64-linux-gnu
+AARCH64 := aarch64-linux-gnu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 ifdef PYTHON
@@ -23,8 +23,10 @@ native = LOWBIT_NATIVE=1 $(RUN) setup.py -q build_ext --inplace
 interpreter = $$($(RUN) -c 'import sys; print(sys.executable)')
 cmake = PATH="$(dir $(RUN)):$$PATH" cmake
 
+native_test = -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON
+
 .DEFAULT_GOAL := help
-.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables neon cuda-compile triton-compile clean
+.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables native-test neon cuda-compile triton-compile clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,7 +38,7 @@ build: ## Build the native libraries in place (only what changed)
 test: ## Build, and run the tests
 	$(call setup,test)
 	$(native)
-	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && echo -n $(JOBS)) $(ARGS)
+	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(JOBS)) $(ARGS)
 
 exhaustive: ## Every fp32 pattern through every format, every pair of schemes (an hour or so)
 	$(call setup,test)
@@ -80,15 +82,19 @@ tables: ## Write the README's tables anew from the tables in the code
 	$(call setup,build)
 	$(RUN) docs/generate_tables.py
 
-neon: ## Cross-compile for aarch64 and run the native self-test under qemu (needs the cross compiler and qemu-user)
+native-test: ## Build and run the native self-test: every instruction set here against the scalar code
+	$(call setup,build)
+	$(cmake) -S . -B build/native-test -DCMAKE_BUILD_TYPE=Release $(native_test)
+	$(cmake) --build build/native-test --parallel $(JOBS)
+	build/native-test/csrc/tests/lowbit_native_test
+
+neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the cross compiler and qemu-user)
 	$(call setup,build)
 	@command -v $(AARCH64)-g++ >/dev/null || { echo "$(AARCH64)-g++ is missing: apt install g++-$(AARCH64) qemu-user"; exit 1; }
-	$(cmake) -S . -B build/neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(interpreter)" \
-	  -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON \
-	  "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/$(AARCH64)"
+	$(cmake) -S . -B build/neon -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ $(native_test)
 	$(cmake) --build build/neon --parallel $(JOBS)
-	PATH="$(dir $(RUN)):$$PATH" ctest --test-dir build/neon --output-on-failure
+	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test
 
 cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)
 	$(call setup,build)
