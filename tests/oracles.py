@@ -209,13 +209,10 @@ def _encode_integer(f: Format, x: Number, zero_point: int, noise: int | None) ->
     elif noise is None:
         q = round(x) + zero_point
     else:
-        n = int(_noisy(abs(x), 0, 0, noise)) if abs(x) >= 1 else int(_noisy_unit(abs(x), noise))
+        below = int(abs(x))
+        n = below + (int((abs(x) - below) * 65536) + noise >> 16)
         q = (-n if x < 0 else n) + zero_point
     return min(max(q, low), high) & ((1 << f.bits) - 1)
-
-
-def _noisy_unit(a: Fraction, noise: int) -> int:
-    return int(a * 65536) + noise >> 16
 
 
 # -- boundaries: the whole of encode as a few hundred intervals of fp32 patterns ---------------------------------------
