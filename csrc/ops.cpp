@@ -36,7 +36,8 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
         "quantize_static(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int[] scheme, "
         "int rounding, int[] rng) -> ()");
     m.def(
-        "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme) -> ()");
+        "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme) -> "
+        "()");
     m.def(
         "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme, "
         "int rounding, int[] rng) -> ()");

@@ -17,10 +17,14 @@ using namespace lowbit;
 
 Dtype dtype_of(const Tensor& t, const char* what) {
     switch (t.scalar_type()) {
-        case ScalarType::Float: return Dtype::kFloat32;
-        case ScalarType::BFloat16: return Dtype::kBFloat16;
-        case ScalarType::Half: return Dtype::kFloat16;
-        default: STD_TORCH_CHECK(false, what, " must be float32, bfloat16 or float16");
+        case ScalarType::Float:
+            return Dtype::kFloat32;
+        case ScalarType::BFloat16:
+            return Dtype::kBFloat16;
+        case ScalarType::Half:
+            return Dtype::kFloat16;
+        default:
+            STD_TORCH_CHECK(false, what, " must be float32, bfloat16 or float16");
     }
 }
 
@@ -71,13 +75,15 @@ Rounding rounding_of(int64_t r) { return r ? kStochastic : kNearest; }
 const void* scale_data(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
     const char* what = zero_point ? "zero_point" : "scale";
     check_matrix(t, what, false);
-    const int64_t rows = (shape.rows + s.block_rows - 1) / s.block_rows, cols = (shape.cols + s.block_cols - 1) / s.block_cols;
+    const int64_t rows = (shape.rows + s.block_rows - 1) / s.block_rows,
+                  cols = (shape.cols + s.block_cols - 1) / s.block_cols;
     STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == cols, what, " must have shape [", rows, ", ", cols, "], got [",
                     t.size(0), ", ", t.size(1), "]");
     constexpr ScalarType kScale[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Byte,
                                      ScalarType::Byte};
-    const ScalarType expected =
-        !zero_point ? kScale[s.scale_format] : s.format.is_signed ? ScalarType::Char : ScalarType::Byte;
+    const ScalarType expected = !zero_point          ? kScale[s.scale_format]
+                                : s.format.is_signed ? ScalarType::Char
+                                                     : ScalarType::Byte;
     STD_TORCH_CHECK(t.scalar_type() == expected, what, " has another dtype than the scheme's");
     return t.const_data_ptr();
 }
@@ -136,12 +142,13 @@ void quantize(Tensor x, std::optional<Tensor> outer, Tensor codes, Tensor scale,
                   new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
-void quantize_static(Tensor x, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer, Tensor codes,
-                     Ints scheme, int64_t rounding, Ints rng) {
+void quantize_static(Tensor x, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
+                     Tensor codes, Ints scheme, int64_t rounding, Ints rng) {
     const SchemeParams s = scheme_of(scheme);
     const cpu::Shape shape = shape_of(x);
     cpu::quantize_static(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rounding),
-                         rng_of(rng), new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
+                         rng_of(rng),
+                         new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
 void dequantize(Tensor codes, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer, Tensor out,

@@ -70,9 +70,7 @@ struct Grid {
     int mantissa;
     int emin;
 };
-LOWBIT_HD int grid_shift(int exponent, Grid g) {
-    return 23 - g.mantissa + (g.emin > exponent ? g.emin - exponent : 0);
-}
+LOWBIT_HD int grid_shift(int exponent, Grid g) { return 23 - g.mantissa + (g.emin > exponent ? g.emin - exponent : 0); }
 LOWBIT_HD uint32_t grid_base(int exponent, Grid g) {
     return static_cast<uint32_t>(exponent > g.emin ? exponent - g.emin : 0) << g.mantissa;
 }
@@ -112,7 +110,8 @@ LOWBIT_HD uint32_t encode_float(uint32_t bits, const FormatParams& f, bool satur
 LOWBIT_HD uint32_t grid_value(uint32_t magnitude, Grid g) {
     const uint32_t field = magnitude >> g.mantissa, fraction = magnitude & ((1u << g.mantissa) - 1u);
     if (field > 0) {
-        return (static_cast<uint32_t>(static_cast<int>(field) - 1 + g.emin + 127) << 23) | (fraction << (23 - g.mantissa));
+        return (static_cast<uint32_t>(static_cast<int>(field) - 1 + g.emin + 127) << 23) |
+               (fraction << (23 - g.mantissa));
     }
     if (fraction == 0) return 0;
     const int top = floor_log2(fraction);
@@ -206,9 +205,7 @@ LOWBIT_HD uint32_t e8m0_code(uint32_t amount, uint32_t divisor, bool ceil) {
     e = e < -127 ? -127 : e > 127 ? 127 : e;
     return static_cast<uint32_t>(e + 127);
 }
-LOWBIT_HD uint32_t e8m0_value(uint32_t code) {
-    return code == 255 ? kNan : code == 0 ? 0x00400000u : code << 23;
-}
+LOWBIT_HD uint32_t e8m0_value(uint32_t code) { return code == 255 ? kNan : code == 0 ? 0x00400000u : code << 23; }
 
 // The divisor of elements: the scale, but Inf for a scale of zero; its sign is the scale's.
 LOWBIT_HD float divisor_of(float scale) {

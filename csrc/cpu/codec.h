@@ -27,8 +27,8 @@ struct Results {
     int64_t stride;
 };
 
-// Stored scales [ceil(rows / block_rows), ceil(cols / block_cols)], contiguous, in the scheme's scale format; zero points
-// likewise (int8 or uint8), or null; the outer scale, or null.
+// Stored scales [ceil(rows / block_rows), ceil(cols / block_cols)], contiguous, in the scheme's scale format; zero
+// points likewise (int8 or uint8), or null; the outer scale, or null.
 struct Scales {
     const void* scale;
     const void* zero_point;
@@ -58,7 +58,8 @@ void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Ne
               const Rng& rng, uint8_t* codes);
 void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
                      const Rng& rng, uint8_t* codes);
-void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales, const Results& out);
+void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales,
+                const Results& out);
 
 // quantize and dequantize at once, in x's dtype; scales are computed from x where `scales.scale` is null.
 void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,

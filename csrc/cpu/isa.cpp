@@ -38,22 +38,14 @@ std::vector<Feature> detect() {
     const bool ymm = (state & 0x6) == 0x6, zmm = ymm && (state & 0xe0) == 0xe0, tile = (state & 0x60000) == 0x60000;
     auto bit = [](uint32_t word, int i) { return (word >> i & 1) != 0; };
     return {
-        {"avx2", ymm && bit(b7, 5)},
-        {"fma", ymm && bit(c1, 12)},
-        {"f16c", ymm && bit(c1, 29)},
-        {"bmi2", bit(b7, 8)},
-        {"avx_vnni", ymm && bit(a71, 4)},
-        {"avx512f", zmm && bit(b7, 16)},
-        {"avx512dq", zmm && bit(b7, 17)},
-        {"avx512bw", zmm && bit(b7, 30)},
-        {"avx512vl", zmm && bit(b7, 31)},
-        {"avx512_vbmi", zmm && bit(c7, 1)},
-        {"avx512_vbmi2", zmm && bit(c7, 6)},
-        {"avx512_vnni", zmm && bit(c7, 11)},
-        {"avx512_bf16", zmm && bit(a71, 5)},
-        {"avx512_fp16", zmm && bit(d7, 23)},
-        {"amx_tile", tile && bit(d7, 24)},
-        {"amx_int8", tile && bit(d7, 25)},
+        {"avx2", ymm && bit(b7, 5)},         {"fma", ymm && bit(c1, 12)},
+        {"f16c", ymm && bit(c1, 29)},        {"bmi2", bit(b7, 8)},
+        {"avx_vnni", ymm && bit(a71, 4)},    {"avx512f", zmm && bit(b7, 16)},
+        {"avx512dq", zmm && bit(b7, 17)},    {"avx512bw", zmm && bit(b7, 30)},
+        {"avx512vl", zmm && bit(b7, 31)},    {"avx512_vbmi", zmm && bit(c7, 1)},
+        {"avx512_vbmi2", zmm && bit(c7, 6)}, {"avx512_vnni", zmm && bit(c7, 11)},
+        {"avx512_bf16", zmm && bit(a71, 5)}, {"avx512_fp16", zmm && bit(d7, 23)},
+        {"amx_tile", tile && bit(d7, 24)},   {"amx_int8", tile && bit(d7, 25)},
         {"amx_bf16", tile && bit(d7, 22)},
     };
 }
@@ -78,11 +70,15 @@ bool has_all(std::initializer_list<const char*> names) {
 // The flags of CMakeLists.txt, asked of the processor.
 bool detect_isa(Isa isa) {
     switch (isa) {
-        case Isa::kScalar: return true;
-        case Isa::kAvx2: return has_all({"avx2", "fma", "f16c", "bmi2"});
+        case Isa::kScalar:
+            return true;
+        case Isa::kAvx2:
+            return has_all({"avx2", "fma", "f16c", "bmi2"});
         case Isa::kAvx512:
-            return has_all({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vbmi"});
-        case Isa::kNeon: return has_feature("neon");
+            return has_all(
+                {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vbmi"});
+        case Isa::kNeon:
+            return has_feature("neon");
     }
     return false;
 }

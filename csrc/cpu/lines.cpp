@@ -54,12 +54,16 @@ Decoder::Decoder(const FormatParams& f) : format(f) {
 const Lines& lines() {
     switch (current_isa()) {
 #if defined(__x86_64__)
-        case Isa::kAvx512: return lines_avx512();
-        case Isa::kAvx2: return lines_avx2();
+        case Isa::kAvx512:
+            return lines_avx512();
+        case Isa::kAvx2:
+            return lines_avx2();
 #elif defined(__aarch64__)
-        case Isa::kNeon: return lines_neon();
+        case Isa::kNeon:
+            return lines_neon();
 #endif
-        default: return lines_scalar();
+        default:
+            return lines_scalar();
     }
 }
 

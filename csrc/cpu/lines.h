@@ -18,10 +18,10 @@ struct Encoder {
     bool stochastic;
     const uint32_t* thresholds;  // codebooks
     int32_t num_thresholds;
-    uint32_t nan_code;       // of a positive NaN
-    uint32_t canonical;      // the code that fills a block with Inf or NaN
-    uint32_t limit;          // fp32 bits: magnitudes are clamped to it, after which overflow needs no care
-    bool vector;             // whether vector code can: not for formats that reach the ends of fp32's range
+    uint32_t nan_code;   // of a positive NaN
+    uint32_t canonical;  // the code that fills a block with Inf or NaN
+    uint32_t limit;      // fp32 bits: magnitudes are clamped to it, after which overflow needs no care
+    bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range
 };
 Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
 
@@ -38,7 +38,8 @@ struct Decoder {
     uint32_t own_[256];
 };
 
-// What elements are divided by (encode) or multiplied with (decode), and their zero points: nothing, one, or each its own.
+// What elements are divided by (encode) or multiplied with (decode), and their zero points: nothing, one, or each its
+// own.
 struct Factors {
     enum Mode { kNone, kOne, kEach } mode = kNone;
     float one = 1.0f;
@@ -52,10 +53,12 @@ struct Lines {
     void (*encode)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
                    const uint16_t* noise, uint8_t* codes);
     // (value - zero) * factor; with factors every NaN is the positive canonical one, without it has its code's sign.
-    void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out, Dtype dtype);
+    void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out,
+                   Dtype dtype);
     // Raises high[b] and low[b] to the largest positive and negative magnitude (fp32 bits; NaN counts as one above Inf)
     // of block b, `block` elements each. Without `affine`, high[b] gets the amax and low is not touched.
-    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low);
+    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high,
+                        uint32_t* low);
     // The same with each element its own block.
     void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low);
     // The largest finite magnitude, fp32 bits.
@@ -79,6 +82,8 @@ inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 inline const void* advance(const void* p, int64_t elements, Dtype dtype) {
     return static_cast<const char*>(p) + elements * size_of(dtype);
 }
-inline void* advance(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * size_of(dtype); }
+inline void* advance(void* p, int64_t elements, Dtype dtype) {
+    return static_cast<char*>(p) + elements * size_of(dtype);
+}
 
 }  // namespace lowbit::cpu

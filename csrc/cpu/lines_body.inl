@@ -1,8 +1,7 @@
 // Line kernels in vectors of kLanes 32-bit lanes; included by lines_<isa>.cpp inside its own namespace, after
-//   kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W (uint64_t,
-//   kLanes / 2 lanes);
-//   F widen_half(H), H narrow_half(F); int32_t largest(I); W multiply(W, W) of the low 32 bits of each lane;
-//   F lookup(const float table[16], U index); pack_group(), unpack_group() of eight codes.
+//   kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
+//   (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); W multiply(W, W) of the low 32
+//   bits of each lane; F lookup(const float table[16], U index); pack_group(), unpack_group() of eight codes.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 template <class T>
@@ -20,7 +19,8 @@ inline F splat(float x) { return (F)splat(bits_of(x)); }
 inline U larger(U a, U b) { return a > b ? a : b; }
 inline U smaller(U a, U b) { return a < b ? a : b; }
 
-// -- element types -----------------------------------------------------------------------------------------------------
+// -- element types
+// -----------------------------------------------------------------------------------------------------
 
 struct Float32 {
     using Element = uint32_t;
@@ -49,13 +49,17 @@ inline auto with_type(Function function) {
 template <class Function>
 inline auto dispatch(Dtype dtype, Function function) {
     switch (dtype) {
-        case Dtype::kFloat32: return with_type<Float32>(function);
-        case Dtype::kBFloat16: return with_type<BFloat16>(function);
-        default: return with_type<Float16>(function);
+        case Dtype::kFloat32:
+            return with_type<Float32>(function);
+        case Dtype::kBFloat16:
+            return with_type<BFloat16>(function);
+        default:
+            return with_type<Float16>(function);
     }
 }
 
-// -- factors -----------------------------------------------------------------------------------------------------------
+// -- factors
+// -----------------------------------------------------------------------------------------------------------
 
 template <Factors::Mode mode>
 struct Factor {
@@ -79,7 +83,8 @@ inline Quotient divide(U x, const Factor<mode>& factor, int64_t i) {
     return {(U)((F)(x & kMagnitude) / (F)(divisor & kMagnitude)) & kMagnitude, (x ^ divisor) & kSign};
 }
 
-// -- encoders (docs/numerics.md sections 2, 3, 4, 7) -------------------------------------------------------------------
+// -- encoders (docs/numerics.md sections 2, 3, 4, 7)
+// -------------------------------------------------------------------
 
 struct FloatCodes {
     const U limit, emin, nan, nan_sign;
@@ -103,7 +108,10 @@ struct FloatCodes {
 struct FloatNearest : FloatCodes {
     const U least, unit, base;
     explicit FloatNearest(const Encoder& e)
-        : FloatCodes(e), least(emin << 23), unit(splat(static_cast<uint32_t>(23 - mantissa) << 23)), base(emin << mantissa) {}
+        : FloatCodes(e),
+          least(emin << 23),
+          unit(splat(static_cast<uint32_t>(23 - mantissa) << 23)),
+          base(emin << mantissa) {}
 
     U operator()(const Quotient& q, F, const uint16_t*) const {
         const U a = smaller(q.magnitude, limit);
@@ -162,7 +170,7 @@ struct IntegerStochastic : IntegerCodes {
         const F a = (F)smaller(q.magnitude, splat(0x44800000u));
         const I floor = __builtin_convertvector(a, I);
         const F rest = (a - __builtin_convertvector(floor, F)) * splat(65536.0f);
-        const I random = (I)__builtin_convertvector(load<H>(noise), U);
+        const I random = (I) __builtin_convertvector(load<H>(noise), U);
         const I whole = floor + ((__builtin_convertvector(rest, I) + random) >> 16);
         return finish(q, q.sign != 0u ? -whole : whole, zero);
     }
@@ -216,12 +224,16 @@ void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, c
 }
 
 template <class Type, class Codes>
-void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f, const uint16_t* noise, uint8_t* codes) {
+void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f, const uint16_t* noise,
+                    uint8_t* codes) {
     const auto* p = static_cast<const typename Type::Element*>(x);
     switch (f.mode) {
-        case Factors::kNone: return encode_line<Type, Factors::kNone, Codes>(e, p, n, f, noise, codes);
-        case Factors::kOne: return encode_line<Type, Factors::kOne, Codes>(e, p, n, f, noise, codes);
-        case Factors::kEach: return encode_line<Type, Factors::kEach, Codes>(e, p, n, f, noise, codes);
+        case Factors::kNone:
+            return encode_line<Type, Factors::kNone, Codes>(e, p, n, f, noise, codes);
+        case Factors::kOne:
+            return encode_line<Type, Factors::kOne, Codes>(e, p, n, f, noise, codes);
+        case Factors::kEach:
+            return encode_line<Type, Factors::kEach, Codes>(e, p, n, f, noise, codes);
     }
 }
 
@@ -240,7 +252,8 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
     });
 }
 
-// -- decoders (section 6) ----------------------------------------------------------------------------------------------
+// -- decoders (section 6)
+// ----------------------------------------------------------------------------------------------
 
 struct FloatValues {
     const U magnitude, max_code, inf_code, rebias;
@@ -316,9 +329,12 @@ template <class Type, class Values>
 void decode_factors(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out) {
     auto* p = static_cast<typename Type::Element*>(out);
     switch (f.mode) {
-        case Factors::kNone: return decode_line<Type, Factors::kNone, Values>(d, codes, n, f, p);
-        case Factors::kOne: return decode_line<Type, Factors::kOne, Values>(d, codes, n, f, p);
-        case Factors::kEach: return decode_line<Type, Factors::kEach, Values>(d, codes, n, f, p);
+        case Factors::kNone:
+            return decode_line<Type, Factors::kNone, Values>(d, codes, n, f, p);
+        case Factors::kOne:
+            return decode_line<Type, Factors::kOne, Values>(d, codes, n, f, p);
+        case Factors::kEach:
+            return decode_line<Type, Factors::kEach, Values>(d, codes, n, f, p);
     }
 }
 
@@ -332,7 +348,8 @@ void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f,
     });
 }
 
-// -- statistics (section 5) --------------------------------------------------------------------------------------------
+// -- statistics (section 5)
+// --------------------------------------------------------------------------------------------
 
 // Magnitudes as signed integers: numbers of the other sign are negative, and so never raise a maximum that starts at 0.
 template <class Type>
@@ -406,7 +423,8 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
     return found;
 }
 
-// -- noise (section 7) -------------------------------------------------------------------------------------------------
+// -- noise (section 7)
+// -------------------------------------------------------------------------------------------------
 
 // Four vectors of counters at once hide the multiplications' latency. A counter's words lie in the low halves of 64-bit
 // lanes; what the products leave in the high halves is ignored by multiply() and cut off at the end.
@@ -427,8 +445,8 @@ inline void philox_vectors(uint64_t block, const Rng& rng, uint16_t* out) {
     for (int round = 0; round < 10; ++round) {
         for (int k = 0; k < kChains; ++k) {
             const W p0 = multiply(c0[k], m0), p1 = multiply(c2[k], m1);
-            c0[k] = (p1 >> 32) ^ c1[k] ^ uint64_t{k0};
-            c2[k] = (p0 >> 32) ^ c3[k] ^ uint64_t{k1};
+            c0[k] = (p1 >> 32) ^ c1[k] ^ uint64_t { k0 };
+            c2[k] = (p0 >> 32) ^ c3[k] ^ uint64_t { k1 };
             c1[k] = p1;
             c3[k] = p0;
         }
@@ -454,7 +472,8 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
     __builtin_memcpy(out + 8 * k, rest, static_cast<size_t>(count - k) * 16);
 }
 
-// -- packing (section 8) -----------------------------------------------------------------------------------------------
+// -- packing (section 8)
+// -----------------------------------------------------------------------------------------------
 
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
     const uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1u);
@@ -466,7 +485,8 @@ void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
 void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     const uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1u);
     int64_t g = 0;
-    for (; g * bits + 8 <= groups * bits; ++g) store(codes + 8 * g, unpack_group(load<uint64_t>(packed + g * bits), mask));
+    for (; g * bits + 8 <= groups * bits; ++g)
+        store(codes + 8 * g, unpack_group(load<uint64_t>(packed + g * bits), mask));
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 

@@ -8,17 +8,26 @@ namespace {
 
 uint32_t load(const void* x, Dtype dtype, int64_t i) {
     switch (dtype) {
-        case Dtype::kFloat32: return static_cast<const uint32_t*>(x)[i];
-        case Dtype::kBFloat16: return widen_bf16(static_cast<const uint16_t*>(x)[i]);
-        default: return widen_fp16(static_cast<const uint16_t*>(x)[i]);
+        case Dtype::kFloat32:
+            return static_cast<const uint32_t*>(x)[i];
+        case Dtype::kBFloat16:
+            return widen_bf16(static_cast<const uint16_t*>(x)[i]);
+        default:
+            return widen_fp16(static_cast<const uint16_t*>(x)[i]);
     }
 }
 
 void store(void* out, Dtype dtype, int64_t i, uint32_t bits) {
     switch (dtype) {
-        case Dtype::kFloat32: static_cast<uint32_t*>(out)[i] = bits; break;
-        case Dtype::kBFloat16: static_cast<uint16_t*>(out)[i] = narrow_bf16(bits); break;
-        default: static_cast<uint16_t*>(out)[i] = narrow_fp16(bits); break;
+        case Dtype::kFloat32:
+            static_cast<uint32_t*>(out)[i] = bits;
+            break;
+        case Dtype::kBFloat16:
+            static_cast<uint16_t*>(out)[i] = narrow_bf16(bits);
+            break;
+        default:
+            static_cast<uint16_t*>(out)[i] = narrow_fp16(bits);
+            break;
     }
 }
 
@@ -27,7 +36,8 @@ float zero(const Factors& f, int64_t i) { return f.mode != Factors::kEach ? f.ze
 
 uint32_t encode_one(const Encoder& e, uint32_t bits, float zero_point, uint32_t noise) {
     if (e.format.kind == kKindFloat) return encode_float(bits, e.format, e.saturate, e.stochastic, noise);
-    if (e.format.kind == kKindCodebook) return encode_codebook(float_of(bits), e.thresholds, e.num_thresholds, e.nan_code);
+    if (e.format.kind == kKindCodebook)
+        return encode_codebook(float_of(bits), e.thresholds, e.num_thresholds, e.nan_code);
     return encode_integer(float_of(bits), e.format, zero_point, e.stochastic, noise);
 }
 
@@ -82,7 +92,8 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
 
 void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
     for (int64_t k = 0; k < count; ++k) {
-        const Words words = philox((block + static_cast<uint64_t>(k)) & (~uint64_t{0} >> 3), rng.step, rng.stream, rng.seed);
+        const Words words =
+            philox((block + static_cast<uint64_t>(k)) & (~uint64_t{0} >> 3), rng.step, rng.stream, rng.seed);
         for (int j = 0; j < 8; ++j) out[8 * k + j] = static_cast<uint16_t>(words.w[j / 2] >> (16 * (j % 2)));
     }
 }

@@ -1,8 +1,9 @@
 // quantize, quantize_static, dequantize, fake_quantize: blocks, scales and elements of a matrix.
 //
-// The matrix is cut into tiles: some columns of the rows of one row of blocks. Where blocks are small, a tile holds whole
-// ones, and one thread reads it twice, the second time from cache: once for the scales, once for the codes. Blocks too
-// large for that (or too few to share out) take two passes over memory, whose maxima do not depend on their order.
+// The matrix is cut into tiles: some columns of the rows of one row of blocks. Where blocks are small, a tile holds
+// whole ones, and one thread reads it twice, the second time from cache: once for the scales, once for the codes.
+// Blocks too large for that (or too few to share out) take two passes over memory, whose maxima do not depend on their
+// order.
 #include <numeric>
 #include <vector>
 
@@ -15,8 +16,8 @@
 namespace lowbit::cpu {
 namespace {
 
-constexpr int64_t kNarrow = 16;   // blocks of fewer columns: maxima by columns, folded afterwards
-constexpr int64_t kSpread = 128;  // blocks of fewer columns: factors spread out to one an element
+constexpr int64_t kNarrow = 16;       // blocks of fewer columns: maxima by columns, folded afterwards
+constexpr int64_t kSpread = 128;      // blocks of fewer columns: factors spread out to one an element
 constexpr int64_t kCached = 1 << 18;  // elements of a block that surely stay in the second-level cache
 
 // How a scheme's blocks lie on the matrix.
@@ -36,7 +37,8 @@ struct Tile {
     int64_t row, height, begin, end;
 };
 
-// Numbers of tiles of at most `height` rows and `width` columns; `width` never straddles a block if it is larger than one.
+// Numbers of tiles of at most `height` rows and `width` columns; `width` never straddles a block if it is larger than
+// one.
 class Tiles {
   public:
     Tiles(const Blocks& blocks, int64_t height, int64_t width)
@@ -77,7 +79,8 @@ int64_t whole_width(const Blocks& b) {
     return unit >= b.cols ? b.cols : std::max(unit, wanted / unit * unit);
 }
 
-// -- statistics --------------------------------------------------------------------------------------------------------
+// -- statistics
+// --------------------------------------------------------------------------------------------------------
 
 // The largest positive and negative magnitudes of each block in a tile (`high` alone, of both, without a zero point).
 class Stats {
@@ -107,7 +110,8 @@ class Stats {
     std::vector<uint32_t> high, low;
 };
 
-// -- elements ----------------------------------------------------------------------------------------------------------
+// -- elements
+// ----------------------------------------------------------------------------------------------------------
 
 // Where codes come from and go to, and how.
 struct Job {
@@ -118,8 +122,8 @@ struct Job {
     Values x{};
     const Encoder* encoder = nullptr;
     Rng rng{};
-    uint8_t* codes = nullptr;          // packed; null: they are decoded at once
-    const uint8_t* stored = nullptr;   // packed; null: they are made from x
+    uint8_t* codes = nullptr;         // packed; null: they are decoded at once
+    const uint8_t* stored = nullptr;  // packed; null: they are made from x
     const Decoder* decoder = nullptr;
     Results out{};
 };
@@ -187,7 +191,8 @@ class Worker {
 
     const uint8_t* encoded(const Job& job, const Tile& t, const Run& run, bool spread) {
         const int bits = job.scheme.format.bits;
-        uint8_t* to = job.codes ? job.codes + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8 : nullptr;
+        uint8_t* to =
+            job.codes ? job.codes + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8 : nullptr;
         uint8_t* codes = to && bits == 8 ? to : line_->codes;
         const Encoder& e = *job.encoder;
         const uint16_t* noise = e.stochastic ? noise_.at(job.line, job.rng, run) : nullptr;
@@ -212,13 +217,14 @@ class Worker {
             return;
         }
         each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
-            job.line.decode(*job.decoder, codes + at, n, {Factors::kOne, s.scale, s.zero}, advance(out, at, job.out.dtype),
-                            job.out.dtype);
+            job.line.decode(*job.decoder, codes + at, n, {Factors::kOne, s.scale, s.zero},
+                            advance(out, at, job.out.dtype), job.out.dtype);
         });
     }
 };
 
-// -- scales ------------------------------------------------------------------------------------------------------------
+// -- scales
+// ------------------------------------------------------------------------------------------------------------
 
 void run_with_scales(const Job& job, const Scales& from) {
     const Blocks& b = job.blocks;
@@ -239,7 +245,8 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     tiles.run<Worker>([&](Worker& worker, const Tile& t) {
         worker.stats.of(job.line, job.x, b, t, job.scheme.affine);
         worker.scales.clear();
-        const int64_t first = t.row / b.height * b.across + t.begin / b.width, count = (t.end - t.begin + b.width - 1) / b.width;
+        const int64_t first = t.row / b.height * b.across + t.begin / b.width,
+                      count = (t.end - t.begin + b.width - 1) / b.width;
         for (int64_t j = 0; j < count; ++j) {
             const size_t at = static_cast<size_t>(j);
             worker.scales.push_back(make_scale(rule, worker.stats.high[at], worker.stats.low[at], first + j, to));
@@ -259,7 +266,8 @@ void run_in_passes(const Job& job, const NewScales& to) {
     const int64_t pieces = whole ? 1 : (b.width + kRun - 1) / kRun;
     const int64_t width = whole ? kRun / b.width * b.width : kRun;
     const int64_t columns = whole ? (b.cols + width - 1) / width : b.across * pieces;
-    const int64_t height = std::min(b.height, std::max<int64_t>(kGrain / width, 1)), down = (b.height + height - 1) / height;
+    const int64_t height = std::min(b.height, std::max<int64_t>(kGrain / width, 1)),
+                  down = (b.height + height - 1) / height;
     parallel_for(b.down * down * columns, 1, [&](int64_t first, int64_t last) {
         Stats stats;
         for (int64_t i = first; i < last; ++i) {
@@ -313,7 +321,8 @@ void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, c
     run_with_scales({lines(), shape, scheme, {shape, scheme}, x, &encoder, rng, codes}, scales);
 }
 
-void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales, const Results& out) {
+void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales,
+                const Results& out) {
     const Decoder decoder(scheme.format);
     run_with_scales({lines(), shape, scheme, {shape, scheme}, {}, nullptr, {}, nullptr, codes, &decoder, out}, scales);
 }

@@ -35,8 +35,7 @@ uint32_t stored_scale(const ScaleRule& rule, uint32_t amount, const float* outer
     if (rule.scheme.scale_format == kScaleE8m0) {
         return amount == 0 ? 127u : e8m0_code(amount, bits_of(rule.divisor), rule.scheme.ceil != 0);
     }
-    const uint32_t scale =
-        amount == 0 ? kOne : std::max(bits_of(float_of(amount) / rule.divisor), kMinScale);
+    const uint32_t scale = amount == 0 ? kOne : std::max(bits_of(float_of(amount) / rule.divisor), kMinScale);
     if (rule.scheme.scale_format == kScaleBf16) return round_up_bf16(scale);
     if (rule.scheme.scale_format == kScaleFp16) return round_up_fp16(scale);
     return scale;
@@ -51,11 +50,20 @@ uint32_t stored_nan(int32_t scale_format) {
 float scale_value(const SchemeParams& scheme, uint32_t stored, const float* outer) {
     uint32_t bits = stored;
     switch (scheme.scale_format) {
-        case kScaleBf16: bits = widen_bf16(static_cast<uint16_t>(stored)); break;
-        case kScaleFp16: bits = widen_fp16(static_cast<uint16_t>(stored)); break;
-        case kScaleE8m0: bits = e8m0_value(stored); break;
-        case kScaleE4m3: bits = decode_float(stored, e4m3()); break;
-        default: break;
+        case kScaleBf16:
+            bits = widen_bf16(static_cast<uint16_t>(stored));
+            break;
+        case kScaleFp16:
+            bits = widen_fp16(static_cast<uint16_t>(stored));
+            break;
+        case kScaleE8m0:
+            bits = e8m0_value(stored);
+            break;
+        case kScaleE4m3:
+            bits = decode_float(stored, e4m3());
+            break;
+        default:
+            break;
     }
     return outer ? float_of(bits) * *outer : float_of(bits);
 }
@@ -103,7 +111,8 @@ BlockScale load_scale(const SchemeParams& s, int64_t index, const Scales& from) 
 
 float make_outer_scale(uint32_t finite_amax, const SchemeParams& s) {
     if (finite_amax == 0) return 1.0f;
-    const float divisor = largest_value(s.format) * float_of(decode_float(static_cast<uint32_t>(e4m3().max_code), e4m3()));
+    const float divisor =
+        largest_value(s.format) * float_of(decode_float(static_cast<uint32_t>(e4m3().max_code), e4m3()));
     return float_of(std::max(bits_of(float_of(finite_amax) / divisor), kMinScale));
 }
 

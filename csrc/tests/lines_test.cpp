@@ -1,0 +1,211 @@
+// Holds every instruction set's line kernels against the scalar code, bit for bit; needs neither torch nor Python.
+//
+// All 65,536 bf16 and fp16 patterns, and fp32 samples crowded around what rounds differently: every format of the table
+// and some custom ones, both roundings, saturating or not, every kind of factor, every output type.
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "common/numerics.h"
+#include "cpu/isa.h"
+#include "cpu/lines.h"
+#include "cpu/threads.h"
+#include "format_table.h"
+
+using namespace lowbit;
+using namespace lowbit::cpu;
+
+namespace {
+
+std::mt19937_64 random_bits(1);
+long failures = 0, comparisons = 0;
+
+struct Input {
+    Dtype dtype;
+    std::vector<uint32_t> words;  // fp32 bits, or two 16-bit numbers each
+    int64_t count;
+};
+
+Input all_patterns(Dtype dtype) {
+    Input in{dtype, std::vector<uint32_t>(32768), 65536};
+    for (uint32_t i = 0; i < 32768; ++i) in.words[i] = (2 * i) | (2 * i + 1) << 16;
+    return in;
+}
+
+// Any bit pattern; numbers with few significant bits (grid points and midpoints) and their neighbours; around 1.
+Input samples(int64_t count) {
+    Input in{Dtype::kFloat32, {}, count};
+    for (int64_t i = 0; i < count; ++i) {
+        uint32_t bits = static_cast<uint32_t>(random_bits());
+        if (i % 4 > 0)
+            bits =
+                (bits >> (random_bits() % 24) << (random_bits() % 24)) + static_cast<uint32_t>(random_bits() % 3) - 1;
+        if (i % 4 > 1) bits = (bits & 0x807fffffu) | static_cast<uint32_t>(100 + random_bits() % 48) << 23;
+        in.words.push_back(bits);
+    }
+    const uint32_t specials[] = {0,    kSign,        1,           kInf,       kInf | kSign,
+                                 kNan, kNan | kSign, 0x7f800001u, kMaxFinite, 0x00800000u};
+    std::memcpy(in.words.data(), specials, sizeof specials);
+    return in;
+}
+
+std::vector<FormatParams> formats() {
+    std::vector<FormatParams> all;
+    for (const FormatRow& row : kFormats) all.push_back(row.params);
+    all.push_back({kKindFloat, 4, 2, 1, 3, 1, 7, -1, -1, -8, 7});          // e2m1b3
+    all.push_back({kKindFloat, 8, 3, 4, 3, 1, 127, -1, -1, -128, 127});    // e3m4
+    all.push_back({kKindFloat, 8, 7, 0, 1, 1, 127, -1, -1, -128, 127});    // e7m0b1: to the end of fp32's range
+    all.push_back({kKindFloat, 8, 4, 3, 7, 1, 119, 120, 127, -128, 127});  // e4m3in
+    all.push_back({kKindFloat, 2, 1, 0, 0, 1, 1, -1, -1, -2, 1});          // e1m0
+    return all;
+}
+
+void expect(bool same, const char* isa, const char* what, const FormatParams& f, Dtype dtype, int mode) {
+    ++comparisons;
+    if (same) return;
+    if (++failures < 20) {
+        std::printf("%s: %s differs: kind %d bits %d mantissa %d bias %d, dtype %d, mode %d\n", isa, what, f.kind,
+                    f.bits, f.mantissa, f.bias, static_cast<int>(dtype), mode);
+    }
+}
+
+// Divisors (or multipliers) of every kind, zero points for integers.
+std::vector<Factors> factors(const FormatParams& f, std::vector<float>& each, std::vector<float>& zeros) {
+    for (size_t i = 0; i < each.size(); ++i) {
+        each[i] = float_of(static_cast<uint32_t>(random_bits() % 0xff) << 23 |
+                           static_cast<uint32_t>(random_bits() & 0x7fffff));
+        zeros[i] = f.kind != kKindInteger ? 0.0f : static_cast<float>(f.qmin + static_cast<int>(random_bits() % 16));
+    }
+    each[3] = float_of(kNan), each[4] = float_of(kInf), each[5] = -2.0f, each[6] = 0.0f;
+    std::vector<Factors> all(1);
+    for (float one : {1.0f, 0.3f, -7.5e-9f, 3e38f, 1e-39f, float_of(kInf), float_of(kNan)}) {
+        all.push_back({Factors::kOne, one, f.kind == kKindInteger ? 3.0f : 0.0f});
+    }
+    all.push_back({Factors::kEach, 1.0f, 0.0f, each.data(), zeros.data()});
+    all.push_back({Factors::kEach, 1.0f, 0.0f, each.data(), nullptr});
+    return all;
+}
+
+void test_encode(const char* isa, const Lines& lines, const Input& in, const FormatParams& f) {
+    std::vector<float> each(static_cast<size_t>(in.count)), zeros(each.size());
+    std::vector<uint16_t> noise(each.size());
+    for (uint16_t& r : noise) r = static_cast<uint16_t>(random_bits());
+    std::vector<uint8_t> got(each.size()), wanted(each.size());
+    int mode = 0;
+    for (const Factors& factor : factors(f, each, zeros)) {
+        for (int flags = 0; flags < 4; ++flags, ++mode) {
+            if (f.kind == kKindCodebook && flags & 1) continue;
+            const Encoder e = make_encoder(f, flags & 2, flags & 1);
+            // From an odd start with every small count in turn, then the rest at once.
+            int64_t at = 0;
+            for (int64_t n = 1; at < in.count; at += n, n = n < 40 ? n + 1 : in.count - at) {
+                Factors part = factor;
+                if (part.each) part.each += at;
+                if (part.zeros) part.zeros += at;
+                const void* x = advance(in.words.data(), at, in.dtype);
+                lines.encode(e, x, in.dtype, n, part, noise.data() + at, got.data() + at);
+                lines_scalar().encode(e, x, in.dtype, n, part, noise.data() + at, wanted.data() + at);
+            }
+            expect(got == wanted, isa, "encode", f, in.dtype, mode);
+        }
+    }
+}
+
+void test_decode(const char* isa, const Lines& lines, Dtype dtype, const FormatParams& f) {
+    std::vector<uint8_t> codes(1001);
+    for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i & ((1u << f.bits) - 1));
+    std::vector<float> each(codes.size()), zeros(codes.size());
+    const Decoder decoder(f);
+    int mode = 0;
+    for (const Factors& factor : factors(f, each, zeros)) {
+        std::vector<uint32_t> got(codes.size()), wanted(codes.size());
+        for (int64_t n : {1, 3, 17, 1001}) {
+            lines.decode(decoder, codes.data(), n, factor, got.data(), dtype);
+            lines_scalar().decode(decoder, codes.data(), n, factor, wanted.data(), dtype);
+            expect(got == wanted, isa, "decode", f, dtype, mode);
+        }
+        ++mode;
+    }
+}
+
+void test_stats(const char* isa, const Lines& lines, const Input& in) {
+    const FormatParams none{};
+    const size_t count = static_cast<size_t>(in.count);
+    for (bool affine : {false, true}) {
+        for (int64_t block : {1, 3, 16, 20, 100, 5000}) {
+            std::vector<uint32_t> high(count), low(count), high_wanted(count), low_wanted(count);
+            lines.block_stats(in.words.data(), in.dtype, in.count, block, affine, high.data(), low.data());
+            lines_scalar().block_stats(in.words.data(), in.dtype, in.count, block, affine, high_wanted.data(),
+                                       low_wanted.data());
+            // A NaN's payload is free, so long as it stays above Inf.
+            for (auto* v : {&high, &low, &high_wanted, &low_wanted}) {
+                for (uint32_t& m : *v) m = m > kInf ? kNan : m;
+            }
+            expect(high == high_wanted && low == low_wanted, isa, "block_stats", none, in.dtype,
+                   static_cast<int>(block));
+            if (block != 1) continue;
+            std::vector<uint32_t> top(count), bottom(count);
+            lines.column_stats(in.words.data(), in.dtype, in.count, affine, top.data(), bottom.data());
+            for (auto* v : {&top, &bottom}) {
+                for (uint32_t& m : *v) m = m > kInf ? kNan : m;
+            }
+            expect(top == high && bottom == low, isa, "column_stats", none, in.dtype, affine);
+        }
+    }
+    for (int64_t n : {int64_t{5}, int64_t{100}, in.count}) {
+        expect(
+            lines.finite_amax(in.words.data(), in.dtype, n) == lines_scalar().finite_amax(in.words.data(), in.dtype, n),
+            isa, "finite_amax", none, in.dtype, static_cast<int>(n));
+    }
+}
+
+void test_noise_and_packing(const char* isa, const Lines& lines) {
+    const FormatParams none{};
+    std::vector<uint16_t> got(8 * 300), wanted(8 * 300);
+    for (uint64_t block : {uint64_t{0}, uint64_t{0xfffffffe}, (~uint64_t{0} >> 3) - 5}) {
+        for (int64_t n : {1, 7, 300}) {
+            const Rng rng{random_bits(), static_cast<uint32_t>(random_bits()), static_cast<uint32_t>(random_bits()), 0,
+                          0};
+            lines.noise(block, n, rng, got.data());
+            lines_scalar().noise(block, n, rng, wanted.data());
+            expect(std::memcmp(got.data(), wanted.data(), static_cast<size_t>(n) * 16) == 0, isa, "noise", none, {}, 0);
+        }
+    }
+    std::vector<uint8_t> codes(8 * 50), packed(codes.size()), packed_wanted(codes.size()), back(codes.size());
+    for (int bits = 1; bits <= 7; ++bits) {
+        for (uint8_t& c : codes) c = static_cast<uint8_t>(random_bits() & ((1u << bits) - 1));
+        for (int64_t groups : {1, 2, 3, 50}) {
+            lines.pack(codes.data(), groups, bits, packed.data());
+            lines_scalar().pack(codes.data(), groups, bits, packed_wanted.data());
+            lines.unpack(packed.data(), groups, bits, back.data());
+            expect(packed == packed_wanted, isa, "pack", none, {}, bits);
+            expect(std::memcmp(back.data(), codes.data(), static_cast<size_t>(8 * groups)) == 0, isa, "unpack", none,
+                   {}, bits);
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    const FloatEnvironment environment;
+    std::vector<Input> inputs{all_patterns(Dtype::kBFloat16), all_patterns(Dtype::kFloat16), samples(200000)};
+    for (const std::string& name : isas()) {
+        if (name == "scalar") continue;
+        force_isa(name);
+        const Lines& lines = cpu::lines();
+        const long failed = failures, compared = comparisons;
+        for (const FormatParams& f : formats()) {
+            for (const Input& in : inputs) {
+                if (f.kind != kKindExponent) test_encode(name.c_str(), lines, in, f);
+                test_decode(name.c_str(), lines, in.dtype, f);
+            }
+        }
+        for (const Input& in : inputs) test_stats(name.c_str(), lines, in);
+        test_noise_and_packing(name.c_str(), lines);
+        std::printf("%s: %ld comparisons with the scalar code, %ld differ\n", name.c_str(), comparisons - compared,
+                    failures - failed);
+    }
+    return failures == 0 ? 0 : 1;
+}
