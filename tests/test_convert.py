@@ -1,0 +1,329 @@
+"""quantize_: what it converts, what it leaves, what it refuses, and that a refusal leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import same_bits
+from torch import nn
+
+import lowbit as lb
+from lowbit.nn import QuantConv2d, QuantLinear, QuantMultiheadAttention
+from lowbit.nn.convert import matches
+
+TINY = torch.finfo(torch.float32).eps
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def decoded_(model: nn.Module) -> nn.Module:
+    """Put what each weight decodes to in the place of its original: the oracle of weight-only layers, run by torch."""
+    for module in model.modules():
+        for name in ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            p = module._parameters.get(name)
+            if p is not None and p.dim() > 1:
+                with torch.no_grad():
+                    flat = p.flatten(1)
+                    p.copy_(lb.fake_quantize(flat, "int8:row").reshape(p.shape))
+    return model
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.lm_head = nn.Linear(16, 8)
+        self.train_me = nn.LayerNorm(16)
+
+    def forward(self, x):
+        for layer in self.body:
+            x = layer(x)
+        return self.lm_head(self.train_me(x))
+
+
+@pytest.mark.parametrize("recipe", lb.RECIPES)
+def test_every_recipe(recipe):
+    model = Nested()
+    before = copy.deepcopy(model)
+    report = lb.quantize_(model, recipe)
+    assert report.converted == ("body.0", "body.1") and report.skipped == ("lm_head",) and not report.left
+    assert report.recipe == recipe and report.bytes_after < report.bytes_before
+    chosen = lb.recipe(recipe)
+    for made, old in zip(model.body, before.body, strict=True):
+        assert type(made) is QuantLinear and made.recipe == chosen and made.training
+        q = lb.quantize(old.weight.detach(), chosen.weight)
+        assert all(same_bits(part, made.weight.parts[name]) for name, part in q.parts.items())
+        assert same_bits(made.bias, old.bias)
+    assert type(model.lm_head) is nn.Linear
+    x = torch.randn(3, 16)
+    assert relative(model(x), before(x)) < (0.35 if chosen.weight.format.bits == 4 else 0.15)
+    assert "2 layers converted" in str(report) and "skipped: lm_head" in str(report)
+
+
+def test_group_option():
+    model = Nested()
+    report = lb.quantize_(model, "int4-weight-only", group=8)
+    assert report.recipe == "int4-weight-only:group8"
+    assert str(model.body[0].weight.scheme) == "int4:group8"
+
+
+@pytest.mark.parametrize(
+    ("skip", "converted"),
+    [
+        ((), ("body.0", "body.1", "lm_head")),
+        (("body.0",), ("body.1", "lm_head")),
+        (("body",), ("lm_head",)),
+        (("b*.1", "lm_head"), ("body.0",)),
+        (("[0]",), ("body.1", "lm_head")),
+    ],
+)
+def test_skip(skip, converted):
+    assert lb.quantize_(Nested(), "int8", skip=skip).converted == converted
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c1", "0", "lm_head"]), min_size=1, max_size=4), st.data())
+def test_a_pattern_without_wildcards_matches_runs_of_whole_words(words, data):
+    start = data.draw(st.integers(0, len(words) - 1))
+    stop = data.draw(st.integers(start + 1, len(words)))
+    name = ".".join(words)
+    assert matches(".".join(words[start:stop]), name)
+    assert not matches(".".join(words[start:stop]) + "x", name)
+    assert not matches("x." + name, name)
+
+
+def same_model(a: nn.Module, b: nn.Module) -> bool:
+    kinds = [type(m) for m in a.modules()] == [type(m) for m in b.modules()]
+    left, right = a.state_dict(), b.state_dict()
+    return kinds and left.keys() == right.keys() and all(same_bits(left[k], right[k]) for k in left)
+
+
+def broken(change) -> Nested:
+    model = Nested()
+    with torch.no_grad():
+        change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "error", "message"),
+    [
+        (nn.Sequential(nn.Embedding(4, 4), nn.ReLU()), {}, ValueError, "nothing to convert.*the model has 1 Embedding"),
+        (nn.Sequential(nn.ReLU()), {}, ValueError, "no layer with a weight matrix"),
+        (nn.Sequential(nn.Linear(4, 4)), {"skip": ("0",)}, ValueError, r"skipped as asked: 0; pass skip=\(\)"),
+        (nn.Linear(4, 4), {}, ValueError, r"the model itself is a Linear.*nn.Sequential\(model\)"),
+        (Nested(), {"skip": ("boddy",)}, ValueError, "'boddy' matches no module; names are such as 'body.0'"),
+        (Nested(), {"skip": "lm_head"}, TypeError, r"write skip=\('lm_head',\)"),
+        (Nested(), {"recipe": "int7"}, ValueError, "unknown recipe 'int7'"),
+        (Nested(), {"calibration": []}, ValueError, "needs no calibration"),
+        (Nested(), {"recipe": "fp8", "group": 8}, ValueError, "fixes its scalings"),
+        (broken(lambda m: m.body[1].weight[0, 0].fill_(torch.nan)), {}, ValueError, "layer 'body.1': 1 of .*NaN"),
+        (broken(lambda m: m.body[0].weight[:, 2].fill_(-torch.inf)), {}, ValueError, "layer 'body.0': 16 of"),
+        (broken(lambda m: m.body[1].double()), {}, TypeError, "layer 'body.1'.*float64"),
+        (broken(lambda m: m.body.append(nn.Linear(4, 4, device="meta"))), {}, ValueError, "layer 'body.2'.*the meta"),
+    ],
+)  # fmt: skip
+def test_refusals_leave_the_model_as_it_was(model, arguments, error, message):
+    meta = any(p.is_meta for p in model.parameters())
+    before = model.state_dict() if meta else copy.deepcopy(model)
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(error, match=f"(?s){message}"):
+        lb.quantize_(model, **{"recipe": "int8", **arguments})
+    assert kinds == [type(m) for m in model.modules()]
+    assert meta or same_model(model, before)
+
+
+def test_a_model_is_quantized_once():
+    model = Nested()
+    lb.quantize_(model, "int8", skip=("body.1", "lm_head"))
+    with pytest.raises(ValueError, match=r"body.0 is quantized already \(recipe int8\)"):
+        lb.quantize_(model, "nf4")
+    report = lb.quantize_(model, "nf4", skip=("body.0", "lm_head"))  # the rest, in another recipe
+    assert report.converted == ("body.1",)
+    with pytest.raises(ValueError, match=r"lowbit.train.convert_\(model\) first"):
+        lb.quantize_(lb_prepared(), "int8")
+
+
+def lb_prepared() -> nn.Module:
+    model = Nested()
+    lb.train.prepare_(model, "fp8")
+    return model
+
+
+def test_tied_linears_share_one_quantized():
+    model = Nested()
+    model.body[1].weight = model.body[0].weight
+    lb.quantize_(model, "nvfp4")
+    first, second = model.body
+    for name in ("codes", "scale", "outer_scale"):
+        assert getattr(first, name) is getattr(second, name)
+    assert first.bias is not second.bias
+    assert len([n for n, _ in model.named_parameters() if n.endswith("codes")]) == 1
+    again = copy.deepcopy(model).bfloat16()
+    assert again.body[0].codes is again.body[1].codes
+
+
+def test_one_module_in_two_places_stays_one():
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    model.alias = shared
+    report = lb.quantize_(model, "int8")
+    assert report.converted == ("0",)
+    assert model[0] is model[2] is model.alias and type(model[0]) is QuantLinear
+
+
+def test_a_tied_embedding_keeps_its_weight():
+    model = nn.ModuleDict({"embed": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with pytest.warns(UserWarning, match="head shared its weight with embed, which keeps it in high precision"):
+        report = lb.quantize_(model, "int8")
+    assert type(model["embed"]) is nn.Embedding and type(model["head"]) is QuantLinear
+    assert report.notes and report.bytes_after > report.bytes_before
+
+
+def test_subclasses_and_computed_weights_are_left_and_named():
+    class Special(nn.Linear):
+        pass
+
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Special(4, 4), normed, old, nn.Conv2d(4, 4, 1, groups=2))
+    report = lb.quantize_(model, "int8")
+    assert report.converted == ("0",)
+    assert list(report.left) == ["1", "2", "3", "4"]
+    assert "Special is not exactly nn.Linear" in report.left["1"] and "computed" in report.left["3"]
+    assert "2 groups" in report.left["4"]
+
+
+def test_hooks_and_mode_move_along():
+    model = Nested().eval()
+    seen = []
+    handle = model.body[0].register_forward_hook(lambda module, args, y: seen.append(type(module)))
+    model.body[1].register_forward_pre_hook(lambda module, args, kwargs: seen.append("pre"), with_kwargs=True)
+    lb.quantize_(model, "int8")
+    model(torch.randn(2, 16))
+    assert seen == [QuantLinear, "pre"] and not model.body[0].training
+    handle.remove()
+    model(torch.randn(2, 16))
+    assert seen == [QuantLinear, "pre", "pre"]
+
+
+# -- other kinds of layers -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect"])
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "padding": 1}, {"padding": (0, 2), "dilation": (2, 1)}, {"padding": "same"}], ids=str
+)
+def test_conv2d(options, padding_mode):
+    model = nn.Sequential(nn.Conv2d(3, 5, (3, 2), padding_mode=padding_mode, **options))
+    oracle = decoded_(copy.deepcopy(model))
+    assert lb.quantize_(model, "int8-weight-only").converted == ("0",)
+    assert type(model[0]) is QuantConv2d and model[0].weight.shape == (5, 18) and model[0].bias is not None
+    for shape in ((2, 3, 9, 8), (3, 9, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(model(x), oracle(x), rtol=1e-5, atol=1e-5)
+
+
+def attention(**options) -> tuple[nn.Module, nn.Module]:
+    model = nn.Sequential(nn.MultiheadAttention(16, 4, **options))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) * 0.3)
+    oracle = decoded_(copy.deepcopy(model))
+    lb.quantize_(model, "int8-weight-only")
+    assert type(model[0]) is QuantMultiheadAttention
+    return model[0], oracle[0]
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_first": True}, {"bias": False}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True, "add_zero_attn": True}],
+    ids=str,
+)
+def test_attention(options, mode):
+    made, oracle = (m.train(mode) for m in attention(**options))
+    B, T, S = 3, 5, 7
+    query, key, value = torch.randn(B, T, 16), torch.randn(B, S, made.kdim), torch.randn(B, S, made.vdim)
+    if not made.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    hidden = torch.arange(S) >= torch.tensor([7, 5, 3])[:, None]
+    causal = torch.ones(T, S, dtype=torch.bool).triu(1)
+    masks = [
+        {}, {"key_padding_mask": hidden}, {"attn_mask": causal}, {"attn_mask": causal, "is_causal": True},
+        {"attn_mask": causal, "key_padding_mask": hidden}, {"attn_mask": torch.randn(T, S)},
+        {"attn_mask": torch.randn(B * 4, T, S), "key_padding_mask": torch.randn(B, S)},
+    ]  # fmt: skip
+    if made.bias_k is not None:
+        # torch takes the hint for the mask here, and so hides the added positions; without weights only.
+        masks = [mask for mask in masks if "is_causal" not in mask]
+    for mask in masks:
+        for weights in ({"need_weights": False}, {"need_weights": True}, {"average_attn_weights": False}):
+            y, w = made(query, key, value, **mask, **weights)
+            expected, expected_w = oracle(query, key, value, **mask, **weights)
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+            assert (w is None) == (expected_w is None)
+            if w is not None:
+                torch.testing.assert_close(w, expected_w, rtol=1e-4, atol=1e-5)
+    one = (query[0], key[0], value[0]) if made.batch_first else (query[:, 0], key[:, 0], value[:, 0])
+    for mask in ({}, {"key_padding_mask": hidden[1], "attn_mask": causal}):
+        for a, b in zip(made(*one, **mask), oracle(*one, **mask), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_refuses_what_it_cannot_do():
+    made, _ = attention()
+    x = torch.randn(3, 2, 16)
+    with pytest.raises(ValueError, match="give the mask too"):
+        made(x, x, x, is_causal=True)
+    nested = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
+    with pytest.raises(TypeError, match="nested"):
+        made(nested, nested, nested)
+
+
+@pytest.mark.parametrize("skip", [(), ("self_attn",), ("linear*",)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_transformer_encoder_never_takes_the_fused_kernel(skip):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    oracle = copy.deepcopy(model)
+    for name, module in oracle.named_modules():
+        if not any(matches(pattern, name) for pattern in skip) and not name.endswith("out_proj"):
+            if isinstance(module, nn.Linear):
+                decoded_(module)
+            elif isinstance(module, nn.MultiheadAttention):
+                decoded_(module)
+    report = lb.quantize_(model, "int8-weight-only", skip=skip)
+    assert len(report.converted) == 6 - 2 * len(skip) * (2 if skip == ("linear*",) else 1)
+    x, hidden = torch.randn(3, 6, 16), torch.arange(6) >= torch.tensor([6, 4, 1])[:, None]
+    shown = ~hidden[..., None]
+    with torch.no_grad():
+        for mask in ({}, {"src_key_padding_mask": hidden}):
+            y, expected = model(x, **mask), oracle(x, **mask)
+            keep = shown if mask else torch.ones_like(shown)
+            torch.testing.assert_close(y * keep, expected * keep, rtol=1e-4, atol=1e-5)
+
+
+def test_transformers_conv1d_is_known_by_its_name():
+    class Conv1D(nn.Module):  # as in transformers: weight [in, out]
+        def __init__(self, nf, nx):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+        def forward(self, x):
+            return x @ self.weight + self.bias
+
+    Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
+    model = nn.Sequential(Conv1D(6, 33))
+    x = torch.randn(4, 33)
+    expected = x @ lb.fake_quantize(model[0].weight.detach().t().contiguous(), "int8:row").t() + model[0].bias
+    lb.quantize_(model, "int8-weight-only")
+    assert type(model[0]) is QuantLinear and (model[0].in_features, model[0].out_features) == (33, 6)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
