@@ -95,6 +95,7 @@ neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the 
 	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ $(native_test)
 	$(cmake) --build build/neon --parallel $(JOBS)
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test
+	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test
 
 cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)
 	$(call setup,build)
