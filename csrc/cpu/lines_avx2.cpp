@@ -16,6 +16,17 @@ typedef uint64_t W __attribute__((vector_size(32)));
 typedef uint16_t H __attribute__((vector_size(16)));
 typedef uint8_t B __attribute__((vector_size(8)));
 
+inline U widen(B b) { return (U)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)b)); }
+inline U widen(H h) { return (U)_mm256_cvtepu16_epi32((__m128i)h); }
+inline B narrow_bytes(U v) {
+    const __m256i first = _mm256_set1_epi32(0x0c080400);  // the low byte of each lane, gathered in each half
+    const __m256i bytes = _mm256_shuffle_epi8((__m256i)v, first);
+    return (B)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
+inline H narrow_words(U v) {
+    const __m256i w = (__m256i)(v & 0xffffu);
+    return (H)_mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
 inline F widen_half(H h) { return (F)_mm256_cvtph_ps((__m128i)h); }
 inline H narrow_half(F v) { return (H)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline int32_t largest(I v) {

@@ -16,6 +16,10 @@ typedef uint64_t W __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
 typedef uint8_t B __attribute__((vector_size(16)));
 
+inline U widen(B b) { return (U)_mm512_cvtepu8_epi32((__m128i)b); }
+inline U widen(H h) { return (U)_mm512_cvtepu16_epi32((__m256i)h); }
+inline B narrow_bytes(U v) { return (B)_mm512_cvtepi32_epi8((__m512i)v); }
+inline H narrow_words(U v) { return (H)_mm512_cvtepi32_epi16((__m512i)v); }
 inline F widen_half(H h) { return (F)_mm512_cvtph_ps((__m256i)h); }
 inline H narrow_half(F v) { return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline int32_t largest(I v) { return _mm512_reduce_max_epi32((__m512i)v); }

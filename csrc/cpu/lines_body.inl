@@ -29,11 +29,11 @@ struct Float32 {
 };
 struct BFloat16 {
     using Element = uint16_t;
-    static U read(const Element* p) { return __builtin_convertvector(load<H>(p), U) << 16; }
+    static U read(const Element* p) { return widen(load<H>(p)) << 16; }
     static void write(Element* p, U bits) {
         const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         const U nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
-        store(p, __builtin_convertvector((bits & kMagnitude) > splat(kInf) ? nan : rounded, H));
+        store(p, narrow_words((bits & kMagnitude) > splat(kInf) ? nan : rounded));
     }
 };
 struct Float16 {
@@ -133,7 +133,7 @@ struct FloatStochastic : FloatCodes {
         const U whole = smaller(shift, splat(31u));  // significands have 24 bits: 24 and more leave nothing
         const U kept = significand >> whole;
         const U fraction = (significand - (kept << whole)) >> (shift - 16u);
-        const U carry = (fraction + __builtin_convertvector(load<H>(noise), U)) >> 16;
+        const U carry = (fraction + widen(load<H>(noise))) >> 16;
         return finish(q, ((binade - emin) << mantissa) + kept + carry);
     }
 };
@@ -170,7 +170,7 @@ struct IntegerStochastic : IntegerCodes {
         const F a = (F)smaller(q.magnitude, splat(0x44800000u));
         const I floor = __builtin_convertvector(a, I);
         const F rest = (a - __builtin_convertvector(floor, F)) * splat(65536.0f);
-        const I random = (I) __builtin_convertvector(load<H>(noise), U);
+        const I random = (I)widen(load<H>(noise));
         const I whole = floor + ((__builtin_convertvector(rest, I) + random) >> 16);
         return finish(q, q.sign != 0u ? -whole : whole, zero);
     }
@@ -216,7 +216,7 @@ void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, c
     const Factor<mode> factor(f);
     auto step = [&](int64_t i) {
         const Quotient q = divide<mode>(Type::read(x + i), factor, i);
-        store(codes + i, __builtin_convertvector(make(q, factor.zero_at(i), noise + i), B));
+        store(codes + i, narrow_bytes(make(q, factor.zero_at(i), noise + i)));
     };
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) step(i);
@@ -313,7 +313,7 @@ void decode_line(const Decoder& d, const uint8_t* codes, int64_t n, const Factor
     const Values value(d);
     const Factor<mode> factor(f);
     auto step = [&](int64_t i) {
-        F v = value(__builtin_convertvector(load<B>(codes + i), U));
+        F v = value(widen(load<B>(codes + i)));
         if (mode != Factors::kNone) {
             v = (v - factor.zero_at(i)) * factor.at(i);
             v = ((U)v & kMagnitude) > splat(kInf) ? (F)splat(kNan) : v;

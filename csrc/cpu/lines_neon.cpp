@@ -16,6 +16,20 @@ typedef uint64_t W __attribute__((vector_size(16)));
 typedef uint16_t H __attribute__((vector_size(8)));
 typedef uint8_t B __attribute__((vector_size(4)));
 
+inline U widen(B b) {
+    uint32_t word;
+    __builtin_memcpy(&word, &b, 4);
+    return (U)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
+}
+inline U widen(H h) { return (U)vmovl_u16((uint16x4_t)h); }
+inline H narrow_words(U v) { return (H)vmovn_u32((uint32x4_t)v); }
+inline B narrow_bytes(U v) {
+    const uint16x4_t words = vmovn_u32((uint32x4_t)v);
+    const uint32_t word = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+    B b;
+    __builtin_memcpy(&b, &word, 4);
+    return b;
+}
 inline F widen_half(H h) { return (F)vcvt_f32_f16((float16x4_t)h); }
 inline H narrow_half(F v) { return (H)vcvt_f16_f32((float32x4_t)v); }
 inline int32_t largest(I v) { return vmaxvq_s32((int32x4_t)v); }

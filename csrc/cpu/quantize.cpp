@@ -20,6 +20,8 @@ constexpr int64_t kNarrow = 16;       // blocks of fewer columns: maxima by colu
 constexpr int64_t kSpread = 128;      // blocks of fewer columns: factors spread out to one an element
 constexpr int64_t kCached = 1 << 18;  // elements of a block that surely stay in the second-level cache
 
+constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole blocks
+
 // How a scheme's blocks lie on the matrix.
 struct Blocks {
     Blocks(Shape s, const SchemeParams& p)
@@ -69,8 +71,8 @@ class Tiles {
     int64_t height_, width_, down_, across_;
 };
 
-// Tiles that need no whole blocks: runs of a few rows.
-Tiles plain_tiles(const Blocks& b) { return Tiles(b, std::max<int64_t>(kGrain / std::min(b.cols, kRun), 1), kRun); }
+// Tiles that need no whole blocks: runs of some rows, over which spread factors serve.
+Tiles plain_tiles(const Blocks& b) { return Tiles(b, std::max<int64_t>(kPlain / std::min(b.cols, kRun), 1), kRun); }
 
 // Columns of tiles that hold whole blocks, at whole bytes of packed codes.
 int64_t whole_width(const Blocks& b) {
@@ -136,6 +138,7 @@ class Worker {
 
     void apply(const Job& job, const Tile& t) {
         const bool spread = job.blocks.width < kSpread;
+        broken_ = std::any_of(scales.begin(), scales.end(), [](const BlockScale& s) { return s.broken; });
         for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
             const int64_t count = std::min(kRun, t.end - begin);
             if (spread) spread_factors(job, t, begin, count);
@@ -154,6 +157,7 @@ class Worker {
     };
     std::unique_ptr<Line> line_{new Line};
     Noise noise_;
+    bool broken_ = false;  // whether any block of the tile is
 
     // Calls f(column within the run, count, scale) for each block in columns [begin, begin + count) of the tile.
     template <class F>
@@ -198,6 +202,7 @@ class Worker {
         const uint16_t* noise = e.stochastic ? noise_.at(job.line, job.rng, run) : nullptr;
         const void* x = advance(job.x.data, run.row * job.x.stride + run.begin, job.x.dtype);
         if (spread) job.line.encode(e, x, job.x.dtype, run.count, spread_out(job, line_->divisor), noise, codes);
+        if (spread && !broken_) return finish(job, run, to, codes);
         each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
             if (s.broken) {
                 std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));
@@ -206,7 +211,12 @@ class Worker {
                                 noise ? noise + at : nullptr, codes + at);
             }
         });
-        if (to && bits != 8) pack_run(job.line, codes, run.count, bits, to);
+        return finish(job, run, to, codes);
+    }
+
+    // Packs a run of codes that has been made apart from where it belongs.
+    static const uint8_t* finish(const Job& job, const Run& run, uint8_t* to, const uint8_t* codes) {
+        if (to && to != codes) pack_run(job.line, codes, run.count, job.scheme.format.bits, to);
         return codes;
     }
 
