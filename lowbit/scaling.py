@@ -229,6 +229,8 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
             "'dq' (scales quantized to fp8 below one fp32 scale) is for codebooks; use the nvfp4 scaling instead"
         )
     outer = scaling.outer or "dq" in options
+    if affine and outer:
+        raise fail("a scheme with two levels of scales has no zero points; leave out 'affine', or use a group scaling")
     name = "fp8_e4m3" if outer else (chosen or [scaling.scale_format])[0]
     rounding = [o for o in options if o in ("floor", "ceil")]
     if rounding and (name != "e8m0" or len(rounding) > 1):
