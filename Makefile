@@ -87,6 +87,7 @@ native-test: ## Build and run the native self-test: every instruction set here a
 	$(cmake) -S . -B build/native-test -DCMAKE_BUILD_TYPE=Release $(native_test)
 	$(cmake) --build build/native-test --parallel $(JOBS)
 	build/native-test/csrc/tests/lowbit_native_test
+	build/native-test/csrc/tests/lowbit_mm_test
 
 neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the cross compiler and qemu-user)
 	$(call setup,build)
