@@ -153,7 +153,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         " ".join(f"{cell:{'<' if k in (0, 2, 9) else '>'}{widths[k]}}" for k, cell in enumerate(line)).rstrip()
         for line in cells
     ]
-    about = "normal: the least normal value; least: the least of all; codes: lowbit formats NAME"
+    about = "normal, least: least normal value and least of all; codes: lowbit formats NAME"
     return "\n".join([f"[bold]{lines[0]}[/]", *lines[1:], "", f"[dim]{about}[/]"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from lowbit.cli.console import errors, out, print_json, size
 from lowbit.memory.rss import reset_peak
 from lowbit.nn.transformer import GPT, GPTConfig
-from lowbit.recipes import recipe as find_recipe
 from lowbit.train import demo, report
 from lowbit.train.data import Corpus
 from lowbit.train.loop import Interrupted, TrainConfig, Trainer
@@ -71,38 +69,34 @@ def train(
         recipes=tuple(recipe if recipe is not None else demo.INFERENCE_RECIPES),
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
-    settings = _resumed(context, settings, directory) if resume else _fresh(settings, directory, overwrite)
-    for name in settings.recipes:
-        find_recipe(name)
+    settings = _resumed(context, settings, directory) if resume else settings
     corpus = settings.corpus()
+    if not resume:
+        _begin(settings, directory, overwrite)
+    again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
     try:
         runs = _train(settings, corpus, directory, resume)
-    except Interrupted as stop:
-        again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
-        errors.print(
-            f"\n[bold]stopped[/] after step {stop.step}, which is saved in {stop.path}; go on with:\n  {again}",
-            soft_wrap=True,
-        )
+        _finish(settings, corpus, runs, directory, json)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        saved = str(stop) or "stopped; the trained models are saved"
+        errors.print(f"\n{saved}; go on with:\n  {again}", soft_wrap=True)
         raise typer.Exit(130) from None
-    _finish(settings, corpus, runs, directory, json)
 
 
 train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 
-def _fresh(settings: demo.Settings, directory: Path, overwrite: bool) -> demo.Settings:
-    """Begin in ``directory``, unless that would throw away an unfinished run."""
+def _begin(settings: demo.Settings, directory: Path, overwrite: bool) -> None:
+    """Make ``directory`` ready for a new run, unless that would throw away an unfinished one."""
     begun = (directory / "settings.json").exists()
     if begun and not (directory / "report.md").exists() and not overwrite:
         raise ValueError(
             f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over"
         )
-    if begun:
-        for name in demo.Settings.load(directory).precisions if not overwrite else settings.precisions:
-            shutil.rmtree(directory / name, ignore_errors=True)
-        (directory / "report.md").unlink(missing_ok=True)
+    (directory / "report.md").unlink(missing_ok=True)
+    for checkpoint in directory.glob("*/checkpoint.pt"):
+        checkpoint.unlink()
     settings.save(directory)
-    return settings
 
 
 def _resumed(context: typer.Context, asked: demo.Settings, directory: Path) -> demo.Settings:

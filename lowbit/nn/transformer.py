@@ -118,7 +118,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC), cos, sin, cache)
-        return x_BTC + self.mlp(self.norm2(x_BTC))
+        y_BTC: Tensor = x_BTC + self.mlp(self.norm2(x_BTC))
+        return y_BTC
 
 
 class GPT(nn.Module):

@@ -22,8 +22,10 @@ from lowbit.files import write_atomically
 from lowbit.nn.convert import quantize_
 from lowbit.nn.transformer import GPT, GPTConfig, generate
 from lowbit.recipes import RECIPES
+from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
 from lowbit.train.data import Corpus
+from lowbit.train.linear import Plan
 from lowbit.train.loop import TrainConfig, Trainer, evaluate
 from lowbit.train.tokenizer import Tokenizer
 
@@ -40,13 +42,23 @@ SAMPLE_TOKENS = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a demo run depends on; ``train.precision`` and ``train.checkpointing`` are set for each run."""
+    """All that a demo run depends on; ``train.precision`` and ``train.checkpointing`` are set for each run.
+
+    Raises: ValueError for an unknown recipe, or a precision that is no recipe that trains.
+    """
 
     model: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     precisions: tuple[str, ...] = ("bf16", "fp8")
     recipes: tuple[str, ...] = INFERENCE_RECIPES
     data: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.recipes:
+            find_recipe(name)
+        for name in self.precisions:
+            if name not in ("fp32", "bf16"):
+                Plan.of(find_recipe(name))
 
     def save(self, directory: Path) -> None:
         text = json.dumps(asdict(self), indent=2).encode()

@@ -108,7 +108,9 @@ def file_documents(path: Path, section: int = 4096) -> list[Document]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. iconv -t utf-8") from None
-    found, lines, size = [], [], 0
+    found: list[Document] = []
+    lines: list[str] = []
+    size = 0
     for line in text.splitlines():
         lines.append(line)
         size += len(line) + 1

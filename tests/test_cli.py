@@ -1,0 +1,174 @@
+"""The command line: published examples, JSON, errors without tracebacks, and Ctrl-C that loses nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lowbit as lb
+from lowbit.formats import FORMATS
+
+torch = pytest.importorskip("torch")
+
+ENGLISH = Path(__file__).parent / "data" / "english.txt"
+TINY = (
+    f"--data {ENGLISH} --batch 2 --context 32 --dim 32 --heads 2 --hidden 64 --layers 2 --vocab 300 --steps 60 "
+    "--eval-every 20 --save-every 5 --precision bf16 --precision fp8 --recipe int8 --recipe int4-weight-only:group32"
+).split()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command in this process, which is quicker: ``run("formats")`` gives what it prints, or complains of."""
+    import lowbit.cli as cli
+
+    def call(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["lowbit", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        told = capsys.readouterr()
+        assert (stop.value.code or 0) == code, told.err
+        return told.err if code else told.out
+
+    return call
+
+
+@pytest.fixture
+def one_thread():
+    """As the interrupted process runs: another number of threads could round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- formats ---------------------------------------------------------------------------------------------------------
+def lines_of(text: str) -> dict[str, str]:
+    """Value by bits."""
+    return dict(re.findall(r"^0x[0-9a-f]+  (\S+)\s+(\S+)", text, re.MULTILINE))
+
+
+def test_formats_lists_every_format(run):
+    table = run("formats")
+    assert [line.split()[0] for line in table.splitlines()[1:] if line][: len(FORMATS)] == list(FORMATS)
+    assert max(map(len, table.splitlines())) <= 80
+    assert {row["name"] for row in json.loads(run("formats", "--json"))} == set(FORMATS)
+
+
+def test_published_examples_come_out(run):
+    e4m3 = lines_of(run("formats", "fp8_e4m3"))
+    assert len(e4m3) == 256
+    expected = {
+        "0|0110|100": "0.75",
+        "1|1010|011": "-11",
+        "0|0000|010": "2^-8",
+        "0|1111|110": "448",
+        "0|1111|111": "NaN",
+    }
+    assert {bits: e4m3[bits] for bits in expected} == expected
+    e5m2 = lines_of(run("formats", "fp8_e5m2"))
+    assert (e5m2["0|11111|00"], e5m2["1|11111|00"]) == ("Inf", "-Inf")
+    biased = lines_of(run("formats", "e2m1b3"))
+    assert (biased["0|00|1"], biased["0|11|1"], biased["1|11|0"]) == ("0.125", "1.5", "-1")
+    assert lines_of(run("formats", "int8", "--scale", "2^-4"))["10000001"] == "-7.9375"
+    assert lines_of(run("formats", "int4", "--scale", "0.25"))["0111"] == "1.75"
+
+
+@pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if row.bits <= 8])
+def test_json_codes_decode_to_their_values(run, name):
+    listed = json.loads(run("formats", name, "--json"))["codes"]
+    codes = torch.tensor([line["code"] for line in listed], dtype=torch.uint8)
+    values = torch.tensor([float(line["value"]) for line in listed])
+    assert torch.equal(lb.decode(codes, name).nan_to_num(nan=7e4), values.nan_to_num(nan=7e4))
+    assert [int(line["bits"].replace("|", ""), 2) for line in listed] == codes.tolist()
+
+
+def test_formats_describes_schemes_and_wide_formats(run):
+    assert "4.25" in run("formats", "mxfp4") and "1 x 128" in run("formats", "int4:group128")
+    assert "too many to list" in run("formats", "bf16")
+
+
+def test_doctor_names_every_backend(run):
+    report = json.loads(run("doctor", "--json"))
+    assert set(report["backends"]) == set(lb.backends.BACKENDS)
+    assert report["backends"]["reference"].startswith("ready")
+    assert report["versions"]["torch"] == torch.__version__
+    assert "advice" in run("doctor")
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["formats", "fp9"], "unknown format 'fp9'"),
+        (["formats", "int8", "--scale", "x"], "--scale takes a number"),
+        (["formats", "int4:row:e9m9"], "unknown or repeated option"),
+        (["quantize", "/nowhere", "int9"], "unknown recipe 'int9'"),
+        (["quantize", "/nowhere", "int8"], "does not exist"),
+        (["train", "--resume", "--out", "/nowhere"], "nothing to resume"),
+        (["train", "--out", "{tmp}", "--dim", "33"], "multiple of 2 * heads"),
+        (["train", "--out", "{tmp}", "--recipe", "int9"], "unknown recipe"),
+        (["train", "--out", "{tmp}", "--precision", "int8"], "for inference only"),
+        (["train", "--out", "{tmp}", "--data", "/nowhere"], "No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_message(run, tmp_path, arguments, message):
+    told = run(*(a.format(tmp=tmp_path / "run") for a in arguments), code=1)
+    assert told.startswith("error: ") and message in told
+    assert not (tmp_path / "run").exists(), "a mistake must leave nothing behind"
+
+
+# -- train -----------------------------------------------------------------------------------------------------------
+def interrupted(directory: Path, number: int) -> str:
+    """Start a run in a process of its own, stop it with a signal once it has saved a state, return what it says."""
+    command = [sys.executable, "-m", "lowbit.cli", "train", "--out", str(directory), *TINY]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    while not (directory / "bf16" / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(number)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    return err
+
+
+def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
+    pytest.importorskip("matplotlib")
+    straight, stopped = str(tmp_path / "a"), str(tmp_path / "b")
+    assert f"lowbit train --out {stopped} --resume" in interrupted(tmp_path / "b", signal.SIGINT)
+    assert "unfinished run" in run("train", "--out", stopped, *TINY, code=1)
+    assert "goes on with lr 0.003, not 0.5" in run("train", "--out", stopped, "--resume", "--lr", "0.5", code=1)
+    resumed = json.loads(run("train", "--out", stopped, "--resume", "--json"))
+    whole = json.loads(run("train", "--out", straight, *TINY, "--json"))
+    for precision in ("bf16", "fp8"):
+        for curve in ("train", "held_out"):
+            assert resumed["runs"][precision][curve] == whole["runs"][precision][curve]
+    kept = ("recipe", "loss", "bytes", "sample")
+    assert [[row[k] for k in kept] for row in resumed["recipes"]] == [
+        [row[k] for k in kept] for row in whole["recipes"]
+    ]
+
+    report = (tmp_path / "a" / "report.md").read_text()
+    for link in re.findall(r"!\[.*?\]\((.*?)\)", report):
+        assert (tmp_path / "a" / link).read_bytes().startswith(b"\x89PNG")
+    assert all(name in report for name in ("fp32", "bf16", "fp8", "int8", "int4-weight-only:group32"))
+
+    quantize = ("quantize", str(tmp_path / "a" / "model"), "int4-weight-only:group32")
+    made = json.loads(run(*quantize, "--json"))
+    assert made["bytes"] < 0.75 * made["bytes_bf16"]
+    model = lb.load_model(made["out"])
+    assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 300)
+    assert "exists" in run(*quantize, code=1)
+
+
+def test_sigterm_saves_as_well(tmp_path):
+    assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
