@@ -106,6 +106,9 @@ def _scheme_cases() -> Iterator[Case]:
         yield Case(f"quantize_static {name}", made, index in (1, 3))
         made = launch.quantize_dynamic(x, scheme, outer, y, None, None, near, fake=True)
         yield Case(f"fake_quantize {name}", made, index in (1, 5))
+        sums = _meta(*scale.shape, dtype=torch.float32)
+        made = launch.fake_quantize_backward(y, x, scheme, scale, zero, outer, y, sums)
+        yield Case(f"fake_quantize_backward {name}", made, index in (1, 6))
         if outer is not None:
             yield Case(f"outer_scale {name}", launch.outer_scale(x, outer, scheme), fast)
 

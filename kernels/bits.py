@@ -95,19 +95,30 @@ def _round_any(magnitude, random, EMIN: tl.constexpr, MANTISSA: tl.constexpr, ST
 
 
 @triton.jit
+def clip(magnitude):
+    """Magnitudes as fp32, at most 2**20: beyond every qmax + zero point, and what follows is exact below. NaN too."""
+    value = magnitude.to(tl.float32, bitcast=True)
+    return tl.where(value < 1048576.0, value, 1048576.0)
+
+
+@triton.jit
+def round_integer(sign, magnitude):
+    """The nearest integers (int32, clipped), ties to even: adding 2**23 leaves them in the mantissa."""
+    n = (clip(magnitude) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    return tl.where(sign != 0, -n, n)
+
+
+@triton.jit
 def encode_integer(sign, magnitude, random, zero_point, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes of an integer format: round, add the zero point, clamp; NaN takes the zero point."""
-    value = magnitude.to(tl.float32, bitcast=True)
-    # 2**20 lies beyond every qmax + zero point, and what follows is exact below it. NaN fails the comparison.
-    value = tl.where(value < 1048576.0, value, 1048576.0)
     if STOCHASTIC:
+        value = clip(magnitude)
         n = value.to(tl.int32)
         n += (((value - n.to(tl.float32)) * 65536.0).to(tl.int32) + random) >> 16
+        n = tl.where(sign != 0, -n, n)
     else:
-        # Adding 2**23 leaves the integer, rounded to nearest even, in the mantissa.
-        n = (value + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    q = tl.where(sign != 0, -n, n) + zero_point
-    q = tl.minimum(tl.maximum(q, FMT[9]), FMT[10])
+        n = round_integer(sign, magnitude)
+    q = tl.minimum(tl.maximum(n + zero_point, FMT[9]), FMT[10])
     return tl.where(magnitude > 0x7F800000, zero_point, q) & ((1 << FMT[1]) - 1)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Format
-from lowbit.kernels import codec, matmul, quantize
+from lowbit.kernels import backward, codec, matmul, quantize
 from lowbit.kernels.spec import (
     DTYPES,
     INTERPRETED,
@@ -170,8 +170,17 @@ def quantize_dynamic(
     tiles = tiling(rows, cols, scheme.block_of(rows, cols))
     if tiles.one_pass:
         return _quantize(x, scheme, tiles, (scale, zero_point, outer), out, rounding, fake, given=False, dynamic=True)
+    made, scale, zero_point = _make_scales(x, scheme, tiles, outer, scale, zero_point)
+    scales = (scale, zero_point, outer)
+    return [*made, *_quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=True)]
+
+
+def _make_scales(
+    x: Tensor, scheme: Scheme, tiles: Tiling, outer: Tensor | None, scale: Tensor | None, zero_point: Tensor | None
+) -> tuple[list[Launch], Tensor, Tensor | None]:
+    """Launches that make the scales of blocks larger than tiles, and the tensors that take them, given or new."""
     if scale is None:
-        shape = scheme.scale_shape(rows, cols)
+        shape = scheme.scale_shape(*x.shape)
         scale = torch.empty(shape, dtype=getattr(torch, scheme.scale_format.dtype), device=x.device)
         zero_point = torch.empty(shape, dtype=_zero_dtype(scheme), device=x.device) if scheme.affine else None
     reduce, high, low = _extremes(x, tiles, scheme.affine, finite=False)
@@ -181,12 +190,7 @@ def quantize_dynamic(
         "high_ptr": high, "low_ptr": low, "outer_ptr": outer, "scale_ptr": _pattern(scale), "zero_ptr": zero_point,
         "count": count, "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "SIZE": size,
     }  # fmt: skip
-    scales = (scale, zero_point, outer)
-    return [
-        reduce,
-        Launch(quantize.finish_scales, (-(-count // size),), finish),
-        *_quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=True),
-    ]
+    return [reduce, Launch(quantize.finish_scales, (-(-count // size),), finish)], scale, zero_point
 
 
 def quantize_static(
@@ -238,6 +242,35 @@ def dequantize(
         "TILE": tiles.constexpr(), "PAIRS": _pairs(tiles, scheme.format.bits),
     }  # fmt: skip
     return [Launch(quantize.dequantize, tiles.grid, tiles.arguments() | more, tiles.warps)]
+
+
+def fake_quantize_backward(
+    grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor | None, zero_point: Tensor | None, outer: Tensor | None,
+    out: Tensor, grad_scale: Tensor | None,
+) -> list[Launch]:  # fmt: skip
+    """Gradients of x into ``out``, of given scales into ``grad_scale`` fp32; scales of x itself are constants."""
+    tiles = tiling(*x.shape, scheme.block_of(*x.shape))
+    launches: list[Launch] = []
+    if scale is None and not tiles.one_pass:
+        launches, scale, zero_point = _make_scales(x, scheme, tiles, outer, None, None)
+    pieces = tiles.rows.pieces * tiles.cols.pieces
+    sums = grad_scale
+    if grad_scale is not None and pieces > 1:
+        sums = torch.empty((grad_scale.numel(), pieces), dtype=torch.float32, device=x.device)
+    more = {
+        "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
+        "scale_ptr": None if scale is None else _pattern(scale.contiguous()),
+        "zero_ptr": None if zero_point is None else zero_point.contiguous(), "outer_ptr": outer,
+        "out_ptr": _pattern(out), "out_pitch": x.shape[1], "sums_ptr": sums, "rows": x.shape[0], "cols": x.shape[1],
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "MAX": scheme.format.max, "DTYPE": _dtype(x),
+        "GRAD_DTYPE": _dtype(grad), "TILE": tiles.constexpr(), "GIVEN": scale is not None,
+    }  # fmt: skip
+    arguments = _input(x) | tiles.arguments() | more
+    launches.append(Launch(backward.fake_quantize_backward, tiles.grid, arguments, tiles.warps))
+    if grad_scale is not None and pieces > 1:
+        finish = {"sums_ptr": sums, "out_ptr": grad_scale, "pieces": pieces, "SIZE": min(power_of_two(pieces), 1024)}
+        launches.append(Launch(backward.sum_pieces, (grad_scale.numel(),), finish))
+    return launches
 
 
 # -- matrix product ----------------------------------------------------------------------------------------------------

@@ -112,6 +112,26 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
         assert_same_bits(out.cpu(), outer, f"outer {name}")
 
 
+@pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group16", "int4:col"])
+def test_gradients_of_blocks_in_pieces(small_tiles, name):
+    """Powers of two as gradients and scales, so that sums are exact and must agree in every bit."""
+    scheme = scaling.scheme(name)
+    x = (random_matrix(24, 40, seed=8) * 64).round() / 64
+    x = x.clamp(-500, 500) * 2.0 ** torch.randint(-2, 3, (24, 40))
+    grad = 2.0 ** torch.randint(-1, 2, x.shape)
+    scale = torch.full(scheme.scale_shape(24, 40), 0.25)
+    zero_point = torch.full(scale.shape, 5, dtype=torch.uint8) if scheme.affine else None
+    expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero_point, None)
+    out, out_sums = torch.empty_like(x, device=DEVICE), torch.empty_like(scale, device=DEVICE)
+    there = [t if t is None else t.to(DEVICE) for t in (grad, x, scale, zero_point)]
+    launch.run(launch.fake_quantize_backward(*there[:2], scheme, *there[2:], None, out, out_sums))
+    assert_same_bits(out.cpu(), expected, name)
+    assert_same_bits(out_sums.cpu() + 0.0, sums + 0.0, name)
+    launch.run(launch.fake_quantize_backward(*there[:2], scheme, None, None, None, out, None))
+    made = reference.block_scales(x, scheme, None)
+    assert_same_bits(out.cpu(), reference.fake_quantize_backward(grad, x, scheme, *made, None)[0], f"dynamic {name}")
+
+
 # -- random bits -------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=spec.GENERAL)
 def random_kernel(

@@ -106,6 +106,14 @@ def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
     _start(launches, x.device)
 
 
+def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackward) -> None:
+    launches = _launch().fake_quantize_backward(
+        as_rows(call.grad), as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point,
+        call.outer_scale, as_rows(outs[0]), None if call.scale is None else outs[1],
+    )  # fmt: skip
+    _start(launches, call.x.device)
+
+
 def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     operands = [
         value
@@ -157,6 +165,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "quantize_static": (_quantize_static, _fits_first),
     "dequantize": (_dequantize, _fits_cols),
     "fake_quantize": (_fake_quantize, _fits_first),
+    "fake_quantize_backward": (_fake_quantize_backward, _fits_first),
     "scaled_mm": (_scaled_mm, _supports_mm),
 }
 
