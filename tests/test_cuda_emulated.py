@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from cuda_emulator.library import Emulated, compiler, view
 from torch import Tensor
 
 from lowbit import formats, packing, reference, scaling
@@ -15,8 +15,6 @@ from lowbit.ops.codec import Encode
 from lowbit.ops.quantize import Quantize
 from lowbit.ops.samples import element_formats, random_matrix, schemes
 from lowbit.ops.spec import FLOATS, as_rows
-
-from cuda_emulator.library import Emulated, compiler, view
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -71,7 +69,9 @@ def test_encode_of_all_16_bit_patterns(cuda: Emulated, format: formats.Format, d
         same_bits(out, reference.encode(x, format, None, saturate), f"saturate={saturate}")
 
 
-@pytest.mark.parametrize("call", OPS["encode"].samples("cpu"), ids=lambda c: f"{c.format}-{list(c.x.shape)}-{c.rounding}")
+@pytest.mark.parametrize(
+    "call", list(OPS["encode"].samples("cpu")), ids=lambda c: f"{c.format}-{list(c.x.shape)}-{c.rounding}"
+)
 def test_encode(cuda: Emulated, call: Encode) -> None:
     expected = reference.encode(matrix(call.x), formats.find(call.format), reference_rng(call), call.saturate)
     same_bits(encode(cuda, call), expected, call.format)
@@ -126,7 +126,10 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
             same_bits(zero_out, zero, f"{what} zero_point")
         same_bits(out, stored, f"{what} codes")
 
-        y, expected = poison(rows, cols, dtype=x.dtype), reference.dequantize(codes, scheme, scale, zero, outer, x.dtype)
+        y, expected = (
+            poison(rows, cols, dtype=x.dtype),
+            reference.dequantize(codes, scheme, scale, zero, outer, x.dtype),
+        )
         cuda("dequantize", view(stored, cols), view(y), scale, zero, outer, params)
         same_bits(y, expected, f"{what} dequantize")
         y = poison(rows, cols, dtype=x.dtype)
@@ -139,7 +142,10 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
         out = poison(*stored.shape)
         cuda("quantize", view(x), view(out, cols), scale, zero, outer, params, rounding, rng, 0)
         same_bits(out, packing.pack(codes, scheme.format.bits), f"{what} static codes")
-        y, expected = poison(rows, cols, dtype=x.dtype), reference.dequantize(codes, scheme, scale, zero, outer, x.dtype)
+        y, expected = (
+            poison(rows, cols, dtype=x.dtype),
+            reference.dequantize(codes, scheme, scale, zero, outer, x.dtype),
+        )
         cuda("fake_quantize", view(x), view(y), scale, zero, outer, params, rounding, rng)
         same_bits(y, expected, f"{what} static fake_quantize")
 
@@ -147,7 +153,12 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
 @pytest.mark.parametrize("name", ["nvfp4", "nf4:dq"])
 def test_outer_scale(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)
-    for x in (random_matrix(70, 131, seed=3, damage=True), random_matrix(5, 1283, seed=4), torch.zeros(3, 5), torch.full((2, 2), torch.nan)):
+    for x in (
+        random_matrix(70, 131, seed=3, damage=True),
+        random_matrix(5, 1283, seed=4),
+        torch.zeros(3, 5),
+        torch.full((2, 2), torch.nan),
+    ):
         out = poison(1, 1, dtype=torch.float32)
         cuda("outer_scale", view(x), out, scheme.params(*x.shape))
         same_bits(out, reference.outer_scale(x, scheme), name)
@@ -169,7 +180,8 @@ def product(cuda: Emulated, call: matmul.ScaledMM, major: int) -> Tensor:
 
 PAIRS = [
     ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e5m2:tensor", "fp8_e4m3:row"), ("fp8_e4m3:row", "fp8_e5m2:tensor"),
-    ("fp8_e5m2:row", "fp8_e5m2:row"), ("int8:row", "int8:row"), ("int8:tensor", "int4:row"), ("int4:row", "int8:row:bf16"),
+    ("fp8_e5m2:row", "fp8_e5m2:row"), ("int8:row", "int8:row"), ("int8:tensor", "int4:row"),
+    ("int4:row", "int8:row:bf16"),
     (None, "fp8_e4m3:row"), (None, "int4:group128"), ("fp8_e4m3:block1x128", "fp8_e4m3:block128x128"),
     ("mxfp8", "mxfp8"), ("mxfp6", "mxfp4"), ("nvfp4", "nvfp4"), ("int8:row", "int4:group32:bf16"), ("mxfp4", None),
     ("e2m1b3:row", "e3m4n:group16"), ("fp6_e3m2:row", "fp8_e4m3:mx"),

@@ -160,16 +160,16 @@ __device__ __forceinline__ void store_tile(const Acc (&acc)[kMt][kNt][4], const 
     }
 }
 
-// Loads the scales of the block's rows of a and b at k0 (and, for bf16, 16 further on); 0 beyond the matrices.
+// Loads the scales of the block's rows of a and b at k0 (and, for bf16, 16 further on); 0 beyond the matrices. Past K
+// stands the last block's scale, since its sums are scaled where the step ends.
 __device__ __forceinline__ void load_scales(float* scales, const MmArgs& args, int64_t m0, int64_t n0, int64_t k0,
                                             int depths) {
-    const int row = threadIdx.x & 127;
     const bool is_b = threadIdx.x >= 128;
     const Side& side = is_b ? args.b : args.a;
-    const int64_t at = (is_b ? n0 : m0) + row;
+    const int64_t at = (is_b ? n0 : m0) + (threadIdx.x & 127), rows = is_b ? args.n : args.m;
     for (int depth = 0; depth < depths; ++depth) {
         const int64_t k = k0 + 16 * depth;
-        scales[256 * depth + threadIdx.x] = at < (is_b ? args.n : args.m) && k < args.k ? side.scale(at, k) : 0.0f;
+        scales[256 * depth + threadIdx.x] = at < rows ? side.scale(at, k < args.k ? k : args.k - 1) : 0.0f;
     }
 }
 
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMmThreads) mm_kernel(const __grid_constant__ 
 #endif
     constexpr int kStep = kTileBytes / Mma::kElementBytes;               // K elements a tile
     constexpr int kStage = Decode ? 128 * kRawPitch : 128 * kTilePitch;  // bytes of one operand in one stage
-    extern __shared__ __align__(16) uint8_t shared[];
+    uint8_t* shared = dynamic_shared();
     uint8_t* stages = shared;  // [2][a, b]
     uint8_t* tiles = Decode ? shared + 4 * kStage : nullptr;
     uint16_t* tables = reinterpret_cast<uint16_t*>(tiles + 256 * kTilePitch);

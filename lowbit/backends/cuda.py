@@ -41,7 +41,7 @@ def _refuses(side: matmul.Side, cols: int) -> str | None:
     if side.scheme is None:
         if side.data.dtype == torch.bfloat16:
             return None
-        return f"its tensor cores multiply in bf16, in which {side.name}'s {side.data.dtype} is not exact; convert it first"
+        return f"its tensor cores multiply in bf16, but {side.name} is {side.data.dtype}; convert it"
     scheme = scaling.scheme(side.scheme)
     if scheme.affine:
         return f"its kernels have no zero points, and {side.name} is {scheme}"
@@ -54,7 +54,7 @@ def _refuses(side: matmul.Side, cols: int) -> str | None:
 
 
 def supports_mm(call: matmul.ScaledMM) -> str | None:
-    """Why the tensor-core kernels cannot serve the call; the launcher in csrc/cuda/scaled_mm.cu holds the same limits."""
+    """Why the tensor-core kernels cannot serve the call; csrc/cuda/scaled_mm.cu has the same limits."""
     left, right = matmul.sides(call)
     reason = _refuses(left, call.cols) or _refuses(right, call.cols)
     if reason is not None or call.a_scheme is None or call.b_scheme is None:

@@ -1,7 +1,6 @@
 // As much of CUDA as csrc/cuda uses, for the host: kernels run as they stand, one thread block at a time, each thread a
-// fiber, so that their indexing and arithmetic can be tested without a GPU. Shared memory is thread-local, and all
-// fibers of a block share one host thread. Barriers and warp operations switch fibers; a deadlock is an error, not a
-// hang.
+// fiber, so that their indexing and arithmetic can be tested without a GPU. Shared memory is static: one block
+// runs at a time. Barriers and warp operations switch fibers; a deadlock is an error, not a hang.
 #pragma once
 
 #include <setjmp.h>
@@ -26,8 +25,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
-#define __shared__ thread_local
-#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static
 
 struct dim3 {
     unsigned x, y, z;
@@ -69,6 +67,7 @@ struct Block {
 extern Block block;
 extern dim3 grid_size, block_size, block_index;
 extern int compute_capability_major;
+extern uint8_t dynamic_shared[1 << 17];
 
 inline void yield() {
     if (_setjmp(block.fibers[block.current].state) == 0) _longjmp(block.scheduler, 1);

@@ -8,6 +8,7 @@ namespace emulator {
 Block block;
 dim3 grid_size, block_size, block_index;
 int compute_capability_major = 9;
+alignas(16) uint8_t dynamic_shared[1 << 17];
 
 static void start() {
     block.body();
@@ -55,12 +56,6 @@ void run_block(unsigned threads, const dim3& shape) {
 
 }  // namespace emulator
 
-namespace lowbit {
-namespace cuda {
-thread_local uint8_t shared[1 << 17] __attribute__((aligned(16)));  // dynamic shared memory
-}
-}  // namespace lowbit
-
 namespace lb = lowbit::cuda;
 
 namespace {
@@ -81,18 +76,21 @@ std::vector<char> scratch(int64_t bytes) { return std::vector<char>(static_cast<
 
 #define LOWBIT_C extern "C" __attribute__((visibility("default"))) const char*
 
-LOWBIT_C lowbit_encode(View x, View out, const int64_t* format, int saturate, int rounding, const int64_t* rng) {
-    return lb::launch_encode(matrix(x), codes(out), lowbit::format_params(format), saturate != 0, rounding,
-                             lowbit::rng_params(rng), nullptr);
+LOWBIT_C lowbit_encode(View x, View out, const int64_t* format, int64_t saturate, int64_t rounding,
+                       const int64_t* rng) {
+    return lb::launch_encode(matrix(x), codes(out), lowbit::format_params(format), saturate != 0,
+                             static_cast<int>(rounding), lowbit::rng_params(rng), nullptr);
 }
 
 LOWBIT_C lowbit_decode(View from, View out, const int64_t* format) {
     return lb::launch_decode(codes(from), matrix(out), lowbit::format_params(format), nullptr);
 }
 
-LOWBIT_C lowbit_pack(View from, View out, int bits) { return lb::launch_pack(codes(from), codes(out), bits, nullptr); }
-LOWBIT_C lowbit_unpack(View from, View out, int bits) {
-    return lb::launch_unpack(codes(from), codes(out), bits, nullptr);
+LOWBIT_C lowbit_pack(View from, View out, int64_t bits) {
+    return lb::launch_pack(codes(from), codes(out), static_cast<int>(bits), nullptr);
+}
+LOWBIT_C lowbit_unpack(View from, View out, int64_t bits) {
+    return lb::launch_unpack(codes(from), codes(out), static_cast<int>(bits), nullptr);
 }
 
 LOWBIT_C lowbit_outer_scale(View x, void* out, const int64_t* scheme) {
@@ -102,16 +100,16 @@ LOWBIT_C lowbit_outer_scale(View x, void* out, const int64_t* scheme) {
 }
 
 LOWBIT_C lowbit_quantize(View x, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme,
-                         int rounding, const int64_t* rng, int dynamic) {
+                         int64_t rounding, const int64_t* rng, int64_t dynamic) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
     const lb::Scales all = scales(scale, zero_point, outer);
     if (dynamic == 0) {
-        return lb::launch_quantize_static(matrix(x), all, codes(out), params, rounding, lowbit::rng_params(rng),
-                                          nullptr);
+        return lb::launch_quantize_static(matrix(x), all, codes(out), params, static_cast<int>(rounding),
+                                          lowbit::rng_params(rng), nullptr);
     }
     auto memory = scratch(lb::quantize_scratch(params, x.rows, x.cols));
-    return lb::launch_quantize(matrix(x), all, codes(out), params, rounding, lowbit::rng_params(rng), memory.data(),
-                               nullptr);
+    return lb::launch_quantize(matrix(x), all, codes(out), params, static_cast<int>(rounding), lowbit::rng_params(rng),
+                               memory.data(), nullptr);
 }
 
 LOWBIT_C lowbit_dequantize(View from, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme) {
@@ -120,11 +118,11 @@ LOWBIT_C lowbit_dequantize(View from, View out, void* scale, void* zero_point, v
 }
 
 LOWBIT_C lowbit_fake_quantize(View x, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme,
-                              int rounding, const int64_t* rng) {
+                              int64_t rounding, const int64_t* rng) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
     auto memory = scratch(scale == nullptr ? lb::quantize_scratch(params, x.rows, x.cols) : 0);
-    return lb::launch_fake_quantize(matrix(x), scales(scale, zero_point, outer), matrix(out), params, rounding,
-                                    lowbit::rng_params(rng), memory.data(), nullptr);
+    return lb::launch_fake_quantize(matrix(x), scales(scale, zero_point, outer), matrix(out), params,
+                                    static_cast<int>(rounding), lowbit::rng_params(rng), memory.data(), nullptr);
 }
 
 // An empty scheme (null) is a bf16 operand. `major` is the compute capability to pretend.
@@ -136,10 +134,11 @@ LOWBIT_C lowbit_scaled_mm(View a, const int64_t* a_scheme, void* a_scale, void* 
         side.coded = scheme != nullptr;
         side.codes = codes(v);
         if (side.coded) side.scheme = lowbit::scheme_params(scheme);
+        if (!side.coded) side.codes.pitch *= 2;  // bytes of bf16
         side.scales = scales(scale, nullptr, outer);
         return side;
     };
-    emulator::compute_capability_major = major;
+    emulator::compute_capability_major = static_cast<int>(major);
     const lb::MmEpilogue epilogue = {out.data, static_cast<lowbit::Dtype>(out.dtype), bias.data,
                                      static_cast<lowbit::Dtype>(bias.dtype)};
     return lb::launch_scaled_mm(operand(a, a_scheme, a_scale, a_outer), operand(b, b_scheme, b_scale, b_outer),

@@ -40,7 +40,12 @@ def compiler() -> str | None:
 def build(folder: Path) -> ctypes.CDLL:
     """Compiles every .cu file as C++ and links them with the emulator."""
     here = ROOT / "tests/cuda_emulator"
-    generate = [sys.executable, ROOT / "csrc/generate_formats.py", ROOT / "lowbit/formats.py", folder / "format_table.h"]
+    generate = [
+        sys.executable,
+        ROOT / "csrc/generate_formats.py",
+        ROOT / "lowbit/formats.py",
+        folder / "format_table.h",
+    ]
     subprocess.run(generate, check=True)
     sources = [here / "emulator.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     flags = ["-x", "c++", "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-D__CUDACC__"]
@@ -79,7 +84,7 @@ def _convert(arg: object) -> object:
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
     if isinstance(arg, bool | int):
-        return ctypes.c_int(arg) if abs(arg) < 1 << 31 else ctypes.c_int64(arg)
+        return ctypes.c_int64(arg)
     if isinstance(arg, Sequence):
         return (ctypes.c_int64 * len(arg))(*arg)
     return arg

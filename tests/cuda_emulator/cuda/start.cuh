@@ -12,5 +12,7 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 threads, size_t, c
     return nullptr;
 }
 
+inline uint8_t* dynamic_shared() { return emulator::dynamic_shared; }
+
 }  // namespace cuda
 }  // namespace lowbit

@@ -1,0 +1,229 @@
+"""Measure the GPU kernels beside torch's and the device's limits: ``python bench/gpu_bench.py OUT [--dry-run]``.
+
+Writes ``gpu.json`` and ``gpu.md`` into OUT and prints the table. The cases of a group take turns; every case walks
+through several sets of buffers, larger together than the L2 cache; times are medians between CUDA events. Bandwidth is
+the bytes that must move (OpSpec.cost) over the time, beside a device-to-device copy counted in the same way; products
+stand beside torch's bf16 product. ``--dry-run`` runs tiny cases on the CPU, to test the program where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowbit as lb
+from lowbit.ops import OPS, matmul
+from lowbit.ops.samples import random_matrix
+
+SCHEMES = (
+    "fp8_e4m3:tensor", "fp8_e4m3:row", "fp8_e4m3:group128", "fp8_e4m3:block128x128", "mxfp8", "mxfp4", "nvfp4",
+    "int8:row", "int4:group128", "nf4",
+)  # fmt: skip
+PRODUCTS = (
+    ("fp8_e4m3:tensor", "fp8_e4m3:tensor"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("int8:row", "int8:row"),
+    ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "int4:group128"),
+)  # fmt: skip
+
+#: Sets of buffers that a case walks through.
+SETS = 3
+
+
+@dataclass
+class Row:
+    """One measured case; ``rate`` in GB/s or TFLOP/s, ``ratio`` to the group's limit."""
+
+    group: str
+    who: str
+    microseconds: float
+    rate: float
+    unit: str
+    ratio: float
+
+
+Case = Callable[[int], object]
+
+
+def elapsed(case: Case, device: str, repeats: int) -> float:
+    """Seconds a call, over ``repeats`` calls that walk through the sets."""
+    if device == "cpu":
+        start = time.perf_counter()
+        for index in range(repeats):
+            case(index % SETS)
+        return (time.perf_counter() - start) / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for index in range(repeats):
+        case(index % SETS)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / repeats
+
+
+def measure(cases: dict[str, Case], device: str, rounds: int) -> dict[str, float]:
+    """Median seconds of each case; cases take turns. One that fails is left out, and says so."""
+    alive: dict[str, int] = {}
+    for who, case in cases.items():
+        try:
+            elapsed(case, device, SETS)  # warms up: compiles, loads modules
+            alive[who] = max(SETS, min(60, round(0.004 / max(elapsed(case, device, SETS), 1e-7))))
+        except Exception as error:
+            print(f"  {who}: left out: {str(error).splitlines()[0][:200]}", flush=True)
+    taken: dict[str, list[float]] = {who: [] for who in alive}
+    for _ in range(rounds):
+        for who, repeats in alive.items():
+            taken[who].append(elapsed(cases[who], device, repeats))
+    return {who: statistics.median(times) for who, times in taken.items()}
+
+
+def runner(impl: Any, calls: list[Any], op: str, device: str) -> Case:
+    outs = [tuple(torch.empty(s, dtype=d, device=device) for s, d in OPS[op].outputs(call)) for call in calls]
+    return lambda index: impl.run(outs[index], calls[index])
+
+
+def kernels(op: str, calls: list[Any], device: str) -> dict[str, Case]:
+    """Every kernel that serves the calls, the reference aside."""
+    rows = [i for i in lb.impls(op, device) if i.backend != "reference" and i.supports(calls[0]) is None]
+    if device == "cpu":
+        rows = [i for i in rows if i.backend == "cpu"][:1]
+    return {impl.name: runner(impl, calls, op, device) for impl in rows}
+
+
+def codec_groups(device: str, shape: tuple[int, int]) -> Iterator[tuple[str, int, dict[str, Case]]]:
+    """(name, bytes, cases) of every codec group; the case ``copy`` is the limit and moves those bytes too."""
+    xs = [random_matrix(*shape, device, seed=s).bfloat16() for s in range(SETS)]
+    e4m3 = [x.to(torch.float8_e4m3fn) for x in xs]
+
+    def make(op: str, calls: list[Any], peers: dict[str, Case]) -> tuple[str, int, dict[str, Case]]:
+        moved = OPS[op].cost(calls[0]).bytes
+        sources = [torch.empty(moved // 2, dtype=torch.uint8, device=device).random_(0, 256) for _ in range(SETS)]
+        targets = [torch.empty_like(s) for s in sources]
+        copy: Case = lambda i: targets[i].copy_(sources[i])
+        label = getattr(calls[0], "scheme", None) or getattr(calls[0], "format", "")
+        return f"{op} {label}", moved, {**kernels(op, calls, device), **peers, "copy": copy}
+
+    casts: dict[str, Case] = {"torch": lambda i: e4m3[i].copy_(xs[i])}
+    yield make("encode", [OPS["encode"].args(x, "fp8_e4m3") for x in xs], casts)
+    calls = [OPS["encode"].args(x, "fp8_e4m3", "stochastic", seed=1) for x in xs]
+    name, moved, cases = make("encode", calls, {})
+    yield f"{name} stochastic", moved, cases
+    back = [torch.empty_like(x) for x in xs]
+    codes = [e.view(torch.uint8) for e in e4m3]
+    uncasts: dict[str, Case] = {"torch": lambda i: back[i].copy_(e4m3[i])}
+    yield make("decode", [OPS["decode"].args(c, "fp8_e4m3", torch.bfloat16) for c in codes], uncasts)
+    for scheme in SCHEMES:
+        outer = [torch.ops.lowbit.outer_scale(x, scheme) if scheme == "nvfp4" else None for x in xs]
+        yield make("quantize", [OPS["quantize"].args(x, scheme, o) for x, o in zip(xs, outer, strict=True)], {})
+    for scheme in ("fp8_e4m3:row", "mxfp4", "int4:group128"):
+        stored = [torch.ops.lowbit.quantize(x, scheme) for x in xs]
+        dtype = torch.bfloat16
+        yield make(
+            "dequantize", [OPS["dequantize"].args(c, scheme, shape[1], s, dtype=dtype) for c, s, _ in stored], {}
+        )
+        yield make("fake_quantize", [OPS["fake_quantize"].args(x, scheme) for x in xs], {})
+
+
+def torch_products(a: Tensor, b: Tensor, names: tuple[str | None, str | None]) -> dict[str, Case]:
+    """torch's own product of the same kind, where it has one."""
+    if names[0] == "int8:row":
+        left, right = (torch.randint(-127, 128, x.shape, dtype=torch.int8, device=x.device) for x in (a, b))
+        return {"torch._int_mm": lambda i: torch._int_mm(left, right.t())}
+    if names[0] in ("fp8_e4m3:row", "fp8_e4m3:tensor"):
+        left, right = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (a, b))
+        rows = names[0] == "fp8_e4m3:row"
+        one = torch.ones(a.shape[0] if rows else 1, 1, device=a.device)
+        other = torch.ones(1, b.shape[0] if rows else 1, device=a.device)
+        one, other = (one, other) if rows else (one.reshape(()), other.reshape(()))
+        slow = {"scale_a": one, "scale_b": other, "out_dtype": torch.bfloat16, "use_fast_accum": False}
+        return {"torch._scaled_mm": lambda i: torch._scaled_mm(left, right.t(), **slow)}
+    return {}
+
+
+def product_groups(device: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, int, dict[str, Case]]]:
+    for size in sizes:
+        a, b = (random_matrix(size, size, device, seed=s).bfloat16() for s in (1, 2))
+        limit: Case = lambda i, a=a, b=b: a @ b.t()
+        for names in PRODUCTS:
+            parts: dict[str, Any] = {"cols": size, "out_dtype": torch.bfloat16}
+            for side, x, scheme in (("a", a, names[0]), ("b", b, names[1])):
+                parts |= {side: x, f"{side}_scheme": scheme}
+                if scheme is not None:
+                    outer = torch.ops.lowbit.outer_scale(x, scheme) if scheme == "nvfp4" else None
+                    codes, scale, _ = torch.ops.lowbit.quantize(x, scheme, outer)
+                    parts |= {side: codes, f"{side}_scale": scale, f"{side}_outer_scale": outer}
+            calls = [matmul.ScaledMM(**parts)] * SETS
+            cases = {**kernels("scaled_mm", calls, device), **torch_products(a, b, names), "bf16": limit}
+            yield f"scaled_mm {names[0] or 'bf16'} x {names[1]} {size}", 2 * size**3, cases
+
+
+def rows_of(group: str, work: int, unit: str, times: dict[str, float], limit: str) -> list[Row]:
+    scale = 1e9 if unit == "GB/s" else 1e12
+    best = times.get(limit, float("nan"))
+    return [Row(group, who, 1e6 * t, work / t / scale, unit, best / t) for who, t in times.items()]
+
+
+def machine(device: str) -> dict[str, str]:
+    def first(command: list[str]) -> str:
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU (dry run)"
+    driver = first(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if device == "cuda" else "-"
+    commit = first(["git", "rev-parse", "--short", "HEAD"])
+    return {
+        "device": name,
+        "driver": driver,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "commit": commit,
+    }
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    yield "| group | kernel | us | rate | to limit |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for r in rows:
+        yield f"| {r.group} | {r.who} | {r.microseconds:.1f} | {r.rate:.1f} {r.unit} | {r.ratio:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="tiny cases on the CPU")
+    parser.add_argument(
+        "--seconds", type=float, default=50, help="of products, and of codecs: start no new group later"
+    )
+    options = parser.parse_args()
+    device = "cpu" if options.dry_run else "cuda"
+    shape, sizes, rounds = ((64, 256), (64,), 2) if options.dry_run else ((8192, 16384), (4096, 8192), 7)
+    rows: list[Row] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    for unit, limit, groups in (
+        ("TFLOP/s", "bf16", product_groups(device, sizes)),
+        ("GB/s", "copy", codec_groups(device, shape)),
+    ):
+        start = time.monotonic()
+        for group, work, cases in groups:
+            found = rows_of(group, work, unit, measure(cases, device, rounds), limit)
+            rows += found
+            about = machine(device)
+            text = ["# GPU benchmark", "", ", ".join(f"{k} {v}" for k, v in about.items()), "", *table(rows)]
+            (options.out / "gpu.md").write_text("\n".join(text) + "\n")
+            (options.out / "gpu.json").write_text(json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1))
+            if time.monotonic() - start > options.seconds:
+                print(f"stopped after {options.seconds:.0f} s; the groups after {group!r} were not measured")
+                break
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# One session on a machine with a GPU, without network: build with CUDA, test, measure. Under nine minutes.
+#
+#   bench/gpu_session.sh OUTDIR            needs nvcc, cmake, a C++ compiler and a Python with torch (CUDA), triton,
+#                                          pybind11, pytest, hypothesis
+#   bench/gpu_session.sh OUTDIR --dry-run  the same steps without a GPU: builds nothing, tests skip, tiny cases
+#
+# Nothing is installed: the package is put together in a temporary directory and found through PYTHONPATH. A stage that
+# fails or runs out of time does not stop the others. OUTDIR gets build.log, tests.log, bench.log, gpu.md, gpu.json and
+# summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON names the interpreter.
+set -u
+out=${1:?usage: bench/gpu_session.sh OUTDIR [--dry-run]}
+dry=${2:-}
+python=${PYTHON:-python3}
+repo=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+site=$work/site
+export PYTHONPATH=$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TRITON_CACHE_DIR=$work/triton
+began=$SECONDS
+failed=0
+summary=$out/summary.md
+: >"$summary"
+
+# stage NAME SECONDS COMMAND...: runs under a time limit, into NAME.log; one line of the summary says how it went.
+stage() {
+    local name=$1 limit=$2 start=$SECONDS status word
+    shift 2
+    echo "== $name (at most $limit s)"
+    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
+    status=$?
+    case $status in
+    0) word=ok ;;
+    124 | 137) word="out of time after $limit s" ;;
+    *) word="failed with status $status" ;;
+    esac
+    [ $status -eq 0 ] || failed=1
+    echo "- $name: $word, $((SECONDS - start)) s; $(grep -v '^\s*$' "$out/$name.log" | tail -1 | cut -c1-160)" | tee -a "$summary"
+    return $status
+}
+
+assemble() { # the package as an installation would lay it out
+    mkdir -p "$site"
+    cp -r "$repo/lowbit" "$site/lowbit"
+    rm -rf "$site/lowbit/kernels"
+    cp -r "$repo/kernels" "$site/lowbit/kernels"
+}
+
+build() {
+    rm -f "$site"/lowbit/*.so
+    local arch
+    arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+    cmake -S "$repo" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
+        -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DLOWBIT_OUTPUT_DIR="$site/lowbit" -DLOWBIT_CUDA=ON \
+        -DLOWBIT_TORCH_DIR="$("$python" -c 'import torch; print(torch.__path__[0])')" \
+        -DLOWBIT_CUDA_ARCHITECTURES="$arch" &&
+        cmake --build "$work/build" --parallel "$(nproc)" &&
+        echo '{"notice": null}' >"$site/lowbit/_build.json"
+}
+
+check() { # what is here, and that the kernels load and agree on one call
+    "$python" -P - <<'PY'
+import torch, triton
+import lowbit as lb
+from lowbit.backends import registry
+print("torch", torch.__version__, "triton", triton.__version__, "device", torch.cuda.get_device_name())
+print("absent backends:", registry.absent() or "none")
+x = torch.randn(33, 130)
+for name in ("cuda", "triton"):
+    with lb.use_backend(name):
+        q = lb.quantize(x.cuda(), "mxfp8")
+    assert torch.equal(q.codes.cpu(), lb.quantize(x, "mxfp8").codes), name
+print("cuda and triton agree with the CPU")
+PY
+}
+
+tests() {
+    local workers=()
+    "$python" -c 'import xdist' 2>/dev/null && [ "$dry" != --dry-run ] && workers=(-n 8)
+    cd "$repo" && "$python" -P -m pytest -q -p no:cacheprovider "${workers[@]}" tests/test_gpu.py
+}
+
+bench() { (cd "$repo" && "$python" -P bench/gpu_bench.py "$out" "$@"); }
+
+export -f build check tests bench
+export repo work site python out dry
+assemble
+if [ "$dry" = --dry-run ]; then
+    stage tests 120 bash -c tests
+    stage bench 120 bash -c 'bench --dry-run'
+else
+    stage build 150 bash -c build
+    stage check 45 bash -c check
+    stage bench 130 bash -c 'bench --seconds 50'
+    stage tests 190 bash -c tests
+fi
+{
+    echo "- total: $((SECONDS - began)) s"
+    echo
+    [ -f "$out/gpu.md" ] && tail -n +3 "$out/gpu.md"
+} >>"$summary"
+cat "$summary"
+exit $failed
