@@ -53,6 +53,10 @@ FORBIDDEN = re.compile(
 MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mma\.sync")}
 
 
+#: Bytes of shared memory that a program may take, by architecture (CUDA C++ Programming Guide, compute capabilities).
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
 class Case(NamedTuple):
     """A named group of launches: one call of the host side."""
 
@@ -135,8 +139,11 @@ _TYPES = {
 }  # fmt: skip
 
 
-def compile_launch(one: Launch, architecture: int) -> str:
-    """The PTX of a launch, specialised to its arguments as a launch on a GPU would be (and assembled for the GPU)."""
+def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
+    """PTX and bytes of shared memory of a launch, specialised to its arguments as a launch on a GPU would be.
+
+    The PTX is assembled too. Raises: what Triton or ptxas raise.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -154,7 +161,8 @@ def compile_launch(one: Launch, architecture: int) -> str:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(one.kernel, signature, constants, attributes)
     options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}
-    return str(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"])
+    compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), options)
+    return str(compiled.asm["ptx"]), int(compiled.metadata.shared)
 
 
 def faults(name: str, ptx: str, architecture: int) -> list[str]:
@@ -173,11 +181,13 @@ def _compile_case(job: tuple[int, int]) -> list[str]:
     for one in case.launches:
         kernel = one.kernel.__name__
         try:
-            ptx = compile_launch(one, architecture)
+            ptx, shared = compile_launch(one, architecture)
         except Exception as error:  # whatever the compiler raises is a finding about this kernel
             found.append(f"{kernel} does not compile: {error}")
         else:
             found += [f"{kernel} {fault}" for fault in faults(kernel, ptx, architecture)]
+            if shared > SHARED.get(architecture, shared):
+                found.append(f"{kernel} takes {shared} bytes of shared memory of {SHARED[architecture]}")
     return found
 
 
