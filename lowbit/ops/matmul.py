@@ -139,7 +139,7 @@ def _cost(call: ScaledMM) -> Cost:
 
 
 #: Unit roundoff, and the least normal number (below which an operand may be flushed), of what kernels compute in.
-_UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int": 0.0}
+_UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "int": 0.0}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
@@ -153,17 +153,16 @@ def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     """Elementwise bound on |y - exact|, fp64 ``[M, N]``.
 
     Let A and B be the decoded operands and u the accumulator's unit roundoff. A sum of K rounded products in any order
-    errs by at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). Rounding each operand costs
-    another 2 u_op; decoding (one fp32 product an element, on either side), block partial sums, the epilogue's two
+    errs by at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). An operand that is rounded
+    costs another u_op (two: 2 u_op + u_op^2); decoding (one fp32 product an element, on either side), block partial sums, the epilogue's two
     products and its sum at most 6 u more; the cast its own unit. Operands below 2**-126 may be flushed.
     """
     if is_exact(call):
         return torch.zeros((), dtype=torch.float64)
     a, b = (operand(side, call.cols).values(scaled=True).abs() for side in sides(call))
     unit = _UNIT[numerics.accumulator]
-    relative = (call.cols + 6) * unit / (1 - (call.cols + 6) * unit) + 2 * (
-        _UNIT[numerics.operand] if _rounds(call, numerics) else 0
-    )
+    rounded = (1 + _UNIT[numerics.operand]) ** _rounded_operands(call, numerics)
+    relative = rounded * (1 + (call.cols + 6) * unit / (1 - (call.cols + 6) * unit)) - 1
     size = a @ b.T
     bias = 0.0 if call.bias is None else call.bias.double().abs()
     flushed = 2.0**-126 * (a.sum(1, keepdim=True) + b.sum(1, keepdim=True).T + call.cols * 2.0**-126)
@@ -173,12 +172,12 @@ def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     return total + (size + bias + total) * cast + _TINY[call.out_dtype]
 
 
-def _rounds(call: ScaledMM, numerics: Numerics) -> bool:
-    """Whether an operand may lose bits in what the kernel multiplies in: fp8 and smaller codes never do, in bf16."""
+def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
+    """How many operands may lose bits in what the kernel multiplies in: fp8 and smaller codes never do, in bf16."""
     if numerics.operand == "fp32":
-        return False
+        return 0
     exact = (torch.bfloat16,) if numerics.operand == "bf16" else (torch.float16,)
-    return any(s.scheme is None and s.data.dtype not in exact for s in sides(call))
+    return sum(s.scheme is None and s.data.dtype not in exact for s in sides(call))
 
 
 SPECS = (
