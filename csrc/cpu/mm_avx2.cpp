@@ -106,6 +106,7 @@ constexpr Kernels kTable = {
     decode_f32,
     scale_blocks_any,
     nullptr,
+    nullptr,
     decode_bytes_any,
     decode_s16_any,
     sum_bytes_any,

@@ -154,6 +154,20 @@ void decode_f32(const Table& t, const uint8_t* codes, float* out, int64_t n, flo
     }
 }
 
+void scale_bf16_blocks(uint16_t* values, int64_t count, int64_t begin, int64_t block, const float* scales) {
+    for (int64_t k = 0, end = begin; k < count; k = end, end += block, ++scales) {
+        if (end > count) end = count;
+        const __m512 scale = _mm512_set1_ps(*scales);
+        for (int64_t i = k; i < end; i += 16) {
+            const auto mask = static_cast<__mmask16>(first(end - i));
+            const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, values + i));
+            const __m512 product = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), scale);
+            const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(product), 16);
+            _mm256_mask_storeu_epi16(values + i, mask, _mm512_cvtepi32_epi16(bits));
+        }
+    }
+}
+
 void widen(const void* values, Element dtype, float* out, int64_t n) {
     if (dtype != Element::f16) return widen_any(values, dtype, out, n);
     const auto* halves = static_cast<const uint16_t*>(values);
@@ -236,6 +250,7 @@ constexpr Kernels kTable = {
     unpack,
     decode_f32,
     scale_blocks_any,
+    scale_bf16_blocks,
     decode_bf16,
     decode_bytes_any,
     decode_s16_any,

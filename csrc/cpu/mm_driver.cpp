@@ -245,13 +245,22 @@ class Task {
         std::memset(narrow, 0, static_cast<size_t>(plan_.tile_rows * s_.c_stride) * 4);
     }
 
+    // Whether an operand leaves a scale to the epilogue: one that is constant along K, or the outer scale of folded
+    // ones.
+    bool in_epilogue(const Operand& x, bool folded) const {
+        if (!x.has_codes() || plan_.scaled) return false;
+        return !folded || (plan_.kind == Kind::bf16 && x.outer != nullptr);
+    }
+    static float row_scale(const Operand& x, bool folded, int64_t row) {
+        return folded ? *x.outer : scale_at(x, row, 0);
+    }
+
     // Scales that are constant along K, bias and cast.
     void finish() {
         const bool integers = plan_.kind == Kind::s16 || plan_.kind == Kind::u8s8;
-        const bool a_scaled = p_.a.has_codes() && !plan_.scaled && !plan_.a_folded;
-        const bool b_scaled = p_.b.has_codes() && !plan_.scaled && !plan_.b_folded;
+        const bool a_scaled = in_epilogue(p_.a, plan_.a_folded), b_scaled = in_epilogue(p_.b, plan_.b_folded);
         for (int64_t n = 0; n < cols_; ++n) {
-            s_.col_scale[n] = b_scaled ? scale_at(p_.b, col0_ + n, 0) : 1.0f;
+            s_.col_scale[n] = b_scaled ? row_scale(p_.b, plan_.b_folded, col0_ + n) : 1.0f;
             if (p_.bias != nullptr) s_.bias[n] = float_at(p_.bias, p_.bias_dtype, (col0_ + n) * p_.bias_stride);
         }
         const int64_t size = p_.out_dtype == Element::f32 ? 4 : 2;
@@ -260,7 +269,7 @@ class Task {
             row.sum_kind = plan_.wide ? 2 : integers && !plan_.scaled ? 1 : 0;
             row.sum = plan_.wide ? static_cast<void*>(s_.wide + m * s_.c_stride) : s_.c + m * s_.c_stride;
             row.scaled = a_scaled || b_scaled;
-            row.a_scale = a_scaled ? scale_at(p_.a, row0_ + m, 0) : 1.0f;
+            row.a_scale = a_scaled ? row_scale(p_.a, plan_.a_folded, row0_ + m) : 1.0f;
             row.b_scale = s_.col_scale;
             row.bias = p_.bias == nullptr ? nullptr : s_.bias;
             row.out = static_cast<uint8_t*>(p_.out) + ((row0_ + m) * p_.b.rows + col0_) * size;

@@ -88,6 +88,8 @@ struct Kernels {
     void (*decode_f32)(const Table& table, const uint8_t* codes, float* out, int64_t count, float zero, float scale);
     // values[i] *= scales[block of i], blocks of `block` elements, the first of them `first` long.
     void (*scale_blocks)(float* values, int64_t count, int64_t first, int64_t block, const float* scales);
+    // The same for bf16 values whose products are bf16 numbers. Null without Kind::bf16.
+    void (*scale_bf16_blocks)(uint16_t* values, int64_t count, int64_t first, int64_t block, const float* scales);
     // The bf16 of value - zero; exact. Null without Kind::bf16.
     void (*decode_bf16)(const Table& table, const uint8_t* codes, uint16_t* out, int64_t count, int zero);
     // (code ^ flip) + shift, modulo 256.

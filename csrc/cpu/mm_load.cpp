@@ -45,29 +45,35 @@ float float_at(const void* data, Element dtype, int64_t index) {
     return dtype == Element::bf16 ? float_of(static_cast<uint32_t>(half) << 16) : f16_value(half);
 }
 
-float scale_at(const Operand& x, int64_t row, int64_t k) {
-    if (!x.has_codes() || x.scale == nullptr) return 1.0f;
-    const int64_t at = row / x.block_rows * x.scale_row_stride + k / x.block_cols * x.scale_col_stride;
-    float scale;
+namespace {
+
+// The scale stored at an index, without the outer one.
+float stored_scale(const Operand& x, int64_t at) {
     if (x.scale_format == kScaleE8m0) {
         const uint32_t code = static_cast<const uint8_t*>(x.scale)[at];
-        scale = float_of(code == 255 ? kNan : code == 0 ? 0x00400000u : code << 23);
-    } else if (x.scale_format == kScaleE4m3) {
-        scale = float_of(kFormats[kIndex_fp8_e4m3].values[static_cast<const uint8_t*>(x.scale)[at]]);
-    } else {
-        scale = float_at(x.scale, static_cast<Element>(x.scale_format), at);
+        return float_of(code == 255 ? kNan : code == 0 ? 0x00400000u : code << 23);
     }
+    if (x.scale_format == kScaleE4m3) {
+        return float_of(kFormats[kIndex_fp8_e4m3].values[static_cast<const uint8_t*>(x.scale)[at]]);
+    }
+    return float_at(x.scale, static_cast<Element>(x.scale_format), at);
+}
+
+}  // namespace
+
+float scale_at(const Operand& x, int64_t row, int64_t k) {
+    if (!x.has_codes()) return 1.0f;
+    const float scale =
+        stored_scale(x, row / x.block_rows * x.scale_row_stride + k / x.block_cols * x.scale_col_stride);
     return x.outer == nullptr ? scale : scale * *x.outer;
 }
 
 void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
-    const int64_t c = x.block_cols, from = begin / c, to = (end - 1) / c;
-    if (x.scale_format == kScaleFp32 && x.outer == nullptr) {
-        const float* scales = static_cast<const float*>(x.scale) + row / x.block_rows * x.scale_row_stride;
-        for (int64_t i = from; i <= to; ++i) out[i - from] = scales[i * x.scale_col_stride];
-    } else {
-        for (int64_t i = from; i <= to; ++i) out[i - from] = scale_at(x, row, i * c);
-    }
+    const int64_t count = (end - 1) / x.block_cols - begin / x.block_cols + 1;
+    const int64_t at = row / x.block_rows * x.scale_row_stride + begin / x.block_cols * x.scale_col_stride;
+    for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
+    if (x.outer == nullptr) return;
+    for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;
 }
 
 void row_zeros(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
@@ -122,6 +128,15 @@ void Loader::decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_
     }
 }
 
+// The outer scale, if there is one, is left to the epilogue: with it, products would not be bf16 numbers.
+void Loader::fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const {
+    Operand inner = operand;
+    inner.outer = nullptr;
+    row_scales(inner, row, begin, begin + length, levels);
+    const int64_t first = inner.block_cols - begin % inner.block_cols;
+    kernels.scale_bf16_blocks(out, length, first, inner.block_cols, levels);
+}
+
 void Loader::decode_u8s8(int64_t row, const uint8_t* codes, const Segment& s, uint8_t* out) const {
     const ByteForm form = byte_form(operand, is_a, zero_at(operand, row, s.begin));
     if (form.flip == 0 && form.shift == 0) {
@@ -142,6 +157,7 @@ void Loader::decode(int64_t row, const void* stored, int64_t begin, const Segmen
         case Kind::bf16:
             if (x.has_codes()) {
                 kernels.decode_bf16(*x.table, codes, reinterpret_cast<uint16_t*>(out), s.length, zero);
+                if (folded()) fold_bf16(row, s.begin, s.length, reinterpret_cast<uint16_t*>(out));
             } else {
                 const auto* halves = static_cast<const uint16_t*>(stored) + (s.begin - begin);
                 std::memcpy(out, halves, static_cast<size_t>(s.length) * 2);

@@ -41,6 +41,7 @@ struct Loader {
     void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
     void sum_segments(int64_t row, const Segment* segments, int num_segments, const uint32_t* data, const Sums& sums,
                       int64_t at) const;
+    void fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const;
     void decode_u8s8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
 };
 

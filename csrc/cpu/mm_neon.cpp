@@ -38,6 +38,7 @@ constexpr Kernels kTable = {
     decode_f32_any,
     scale_blocks_any,
     nullptr,
+    nullptr,
     decode_bytes_any,
     decode_s16_any,
     sum_bytes_any,

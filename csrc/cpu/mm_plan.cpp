@@ -24,6 +24,28 @@ bool exact_in_bf16(const Operand& x) { return x.has_codes() ? x.table->exact_bf1
 
 bool integer(const Operand& x) { return x.has_codes() && x.table->integer; }
 
+// Whether every power-of-two scale is NaN or in 2^-60 .. 2^60.
+bool moderate_scales(const Operand& x, int64_t depth) {
+    const auto* codes = static_cast<const uint8_t*>(x.scale);
+    const int64_t rows = ceil_div(x.rows, x.block_rows), cols = ceil_div(depth, x.block_cols);
+    bool all = true;
+    for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < cols; ++c) {
+            const int code = codes[r * x.scale_row_stride + c * x.scale_col_stride];
+            all = all && (code == 255 || (code >= 127 - 60 && code <= 127 + 60));
+        }
+    }
+    return all;
+}
+
+// Whether values times the scales of their blocks (not the outer scale) are bf16 numbers.
+bool folds_into_bf16(const Operand& x, int64_t depth) {
+    if (block_along_k(x, depth) == 0) return true;
+    if (!x.table->exact_bf16 || !x.table->moderate || x.zero_point != nullptr) return false;
+    if (x.scale_format == kScaleE4m3) return x.table->short_bf16;
+    return x.scale_format == kScaleE8m0 && moderate_scales(x, depth);
+}
+
 // Whether Kernels::nibbles serves: 4-bit codes whose scales begin at multiples of what it decodes at a time.
 bool fits_nibbles(const Operand& b, int64_t block, const Kernels& kernels) {
     return kernels.nibbles != nullptr && b.has_codes() && b.table->bits == 4 && block % 32 == 0;
@@ -37,6 +59,12 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     plan.nibbles = plan.dots && fits_nibbles(p.b, b, kernels) && !(integer(p.a) && integer(p.b));
     if (integer(p.a) && integer(p.b) && (!plan.scaled || shortest >= kMinIntegerSegment)) {
         plan.kind = kernels.integer;
+    } else if (kernels.has_bf16 && !plan.nibbles && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+               folds_into_bf16(p.a, p.depth) && folds_into_bf16(p.b, p.depth)) {
+        plan.kind = Kind::bf16;
+        plan.scaled = false;
+        plan.a_folded = a > 0;
+        plan.b_folded = b > 0;
     } else if (kernels.has_bf16 && exact_in_bf16(p.a) && exact_in_bf16(p.b) && !plan.nibbles &&
                (!plan.scaled || shortest >= (plan.dots ? kMinBf16DotSegment : kMinBf16Segment))) {
         plan.kind = Kind::bf16;

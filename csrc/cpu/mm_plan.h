@@ -18,7 +18,7 @@ struct Plan {
     bool dots;      // few rows: dot products, b is not transposed
     bool nibbles;   // few rows of a: b's packed 4-bit codes are decoded in registers
     bool scaled;    // scales change along K: every segment's sum is scaled and added in fp32
-    bool a_folded;  // fp32 only: scales that change along K are multiplied in when decoding
+    bool a_folded;  // scales that change along K are multiplied in when decoding: in fp32 any, in bf16 exact ones
     bool b_folded;
     bool wide;        // int32 sums go to int64 before they could overflow
     int64_t a_block;  // K elements of a block that ends segments; 0: none
