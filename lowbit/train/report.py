@@ -24,7 +24,9 @@ __all__ = ["write"]
 LOSS_TARGET = 0.01
 PERPLEXITY_TARGETS = {"int8": 0.005, "int4-weight-only:group32": 0.05}
 
-_INK, _PALE, _COLOURS = "#1f2933", "#9aa5b1", ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c")
+_INK, _PALE, _GOOD = "#1f2933", "#9aa5b1", "#2b8a3e"
+_LINES = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#5f3dc4")
+_BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
 
 
 def write(
@@ -94,19 +96,24 @@ def _verdicts(runs: list[Trainer], rows: list[Measurement]) -> list[str]:
     lines = []
     base = runs[0].history.held_out[-1][1]
     for run in runs[1:]:
-        change = run.history.held_out[-1][1] / base - 1
+        worse = run.history.held_out[-1][1] / base - 1
         name = f"{run.config.precision} training, held-out loss against {runs[0].config.precision}"
-        lines.append(_verdict(name, change, LOSS_TARGET))
+        lines.append(_verdict(name, worse, LOSS_TARGET))
     reference = next((row for row in rows if row.recipe == "bf16"), None)
     for row in rows:
         if reference and row.recipe in PERPLEXITY_TARGETS:
-            change = row.perplexity / reference.perplexity - 1
-            lines.append(_verdict(f"{row.recipe}, perplexity against bf16", change, PERPLEXITY_TARGETS[row.recipe]))
+            allowed = PERPLEXITY_TARGETS[row.recipe]
+            lines.append(_verdict(f"{row.recipe}, perplexity against bf16", change(row, reference), allowed))
     return ["| claim | measured | allowed | |", "|---|---:|---:|---|", *lines, ""] if lines else []
 
 
-def _verdict(name: str, change: float, allowed: float) -> str:
-    return f"| {name} | {change:+.2%} | {allowed:+.1%} | {'holds' if change <= allowed else '**fails**'} |"
+def _verdict(name: str, worse: float, allowed: float) -> str:
+    return f"| {name} | {worse:+.2%} | {allowed:+.1%} | {'holds' if worse <= allowed else '**fails**'} |"
+
+
+def change(row: Measurement, base: Measurement) -> float:
+    """By how much a perplexity is above another, as a fraction; what rounds to 0.00% is 0, not -0."""
+    return round(row.perplexity / base.perplexity - 1, 4) + 0.0
 
 
 def _runs(corpus: Corpus, runs: list[Trainer]) -> list[str]:
@@ -133,7 +140,7 @@ def _recipes(rows: list[Measurement]) -> list[str]:
     for row in rows:
         lines.append(
             f"| {row.recipe} | {row.linear_bytes / 1024:,.0f} | {row.bytes / 1024:,.0f} | {row.perplexity:.3f} "
-            f"| {row.perplexity / base.perplexity - 1:+.2%} | {row.tokens_per_second:,.0f} |"
+            f"| {change(row, base):+.2%} | {row.tokens_per_second:,.0f} |"
         )
     return lines
 
@@ -178,7 +185,7 @@ def _save(figure: Any, path: Path) -> None:
 def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
     top, bottom = axes
     base = dict(runs[0].history.held_out)
-    for run, colour in zip(runs, _COLOURS, strict=False):
+    for run, colour in zip(runs, _LINES, strict=False):
         steps, losses = zip(*run.history.held_out, strict=True)
         dashed = "-" if run is runs[0] else "--"
         top.plot(
@@ -197,28 +204,31 @@ def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
     top.set_ylabel("held-out loss, nats a token")
     top.set_title("Held-out loss, same seed and same batches", loc="left", weight="bold")
     top.legend(frameon=False, title="run: final loss", alignment="left")
-    bottom.axhspan(-100 * LOSS_TARGET, 100 * LOSS_TARGET, color="#2b8a3e", alpha=0.10, lw=0)
+    bottom.axhspan(-100 * LOSS_TARGET, 100 * LOSS_TARGET, color=_GOOD, alpha=0.10, lw=0)
     bottom.set_ylabel(f"% from {runs[0].config.precision}")
     bottom.set_xlabel("step")
-    bottom.text(0.995, 0.06, "shaded: within 1%", transform=bottom.transAxes, ha="right", color="#2b8a3e", size=9)
+    bottom.text(0.995, 0.06, "shaded: within 1%", transform=bottom.transAxes, ha="right", color=_GOOD, size=9)
 
 
 def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement]) -> None:
     base = next(row for row in rows if row.recipe == "bf16")
     names = [row.recipe for row in rows]
-    panels: list[tuple[str, list[float], str]] = [
-        ("perplexity, % above bf16", [100 * (row.perplexity / base.perplexity - 1) for row in rows], "{:+.2f}%"),
-        ("size of the blocks, KiB", [row.linear_bytes / 1024 for row in rows], "{:,.0f}"),
-        ("generation, tokens/s", [row.tokens_per_second for row in rows], "{:,.0f}"),
+    worse = [change(row, base) for row in rows]
+    allowed = [f"  (at most {PERPLEXITY_TARGETS[n]:+.1%})" if n in PERPLEXITY_TARGETS else "" for n in names]
+    sizes, speeds = [row.linear_bytes / 1024 for row in rows], [row.tokens_per_second for row in rows]
+    panels = [
+        ("perplexity, against bf16", worse, [f"{w:+.2%}{a}" for w, a in zip(worse, allowed, strict=True)]),
+        ("size of the blocks, KiB", sizes, [f"{size:,.0f}" for size in sizes]),
+        ("generation, tokens/s", speeds, [f"{speed:,.0f}" for speed in speeds]),
     ]
-    for axis, (title, values, shape), colour in zip(axes, panels, _COLOURS, strict=False):
-        bars = axis.barh(
-            names, values, color=[_PALE if name in ("fp32", "bf16") else colour for name in names], height=0.66
-        )
-        axis.bar_label(bars, [shape.format(value) for value in values], padding=4, size=8.5)
+    for axis, (title, values, labels), colour in zip(axes, panels, _BARS, strict=True):
+        colours = [_PALE if name in ("fp32", "bf16") else colour for name in names]
+        bars = axis.barh(names, values, color=colours, height=0.66)
+        axis.bar_label(bars, labels, padding=4, size=8.5)
         axis.set_title(title, loc="left", weight="bold", size=10)
-        axis.margins(x=0.24)
-        axis.grid(axis="y", visible=False)
-        axis.spines["left"].set_visible(False)
+        axis.margins(x=0.24, y=0.01)
+        axis.grid(visible=False)
+        axis.spines[["left", "bottom"]].set_visible(False)
         axis.tick_params(left=False, bottom=False, labelbottom=False)
+        axis.axvline(0, color=_PALE, lw=1)
     axes[0].invert_yaxis()
