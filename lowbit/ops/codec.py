@@ -48,7 +48,7 @@ def _check_encode(call: Encode) -> None:
     format.require_codes("lowbit.encode")
     require(
         format.kind != "exponent",
-        f"lowbit.encode: {format.name} holds scales, which quantize(x, 'FORMAT:SCALING:e8m0') makes, not encode",
+        f"lowbit.encode: {format.name} holds scales, which are made by quantize(x, 'FORMAT:SCALING:e8m0')",
     )
     require_rounding("encode", call.rounding, format)
 
