@@ -27,9 +27,9 @@ class GPTConfig:
     vocab: int = 1024
     context: int = 256
     layers: int = 4
-    heads: int = 4
-    dim: int = 256
-    hidden: int = 768
+    heads: int = 2
+    dim: int = 128
+    hidden: int = 384
     rope_base: float = 10000.0
 
     def __post_init__(self) -> None:

@@ -35,17 +35,17 @@ class TrainConfig:
     """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``."""
 
     precision: str = "bf16"
-    steps: int = 300
-    batch: int = 8
+    steps: int = 600
+    batch: int = 4
     context: int = 256
     lr: float = 3e-3
-    warmup: int = 30
+    warmup: int = 60
     final_lr: float = 0.05
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
     checkpointing: bool = False
-    eval_every: int = 25
+    eval_every: int = 50
     eval_windows: int = 48
     save_every: int = 100
 
