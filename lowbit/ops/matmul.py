@@ -154,8 +154,9 @@ def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
 
     Let A and B be the decoded operands and u the accumulator's unit roundoff. A sum of K rounded products in any order
     errs by at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). An operand that is rounded
-    costs another u_op (two: 2 u_op + u_op^2); decoding (one fp32 product an element, on either side), block partial sums, the epilogue's two
-    products and its sum at most 6 u more; the cast its own unit. Operands below 2**-126 may be flushed.
+    costs another u_op (two: 2 u_op + u_op^2); decoding (one fp32 product an element, on either side), block partial
+    sums, the epilogue's two products and its sum at most 6 u more; the cast its own unit. Operands below 2**-126 may
+    be flushed.
     """
     if is_exact(call):
         return torch.zeros((), dtype=torch.float64)
