@@ -20,19 +20,25 @@ def pattern(x: Tensor) -> Tensor:
     return x.view(_VIEWS[width]).long() & ((1 << 8 * width) - 1 if width < 8 else -1)
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor | np.ndarray, what: str = "", source: Tensor | None = None) -> None:
+def assert_same_bits(
+    actual: Tensor, expected: Tensor | np.ndarray, what: str = "", source: Tensor | None = None
+) -> None:
     """Fails unless shape, dtype and every bit agree; shows the first differences, with the input element if given."""
     if isinstance(expected, np.ndarray):
         expected = torch.from_numpy(expected)
     else:
         assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
-    assert tuple(actual.shape) == tuple(expected.shape), f"{what}: {list(actual.shape)}, expected {list(expected.shape)}"
+    assert tuple(actual.shape) == tuple(expected.shape), (
+        f"{what}: {list(actual.shape)}, expected {list(expected.shape)}"
+    )
     if actual.dtype == expected.dtype and actual.device == expected.device and _equal(actual, expected):
         return
     a, e = pattern(actual), pattern(expected) if expected.dtype != torch.int64 else expected
     wrong = (a != e).nonzero()
     if len(wrong):
-        raise AssertionError(f"{what}: {len(wrong)} of {a.numel()} elements differ\n" + _show(wrong, actual, a, e, source))
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {a.numel()} elements differ\n" + _show(wrong, actual, a, e, source)
+        )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

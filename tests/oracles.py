@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -73,7 +74,7 @@ def power(e: int) -> Fraction:
 
 
 def onto_grid(value: Fraction, mantissa: int, emin: int) -> Fraction:
-    """``value >= 0`` to the nearest multiple of its quantum, ties to the even multiple; the exponent has no upper end."""
+    """``value >= 0`` to the nearest multiple of its quantum, ties to the even one; the exponent has no upper end."""
     if value == 0:
         return value
     quantum = power(max(floor_log2(value), emin) - mantissa)
@@ -179,7 +180,7 @@ def encode(f: Format, bits: int, saturate: bool = True, zero_point: int = 0, noi
         return nan_code(f, negative)
     if f.kind == "codebook":
         entries = [value_of(f, code) for code in range(1 << f.bits)]
-        return sum(x > (low + high) / 2 for low, high in zip(entries, entries[1:], strict=False))
+        return sum(x > (low + high) / 2 for low, high in pairwise(entries))
     sign = negative << (f.bits - 1)
     if not math.isinf(x):
         a = abs(Fraction(x))
@@ -244,7 +245,7 @@ def segments(f: Format, saturate: bool, negative: bool) -> Segments:
     if f.kind == "codebook":
         zero = nan_code(f, False)
         entries = [value_of(f, code) for code in range(1 << f.bits)]
-        middles = [(low + high) / 2 for low, high in zip(entries, entries[1:], strict=False)]
+        middles = [(low + high) / 2 for low, high in pairwise(entries)]
         steps.append((0, sum(m < 0 for m in middles)))
         if negative:
             steps += [(_first_above(-m, True), k) for k, m in reversed(list(enumerate(middles))) if m < 0]

@@ -32,7 +32,7 @@ def every(formats):
 
 @cache
 def all_16bit(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
-    """Every pattern of a 16-bit dtype, and the fp32 patterns of the same numbers (widened by rationals, not by torch)."""
+    """Every pattern of a 16-bit dtype, and the fp32 patterns of the same numbers (widened by rationals, not torch)."""
     patterns = np.arange(65536, dtype=np.uint16)
     x = torch.from_numpy(patterns.view(np.int16)).view(dtype)
     if dtype == torch.bfloat16:
@@ -45,7 +45,9 @@ def all_16bit(dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
 def fp32_sample(f: lb.Format) -> tuple[torch.Tensor, np.ndarray]:
     """Every boundary and value of the format +-2 ulp, and random patterns, both signs."""
     random = np.random.default_rng(5).integers(0, 2**32, 1 << 16, dtype=np.uint32)
-    spread = np.random.default_rng(6).standard_normal(1 << 15).astype(np.float32) * np.float32(float(oracles.largest(f)) / 3)
+    spread = np.random.default_rng(6).standard_normal(1 << 15).astype(np.float32) * np.float32(
+        float(oracles.largest(f)) / 3
+    )
     bits = np.concatenate([oracles.boundary_neighbourhood(f), random, spread.view(np.uint32)])
     return torch.from_numpy(bits.view(np.float32)), bits
 

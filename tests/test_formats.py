@@ -1,4 +1,4 @@
-"""The table of formats: published values, derived properties against ml_dtypes and torch, custom formats, C++'s copy."""
+"""The table of formats: published values, derived properties against ml_dtypes and torch, custom ones, C++'s copy."""
 
 from __future__ import annotations
 
@@ -154,7 +154,11 @@ def test_torch_decodes_the_same_bits(f):
 
 
 def test_wide_rows():
-    assert (find("tf32").bits, find("tf32").epsilon, find("tf32").max) == (19, 2.0**-10, find("bf16").max + 2.0**120 * 0.875)
+    assert (find("tf32").bits, find("tf32").epsilon, find("tf32").max) == (
+        19,
+        2.0**-10,
+        find("bf16").max + 2.0**120 * 0.875,
+    )
     with pytest.raises(ValueError, match=r"fp16 has 16 bits; only formats of at most 8 bits have codes"):
         _ = find("fp16").table
     assert find("fp32").value(0x3F800000) == 1.0 and find("bf16").value(0xC000) == -2.0

@@ -31,7 +31,7 @@ def numbers(bits) -> torch.Tensor:
 
 @functools.cache
 def near_powers_of_two(f: lb.Format) -> list[int]:
-    """fp32 patterns of every 2**k, subnormals included, of the format's maximum times it, and one ulp to either side."""
+    """fp32 patterns of every 2**k, subnormals included, of the format's maximum times it, one ulp to either side."""
     found = {0x7F7FFFFF, 0x7F7FFFFE}
     largest = oracles.largest(f)
     for k in range(-149, 128):
@@ -90,7 +90,7 @@ def test_rounded_up_scales_never_clip(name):
 
 @pytest.mark.parametrize("variant, s", with_each(schemes()))
 def test_every_scheme_on_damaged_blocks_equals_rationals(variant: Variant, s):
-    """Codes, scales, zero points, outer scale and decoded bits of ragged matrices with zeros, subnormals, Inf and NaN."""
+    """Codes, scales, zero points, outer scale and decoded bits of ragged matrices with 0, subnormals, Inf and NaN."""
     for bits, expected in damaged(s.name):
         x = numbers(bits).to(variant.device)
         if reason := variant.refuses("quantize", x, s):
@@ -151,7 +151,9 @@ def test_native_kernels_are_immune_to_flush_denormal(variant: Variant, s):
 def test_large_tensors_under_flush_denormal_on_every_thread(variant: Variant):
     """Enough work for every thread of the pool: a flag set on some threads only would show in part of the tensor."""
     x = torch.randn(64, 1 << 15).mul_(2.0**-130)
-    expected = {name: lb.quantize(x, name) for name in ("fp8_e4m3:row", "mxfp8", "int8:tensor", "nvfp4", "int4:group32:affine")}
+    expected = {
+        name: lb.quantize(x, name) for name in ("fp8_e4m3:row", "mxfp8", "int8:tensor", "nvfp4", "int4:group32:affine")
+    }
     codes = lb.encode(x, "e5m2b40")
     for name, q in expected.items():
         y = q.dequantize()
@@ -188,7 +190,10 @@ def test_the_reference_refuses_to_run_where_torch_flushes():
 # -- affine: ONNX's words ----------------------------------------------------------------------------------------------
 def session(nodes, inputs, outputs):
     graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info(*i) for i in inputs], [helper.make_tensor_value_info(*o) for o in outputs]
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(*i) for i in inputs],
+        [helper.make_tensor_value_info(*o) for o in outputs],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.checker.check_model(model)
@@ -221,7 +226,11 @@ def linear(code: int, per_row: bool):
 @everywhere
 def test_affine_uint8_equals_dynamic_quantize_linear(variant: Variant):
     generator = torch.Generator().manual_seed(3)
-    cases = [torch.randn(257, generator=generator) * 10.0**e + shift for e in (-20, -3, 0, 3, 20) for shift in (0.0, 0.5, -2.0)]
+    cases = [
+        torch.randn(257, generator=generator) * 10.0**e + shift
+        for e in (-20, -3, 0, 3, 20)
+        for shift in (0.0, 0.5, -2.0)
+    ]
     cases += [torch.rand(64, generator=generator) + 5, -torch.rand(64, generator=generator) - 5]
     cases += [torch.tensor([0.0, 1.0, 2.5, -0.5]), torch.tensor([1.0, 1.0]), torch.tensor([-3.0])]
     for x in cases:
@@ -291,7 +300,7 @@ def test_damage_shows_and_only_in_its_block(variant: Variant, s):
 @everywhere
 @pytest.mark.parametrize("name", ["nvfp4", "nf4:dq"])
 def test_two_levels(variant: Variant, name):
-    """A block far below the tensor's largest rounds to scale 0 and to zeros with their signs; the outer scale is finite."""
+    """A block far below the tensor's largest gets scale 0 and zeros with their signs; the outer scale is finite."""
     x = torch.full((2, 64), 3.0)
     x[0] *= 1e-9
     x[0, 1::2] *= -1

@@ -13,7 +13,8 @@ from lowbit.scaling import SHORT_NAMES, Scheme, scheme
 
 ELEMENTS = [f.name for f in element_formats()]
 SCALING_NAMES = st.sampled_from(["tensor", "row", "col", "mx", "nvfp4"]) | st.one_of(
-    st.integers(1, 512).map("group{}".format), st.tuples(st.integers(1, 300), st.integers(1, 300)).map("block{0[0]}x{0[1]}".format)
+    st.integers(1, 512).map("group{}".format),
+    st.tuples(st.integers(1, 300), st.integers(1, 300)).map("block{0[0]}x{0[1]}".format),
 )
 OPTIONS = st.lists(
     st.sampled_from(["affine", "e8m0", "bf16", "fp16", "floor", "ceil", "dq", "T"]), max_size=4, unique=True
@@ -48,7 +49,13 @@ def test_transposing_twice_changes_nothing(text):
         return
     t = s.t()
     assert t.block == s.block[::-1] and t.t() == s
-    assert (t.format, t.scale_format, t.ceil, t.affine, t.outer) == (s.format, s.scale_format, s.ceil, s.affine, s.outer)
+    assert (t.format, t.scale_format, t.ceil, t.affine, t.outer) == (
+        s.format,
+        s.scale_format,
+        s.ceil,
+        s.affine,
+        s.outer,
+    )
     assert scheme(t.name) == t
     if "T" not in text.split(":"):
         assert scheme(f"{text}:T") == t

@@ -20,7 +20,16 @@ from lowbit.ops.samples import element_formats, random_matrix, specials
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 ROUNDED = [f for f in element_formats() if f.kind != "codebook"]
-SCHEMES = ["fp8_e4m3:row", "fp8_e5m2:tensor", "mxfp4:ceil", "mxfp6", "nvfp4", "int8:row", "int4:group32", "uint8:row:affine"]
+SCHEMES = [
+    "fp8_e4m3:row",
+    "fp8_e5m2:tensor",
+    "mxfp4:ceil",
+    "mxfp6",
+    "nvfp4",
+    "int8:row",
+    "int4:group32",
+    "uint8:row:affine",
+]
 
 
 # -- Philox ------------------------------------------------------------------------------------------------------------
@@ -64,9 +73,9 @@ def test_every_bit_of_the_noise(variant: Variant, rng):
     stream = arguments.get("stream", 0)
     words = zlib.crc32(stream.encode()) if isinstance(stream, str) else stream
     pitch, offset = arguments.get("pitch", cols), arguments.get("offset", 0)
+    key = (arguments["seed"], arguments.get("step", 0), words)
     wanted = torch.tensor(
-        [[oracles.noise(offset + r * pitch + c, arguments["seed"], arguments.get("step", 0), words) for c in range(cols)]
-         for r in range(rows)]
+        [[oracles.noise(offset + r * pitch + c, *key) for c in range(cols)] for r in range(rows)]
     )  # fmt: skip
     low = torch.zeros(rows, cols, dtype=torch.int64)  # binary search for the noise: up iff fraction + noise carries
     high = torch.full_like(low, 65535)
@@ -144,7 +153,9 @@ def test_signs_round_alike():
 @functools.cache
 def whole(name: str) -> lb.Quantized:
     with lb.use_backend("reference"):
-        return lb.quantize(random_matrix(37, 210, seed=1), name, rounding="stochastic", seed=77, step=5, stream="w/weight")
+        return lb.quantize(
+            random_matrix(37, 210, seed=1), name, rounding="stochastic", seed=77, step=5, stream="w/weight"
+        )
 
 
 @everywhere
@@ -202,9 +213,7 @@ def test_rows_quantized_apart_are_the_rows_quantized_together(variant: Variant):
     for name in ("fp8_e4m3:row", "mxfp4:ceil", "int8:group128", "int4:row"):
         with variant.use():
             together = lb.quantize(x, name, rounding="stochastic", seed=5)
-            parts = [
-                lb.quantize(x[i : i + 8], name, rounding="stochastic", seed=5, offset=i * 200) for i in (0, 8, 16)
-            ]
+            parts = [lb.quantize(x[i : i + 8], name, rounding="stochastic", seed=5, offset=i * 200) for i in (0, 8, 16)]
         assert_same_bits(torch.cat([p.codes for p in parts]), together.codes, name)
 
 
