@@ -53,6 +53,11 @@ class Plan(NamedTuple):
     grad_input: Product
     grad_weight: Product
 
+    @property
+    def folds(self) -> bool:
+        """Whether ``g`` is multiplied by scales, in fp32, before it is encoded."""
+        return self.grad_input.unit is not None or self.grad_weight.unit is not None
+
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """Raises ValueError for a recipe that does not train, or folds scales that it cannot."""
@@ -132,6 +137,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         plan, saved = ctx.plan, ctx.saved_tensors
         (shape, w_shape, x_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0])
+        g = g.float() if plan.folds else g  # once, for both products
         grad_x = grad_w = grad_bias = None
         with on_backend(ctx.backend):
             if ctx.needs_input_grad[0]:
@@ -160,7 +166,7 @@ def _operands(g: Tensor, saved: Quantized, product: Product, along_rows: bool) -
         return quantize(g, product.grad), quantize(saved.dequantize(torch.float32), product.encoded)
     if product.unit is None:
         return quantize(g, product.grad), saved
-    folded = g.float() * saved.scale.float().reshape((-1, 1) if along_rows else (1, -1))
+    folded = g * saved.scale.float().reshape((-1, 1) if along_rows else (1, -1))
     one = torch.ones(1, 1, device=g.device)
     bare = Quantized(saved.codes, one, None, None, product.unit, saved.shape, saved.dtype)
     return quantize(folded, product.grad), bare
