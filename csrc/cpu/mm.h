@@ -22,7 +22,7 @@ struct Table {
     bool is_signed = true;
     bool exact_bf16 = true;  // every value is a bf16 number, so that bf16 products are exact in fp32
     bool short_bf16 = true;  // at most 4 significant bits, so that a product with an e4m3 scale is a bf16 number too
-    bool moderate = true;    // every value but 0 lies in 2^-40 .. 2^40, so that moderate power-of-two scales are exact
+    bool moderate = true;    // every value but 0 lies in 2^-20 .. 2^40, so that moderate power-of-two scales are exact
     alignas(64) float f32[256];
     // Low and high bytes of the bf16 values of codes 0..127; an 8-bit float format is symmetric in its top bit.
     alignas(64) uint8_t low[128];

@@ -24,7 +24,8 @@ bool exact_in_bf16(const Operand& x) { return x.has_codes() ? x.table->exact_bf1
 
 bool integer(const Operand& x) { return x.has_codes() && x.table->integer; }
 
-// Whether every power-of-two scale is NaN or in 2^-60 .. 2^60.
+// Whether every power-of-two scale is NaN or in 2^-40 .. 2^60: then folded elements are multiples of 2^-60, and no
+// product or sum of products is so small that bf16 dot products would flush it.
 bool moderate_scales(const Operand& x, int64_t depth) {
     const auto* codes = static_cast<const uint8_t*>(x.scale);
     const int64_t rows = ceil_div(x.rows, x.block_rows), cols = ceil_div(depth, x.block_cols);
@@ -32,7 +33,7 @@ bool moderate_scales(const Operand& x, int64_t depth) {
     for (int64_t r = 0; r < rows; ++r) {
         for (int64_t c = 0; c < cols; ++c) {
             const int code = codes[r * x.scale_row_stride + c * x.scale_col_stride];
-            all = all && (code == 255 || (code >= 127 - 60 && code <= 127 + 60));
+            all = all && (code == 255 || (code >= 127 - 40 && code <= 127 + 60));
         }
     }
     return all;

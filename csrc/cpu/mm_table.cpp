@@ -38,7 +38,7 @@ void fill(Table& table, const FormatParams& format) {
         table.exact_bf16 = table.exact_bf16 && (bits & 0xffff) == 0;
         table.short_bf16 = table.short_bf16 && (bits & 0x000fffff) == 0;
         const uint32_t field = (bits & kMagnitude) >> 23;
-        table.moderate = table.moderate && (field == 0 || field == 255 || (field >= 127 - 40 && field <= 127 + 40));
+        table.moderate = table.moderate && (field == 0 || field == 255 || (field >= 127 - 20 && field <= 127 + 40));
         if (code < 128) {
             table.low[code] = static_cast<uint8_t>(bits >> 16);
             table.high[code] = static_cast<uint8_t>(bits >> 24);
