@@ -35,7 +35,10 @@ void check_matrix(const Tensor& t, const char* what, bool apart) {
     STD_TORCH_CHECK(apart || t.size(0) <= 1 || t.stride(0) == t.size(1), what, " must be contiguous");
 }
 
-cpu::Shape shape_of(const Tensor& t) { return {t.size(0), t.size(1)}; }
+cpu::Shape shape_of(const Tensor& t) {
+    STD_TORCH_CHECK(t.dim() == 2 && t.numel() > 0, "needs a matrix with at least one element");
+    return {t.size(0), t.size(1)};
+}
 
 cpu::Values values(const Tensor& t) {
     check_matrix(t, "x", true);

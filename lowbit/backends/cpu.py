@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lowbit.backends import cpu_mm, native
 from lowbit.backends.registry import Impl
 
 __all__ = ["IMPLS", "isa", "isas", "unavailable"]
 
-IMPLS = tuple(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native.RUN.items()) + cpu_mm.IMPLS
+
+def _supports(call: Any) -> str | None:
+    return "the tensor is empty, and there is nothing for a kernel to do" if call[0].numel() == 0 else None
+
+
+IMPLS = tuple(Impl(op, "cpu", ("cpu",), 10, run, _supports) for op, run in native.RUN.items()) + cpu_mm.IMPLS
 
 
 def unavailable() -> str | None:
