@@ -10,7 +10,9 @@ from typing import Any
 Row = tuple[Any, ...]
 
 
-def pairwise(factors: dict[str, list[Any]], valid: Callable[[dict[str, Any]], bool], seed: int = 0) -> list[dict[str, Any]]:
+def pairwise(
+    factors: dict[str, list[Any]], valid: Callable[[dict[str, Any]], bool], seed: int = 0
+) -> list[dict[str, Any]]:
     """Rows that cover every pair of values that occurs in any valid row; greedy, the same for the same seed.
 
     ``valid`` may look at a row with some factors missing, and must accept what can still be completed.
@@ -33,7 +35,9 @@ def pairwise(factors: dict[str, list[Any]], valid: Callable[[dict[str, Any]], bo
     return rows
 
 
-def _complete(row: dict[str, Any], factors: dict[str, list[Any]], valid: Any, open_pairs: set, rng: random.Random) -> dict[str, Any]:
+def _complete(
+    row: dict[str, Any], factors: dict[str, list[Any]], valid: Any, open_pairs: set, rng: random.Random
+) -> dict[str, Any]:
     """The pair extended factor by factor with the value that covers most of what is open."""
     rest = [name for name in factors if name not in row]
     rng.shuffle(rest)
@@ -42,7 +46,9 @@ def _complete(row: dict[str, Any], factors: dict[str, list[Any]], valid: Any, op
         rng.shuffle(choices)
 
         def gain(value: Any, name: str = name) -> int:
-            pairs = (((k, row[k]), (name, value)) if _before(factors, k, name) else ((name, value), (k, row[k])) for k in row)
+            pairs = (
+                ((k, row[k]), (name, value)) if _before(factors, k, name) else ((name, value), (k, row[k])) for k in row
+            )
             return sum(pair in open_pairs for pair in pairs)
 
         row[name] = max(choices, key=gain)

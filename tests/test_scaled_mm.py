@@ -76,7 +76,10 @@ def integer_product(call: ScaledMM) -> Tensor:
     """Section 9 for integers, in the order of its words: exact sum, fp32, times fp32(scale * scale), bias, cast."""
     a, b = (units_of(side, lb.scheme(side.scheme), call.cols) for side in sides(call))
     total = (a.astype(np.int64) @ b.astype(np.int64).T).astype(np.float32)
-    row = [np.float32(spread(scales(lb.scheme(s.scheme), s), lb.scheme(s.scheme), (s.data.shape[0], 1))) for s in sides(call)]
+    row = [
+        np.float32(spread(scales(lb.scheme(s.scheme), s), lb.scheme(s.scheme), (s.data.shape[0], 1)))
+        for s in sides(call)
+    ]
     y = torch.from_numpy(total * (row[0] * row[1].T))
     if call.bias is not None:
         y = y + call.bias.cpu().float()
@@ -100,13 +103,15 @@ def check(y: Tensor, call: ScaledMM, numerics: Numerics, what: str) -> None:
     worst = np.argmax(~right)
     assert right.all(), (
         f"{what}: {np.sum(~right)} outside the bound; the first: {got.flat[worst]}, exact {wanted.flat[worst]}, "
-        f"off by {abs(got.flat[worst] - wanted.flat[worst]):.3g}, bound {np.broadcast_to(bound, got.shape).flat[worst]:.3g}"
+        f"off by {abs(got.flat[worst] - wanted.flat[worst]):.3g}, "
+        f"bound {np.broadcast_to(bound, got.shape).flat[worst]:.3g}"
     )
 
 
 # -- a pairwise covering array -----------------------------------------------------------------------------------------
 FORMATS = ["float32", "bfloat16", "float16", *(f.name for f in element_formats())]
-SCALINGS = ["tensor", "row", "col", "group32", "group7", "block4x8", "mx", "mx:ceil:T", "nvfp4", "row:bf16", "tensor:e8m0",
+SCALINGS = ["tensor", "row", "col", "group32", "group7", "block4x8", "mx", "mx:ceil:T", "nvfp4", "row:bf16",
+            "tensor:e8m0",
             "row:affine", "tensor:affine", "group32:affine", "block64x1:dq"]  # fmt: skip
 FACTORS: dict[str, list[Any]] = {
     "a_format": FORMATS,
@@ -167,7 +172,10 @@ def covering() -> list[ScaledMM]:
 
 def test_the_array_covers_every_pair():
     calls = covering()
-    met = {(c.a_scheme and lb.scheme(c.a_scheme).format.name, c.b_scheme and lb.scheme(c.b_scheme).format.name) for c in calls}
+    met = {
+        (c.a_scheme and lb.scheme(c.a_scheme).format.name, c.b_scheme and lb.scheme(c.b_scheme).format.name)
+        for c in calls
+    }
     formats = [None, *(f.name for f in element_formats())]
     assert met == {(a, b) for a in formats for b in formats}
     assert 200 < len(calls) < 600
@@ -191,7 +199,9 @@ def check_kernel(kernel: Kernel, calls: list[ScaledMM]) -> None:
     assert served, f"{kernel} refuses every call: {reasons}"
 
 
-REFERENCE = Kernel("scaled_mm", next(i for i in lb.impls("scaled_mm", "cpu") if i.name == "reference"), Variant("reference"))
+REFERENCE = Kernel(
+    "scaled_mm", next(i for i in lb.impls("scaled_mm", "cpu") if i.name == "reference"), Variant("reference")
+)
 KERNELS = params([REFERENCE, *kernels("scaled_mm")])
 
 
@@ -211,7 +221,15 @@ def test_the_samples_of_the_op(kernel: Kernel):
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
-INTEGERS = ["int8:row", "int8:tensor", "int4:row", "int8:row:affine", "uint8:row:affine", "uint4:tensor:affine", "int8:tensor:e8m0"]
+INTEGERS = [
+    "int8:row",
+    "int8:tensor",
+    "int4:row",
+    "int8:row:affine",
+    "uint8:row:affine",
+    "uint4:tensor:affine",
+    "int8:tensor:e8m0",
+]
 
 
 def extremes(rows: int, cols: int, s: Scheme, seed: int) -> Tensor:
@@ -241,7 +259,8 @@ def extreme_call(a: str, b: str, m: int, n: int, k: int, **more: Any) -> ScaledM
 
 @pytest.mark.parametrize("k", [33025, 33028, 66052, 131071, 131072, 140001])
 @pytest.mark.parametrize("a, b", [("int8:row", "int8:row"), ("uint8:row:affine", "uint8:row:affine"),
-                                  ("int8:row:affine", "uint8:row:affine"), ("int8:row:affine", "int8:row")])  # fmt: skip
+                                  ("int8:row:affine", "uint8:row:affine"),
+                                  ("int8:row:affine", "int8:row")])  # fmt: skip
 @pytest.mark.parametrize("kernel", [p for p in KERNELS if not p.marks and not p.values[0].variant.interpreted])
 def test_sums_that_overflow_32_bits(kernel: Kernel, a, b, k):
     """(-128)(-128) K reaches 2**31 at K = 131,072; with zero points, 255 * 255 K does at 33,026."""
@@ -251,7 +270,9 @@ def test_sums_that_overflow_32_bits(kernel: Kernel, a, b, k):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_extreme_codes_of_every_pair_of_integers(kernel: Kernel):
     """Pairs of products that a 16-bit accumulator would saturate."""
-    calls = [extreme_call(a, b, 5, 7, k, bias=torch.randn(7)) for a in INTEGERS for b in INTEGERS for k in (1, 31, 128, 259)]
+    calls = [
+        extreme_call(a, b, 5, 7, k, bias=torch.randn(7)) for a in INTEGERS for b in INTEGERS for k in (1, 31, 128, 259)
+    ]
     check_kernel(kernel, calls[:: 8 if kernel.variant.interpreted else 1])
 
 
@@ -261,8 +282,11 @@ def test_extreme_codes_of_every_pair_of_integers(kernel: Kernel):
 def test_same_bits_for_any_number_of_threads(variant: Variant, shape):
     m, n, k = shape
     a, b = random_matrix(m, k, seed=1), random_matrix(n, k, seed=2)
-    for left, right in [("int8:row", "int8:row"), (None, "int4:group128"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("mxfp4", "mxfp4"),
-                        (None, "nf4"), ("nvfp4", "nvfp4"), ("fp8_e4m3:group128", "fp8_e4m3:block128x128"), (None, None)]:  # fmt: skip
+    pairs = [
+        ("int8:row", "int8:row"), (None, "int4:group128"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("mxfp4", "mxfp4"),
+        (None, "nf4"), ("nvfp4", "nvfp4"), ("fp8_e4m3:group128", "fp8_e4m3:block128x128"), (None, None),
+    ]  # fmt: skip
+    for left, right in pairs:
         call = make_call(a, b, left, right, out_dtype=torch.float32)
         results = []
         for count in (1, 2, 3):
@@ -275,7 +299,9 @@ def test_same_bits_for_any_number_of_threads(variant: Variant, shape):
 
 # -- damage ------------------------------------------------------------------------------------------------------------
 @everywhere
-@pytest.mark.parametrize("name", ["fp8_e4m3:row", "int8:row", "mxfp4", "int4:group32", "nvfp4", "nf4", "uint8:row:affine", None])
+@pytest.mark.parametrize(
+    "name", ["fp8_e4m3:row", "int8:row", "mxfp4", "int4:group32", "nvfp4", "nf4", "uint8:row:affine", None]
+)
 def test_damage_stays_in_its_row_and_column(variant: Variant, name):
     a, b = torch.randn(5, 64), torch.randn(7, 64)
     a[2, 10], b[4, 63] = torch.nan, torch.inf
@@ -368,7 +394,9 @@ def test_errors(change, error, message):
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["int8:row", "int4:group32", "fp8_e4m3:block128x128", "nf4", "nvfp4", "uint4:group32:affine"])
+@pytest.mark.parametrize(
+    "name", ["int8:row", "int4:group32", "fp8_e4m3:block128x128", "nf4", "nvfp4", "uint4:group32:affine"]
+)
 def test_gradient_of_a_float_operand(name, dtype):
     """d/dx of x @ w.T is grad @ decoded w; within the bound of a product in the gradient's dtype."""
     x = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True)
