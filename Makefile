@@ -57,7 +57,7 @@ bench: ## Measure codecs and products beside torch, its peers and the machine's 
 
 lint: ## Every check that needs no test: format, lint, types, C++ format
 	$(call setup,lint)
-	@$(MAKE) --no-print-directory lint-format lint-python lint-types lint-native PYTHON='$(RUN)'
+	@$(MAKE) --no-print-directory -k lint-format lint-python lint-types lint-native PYTHON='$(RUN)'
 
 lint-format:
 	$(RUN) -m ruff format --check .
