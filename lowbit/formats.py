@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -303,9 +304,15 @@ def find(format: str | Format) -> Format:
         raise TypeError(f"a format is named by a string, got {type(format).__name__}")
     found = _found.get(format)
     if found is None:
-        found = _found[format] = _parse(format)
+        found = _parse(format)
+        if not tracing():
+            _found[format] = found
     return found
 
 
-#: Formats by every name they were asked for. A plain dict, since torch.compile looks through one without complaint.
+#: Formats by every name they were asked for. A plain dict, since torch.compile looks through one without complaint;
+#: but not through a change of one that it has just guarded.
 _found: dict[str, Format] = dict(FORMATS)
+
+#: Whether torch.compile is tracing this code; the lowest module that knows torch says how to ask.
+tracing: Callable[[], bool] = bool

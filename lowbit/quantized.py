@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lowbit import formats
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
 __all__ = ["Quantized"]
+
+formats.tracing = torch.compiler.is_compiling
 
 
 @dataclass(frozen=True, eq=False)

@@ -183,11 +183,13 @@ def scheme(text: str | Scheme) -> Scheme:
         raise TypeError(f"a scheme is named by a string, got {type(text).__name__}; {_GRAMMAR}")
     found = _parsed.get(text)
     if found is None:
-        found = _parsed[text] = _parse(text)
+        found = _parse(text)
+        if not formats.tracing():
+            _parsed[text] = found
     return found
 
 
-#: Schemes by every name they were asked for. A plain dict, since torch.compile looks through one without complaint.
+#: Schemes by every name they were asked for; kept as ``formats.find`` keeps formats.
 _parsed: dict[str, Scheme] = {}
 
 
