@@ -1,0 +1,179 @@
+"""Imports run one way; format constants stand in one place; the package lives without its optional parts."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowbit.formats import FORMATS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lowbit"
+
+#: From the bottom up: a module may import its own layer's and lower ones.
+LAYERS = [
+    {"_version", "files"},
+    {"formats"},
+    {"scaling"},
+    {"recipes", "packing", "quantized"},
+    {"reference"},
+    {"ops"},
+    {"backends"},
+    {"autograd"},
+    {"functional", "debug"},
+    {"nn"},
+    {"serialize"},
+    {"qat", "ptq", "train", "memory", "optim", "distributed", "export"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+#: Imported by one backend file each, and by nothing else.
+PRIVATE = {"kernels": {"backends/triton.py"}, "_native": {"backends/native.py", "backends/cpu.py"}}
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if "kernels" not in p.relative_to(PACKAGE).parts)
+
+
+def imported(path: Path) -> set[tuple[str, ...]]:
+    """What a module imports of lowbit, anywhere in it, as dotted parts below the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {tuple(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "lowbit"}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            if node.module and node.module.split(".")[0] == "lowbit":
+                below = tuple(node.module.split(".")[1:])
+                found |= {below} if below else {(a.name,) for a in node.names}
+                if below:
+                    found |= {(*below, a.name) for a in node.names}
+    return {parts for parts in found if parts}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    here = path.relative_to(PACKAGE)
+    if here == Path("__init__.py"):
+        return
+    layer = here.parts[0].removesuffix(".py")
+    assert layer in LEVEL, f"{here} belongs to no layer; give it one in LAYERS"
+    for parts in imported(path):
+        target = parts[0]
+        if target in PRIVATE:
+            assert str(here) in PRIVATE[target] or layer == "cli", f"{here} imports lowbit.{target}, which only its backend may"
+        else:
+            assert target in LEVEL, f"{here} imports lowbit.{target}, which has no layer"
+            assert LEVEL[target] <= LEVEL[layer], f"{here} imports lowbit.{target}, a layer above its own"
+
+
+def test_formats_and_scalings_need_no_torch():
+    for name in ("formats", "scaling", "recipes"):
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        outside = {n.split(".")[0] for n in names} - sys.stdlib_module_names - {"lowbit"}
+        assert not outside, f"lowbit.{name} imports {outside}"
+
+
+def constants(path: Path) -> set[float]:
+    return {
+        float(node.value)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    }
+
+
+def test_no_constant_of_a_format_stands_outside_the_table():
+    """The maxima of fp8 and of two levels, and the entries of codebooks, come from formats.py; samples are inputs."""
+    banned = {448.0, 57344.0, 2688.0, 240.0}
+    for f in FORMATS.values():
+        banned |= {abs(v) for v in f.codebook if abs(v) not in (0.0, 1.0)}
+    for path in [*modules(), *(ROOT / "kernels").glob("*.py")]:
+        if path.name not in ("formats.py", "samples.py"):
+            assert not constants(path) & banned, f"{path.relative_to(ROOT)} repeats a constant of a format"
+    numbers = re.compile(r"(?<![\w.])(448|57344|2688|0\.6961928\w*|0\.0795802\w*)(?![\w])")
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.suffix in (".h", ".cpp", ".inl", ".cu", ".cuh"):
+            code = re.sub(r"//.*", "", path.read_text())
+            assert not numbers.search(code), f"{path.relative_to(ROOT)} repeats a constant of a format"
+
+
+def test_tests_and_tools_are_not_imported_by_the_package():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {n.split(".")[0] for n in names} & {"tests", "bench", "csrc", "tools", "ml_dtypes", "pytest", "hypothesis"}
+
+
+# -- without the optional parts ----------------------------------------------------------------------------------------
+WITHOUT = """
+import sys
+import importlib.machinery
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in BLOCKED or name in BLOCKED else super().find_spec(name, path, target)
+sys.meta_path = [Finder if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
+import warnings
+warnings.simplefilter("error")
+import torch
+if "native" in BLOCKED:
+    torch.ops.load_library = lambda path: (_ for _ in ()).throw(OSError("no such library"))
+import lowbit as lb
+from lowbit.backends import registry
+x = torch.randn(4, 40)
+for name in ("fp8_e4m3:row", "mxfp4", "nvfp4", "uint4:group32:affine", "nf4"):
+    q = lb.quantize(x, name)
+    assert torch.equal(lb.fake_quantize(x, name), q.dequantize())
+    lb.scaled_mm(x, q)
+chosen = {lb.explain("quantize", x, "int8:row").chosen.name}
+print(sorted(chosen), sorted(registry.absent()))
+"""
+
+
+def run(blocked: set[str], **env: str) -> subprocess.CompletedProcess:
+    code = f"BLOCKED = {blocked!r}\n{WITHOUT}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_without_extension_and_triton_the_reference_runs_in_silence():
+    done = run({"triton", "native", "lowbit._native"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['reference']"), done.stdout
+    assert "'cpu'" in done.stdout and "'triton'" in done.stdout, "absent backends are listed with their reasons"
+    assert done.stderr == ""
+
+
+def test_without_triton_everything_else_runs():
+    done = run({"triton"})
+    assert done.returncode == 0, done.stderr
+    assert "'triton'" in done.stdout and done.stderr == ""
+
+
+def test_importing_lowbit_imports_nothing_heavy():
+    """No ONNX, no plotting, no command line, no Triton kernels before they are asked for."""
+    code = "import sys, lowbit; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = set(ast.literal_eval(done.stdout))
+    assert not loaded & {"onnx", "onnxruntime", "matplotlib", "typer", "rich", "ml_dtypes", "hypothesis", "pytest"}
+    assert done.stderr == ""
+
+
+def test_the_version_stands_in_one_place():
+    version = re.search(r'"([^"]+)"', (PACKAGE / "_version.py").read_text().split("__version__")[1]).group(1)
+    for path in [*modules(), ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "CMakeLists.txt"]:
+        if path.name != "_version.py":
+            assert f'"{version}"' not in path.read_text(), f"{path.name} repeats the version"
