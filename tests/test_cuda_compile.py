@@ -6,30 +6,26 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
-def find_nvcc() -> str | None:
-    places = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin/nvcc"]
-    return shutil.which("nvcc") or next((place for place in places if Path(place).exists()), None)
+def load_checker() -> Any:
+    spec = importlib.util.spec_from_file_location("check_sass", ROOT / "csrc/cuda/check_sass.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def find_cuobjdump() -> str | None:
-    """CUDA's own, or the one that the triton package carries."""
-    found = shutil.which("cuobjdump")
-    spec = importlib.util.find_spec("triton")
-    if found is None and spec is not None and spec.origin is not None:
-        carried = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
-        found = str(carried) if carried.exists() else None
-    return found
+checker = load_checker()
+NVCC, CUOBJDUMP = checker.find_nvcc(), checker.find_cuobjdump()
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +36,12 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (CUDA toolkit)")
-@pytest.mark.skipif(find_cuobjdump() is None, reason="needs cuobjdump (CUDA toolkit, or the triton package)")
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc (CUDA toolkit)")
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump (CUDA toolkit, or the triton package)")
 def test_machine_code(generated: Path) -> None:
     command = [sys.executable, ROOT / "csrc/cuda/check_sass.py", "--arch", "90", "--generated", generated]
-    command += ["--nvcc", find_nvcc(), "--cuobjdump", find_cuobjdump()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def load_checker() -> object:
-    spec = importlib.util.spec_from_file_location("check_sass", ROOT / "csrc/cuda/check_sass.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 BAD = """
@@ -65,9 +52,8 @@ __global__ void exact(const float* a, float* c) { c[0] = __fdiv_rn(a[0], a[1]) +
 """
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (CUDA toolkit)")
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc (CUDA toolkit)")
 def test_checker_finds_what_it_looks_for(generated: Path, tmp_path: Path) -> None:
-    checker = load_checker()
     source, ptx = tmp_path / "bad.cu", tmp_path / "bad.ptx"
     source.write_text(BAD)
     flags = ["-std=c++17", "-fmad=false", "-arch=sm_90", f"-I{ROOT / 'csrc'}", f"-I{generated}"]
@@ -75,8 +61,8 @@ def test_checker_finds_what_it_looks_for(generated: Path, tmp_path: Path) -> Non
         ([], {"approximate", "contracted"}),
         (["-ftz=true"], {"approximate", "contracted", "exact"}),
     ):
-        subprocess.run([find_nvcc(), *flags, *extra, "-ptx", "-o", ptx, source], check=True)
-        kernels = checker.kernels_of_ptx(ptx.read_text())  # type: ignore[attr-defined]
-        found = {name for name, lines in kernels.items() if checker.check_ptx(name, lines)}  # type: ignore[attr-defined]
+        subprocess.run([NVCC, *flags, *extra, "-ptx", "-o", ptx, source], check=True)
+        kernels = checker.kernels_of_ptx(ptx.read_text())
+        found = {name for name, lines in kernels.items() if checker.check_ptx(name, lines)}
         assert len(kernels) == 3 and {word for word in expected for name in found if word in name} == expected
         assert len(found) == len(expected)

@@ -48,7 +48,7 @@ def build(folder: Path) -> ctypes.CDLL:
     ]
     subprocess.run(generate, check=True)
     sources = [here / "emulator.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    flags = ["-x", "c++", "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-D__CUDACC__"]
+    flags = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-D__CUDACC__"]
     includes = [f"-I{path}" for path in (here, ROOT / "csrc", folder)]
     command = [str(compiler()), *flags, *includes]
 
