@@ -1,7 +1,5 @@
 // Numbers from codes: docs/numerics.md section 6. Part of lines_body.inl.
 
-// ----------------------------------------------------------------------------------------------
-
 struct FloatValues {
     const U magnitude, max_code, inf_code, rebias;
     const F least;  // the least positive value

@@ -1,7 +1,5 @@
 // Codes from numbers: docs/numerics.md sections 2, 3, 4 and 7. Part of lines_body.inl.
 
-// -------------------------------------------------------------------
-
 struct FloatCodes {
     const U limit, emin, nan, nan_sign;
     const int mantissa, sign_shift;

@@ -1,7 +1,5 @@
 // The magnitudes that scales are made from: docs/numerics.md section 5. Part of lines_body.inl.
 
-// --------------------------------------------------------------------------------------------
-
 // Magnitudes as signed integers: numbers of the other sign are negative, and so never raise a maximum that starts at 0.
 template <class Type>
 void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t& high, uint32_t& low) {
