@@ -31,14 +31,14 @@ def register_all() -> None:
 
 
 def _device_of(spec: OpSpec, call: Any) -> torch.device:
-    tensors = [t for t in call if isinstance(t, Tensor)]
-    for other in tensors[1:]:
-        if other.device != tensors[0].device:
+    device: torch.device = call[0].device
+    for argument in call[1:]:
+        if isinstance(argument, Tensor) and argument.device != device:
             names = ", ".join(
                 f"{n} on {t.device}" for n, t in zip(call._fields, call, strict=True) if isinstance(t, Tensor)
             )
             raise ValueError(f"lowbit.{spec.name}: all tensors must be on one device, got {names}")
-    return tensors[0].device
+    return device
 
 
 def _run(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lowbit import packing, reference, scaling
 from lowbit.ops.samples import random_matrix, schemes
-from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, require, require_codes, require_float, require_scales
+from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, require_codes, require_float, require_scales
 
 
 class ScaledMM(NamedTuple):
@@ -64,39 +65,36 @@ def operand(side: Side, cols: int) -> reference.Operand:
 
 def _check(call: ScaledMM) -> None:
     for side in sides(call):
-        require(side.data.dim() == 2, f"lowbit.scaled_mm: {side.name} must be a matrix, got {list(side.data.shape)}")
+        if side.data.dim() != 2:
+            raise ValueError(f"lowbit.scaled_mm: {side.name} must be a matrix, got {list(side.data.shape)}")
+        expected = call.cols if side.scheme is None else _check_codes(side, side.scheme, call.cols)
         if side.scheme is None:
             require_float("scaled_mm", side.name, side.data)
-            extra = side.scale is None and side.zero_point is None and side.outer_scale is None
-            require(
-                extra, f"lowbit.scaled_mm: {side.name} is a float matrix and takes no scales; give {side.name}_scheme"
+            if side.scale is not None or side.zero_point is not None or side.outer_scale is not None:
+                raise ValueError(
+                    f"lowbit.scaled_mm: {side.name} is a float matrix and takes no scales; give {side.name}_scheme"
+                )
+        if side.data.shape[1] != expected:
+            raise ValueError(
+                f"lowbit.scaled_mm: with K = {call.cols}, {side.name} must have {expected} columns, "
+                f"got {side.data.shape[1]}; b is [N, K], as the weight of torch.nn.Linear"
             )
-            expected = call.cols
-        else:
-            scheme = scaling.scheme(side.scheme)
-            require_codes("scaled_mm", side.name, side.data)
-            require(
-                side.scale is not None, f"lowbit.scaled_mm: {side.name} holds codes of {scheme} and needs its scales"
-            )
-            assert side.scale is not None
-            rows = side.data.shape[0]
-            require_scales("scaled_mm", scheme, rows, call.cols, side.scale, side.zero_point, side.outer_scale)
-            expected = scheme.packed_cols(call.cols)
-        require(
-            side.data.shape[1] == expected,
-            f"lowbit.scaled_mm: with K = {call.cols}, {side.name} must have {expected} columns, "
-            f"got {side.data.shape[1]}; b is [N, K], as the weight of torch.nn.Linear",
-        )
-    require(
-        call.out_dtype in FLOATS, f"lowbit.scaled_mm: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}"
-    )
+    if call.out_dtype not in FLOATS:
+        raise ValueError(f"lowbit.scaled_mm: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
     if call.bias is not None:
         require_float("scaled_mm", "bias", call.bias)
-        wanted = call.b.shape[0]
-        require(
-            tuple(call.bias.shape) == (wanted,),
-            f"lowbit.scaled_mm: bias must be [{wanted}], got {list(call.bias.shape)}",
-        )
+        if tuple(call.bias.shape) != (call.b.shape[0],):
+            raise ValueError(f"lowbit.scaled_mm: bias must be [{call.b.shape[0]}], got {list(call.bias.shape)}")
+
+
+def _check_codes(side: Side, name: str, cols: int) -> int:
+    """Checks an operand of codes; returns the bytes that its rows should have."""
+    scheme = scaling.scheme(name)
+    require_codes("scaled_mm", side.name, side.data)
+    if side.scale is None:
+        raise ValueError(f"lowbit.scaled_mm: {side.name} holds codes of {scheme} and needs its scales")
+    require_scales("scaled_mm", scheme, side.data.shape[0], cols, side.scale, side.zero_point, side.outer_scale)
+    return scheme.packed_cols(cols)
 
 
 def make_call(a: Tensor, b: Tensor, a_scheme: str | None, b_scheme: str | None, **more: object) -> ScaledMM:
@@ -155,8 +153,8 @@ def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     Let A and B be the decoded operands and u the accumulator's unit roundoff. A sum of K rounded products in any order
     errs by at most gamma_K |A||B|^T, gamma_K = K u / (1 - K u) (Higham 2002, section 3.1). An operand that is rounded
     costs another u_op (two: 2 u_op + u_op^2); decoding (one fp32 product an element, on either side), block partial
-    sums, the epilogue's two products and its sum at most 6 u more; the cast its own unit. Operands below 2**-126 may
-    be flushed.
+    sums, the epilogue's two products and its sum at most 6 u more; the cast its own unit. Operands and products below
+    2**-126 may be flushed, and a product of two scales may be subnormal, 2**-150 of it being lost to each term.
     """
     if is_exact(call):
         return torch.zeros((), dtype=torch.float64)
@@ -167,10 +165,22 @@ def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     size = a @ b.T
     bias = 0.0 if call.bias is None else call.bias.double().abs()
     flushed = 2.0**-126 * (a.sum(1, keepdim=True) + b.sum(1, keepdim=True).T + call.cols * 2.0**-126)
+    flushed = flushed + call.cols * (2.0**-126 + _largest_code_product(call) * 2.0**-150)
     dtype = str(call.out_dtype).removeprefix("torch.")
     cast = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     total = size * relative + flushed + bias * 2 * 2.0**-24
     return total + (size + bias + total) * cast + _TINY[call.out_dtype]
+
+
+def _largest_code_product(call: ScaledMM) -> float:
+    """The largest product of two unscaled codes; 0 where one operand is a float matrix, whose scale is 1."""
+    if call.a_scheme is None or call.b_scheme is None:
+        return 0.0
+    spans = (
+        s.format.qmax - s.format.qmin if s.affine else -s.format.qmin if s.format.kind == "integer" else s.format.max
+        for s in map(scaling.scheme, (call.a_scheme, call.b_scheme))
+    )
+    return float(prod(spans))
 
 
 def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
