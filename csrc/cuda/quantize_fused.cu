@@ -50,8 +50,9 @@ __device__ __forceinline__ Extremes reduce(Extremes mine, uint32_t size) {
     return mine;
 }
 
+// Two blocks a multiprocessor at least: told nothing, ptxas for sm_100 and sm_120 keeps to 64 registers, and spills.
 template <int Kind, bool Stochastic>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     quantize_fused_kernel(const __grid_constant__ QuantizeArgs args, uint32_t team, uint32_t num_blocks) {
     const Blocks& b = args.blocks;
     const uint32_t mine = threadIdx.x % team, teams = kThreads / team;

@@ -7,7 +7,7 @@ namespace cuda {
 namespace {
 
 template <int Kind, bool Stochastic>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     quantize_given_kernel(const __grid_constant__ QuantizeArgs args, const Octets octets) {
     const Blocks& b = args.blocks;
     const uint32_t cols = static_cast<uint32_t>(args.x.cols);
