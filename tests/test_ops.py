@@ -34,7 +34,11 @@ def checked_samples(op: str, count: int) -> list[Any]:
 
 def products():
     a, b = random_matrix(3, 40, seed=1), random_matrix(5, 40, seed=2)
-    for left, right, bias in ((None, "int8:row", None), ("mxfp4", "nvfp4", torch.randn(5)), ("uint8:row:affine", "int8:row", None)):
+    for left, right, bias in (
+        (None, "int8:row", None),
+        ("mxfp4", "nvfp4", torch.randn(5)),
+        ("uint8:row:affine", "int8:row", None),
+    ):
         yield make_call(a, b, left, right, bias=bias, out_dtype=torch.float32)
 
 
@@ -118,7 +122,9 @@ FUNCTIONS = {
     "quantize_static": lambda x: lb.quantize(x, "int8:row", scale=torch.full((x.shape[0], 1), 0.05)).codes,
     "fake_quantize": lambda x: lb.fake_quantize(x, "int8:row"),
     "transpose": lambda x: lb.quantize(x, "int4:group8").t().dequantize(),
-    "scaled_mm": lambda x: lb.scaled_mm(lb.quantize(x, "int8:row"), lb.quantize(x, "int8:row"), out_dtype=torch.float32),
+    "scaled_mm": lambda x: lb.scaled_mm(
+        lb.quantize(x, "int8:row"), lb.quantize(x, "int8:row"), out_dtype=torch.float32
+    ),
     "scaled_mm_out_scheme": lambda x: lb.scaled_mm(x, lb.quantize(x, "nf4"), out_scheme="fp8_e4m3:row").dequantize(),
 }
 
@@ -136,7 +142,9 @@ def test_names_first_met_while_compiling():
     """Caches of names must not change under the compiler's guards."""
     torch._dynamo.reset()
     x = random_matrix(8, 44, seed=1)
-    function = lambda x: lb.quantize(x, "e3m1b2:group11:bf16").t().dequantize() + lb.decode(lb.encode(x, "e2m3b2"), "e2m3b2").t()
+    function = lambda x: (
+        lb.quantize(x, "e3m1b2:group11:bf16").t().dequantize() + lb.decode(lb.encode(x, "e2m3b2"), "e2m3b2").t()
+    )
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     first = compiled(x)
     assert_same_bits(first, function(x))
@@ -255,16 +263,24 @@ def test_use_backend_runs_that_backend_and_no_other(variant: Variant):
 
 
 def test_use_backend_never_falls_back():
-    with pytest.raises(lb.BackendError, match="backend 'gpu' is not available: known backends: .*reference"), lb.use_backend("gpu"):
+    with (
+        pytest.raises(lb.BackendError, match=r"backend 'gpu' is not available: known backends: .*reference"),
+        lb.use_backend("gpu"),
+    ):
         pass
-    refusing = registry.Impl("encode", "stubborn", ("cpu",), -5, lambda outs, call: None, lambda call: "it never wants to")
+    refusing = registry.Impl(
+        "encode", "stubborn", ("cpu",), -5, lambda outs, call: None, lambda call: "it never wants to"
+    )
     registry.add((refusing,))
     try:
         with lb.use_backend("stubborn"), pytest.raises(lb.BackendError) as caught:
             lb.encode(torch.ones(3), "fp8_e4m3")
         assert "backend 'stubborn' cannot run lowbit.encode on cpu" in str(caught.value)
         assert "stubborn: it never wants to" in str(caught.value)
-        with lb.use_backend("stubborn"), pytest.raises(lb.BackendError, match="it has no kernel for this op on this device"):
+        with (
+            lb.use_backend("stubborn"),
+            pytest.raises(lb.BackendError, match="it has no kernel for this op on this device"),
+        ):
             lb.quantize(torch.ones(3), "int8:row")
         with lb.use_backend("stubborn"):
             assert lb.explain("encode", torch.ones(3), "fp8_e4m3").chosen is None
