@@ -14,6 +14,9 @@ from torch import Tensor
 from lowbit.backends import registry
 from lowbit.ops import OPS, OpSpec
 
+#: Fills the outputs of a checked call.
+Runner = Callable[[OpSpec, Any, torch.device, tuple[Tensor, ...]], None]
+
 _DEVICES = ("cpu", "cuda")
 _library = torch.library.Library("lowbit", "DEF")
 
@@ -24,10 +27,10 @@ def register_all() -> None:
         _library.define(functional, tags=torch.Tag.needs_fixed_stride_order)
         _library.define(out)
         for device in _DEVICES:
-            _library.impl(spec.name, _functional(spec), device.upper())
-            _library.impl(f"{spec.name}_out", _out(spec), device.upper())
-        torch.library.register_fake(f"lowbit::{spec.name}", _fake(spec), lib=_library)
-        torch.library.register_fake(f"lowbit::{spec.name}_out", _fake_out(spec), lib=_library)
+            _library.impl(spec.name, _functional(spec, _run), device.upper())
+            _library.impl(f"{spec.name}_out", _out(spec, _run), device.upper())
+        torch.library.register_fake(f"lowbit::{spec.name}", _functional(spec, _pretend), lib=_library)
+        torch.library.register_fake(f"lowbit::{spec.name}_out", _out(spec, _pretend), lib=_library)
 
 
 def _device_of(spec: OpSpec, call: Any) -> torch.device:
@@ -46,33 +49,31 @@ def _run(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]
     impl.run(outs, call)
 
 
-def _allocate(spec: OpSpec, call: Any, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs(call))
+def _pretend(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
+    """Fakes: checks and outputs are all there is."""
 
 
-def _functional(spec: OpSpec) -> Callable[..., Any]:
+def _functional(spec: OpSpec, run: Runner) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = spec.args(*args, **kwargs)
         device = _device_of(spec, call)
         spec.check(call)
-        outs = _allocate(spec, call, device)
-        _run(spec, call, device, outs)
+        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs(call)])
+        run(spec, call, device, outs)
         return outs if len(outs) > 1 else outs[0]
 
     return kernel
 
 
-def _out(spec: OpSpec) -> Callable[..., None]:
+def _out(spec: OpSpec, run: Runner) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
-        outs = tuple(kwargs.pop(name) for name in spec.returns)
+        outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
         device = _device_of(spec, call)
         spec.check(call)
         _check_outs(spec, call, device, outs)
-        straight = tuple(
-            o if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format) for o in outs
-        )
-        _run(spec, call, device, straight)
+        straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
+        run(spec, call, device, straight)
         for out, filled in zip(outs, straight, strict=True):
             if out is not filled:
                 out.copy_(filled)
@@ -87,25 +88,3 @@ def _check_outs(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tenso
                 f"lowbit.{spec.name}: {name} must be {dtype} {list(shape)} on {device}, "
                 f"got {out.dtype} {list(out.shape)} on {out.device}"
             )
-
-
-def _fake(spec: OpSpec) -> Callable[..., Any]:
-    def rule(*args: Any, **kwargs: Any) -> Any:
-        call = spec.args(*args, **kwargs)
-        device = _device_of(spec, call)
-        spec.check(call)
-        outs = _allocate(spec, call, device)
-        return outs if len(outs) > 1 else outs[0]
-
-    return rule
-
-
-def _fake_out(spec: OpSpec) -> Callable[..., None]:
-    def rule(*args: Any, **kwargs: Any) -> None:
-        outs = tuple(kwargs.pop(name) for name in spec.returns)
-        call = spec.args(*args, **kwargs)
-        device = _device_of(spec, call)
-        spec.check(call)
-        _check_outs(spec, call, device, outs)
-
-    return rule
