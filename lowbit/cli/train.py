@@ -70,6 +70,7 @@ def train(
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
     settings = _resumed(context, settings, directory) if resume else settings
+    report.require_plots()
     corpus = settings.corpus()
     if not resume:
         _begin(settings, directory, overwrite)
@@ -142,8 +143,11 @@ def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
     history = trainer.history
     held = f" held-out {history.held_out[-1][1]:.3f}" if history.held_out else ""
     loss = f"loss {history.train[-1]:.3f}{held}" if history.train else "starting"
-    status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s  {size(history.peak_bytes)}"
+    status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s  peak {size(history.peak_bytes)}"
     bar.update(task, completed=trainer.step, status=status)
+    config = trainer.config
+    if not errors.is_terminal and trainer.step and trainer.step % config.eval_every == 0:  # a log has no bar to redraw
+        errors.print(f"{config.precision} {trainer.step}/{config.steps}  {status}", soft_wrap=True)
 
 
 def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:

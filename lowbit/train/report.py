@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from lowbit.train.machine import provenance
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["write"]
+__all__ = ["require_plots", "write"]
 
 #: What a run or recipe may lose before it counts as a failure, as a fraction: of held-out loss, of perplexity.
 LOSS_TARGET = 0.01
@@ -32,16 +33,19 @@ _BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
 def write(
     directory: Path, settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
 ) -> Path:
-    """Write ``report.md``, ``report.json``, ``loss.png`` and ``recipes.png``; return the report's path.
-
-    Raises: ImportError when matplotlib is missing.
-    """
+    """Write ``report.md``, ``report.json``, ``loss.png`` and ``recipes.png``; return the report's path."""
     _plots(directory, corpus, runs, rows)
     data = json.dumps(as_json(settings, corpus, runs, rows), indent=2).encode() + b"\n"
     write_atomically(directory / "report.json", lambda file: file.write(data))
     text = "\n".join(_markdown(settings, corpus, runs, rows, command)).encode() + b"\n"
     write_atomically(directory / "report.md", lambda file: file.write(text))
     return directory / "report.md"
+
+
+def require_plots() -> None:
+    """Fail before a long run rather than after it. Raises: ImportError when matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ImportError(f"the report's plots need matplotlib: {sys.executable} -m pip install matplotlib")
 
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:
@@ -154,12 +158,8 @@ def _quoted(text: str) -> str:
 
 # -- plots -----------------------------------------------------------------------------------------------------------
 def _plots(directory: Path, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(
-            f"the report's plots need matplotlib: {sys.executable} -m pip install matplotlib, then add --resume"
-        ) from None
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
