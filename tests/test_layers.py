@@ -67,7 +67,9 @@ def test_imports_run_one_way(path):
     for parts in imported(path):
         target = parts[0]
         if target in PRIVATE:
-            assert str(here) in PRIVATE[target] or layer == "cli", f"{here} imports lowbit.{target}, which only its backend may"
+            assert str(here) in PRIVATE[target] or layer == "cli", (
+                f"{here} imports lowbit.{target}, which only its backend may"
+            )
         else:
             assert target in LEVEL, f"{here} imports lowbit.{target}, which has no layer"
             assert LEVEL[target] <= LEVEL[layer], f"{here} imports lowbit.{target}, a layer above its own"
@@ -110,7 +112,15 @@ def test_tests_and_tools_are_not_imported_by_the_package():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {n.split(".")[0] for n in names} & {"tests", "bench", "csrc", "tools", "ml_dtypes", "pytest", "hypothesis"}
+            assert not {n.split(".")[0] for n in names} & {
+                "tests",
+                "bench",
+                "csrc",
+                "tools",
+                "ml_dtypes",
+                "pytest",
+                "hypothesis",
+            }
 
 
 # -- without the optional parts ----------------------------------------------------------------------------------------
