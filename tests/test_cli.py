@@ -146,7 +146,7 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
     straight, stopped = str(tmp_path / "a"), str(tmp_path / "b")
     assert f"lowbit train --out {stopped} --resume" in interrupted(tmp_path / "b", signal.SIGINT)
     assert "unfinished run" in run("train", "--out", stopped, *TINY, code=1)
-    assert "goes on with lr 0.003, not 0.5" in run("train", "--out", stopped, "--resume", "--lr", "0.5", code=1)
+    assert "goes on with lr 0.005, not 0.5" in run("train", "--out", stopped, "--resume", "--lr", "0.5", code=1)
     resumed = json.loads(run("train", "--out", stopped, "--resume", "--json"))
     whole = json.loads(run("train", "--out", straight, *TINY, "--json"))
     for precision in ("bf16", "fp8"):

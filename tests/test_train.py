@@ -186,7 +186,7 @@ def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tm
 
 def test_a_checkpoint_of_something_else_is_refused(corpus, tmp_path):
     made(corpus, tmp_path, steps=2).run()
-    with pytest.raises(ValueError, match=r"another run \(lr 0.003 -> 0.5\)"):
+    with pytest.raises(ValueError, match=r"another run \(lr 0.005 -> 0.5\)"):
         made(corpus, tmp_path, steps=2, lr=0.5).load()
     other = Corpus(corpus.tokenizer, corpus.train[1:], corpus.held_out, corpus.held_out_bytes, "other")
     with pytest.raises(ValueError, match="another text"):

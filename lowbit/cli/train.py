@@ -165,6 +165,9 @@ def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], direct
     if json:
         print_json(demo.as_json(settings, corpus, runs, rows))
     else:
+        for claim in report.claims(runs, rows):
+            verdict = "holds" if claim.holds else "[bold red]fails[/]"
+            out.print(f"{claim.name}: {claim.measured:+.2%}, at most {claim.allowed:+.1%}: {verdict}", soft_wrap=True)
         out.print(f"report: {path}", soft_wrap=True)
         out.print(
             f"model:  {directory / 'model'}   (quantize it: lowbit quantize {directory / 'model'} int4-weight-only)",

@@ -38,7 +38,7 @@ class TrainConfig:
     steps: int = 600
     batch: int = 4
     context: int = 256
-    lr: float = 3e-3
+    lr: float = 5e-3
     warmup: int = 60
     final_lr: float = 0.05
     weight_decay: float = 0.1

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.files import write_atomically
 from lowbit.train.data import Corpus
@@ -19,7 +19,7 @@ from lowbit.train.machine import provenance
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["require_plots", "write"]
+__all__ = ["claims", "require_plots", "write"]
 
 #: What a run or recipe may lose before it counts as a failure, as a fraction: of held-out loss, of perplexity.
 LOSS_TARGET = 0.01
@@ -96,23 +96,43 @@ def _markdown(
     ]
 
 
+class Claim(NamedTuple):
+    """What a demo is held to: by how much a loss or perplexity is above its baseline, and how much is allowed."""
+
+    name: str
+    measured: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        return self.measured <= self.allowed
+
+
+def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
+    """Those claims that the runs and recipes at hand can be held to."""
+    first = runs[0]
+    found = [
+        Claim(
+            f"{run.config.precision} training, held-out loss against {first.config.precision}",
+            run.history.held_out[-1][1] / first.history.held_out[-1][1] - 1,
+            LOSS_TARGET,
+        )
+        for run in runs[1:]
+    ]
+    base = next(row for row in rows if row.recipe == "bf16")
+    return found + [
+        Claim(f"{row.recipe}, perplexity against bf16", change(row, base), PERPLEXITY_TARGETS[row.recipe])
+        for row in rows
+        if row.recipe in PERPLEXITY_TARGETS
+    ]
+
+
 def _verdicts(runs: list[Trainer], rows: list[Measurement]) -> list[str]:
-    lines = []
-    base = runs[0].history.held_out[-1][1]
-    for run in runs[1:]:
-        worse = run.history.held_out[-1][1] / base - 1
-        name = f"{run.config.precision} training, held-out loss against {runs[0].config.precision}"
-        lines.append(_verdict(name, worse, LOSS_TARGET))
-    reference = next((row for row in rows if row.recipe == "bf16"), None)
-    for row in rows:
-        if reference and row.recipe in PERPLEXITY_TARGETS:
-            allowed = PERPLEXITY_TARGETS[row.recipe]
-            lines.append(_verdict(f"{row.recipe}, perplexity against bf16", change(row, reference), allowed))
-    return ["| claim | measured | allowed | |", "|---|---:|---:|---|", *lines, ""] if lines else []
-
-
-def _verdict(name: str, worse: float, allowed: float) -> str:
-    return f"| {name} | {worse:+.2%} | {allowed:+.1%} | {'holds' if worse <= allowed else '**fails**'} |"
+    lines = [
+        f"| {claim.name} | {claim.measured:+.2%} | {claim.allowed:+.1%} | {'holds' if claim.holds else '**fails**'} |"
+        for claim in claims(runs, rows)
+    ]
+    return ["| claim | measured | at most | |", "|---|---:|---:|---|", *lines, ""] if lines else []
 
 
 def change(row: Measurement, base: Measurement) -> float:
