@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> Path:
         name = f"{group.section} {group.op} {group.subject}"
         if not re.search(asked.only, name):
             continue
-        if shown:
-            print(f"\r\033[K{index}/{len(makers)}  {name}", end="", file=sys.stderr, flush=True)
+        line = f"{index}/{len(makers)}  {name}"
+        print(f"\r\033[K{line}" if shown else line, end="" if shown else "\n", file=sys.stderr, flush=True)
         rows += report.rows_of(group, measure(group, budget))
     if shown:
         print("\r\033[K", end="", file=sys.stderr)

@@ -43,7 +43,7 @@ class Budget:
 
     samples: int = 15
     sample_seconds: float = 0.004
-    seconds: float = 4.0
+    seconds: float = 2.5
 
 
 def once(case: Case, repeats: int = 1) -> float:
