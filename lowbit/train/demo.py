@@ -37,7 +37,7 @@ INFERENCE_RECIPES = tuple(
 )
 
 PROMPT = "This module provides"
-SAMPLE_TOKENS = 120
+SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def measure(name: str, model: GPT, corpus: Corpus, windows: torch.Tensor) -> Mea
     wanted = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
     list(generate(model, prompt, 2))  # first calls set up caches and threads
     start = time.perf_counter()
-    tokens = [int(token) for token in generate(model, prompt, wanted, seed=1)]
+    tokens = [int(token) for token in generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1)]
     seconds = time.perf_counter() - start
     sample = PROMPT + corpus.tokenizer.decode(tokens)
     return Measurement(name, model_bytes(model.blocks), model_bytes(model), loss, wanted / seconds, sample)

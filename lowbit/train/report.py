@@ -85,7 +85,7 @@ def _markdown(
         "",
         f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
         "weights without calibration data; embedding, norms and head stay in bf16. Perplexity is per token on the same "
-        "held-out windows. Speed is one sequence with a KV cache.",
+        f"{len(runs[0].windows)} held-out windows. Speed is of one sequence with a KV cache.",
         "",
         "## What they write",
         "",
