@@ -5,7 +5,7 @@
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
-from lowbit import nn, train
+from lowbit import memory, nn, train
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.formats import FORMATS, Format, float_format
@@ -32,6 +32,7 @@ __all__ = [
     "float_format",
     "impls",
     "load_model",
+    "memory",
     "nn",
     "pack",
     "quantize",
