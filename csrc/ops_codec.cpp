@@ -102,6 +102,8 @@ const float* outer_data(const std::optional<Tensor>& t) {
 
 cpu::Scales scales_of(const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
                       const std::optional<Tensor>& outer, cpu::Shape shape, const SchemeParams& s) {
+    STD_TORCH_CHECK(!scale || (s.affine != 0) == zero_point.has_value(),
+                    "affine schemes, and no others, have zero points");
     return {scale ? scale_data(*scale, shape, s, false) : nullptr,
             zero_point ? scale_data(*zero_point, shape, s, true) : nullptr, outer_data(outer)};
 }

@@ -29,6 +29,17 @@ LOWBIT_HD float float_of(uint32_t b) {
 }
 LOWBIT_HD bool is_nan(uint32_t bits) { return (bits & kMagnitude) > kInf; }
 
+LOWBIT_HD float clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
+
+// Correctly rounded.
+LOWBIT_HD float divide(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
 // floor(log2(v)), v > 0.
 LOWBIT_HD int floor_log2(uint32_t v) {
 #if defined(__CUDA_ARCH__)
@@ -147,9 +158,8 @@ LOWBIT_HD float round_integer(float v, bool stochastic, uint32_t noise) {
 LOWBIT_HD uint32_t encode_integer(float v, const FormatParams& f, float zero_point, bool stochastic, uint32_t noise) {
     float q = zero_point;
     if (!is_nan(bits_of(v))) {
-        q = round_integer(v, stochastic, noise) + zero_point;
-        const float low = static_cast<float>(f.qmin), high = static_cast<float>(f.qmax);
-        q = q < low ? low : q > high ? high : q;
+        q = clamp(round_integer(v, stochastic, noise) + zero_point, static_cast<float>(f.qmin),
+                  static_cast<float>(f.qmax));
     }
     return static_cast<uint32_t>(static_cast<int32_t>(q)) & ((1u << f.bits) - 1u);
 }
@@ -216,12 +226,7 @@ LOWBIT_HD float divisor_of(float scale) {
 // |x| / |divisor| with sign(x) xor sign(divisor), so that a NaN has the sign that the rules give it.
 LOWBIT_HD float quotient(float x, float divisor) {
     const uint32_t sign = (bits_of(x) ^ bits_of(divisor)) & kSign;
-    const float a = float_of(bits_of(x) & kMagnitude), b = float_of(bits_of(divisor) & kMagnitude);
-#if defined(__CUDA_ARCH__)
-    const float q = __fdiv_rn(a, b);
-#else
-    const float q = a / b;
-#endif
+    const float q = divide(float_of(bits_of(x) & kMagnitude), float_of(bits_of(divisor) & kMagnitude));
     return float_of((bits_of(q) & kMagnitude) | sign);
 }
 

@@ -5,9 +5,9 @@
 #include <atomic>
 #include <memory>
 
+#include "common/scales.h"
 #include "cpu/lines.h"
 #include "cpu/runs.h"
-#include "cpu/scales.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu {
@@ -54,7 +54,7 @@ float outer_scale(const Values& x, Shape shape, const SchemeParams& scheme) {
     for_runs(shape, [&](Noise&, const Run& run) {
         raise(amax, line.finite_amax(advance(x.data, run.row * x.stride + run.begin, x.dtype), x.dtype, run.count));
     });
-    return make_outer_scale(amax.load(), scheme);
+    return float_of(make_outer_scale(amax.load(), scale_rule(scheme)));
 }
 
 }  // namespace lowbit::cpu

@@ -7,11 +7,10 @@
 #include <numeric>
 #include <vector>
 
-#include "common/numerics.h"
+#include "common/scales.h"
 #include "cpu/codec.h"
 #include "cpu/lines.h"
 #include "cpu/runs.h"
-#include "cpu/scales.h"
 
 namespace lowbit::cpu {
 namespace {
@@ -121,6 +120,7 @@ struct Job {
     Shape shape;
     const SchemeParams& scheme;
     const Blocks blocks;
+    const ScaleRule rule;
     Values x{};
     const Encoder* encoder = nullptr;
     Rng rng{};
@@ -128,6 +128,9 @@ struct Job {
     const uint8_t* stored = nullptr;  // packed; null: they are made from x
     const Decoder* decoder = nullptr;
     Results out{};
+    bool dynamic = false;  // scales come from x itself: a NaN scale makes canonical codes
+
+    bool broken(const BlockScale& s) const { return dynamic && is_nan(bits_of(s.value)); }
 };
 
 // Encodes and decodes tiles, given their blocks' scales; holds the scratch memory of one thread.
@@ -138,7 +141,7 @@ class Worker {
 
     void apply(const Job& job, const Tile& t) {
         const bool spread = job.blocks.width < kSpread;
-        broken_ = std::any_of(scales.begin(), scales.end(), [](const BlockScale& s) { return s.broken; });
+        broken_ = std::any_of(scales.begin(), scales.end(), [&](const BlockScale& s) { return job.broken(s); });
         for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
             const int64_t count = std::min(kRun, t.end - begin);
             if (spread) spread_factors(job, t, begin, count);
@@ -171,9 +174,9 @@ class Worker {
 
     void spread_factors(const Job& job, const Tile& t, int64_t begin, int64_t count) {
         each_block(job, t, begin, count, [&](int64_t at, int64_t n, const BlockScale& s) {
-            if (job.encoder) std::fill_n(line_->divisor + at, n, s.divisor);
-            if (job.decoder) std::fill_n(line_->scale + at, n, s.scale);
-            if (job.scheme.affine) std::fill_n(line_->zero + at, n, s.zero);
+            if (job.encoder) std::fill_n(line_->divisor + at, n, divisor_of(s.value));
+            if (job.decoder) std::fill_n(line_->scale + at, n, s.value);
+            if (job.scheme.affine) std::fill_n(line_->zero + at, n, s.zero_point);
         });
     }
 
@@ -204,11 +207,12 @@ class Worker {
         if (spread) job.line.encode(e, x, job.x.dtype, run.count, spread_out(job, line_->divisor), noise, codes);
         if (spread && !broken_) return finish(job, run, to, codes);
         each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
-            if (s.broken) {
+            if (job.broken(s)) {
                 std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));
             } else if (!spread) {
-                job.line.encode(e, advance(x, at, job.x.dtype), job.x.dtype, n, {Factors::kOne, s.divisor, s.zero},
-                                noise ? noise + at : nullptr, codes + at);
+                job.line.encode(e, advance(x, at, job.x.dtype), job.x.dtype, n,
+                                {Factors::kOne, divisor_of(s.value), s.zero_point}, noise ? noise + at : nullptr,
+                                codes + at);
             }
         });
         return finish(job, run, to, codes);
@@ -227,7 +231,7 @@ class Worker {
             return;
         }
         each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
-            job.line.decode(*job.decoder, codes + at, n, {Factors::kOne, s.scale, s.zero},
+            job.line.decode(*job.decoder, codes + at, n, {Factors::kOne, s.value, s.zero_point},
                             advance(out, at, job.out.dtype), job.out.dtype);
         });
     }
@@ -242,16 +246,23 @@ void run_with_scales(const Job& job, const Scales& from) {
         const int64_t first = t.begin / b.width, last = (t.end - 1) / b.width;
         worker.scales.clear();
         for (int64_t j = first; j <= last; ++j) {
-            worker.scales.push_back(load_scale(job.scheme, t.row / b.height * b.across + j, from));
+            const int64_t index = t.row / b.height * b.across + j;
+            worker.scales.push_back(read_scale(from.scale, from.zero_point, from.outer, index, job.rule));
         }
         worker.apply(job, t);
     });
 }
 
+// Scale number `index`, kept where `to` has a place for it.
+BlockScale new_scale(const Job& job, uint32_t high, uint32_t low, int64_t index, const NewScales& to) {
+    const BlockScale s = make_scale(high, low, job.rule, to.outer);
+    if (to.scale) write_scale(to.scale, to.zero_point, index, job.rule, s);
+    return s;
+}
+
 // Blocks that a tile holds whole: scales and codes at once.
 void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     const Blocks& b = job.blocks;
-    const ScaleRule rule(job.scheme);
     tiles.run<Worker>([&](Worker& worker, const Tile& t) {
         worker.stats.of(job.line, job.x, b, t, job.scheme.affine);
         worker.scales.clear();
@@ -259,7 +270,7 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
                       count = (t.end - t.begin + b.width - 1) / b.width;
         for (int64_t j = 0; j < count; ++j) {
             const size_t at = static_cast<size_t>(j);
-            worker.scales.push_back(make_scale(rule, worker.stats.high[at], worker.stats.low[at], first + j, to));
+            worker.scales.push_back(new_scale(job, worker.stats.high[at], worker.stats.low[at], first + j, to));
         }
         worker.apply(job, t);
     });
@@ -296,11 +307,10 @@ void run_in_passes(const Job& job, const NewScales& to) {
         }
     });
     std::vector<BlockScale> scales(count);
-    const ScaleRule rule(job.scheme);
     parallel_for(static_cast<int64_t>(count), kGrain, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
             const size_t at = static_cast<size_t>(i);
-            scales[at] = make_scale(rule, high[at], low[at], i, to);
+            scales[at] = new_scale(job, high[at], low[at], i, to);
         }
     });
     plain_tiles(b).run<Worker>([&](Worker& worker, const Tile& t) {
@@ -310,11 +320,29 @@ void run_in_passes(const Job& job, const NewScales& to) {
     });
 }
 
-void run_dynamic(const Job& job, const NewScales& to) {
+void run_dynamic(Job& job, const NewScales& to) {
+    job.dynamic = true;
     const Blocks& b = job.blocks;
     const Tiles tiles(b, b.height, whole_width(b));
     const bool small = b.height * b.width <= kCached || tiles.count() >= 8 * num_threads();
     small ? run_in_cache(job, tiles, to) : run_in_passes(job, to);
+}
+
+// With the scales given, or else with those of x.
+void run(Job& job, const Scales& scales) {
+    scales.scale ? run_with_scales(job, scales) : run_dynamic(job, {nullptr, nullptr, scales.outer});
+}
+
+Job job_of(Shape shape, const SchemeParams& scheme) {
+    return {lines(), shape, scheme, {shape, scheme}, scale_rule(scheme)};
+}
+
+Job encoding(const Values& x, Shape shape, const SchemeParams& scheme, const Encoder& encoder, const Rng& rng) {
+    Job job = job_of(shape, scheme);
+    job.x = x;
+    job.encoder = &encoder;
+    job.rng = rng;
+    return job;
 }
 
 }  // namespace
@@ -322,28 +350,37 @@ void run_dynamic(const Job& job, const NewScales& to) {
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
               const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    run_dynamic({lines(), shape, scheme, {shape, scheme}, x, &encoder, rng, codes}, scales);
+    Job job = encoding(x, shape, scheme, encoder, rng);
+    job.codes = codes;
+    run_dynamic(job, scales);
 }
 
 void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
                      const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    run_with_scales({lines(), shape, scheme, {shape, scheme}, x, &encoder, rng, codes}, scales);
+    Job job = encoding(x, shape, scheme, encoder, rng);
+    job.codes = codes;
+    run_with_scales(job, scales);
 }
 
 void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales,
                 const Results& out) {
     const Decoder decoder(scheme.format);
-    run_with_scales({lines(), shape, scheme, {shape, scheme}, {}, nullptr, {}, nullptr, codes, &decoder, out}, scales);
+    Job job = job_of(shape, scheme);
+    job.stored = codes;
+    job.decoder = &decoder;
+    job.out = out;
+    run_with_scales(job, scales);
 }
 
 void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
                    const Rng& rng, const Results& out) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Decoder decoder(scheme.format);
-    const Job job{lines(), shape, scheme, {shape, scheme}, x, &encoder, rng, nullptr, nullptr, &decoder, out};
-    if (scales.scale) return run_with_scales(job, scales);
-    run_dynamic(job, {nullptr, nullptr, scales.outer});
+    Job job = encoding(x, shape, scheme, encoder, rng);
+    job.decoder = &decoder;
+    job.out = out;
+    run(job, scales);
 }
 
 }  // namespace lowbit::cpu

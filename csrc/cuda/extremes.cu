@@ -59,12 +59,13 @@ __global__ void __launch_bounds__(kThreads)
     scales_kernel(const Extremes* __restrict__ extremes, const __grid_constant__ Blocks b,
                   const __grid_constant__ Scales scales, uint32_t num_blocks) {
     for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < num_blocks; i += gridDim.x * kThreads) {
-        write_scale(scales, b, i, make_scale(extremes[i], b, scales.outer));
+        const Extremes e = extremes[i];
+        write_scale(scales, b, i, make_scale(e.positive, e.negative, b.rule, scales.outer));
     }
 }
 
-__global__ void outer_kernel(const Extremes* __restrict__ extremes, uint32_t divisor, float* __restrict__ out) {
-    *out = float_of(make_outer_scale(extremes->amax(), divisor));
+__global__ void outer_kernel(const Extremes* __restrict__ extremes, const ScaleRule rule, float* __restrict__ out) {
+    *out = float_of(make_outer_scale(extremes->amax(), rule));
 }
 
 }  // namespace
@@ -92,7 +93,7 @@ const char* launch_scales(const Extremes* extremes, const Blocks& b, const Scale
 }
 
 const char* launch_outer(const Extremes* extremes, const Blocks& b, float* out, cudaStream_t stream) {
-    return launch(outer_kernel, 1, 1, 0, stream, extremes, b.outer_divisor, out);
+    return launch(outer_kernel, 1, 1, 0, stream, extremes, b.rule, out);
 }
 
 }  // namespace cuda

@@ -15,7 +15,7 @@ struct Scratch {
 Scratch scratch_of(const Blocks& b) {
     const int64_t blocks = static_cast<int64_t>(b.block_rows) * b.block_cols;
     const int64_t scale_at = aligned_up(blocks * static_cast<int64_t>(sizeof(Extremes)));
-    const int64_t zero_point_at = scale_at + aligned_up(blocks * scale_bytes(b.scale_format));
+    const int64_t zero_point_at = scale_at + aligned_up(blocks * scale_bytes(b.rule.scale_format));
     return {scale_at, zero_point_at, zero_point_at + blocks};
 }
 

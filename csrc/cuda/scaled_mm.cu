@@ -31,7 +31,8 @@ bool is_fp8(const Side& s) { return is_format(s, kIndex_fp8_e4m3) || is_format(s
 // What the bf16 kernel cannot take exactly, or its steps of 16 along K cannot follow.
 const char* refuse(const Side& s) {
     if (s.bits == 16) return nullptr;
-    if (s.blocks.affine != 0) return "scaled_mm on CUDA: affine operands have no kernel; use the reference backend";
+    if (s.blocks.rule.affine != 0)
+        return "scaled_mm on CUDA: affine operands have no kernel; use the reference backend";
     if (s.blocks.codec.format.kind == kKindCodebook) return "scaled_mm on CUDA: codebook values are not exact in bf16";
     if (is_blocked(s) && s.blocks.cols % 16 != 0) return "scaled_mm on CUDA: blocks along K must be multiples of 16";
     return nullptr;

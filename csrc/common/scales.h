@@ -1,0 +1,158 @@
+// Scales of blocks, for CPU and GPU: from a block's maxima to the stored number, and back. docs/numerics.md section 5.
+#pragma once
+
+#include "common/numerics.h"
+#include "format_table.h"
+
+namespace lowbit {
+
+// What a scheme's scales are computed with, worked out once a call.
+struct ScaleRule {
+    uint32_t divisor, outer_divisor;  // fp32 bits of Scheme.amax_divisor and outer_divisor
+    float qmin, qmax;                 // of zero points
+    int32_t scale_format, ceil, affine, is_signed;
+};
+
+// A block's scale: as stored, and the fp32 number that it means; the zero point as a float.
+struct BlockScale {
+    uint32_t stored;
+    float value, zero_point;
+};
+
+// E4M3, in which the inner of two levels of scales is stored.
+LOWBIT_HD FormatParams inner_format() {
+    constexpr FormatParams format = kFormats[kIndex_fp8_e4m3].params;
+    return format;
+}
+
+// The largest finite value of a format for elements.
+static inline float largest_value(const FormatParams& f) {
+    if (f.kind == kKindInteger) return static_cast<float>(f.qmax);
+    if (f.kind == kKindFloat) return float_of(decode_float(static_cast<uint32_t>(f.max_code), f));
+    for (const FormatRow& row : kFormats) {
+        if (row.params.kind == f.kind && row.params.bits == f.bits) return float_of(row.values[f.max_code]);
+    }
+    return 1.0f;
+}
+
+static inline ScaleRule scale_rule(const SchemeParams& s) {
+    const FormatParams &f = s.format, inner = inner_format();
+    const float largest = largest_value(f), qmin = static_cast<float>(f.qmin), qmax = static_cast<float>(f.qmax);
+    const float outer = largest * float_of(decode_float(static_cast<uint32_t>(inner.max_code), inner));
+    return {bits_of(s.affine ? qmax - qmin : largest),
+            bits_of(outer),
+            qmin,
+            qmax,
+            s.scale_format,
+            s.ceil,
+            s.affine,
+            f.is_signed};
+}
+
+// -- the number ------------------------------------------------------------------------------------------------------
+
+LOWBIT_HD uint32_t nan_scale(int32_t scale_format) {
+    switch (scale_format) {
+        case kScaleFp32:
+            return kNan;
+        case kScaleBf16:
+            return 0x7fc0u;
+        case kScaleFp16:
+            return 0x7e00u;
+        case kScaleE8m0:
+            return 0xffu;
+        default:
+            return static_cast<uint32_t>(inner_format().nan_code);
+    }
+}
+
+// The one fp32 scale that a stored one stands for.
+LOWBIT_HD float scale_value(uint32_t stored, int32_t scale_format, const float* outer) {
+    uint32_t bits = stored;
+    if (scale_format == kScaleBf16) bits = widen_bf16(static_cast<uint16_t>(stored));
+    if (scale_format == kScaleFp16) bits = widen_fp16(static_cast<uint16_t>(stored));
+    if (scale_format == kScaleE8m0) bits = e8m0_value(stored);
+    if (scale_format == kScaleE4m3) bits = decode_float(stored, inner_format());
+    return outer == nullptr ? float_of(bits) : float_of(bits) * *outer;
+}
+
+// fp32 bits of a quotient as a scale: at least the least normal number, and 1 for a block of zeros.
+LOWBIT_HD uint32_t normal_scale(uint32_t amount, uint32_t divisor) {
+    const uint32_t scale = bits_of(divide(float_of(amount), float_of(divisor)));
+    return amount == 0 ? kOne : scale < kMinScale ? kMinScale : scale;
+}
+
+// The stored scale of an amount (amax, or range of affine blocks): fp32 bits, positive or zero, finite.
+LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float* outer) {
+    if (r.scale_format == kScaleE8m0) return amount == 0 ? 127u : e8m0_code(amount, r.divisor, r.ceil != 0);
+    if (r.scale_format == kScaleE4m3) {
+        const float inner = divide(float_of(amount), float_of(r.divisor));
+        const uint32_t bits = bits_of(outer == nullptr ? inner : divide(inner, *outer));
+        return encode_float(bits, inner_format(), true, false, 0);
+    }
+    const uint32_t scale = normal_scale(amount, r.divisor);
+    if (r.scale_format == kScaleBf16) return round_up_bf16(scale);
+    return r.scale_format == kScaleFp16 ? round_up_fp16(scale) : scale;
+}
+
+// From a block's largest positive and negative magnitudes (fp32 bits; which is which only counts with zero points).
+LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r, const float* outer) {
+    BlockScale out = {nan_scale(r.scale_format), 0.0f, 0.0f};
+    const uint32_t amax = high > low ? high : low;
+    if (amax < kInf) {
+        uint32_t amount = r.affine != 0 ? bits_of(float_of(high) + float_of(low)) : amax;
+        out.stored = stored_scale(amount < kMaxFinite ? amount : kMaxFinite, r, outer);
+    }
+    out.value = scale_value(out.stored, r.scale_format, outer);
+    if (r.affine != 0 && amax < kInf) {
+        out.zero_point = clamp(rintf(r.qmin + divide(float_of(low), out.value)), r.qmin, r.qmax);
+    }
+    return out;
+}
+
+// fp32 bits of the outer scale, for the largest finite magnitude of a tensor.
+LOWBIT_HD uint32_t make_outer_scale(uint32_t amax, const ScaleRule& r) { return normal_scale(amax, r.outer_divisor); }
+
+// -- memory ----------------------------------------------------------------------------------------------------------
+
+LOWBIT_HD int scale_bytes(int32_t scale_format) {
+    return scale_format == kScaleFp32 ? 4 : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2 : 1;
+}
+
+// Keeps number `index` of scales (and zero points).
+LOWBIT_HD void write_scale(void* scales, void* zero_points, int64_t index, const ScaleRule& r, const BlockScale& s) {
+    switch (scale_bytes(r.scale_format)) {
+        case 4:
+            static_cast<uint32_t*>(scales)[index] = s.stored;
+            break;
+        case 2:
+            static_cast<uint16_t*>(scales)[index] = static_cast<uint16_t>(s.stored);
+            break;
+        default:
+            static_cast<uint8_t*>(scales)[index] = static_cast<uint8_t>(s.stored);
+    }
+    if (r.affine != 0) static_cast<uint8_t*>(zero_points)[index] = static_cast<uint8_t>(static_cast<int>(s.zero_point));
+}
+
+LOWBIT_HD BlockScale read_scale(const void* scales, const void* zero_points, const float* outer, int64_t index,
+                                const ScaleRule& r) {
+    BlockScale out = {0, 0.0f, 0.0f};
+    switch (scale_bytes(r.scale_format)) {
+        case 4:
+            out.stored = static_cast<const uint32_t*>(scales)[index];
+            break;
+        case 2:
+            out.stored = static_cast<const uint16_t*>(scales)[index];
+            break;
+        default:
+            out.stored = static_cast<const uint8_t*>(scales)[index];
+    }
+    out.value = scale_value(out.stored, r.scale_format, outer);
+    if (r.affine != 0) {
+        const uint8_t zero_point = static_cast<const uint8_t*>(zero_points)[index];
+        out.zero_point = r.is_signed ? static_cast<int8_t>(zero_point) : zero_point;
+    }
+    return out;
+}
+
+}  // namespace lowbit
