@@ -161,7 +161,8 @@ def _product(a_scheme: str | None, b_scheme: str, m: int, n: int, k: int) -> Gro
     if integers:
         others.append(probe.linear(m, n, k, torch.bfloat16))
     eight = scheme(b_scheme).format
-    if a_scheme and eight.kind == "float" and eight.bits == 8 and eight.torch_dtype:
+    # torch 2.13 multiplies fp8 on CPUs one element at a time (0.03 GFLOP/s): a large product would take minutes.
+    if a_scheme and eight.kind == "float" and eight.bits == 8 and eight.torch_dtype and m * n * k <= 1 << 24:
         others += peers.usable(lambda: probe.scaled_mm(m, n, k, getattr(torch, str(eight.torch_dtype))))
     subject = f"{a_scheme or 'bf16'} x {b_scheme}"
     return group("scaled_mm", f"scaled_mm {m}x{n}x{k}", subject, "scaled_mm", call, iter(others), limit)
