@@ -42,6 +42,9 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
         "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme, "
         "int rounding, int[] rng) -> ()");
     m.def(
+        "fake_quantize_backward(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, "
+        "Tensor(a!) grad_x, Tensor(b!)? grad_scale, int[] scheme) -> ()");
+    m.def(
         "scaled_mm(Tensor a, int[] a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, "
         "Tensor b, int[] b_scheme, Tensor? b_scale, Tensor? b_zero_point, Tensor? b_outer, "
         "Tensor? bias, Tensor(a!) out, int cols) -> ()");

@@ -173,6 +173,25 @@ void fake_quantize(Tensor x, std::optional<Tensor> scale, std::optional<Tensor> 
                        rng_of(rng), results(out));
 }
 
+void fake_quantize_backward(Tensor grad, Tensor x, std::optional<Tensor> scale, std::optional<Tensor> zero_point,
+                            std::optional<Tensor> outer, Tensor grad_x, std::optional<Tensor> grad_scale, Ints scheme) {
+    const SchemeParams s = scheme_of(scheme);
+    const cpu::Shape shape = shape_of(x);
+    for (const Tensor& t : {grad, grad_x}) {
+        STD_TORCH_CHECK(t.size(0) == shape.rows && t.size(1) == shape.cols, "gradients must have x's shape");
+    }
+    STD_TORCH_CHECK(grad.scalar_type() == grad_x.scalar_type(), "grad_x must have grad's dtype");
+    const cpu::Scales from = scales_of(scale, zero_point, outer, shape, s);
+    float* slopes = nullptr;
+    if (grad_scale) {
+        STD_TORCH_CHECK(
+            scale && grad_scale->scalar_type() == ScalarType::Float && grad_scale->numel() == scale->numel(),
+            "grad_scale must be float32, one for each scale given");
+        slopes = static_cast<float*>(grad_scale->mutable_data_ptr());
+    }
+    cpu::fake_quantize_backward(values(grad), values(x), shape, s, from, results(grad_x), slopes);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
@@ -185,4 +204,5 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
     m.impl("quantize_static", TORCH_BOX(&quantize_static));
     m.impl("dequantize", TORCH_BOX(&dequantize));
     m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+    m.impl("fake_quantize_backward", TORCH_BOX(&fake_quantize_backward));
 }

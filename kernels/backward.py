@@ -1,6 +1,6 @@
 """Kernels: the gradients of fake quantization, straight through for x and LSQ for scales.
 
-``grad_x = grad`` where the quotient was in range, and 0 times grad elsewhere; a scale's gradient is the sum over its
+``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its
 block of ``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point. Tiles
 write their sums, and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
 
@@ -54,11 +54,13 @@ def fake_quantize_backward(
     zero_point = tiles.spread(zero_point, TILE)
     kept = in_range(magnitude, sign, zero_point, FMT, MAX)
 
-    grad_sign, grad = load_input(grad_ptr, grad_stride_r, grad_stride_c, row, col, row_ok, col_ok, GRAD_DTYPE)
-    grad = (grad | (grad_sign << 31)).to(tl.float32, bitcast=True)
-    out = bits.narrow((grad * kept.to(tl.float32)).to(tl.int32, bitcast=True), GRAD_DTYPE, False)
+    grad_at = (row.to(tl.int64) * grad_stride_r)[:, None] + (col.to(tl.int64) * grad_stride_c)[None, :]
+    pattern = tl.load(grad_ptr + grad_at, here, 0)
+    out = tl.where(kept, pattern, tl.zeros_like(pattern))
     tl.store(out_ptr + (row.to(tl.int64) * out_pitch)[:, None] + col[None, :], out, here)
     if sums_ptr is not None:
+        grad_sign, grad = bits.split(pattern, GRAD_DTYPE)
+        grad = (grad | (grad_sign << 31)).to(tl.float32, bitcast=True)
         code = bits.encode(sign, magnitude, 0, zero_point, FMT, True, False)
         level = bits.decode(code, zero_point, FMT).to(tl.float32, bitcast=True)
         quotient = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)

@@ -341,7 +341,7 @@ def fake_quantize_backward(
     level = decode(encode(v, format, None, True, zero), format) - zero
     slope = torch.where(kept, level - v, level) * grad.float()
     grad_scale = in_blocks(slope, scheme).sum((1, 3))
-    return grad * kept, grad_scale
+    return grad.where(kept, 0.0), grad_scale
 
 
 # -- matrix product (section 9) ------------------------------------------------------------------------------------

@@ -151,6 +151,30 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
         same_bits(y, expected, f"{what} static fake_quantize")
 
 
+@pytest.mark.parametrize("scheme", schemes(), ids=str)
+def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
+    """Of x to the bit, dynamic and static; of given scales within the op's bound, over blocks in pieces too."""
+    for index, call in enumerate(quantize_calls(scheme)):
+        x, outer = call.x, call.outer_scale
+        grad = random_matrix(*x.shape, seed=5, damage=index == 1).to(FLOATS[(index + len(scheme.name)) // 2 % 3])
+        scale, zero = reference.block_scales(x, scheme, outer)
+        expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
+        out, params = poison(*x.shape, dtype=grad.dtype), scheme.params(*x.shape)
+        cuda("fake_quantize_backward", view(grad), view(x), view(out), None, None, outer, None, params)
+        same_bits(out, expected, f"{scheme} dynamic")
+
+        scale, zero = reference.block_scales(random_matrix(*x.shape, seed=77), scheme, outer)
+        expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
+        out, got = poison(*x.shape, dtype=grad.dtype), poison(*sums.shape, dtype=torch.float32)
+        cuda("fake_quantize_backward", view(grad), view(x), view(out), scale, zero, outer, got, params)
+        same_bits(out, expected, f"{scheme} static")
+        spec = OPS["fake_quantize_backward"]
+        assert spec.tolerance is not None
+        bound = spec.tolerance(spec.args(grad, x, scheme.name, scale, zero, outer), Numerics("fp32", "fp32"))
+        fine = ((got - sums).abs() <= bound) | (got == sums) | (got.isnan() & sums.isnan())
+        assert bool(fine.all()), f"{scheme}: {int((~fine).sum())} of {fine.numel()} scales"
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "nf4:dq"])
 def test_outer_scale(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)

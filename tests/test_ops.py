@@ -199,6 +199,13 @@ def test_straight_through_masks():
     assert z.grad.tolist() == [[0, 1, 1, 1, 0]]
 
 
+def test_the_gradient_out_of_range_is_zero_whatever_came():
+    x = torch.tensor([[1.0, 200.0, -200.0, 300.0, torch.nan, 2.0]], requires_grad=True)
+    grad = torch.tensor([[torch.inf, torch.inf, -1.0, torch.nan, 1.0, -0.0]])
+    lb.fake_quantize(x, "int8:row", scale=1.0).backward(grad)
+    assert_same_bits(x.grad, torch.tensor([[torch.inf, 0.0, 0.0, 0.0, 0.0, -0.0]]))
+
+
 def test_the_gradient_of_a_given_scale_is_that_of_lsq():
     x = torch.tensor([[0.3, -2.7, 5.0, -9.0]])
     scale = torch.tensor([[1.0]], requires_grad=True)

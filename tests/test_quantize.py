@@ -77,6 +77,44 @@ def test_native_kernels_do_not_depend_on_the_number_of_threads(kernel: Kernel):
             check_kernel(kernel, every=11)
 
 
+@pytest.mark.parametrize("kernel", params(kernels("fake_quantize_backward")))
+def test_gradients_equal_the_reference_and_those_of_scales_within_their_bound(kernel: Kernel):
+    spec = OPS[kernel.op]
+    for call, (grad_x, grad_scale) in expected(kernel.op)[:: 23 if kernel.variant.interpreted else 1]:
+        got = kernel.run(moved(call, kernel.variant.device))
+        if got is None:
+            continue
+        assert_same_bits(got[0].cpu(), grad_x, f"{kernel}: {describe(call)}")
+        error, bound = (got[1].cpu() - grad_scale).abs(), spec.tolerance(call, kernel.impl.numerics)
+        same = (error <= bound) | (got[1].cpu() == grad_scale) | (got[1].cpu().isnan() & grad_scale.isnan())
+        assert bool(same.all()), f"{kernel}: scales of {describe(call)}"
+
+
+@pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group24", "int4:col", "nf4"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted and str(p.values[0]) != "reference"])
+def test_sums_of_gradients_over_blocks_in_pieces(variant: Variant, count, name):
+    """Few significant bits, so that sums are exact and agree in every bit; masked grads are Inf, NaN and -0."""
+    s = lb.scheme(name)
+    x = (random_matrix(140, 4203, seed=8) * 64).round().clamp(-3000, 3000) / 64
+    grad = 2.0 ** torch.randint(-1, 2, x.shape) * torch.randint(0, 2, x.shape).mul(2).sub(1)
+    scale = torch.full(s.scale_shape(*x.shape), 0.25)
+    zero = torch.full(scale.shape, 5, dtype=torch.uint8) if s.affine else None
+    call = OPS["fake_quantize_backward"].args(grad, x, name, scale, zero)
+    wild = grad.where(x.abs() < 3, torch.tensor([torch.inf, -0.0, torch.nan])[torch.randint(0, 3, x.shape)])
+    with lb.use_backend("reference"):
+        wanted = torch.ops.lowbit.fake_quantize_backward(*call)
+        masked = torch.ops.lowbit.fake_quantize_backward(wild.bfloat16(), x, name)[0]
+    with variant.use(), threads(count):
+        there = moved(call, variant.device)
+        got = torch.ops.lowbit.fake_quantize_backward(*there)
+        again = torch.ops.lowbit.fake_quantize_backward(wild.bfloat16().to(variant.device), there.x, name)[0]
+    assert_same_bits(got[0].cpu(), wanted[0], name)
+    if s.format.kind != "codebook":  # whose levels have many bits
+        assert_same_bits(got[1].cpu() + 0.0, wanted[1] + 0.0, name)
+    assert_same_bits(again.cpu(), masked, name)
+
+
 @functools.cache
 def large() -> list[tuple[str, Tensor, lb.Quantized, Tensor]]:
     """Schemes on a matrix large enough for every thread and every tail of a vector loop, by the reference."""

@@ -164,6 +164,12 @@ LOWBIT_HD uint32_t encode_integer(float v, const FormatParams& f, float zero_poi
     return static_cast<uint32_t>(static_cast<int32_t>(q)) & ((1u << f.bits) - 1u);
 }
 
+// Whether v = x / scale is encoded without clamping; NaN is not.
+LOWBIT_HD bool integer_in_range(float v, const FormatParams& f, float zero_point) {
+    const float q = rintf(v) + zero_point;
+    return q >= static_cast<float>(f.qmin) && q <= static_cast<float>(f.qmax);
+}
+
 LOWBIT_HD uint32_t encode_codebook(float v, const uint32_t* thresholds, int count, uint32_t zero_code) {
     if (is_nan(bits_of(v))) return zero_code;
     uint32_t code = 0;

@@ -31,6 +31,7 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
         e.thresholds = row->thresholds;
         e.num_thresholds = row->num_thresholds;
         e.nan_code = e.canonical = static_cast<uint32_t>(row->zero_code);
+        e.limit = row->values[f.max_code];
     } else if (f.kind == kKindFloat) {
         e.nan_code = e.canonical = static_cast<uint32_t>(f.nan_code >= 0 ? f.nan_code : f.max_code);
         // Where overflow is not the largest code it is the next one, which is the next value of the unbounded grid.

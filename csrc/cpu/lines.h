@@ -20,7 +20,8 @@ struct Encoder {
     int32_t num_thresholds;
     uint32_t nan_code;   // of a positive NaN
     uint32_t canonical;  // the code that fills a block with Inf or NaN
-    uint32_t limit;      // fp32 bits: magnitudes are clamped to it, after which overflow needs no care
+    uint32_t limit;      // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
+                         // saturating, the largest value (not of integers)
     bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range
 };
 Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
@@ -52,6 +53,11 @@ struct Lines {
     // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding.
     void (*encode)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
                    const uint16_t* noise, uint8_t* codes);
+    // 1 where x / factor is encoded without clamping, else 0; the encoder saturates.
+    void (*in_range)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
+                     uint8_t* kept);
+    // x / factor as fp32.
+    void (*quotients)(const void* x, Dtype dtype, int64_t n, const Factors& factors, float* out);
     // (value - zero) * factor; with factors every NaN is the positive canonical one, without it has its code's sign.
     void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out,
                    Dtype dtype);

@@ -150,4 +150,5 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr Lines kTable{encode, decode, block_stats, column_stats, finite_amax, noise, pack, unpack};
+constexpr Lines kTable{encode,       in_range,    quotients, decode, block_stats,
+                       column_stats, finite_amax, noise,     pack,   unpack};

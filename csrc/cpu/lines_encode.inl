@@ -1,4 +1,4 @@
-// Codes from numbers: docs/numerics.md sections 2, 3, 4 and 7. Part of lines_body.inl.
+// Codes from numbers: docs/numerics.md sections 2, 3, 4 and 7; which are in range: section 10. Part of lines_body.inl.
 
 struct FloatCodes {
     const U limit, emin, nan, nan_sign;
@@ -59,6 +59,10 @@ struct IntegerCodes {
     explicit IntegerCodes(const Encoder& e)
         : low(I{} + e.format.qmin), high(I{} + e.format.qmax), mask(splat((1u << e.format.bits) - 1u)) {}
 
+    static I nearest(const Quotient& q) {
+        const U a = smaller(q.magnitude, splat(0x44800000u));
+        return (I)((F)(a | q.sign) + splat(12582912.0f)) - 0x4b400000;
+    }
     U finish(const Quotient& q, I whole, F zero) const {
         const I zero_point = __builtin_convertvector(zero, I);
         I code = whole + zero_point;
@@ -71,10 +75,7 @@ struct IntegerCodes {
 struct IntegerNearest : IntegerCodes {
     explicit IntegerNearest(const Encoder& e) : IntegerCodes(e) {}
 
-    U operator()(const Quotient& q, F zero, const uint16_t*) const {
-        const U a = smaller(q.magnitude, splat(0x44800000u));
-        return finish(q, (I)((F)(a | q.sign) + splat(12582912.0f)) - 0x4b400000, zero);
-    }
+    U operator()(const Quotient& q, F zero, const uint16_t*) const { return finish(q, nearest(q), zero); }
 };
 
 struct IntegerStochastic : IntegerCodes {
@@ -103,6 +104,23 @@ struct CodebookNearest {
         for (int k = 0; k < count; ++k) code -= (I)(v > splat(float_of(thresholds[k])));
         return q.magnitude > splat(kInf) ? nan : (U)code;
     }
+};
+
+// 1 in range, 0 out of it, in place of codes.
+struct IntegerInRange : IntegerCodes {
+    explicit IntegerInRange(const Encoder& e) : IntegerCodes(e) {}
+
+    U operator()(const Quotient& q, F zero, const uint16_t*) const {
+        const I code = nearest(q) + __builtin_convertvector(zero, I);
+        return (U)((code >= low) & (code <= high)) & 1u;
+    }
+};
+
+struct ValueInRange {
+    const U limit;
+    explicit ValueInRange(const Encoder& e) : limit(splat(e.limit)) {}
+
+    U operator()(const Quotient& q, F, const uint16_t*) const { return (U)(q.magnitude <= limit) & 1u; }
 };
 
 template <class Type, Factors::Mode mode, class Codes>
@@ -163,5 +181,30 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
         }
         return e.stochastic ? encode_factors<Type, FloatStochastic>(e, x, n, f, noise, codes)
                             : encode_factors<Type, FloatNearest>(e, x, n, f, noise, codes);
+    });
+}
+
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, uint8_t* kept) {
+    dispatch(dtype, [&](auto type) {
+        using Type = decltype(type);
+        return e.format.kind == kKindInteger ? encode_factors<Type, IntegerInRange>(e, x, n, f, nullptr, kept)
+                                             : encode_factors<Type, ValueInRange>(e, x, n, f, nullptr, kept);
+    });
+}
+
+void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
+    dispatch(dtype, [&](auto type) {
+        using Type = decltype(type);
+        const auto* p = static_cast<const typename Type::Element*>(x);
+        int64_t i = 0;
+        auto line = [&](const auto& factor) {
+            for (; i + kLanes <= n; i += kLanes) store(out + i, divide(Type::read(p + i), factor, i).bits());
+        };
+        if (f.mode == Factors::kNone) line(Factor<Factors::kNone>(f));
+        if (f.mode == Factors::kOne) line(Factor<Factors::kOne>(f));
+        if (f.mode == Factors::kEach) line(Factor<Factors::kEach>(f));
+        Factors rest = f;
+        if (rest.each) rest.each += i;
+        lines_scalar().quotients(p + i, dtype, n - i, rest, out + i);
     });
 }

@@ -50,6 +50,21 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
     }
 }
 
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, uint8_t* kept) {
+    for (int64_t i = 0; i < n; ++i) {
+        const float v = quotient(float_of(load(x, dtype, i)), factor(f, i));
+        kept[i] = e.format.kind == kKindInteger ? integer_in_range(v, e.format, zero(f, i))
+                                                : (bits_of(v) & kMagnitude) <= e.limit;
+    }
+}
+
+void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
+    for (int64_t i = 0; i < n; ++i) {
+        const float v = float_of(load(x, dtype, i));
+        out[i] = f.mode == Factors::kNone ? v : quotient(v, factor(f, i));
+    }
+}
+
 void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out, Dtype dtype) {
     const uint32_t mask = (1u << d.format.bits) - 1;
     for (int64_t i = 0; i < n; ++i) {
@@ -119,7 +134,8 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const Lines& lines_scalar() {
-    static constexpr Lines table{encode, decode, block_stats, column_stats, finite_amax, noise, pack, unpack};
+    static constexpr Lines table{encode,       in_range,    quotients, decode, block_stats,
+                                 column_stats, finite_amax, noise,     pack,   unpack};
     return table;
 }
 

@@ -1,118 +1,23 @@
-// quantize, quantize_static, dequantize, fake_quantize: blocks, scales and elements of a matrix.
+// quantize, quantize_static, dequantize, fake_quantize and its gradient: scales and elements of a matrix.
 //
-// The matrix is cut into tiles: some columns of the rows of one row of blocks. Where blocks are small, a tile holds
-// whole ones, and one thread reads it twice, the second time from cache: once for the scales, once for the codes.
-// Blocks too large for that (or too few to share out) take two passes over memory, whose maxima do not depend on their
-// order.
-#include <numeric>
+// Where blocks are small, a tile holds whole ones, and one thread reads it twice, the second time from cache: once for
+// the scales, once for the codes. Blocks too large for that (or too few to share out) take two passes over memory,
+// whose maxima do not depend on their order.
 #include <vector>
 
 #include "common/scales.h"
 #include "cpu/codec.h"
 #include "cpu/lines.h"
 #include "cpu/runs.h"
+#include "cpu/tiles.h"
 
 namespace lowbit::cpu {
 namespace {
 
-constexpr int64_t kNarrow = 16;       // blocks of fewer columns: maxima by columns, folded afterwards
 constexpr int64_t kSpread = 128;      // blocks of fewer columns: factors spread out to one an element
 constexpr int64_t kCached = 1 << 18;  // elements of a block that surely stay in the second-level cache
 
-constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole blocks
-
-// How a scheme's blocks lie on the matrix.
-struct Blocks {
-    Blocks(Shape s, const SchemeParams& p)
-        : rows(s.rows),
-          cols(s.cols),
-          height(std::min(p.block_rows, s.rows)),
-          width(std::min(p.block_cols, s.cols)),
-          down((s.rows + height - 1) / height),
-          across((s.cols + width - 1) / width) {}
-    int64_t rows, cols, height, width, down, across;
-};
-
-// Rows [row, row + height) of one row of blocks, columns [begin, end).
-struct Tile {
-    int64_t row, height, begin, end;
-};
-
-// Numbers of tiles of at most `height` rows and `width` columns; `width` never straddles a block if it is larger than
-// one.
-class Tiles {
-  public:
-    Tiles(const Blocks& blocks, int64_t height, int64_t width)
-        : b_(blocks),
-          height_(std::min(height, blocks.height)),
-          width_(width),
-          down_((blocks.height + height_ - 1) / height_),
-          across_((blocks.cols + width - 1) / width) {}
-
-    int64_t count() const { return b_.down * down_ * across_; }
-    int64_t elements() const { return height_ * std::min(width_, b_.cols); }
-    Tile at(int64_t i) const {
-        const int64_t strip = i / across_, first = strip / down_ * b_.height, row = first + strip % down_ * height_;
-        const int64_t end = std::min({row + height_, first + b_.height, b_.rows}), begin = i % across_ * width_;
-        return {row, std::max<int64_t>(end - row, 0), begin, std::min(begin + width_, b_.cols)};
-    }
-    // Calls f(Worker&, tile) on several threads, with one Worker a thread.
-    template <class Worker, class F>
-    void run(const F& f) const {
-        parallel_for(count(), (kGrain + elements() - 1) / elements(), [&](int64_t first, int64_t last) {
-            Worker worker;
-            for (int64_t i = first; i < last; ++i) f(worker, at(i));
-        });
-    }
-
-  private:
-    const Blocks& b_;
-    int64_t height_, width_, down_, across_;
-};
-
-// Tiles that need no whole blocks: runs of some rows, over which spread factors serve.
-Tiles plain_tiles(const Blocks& b) { return Tiles(b, std::max<int64_t>(kPlain / std::min(b.cols, kRun), 1), kRun); }
-
-// Columns of tiles that hold whole blocks, at whole bytes of packed codes.
-int64_t whole_width(const Blocks& b) {
-    const int64_t unit = b.width / std::gcd(b.width, int64_t{8}) * 8;
-    const int64_t wanted = std::clamp<int64_t>(kGrain / b.height, 256, kRun);
-    return unit >= b.cols ? b.cols : std::max(unit, wanted / unit * unit);
-}
-
-// -- statistics
-// --------------------------------------------------------------------------------------------------------
-
-// The largest positive and negative magnitudes of each block in a tile (`high` alone, of both, without a zero point).
-class Stats {
-  public:
-    void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
-        const int64_t n = t.end - t.begin;
-        const bool narrow = b.width < kNarrow;
-        const size_t slots = static_cast<size_t>(narrow ? n : (n + b.width - 1) / b.width);
-        high.assign(slots, 0);
-        low.assign(slots, 0);
-        for (int64_t r = t.row; r < t.row + t.height; ++r) {
-            const void* from = advance(x.data, r * x.stride + t.begin, x.dtype);
-            if (narrow) {
-                line.column_stats(from, x.dtype, n, affine, high.data(), low.data());
-            } else {
-                line.block_stats(from, x.dtype, n, b.width, affine, high.data(), low.data());
-            }
-        }
-        if (!narrow || b.width == 1) return;
-        for (int64_t j = 0; j < n; ++j) {
-            const size_t from = static_cast<size_t>(j), to = static_cast<size_t>(j / b.width);
-            const bool first = j % b.width == 0;
-            high[to] = first ? high[from] : std::max(high[to], high[from]);
-            low[to] = first ? low[from] : std::max(low[to], low[from]);
-        }
-    }
-    std::vector<uint32_t> high, low;
-};
-
-// -- elements
-// ----------------------------------------------------------------------------------------------------------
+// -- elements ---------------------------------------------------------------------------------------------------------
 
 // Where codes come from and go to, and how.
 struct Job {
@@ -128,10 +33,41 @@ struct Job {
     const uint8_t* stored = nullptr;  // packed; null: they are made from x
     const Decoder* decoder = nullptr;
     Results out{};
+    Values grad{};            // null: out is not gradients
+    float* slopes = nullptr;  // of each tile, the sums of `slots` blocks; null: nobody asks for the scales' gradient
+    int64_t slots = 0;
     bool dynamic = false;  // scales come from x itself: a NaN scale makes canonical codes
 
     bool broken(const BlockScale& s) const { return dynamic && is_nan(bits_of(s.value)); }
 };
+
+const void* at_run(const Values& x, const Run& run) { return advance(x.data, run.row * x.stride + run.begin, x.dtype); }
+void* at_run(const Results& x, const Run& run) { return advance(x.data, run.row * x.stride + run.begin, x.dtype); }
+
+// The bits of `x` where `kept` is 1, +0 where it is 0.
+template <class Word>
+void select(const void* x, const uint8_t* kept, int64_t n, void* out) {
+    const Word* from = static_cast<const Word*>(x);
+    Word* to = static_cast<Word*>(out);
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<Word>(from[i] & static_cast<Word>(-kept[i]));
+}
+
+// The sum of what a block's elements add to the gradient of its scale, in one order for all instruction sets.
+float sum_slopes(const uint8_t* kept, const float* level, const float* quotient, const float* grad, float zero_point,
+                 int64_t n) {
+    constexpr int64_t kSums = 8;
+    float sums[kSums] = {};
+    auto add = [&](int64_t i, int64_t j) {
+        const float l = level[i] - zero_point, inside = l - quotient[i];
+        sums[j] += (kept[i] ? inside : l) * grad[i];
+    };
+    int64_t i = 0;
+    for (; i + kSums <= n; i += kSums) {
+        for (int64_t j = 0; j < kSums; ++j) add(i + j, j);
+    }
+    for (int64_t j = 0; i + j < n; ++j) add(i + j, j);
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
 
 // Encodes and decodes tiles, given their blocks' scales; holds the scratch memory of one thread.
 class Worker {
@@ -140,15 +76,19 @@ class Worker {
     std::vector<BlockScale> scales;  // of the blocks that the tile touches, from the one at its first column on
 
     void apply(const Job& job, const Tile& t) {
-        const bool spread = job.blocks.width < kSpread;
+        spread_ = job.blocks.width < kSpread;
         broken_ = std::any_of(scales.begin(), scales.end(), [&](const BlockScale& s) { return job.broken(s); });
         for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
             const int64_t count = std::min(kRun, t.end - begin);
-            if (spread) spread_factors(job, t, begin, count);
+            if (spread_) spread_factors(job, t, begin, count);
             for (int64_t row = t.row; row < t.row + t.height; ++row) {
                 const Run run{row, begin, count};
-                const uint8_t* codes = job.stored ? unpacked(job, run) : encoded(job, t, run, spread);
-                if (job.decoder) decode(job, t, run, spread, codes);
+                if (job.grad.data) {
+                    backward(job, t, run);
+                    continue;
+                }
+                const uint8_t* codes = job.stored ? unpacked(job, run) : encoded(job, t, run);
+                if (job.decoder) decode(job, t, run, codes);
             }
         }
     }
@@ -158,8 +98,14 @@ class Worker {
         uint8_t codes[kRun];
         float divisor[kRun], scale[kRun], zero[kRun];
     };
+    struct SlopeLine {
+        uint8_t codes[kRun];
+        float level[kRun], quotient[kRun], grad[kRun];
+    };
     std::unique_ptr<Line> line_{new Line};
+    std::unique_ptr<SlopeLine> slope_;
     Noise noise_;
+    bool spread_ = false;  // factors are spread out to one an element
     bool broken_ = false;  // whether any block of the tile is
 
     // Calls f(column within the run, count, scale) for each block in columns [begin, begin + count) of the tile.
@@ -180,12 +126,18 @@ class Worker {
         });
     }
 
-    Factors spread_out(const Job& job, const float* each) const {
-        Factors f;
-        f.mode = Factors::kEach;
-        f.each = each;
-        f.zeros = job.scheme.affine ? line_->zero : nullptr;
-        return f;
+    // Calls f(column within the run, count, divisors or else multipliers) for the run at once, or for each block.
+    template <class F>
+    void with_factors(const Job& job, const Tile& t, const Run& run, bool divide, const F& f) const {
+        if (spread_) {
+            Factors all{Factors::kEach};
+            all.each = divide ? line_->divisor : line_->scale;
+            all.zeros = job.scheme.affine ? line_->zero : nullptr;
+            return f(0, run.count, all);
+        }
+        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
+            f(at, n, Factors{Factors::kOne, divide ? divisor_of(s.value) : s.value, s.zero_point});
+        });
     }
 
     const uint8_t* unpacked(const Job& job, const Run& run) {
@@ -196,49 +148,70 @@ class Worker {
         return line_->codes;
     }
 
-    const uint8_t* encoded(const Job& job, const Tile& t, const Run& run, bool spread) {
+    const uint8_t* encoded(const Job& job, const Tile& t, const Run& run) {
         const int bits = job.scheme.format.bits;
         uint8_t* to =
             job.codes ? job.codes + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8 : nullptr;
         uint8_t* codes = to && bits == 8 ? to : line_->codes;
         const Encoder& e = *job.encoder;
         const uint16_t* noise = e.stochastic ? noise_.at(job.line, job.rng, run) : nullptr;
-        const void* x = advance(job.x.data, run.row * job.x.stride + run.begin, job.x.dtype);
-        if (spread) job.line.encode(e, x, job.x.dtype, run.count, spread_out(job, line_->divisor), noise, codes);
-        if (spread && !broken_) return finish(job, run, to, codes);
-        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
-            if (job.broken(s)) {
-                std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));
-            } else if (!spread) {
-                job.line.encode(e, advance(x, at, job.x.dtype), job.x.dtype, n,
-                                {Factors::kOne, divisor_of(s.value), s.zero_point}, noise ? noise + at : nullptr,
-                                codes + at);
-            }
+        const void* x = at_run(job.x, run);
+        with_factors(job, t, run, true, [&](int64_t at, int64_t n, const Factors& f) {
+            job.line.encode(e, advance(x, at, job.x.dtype), job.x.dtype, n, f, noise ? noise + at : nullptr,
+                            codes + at);
         });
-        return finish(job, run, to, codes);
-    }
-
-    // Packs a run of codes that has been made apart from where it belongs.
-    static const uint8_t* finish(const Job& job, const Run& run, uint8_t* to, const uint8_t* codes) {
-        if (to && to != codes) pack_run(job.line, codes, run.count, job.scheme.format.bits, to);
+        if (broken_) {
+            each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
+                if (job.broken(s)) std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));
+            });
+        }
+        if (to && to != codes) pack_run(job.line, codes, run.count, bits, to);
         return codes;
     }
 
-    void decode(const Job& job, const Tile& t, const Run& run, bool spread, const uint8_t* codes) {
-        void* out = advance(job.out.data, run.row * job.out.stride + run.begin, job.out.dtype);
-        if (spread) {
-            job.line.decode(*job.decoder, codes, run.count, spread_out(job, line_->scale), out, job.out.dtype);
-            return;
+    void decode(const Job& job, const Tile& t, const Run& run, const uint8_t* codes) {
+        void* out = at_run(job.out, run);
+        with_factors(job, t, run, false, [&](int64_t at, int64_t n, const Factors& f) {
+            job.line.decode(*job.decoder, codes + at, n, f, advance(out, at, job.out.dtype), job.out.dtype);
+        });
+    }
+
+    // The gradient of a run's elements: grad where they were in range.
+    void backward(const Job& job, const Tile& t, const Run& run) {
+        const void *x = at_run(job.x, run), *grad = at_run(job.grad, run);
+        uint8_t* kept = line_->codes;
+        with_factors(job, t, run, true, [&](int64_t at, int64_t n, const Factors& f) {
+            job.line.in_range(*job.encoder, advance(x, at, job.x.dtype), job.x.dtype, n, f, kept + at);
+        });
+        if (size_of(job.grad.dtype) == 4) {
+            select<uint32_t>(grad, kept, run.count, at_run(job.out, run));
+        } else {
+            select<uint16_t>(grad, kept, run.count, at_run(job.out, run));
         }
-        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& s) {
-            job.line.decode(*job.decoder, codes + at, n, {Factors::kOne, s.value, s.zero_point},
-                            advance(out, at, job.out.dtype), job.out.dtype);
+        if (job.slopes) add_slopes(job, t, run, x, grad, kept);
+    }
+
+    // Adds a run's part of the gradients of the scales to the tile's sums.
+    void add_slopes(const Job& job, const Tile& t, const Run& run, const void* x, const void* grad,
+                    const uint8_t* kept) {
+        if (!slope_) slope_.reset(new SlopeLine);
+        SlopeLine& s = *slope_;
+        with_factors(job, t, run, true, [&](int64_t at, int64_t n, const Factors& f) {
+            const void* from = advance(x, at, job.x.dtype);
+            job.line.encode(*job.encoder, from, job.x.dtype, n, f, nullptr, s.codes + at);
+            job.line.quotients(from, job.x.dtype, n, f, s.quotient + at);
+        });
+        job.line.decode(*job.decoder, s.codes, run.count, {}, s.level, Dtype::kFloat32);
+        job.line.quotients(grad, job.grad.dtype, run.count, {}, s.grad);
+        float* sums = job.slopes + t.index * job.slots;
+        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, const BlockScale& block) {
+            sums[&block - scales.data()] +=
+                sum_slopes(kept + at, s.level + at, s.quotient + at, s.grad + at, block.zero_point, n);
         });
     }
 };
 
-// -- scales
-// ------------------------------------------------------------------------------------------------------------
+// -- scales -----------------------------------------------------------------------------------------------------------
 
 void run_with_scales(const Job& job, const Scales& from) {
     const Blocks& b = job.blocks;
@@ -298,7 +271,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
             const int64_t begin = whole ? column * width : column / pieces * b.width + column % pieces * kRun;
             const int64_t end = std::min(begin + width, block_end);
             if (row >= bottom || begin >= end) continue;
-            stats.of(job.line, job.x, b, {row, bottom - row, begin, end}, job.scheme.affine);
+            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0}, job.scheme.affine);
             const size_t at = static_cast<size_t>(row / b.height * b.across + begin / b.width);
             for (size_t j = 0; j < static_cast<size_t>((end - begin + b.width - 1) / b.width); ++j) {
                 raise(high[at + j], stats.high[j]);
@@ -381,6 +354,33 @@ void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, con
     job.decoder = &decoder;
     job.out = out;
     run(job, scales);
+}
+
+void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, const SchemeParams& scheme,
+                            const Scales& scales, const Results& grad_x, float* grad_scale) {
+    const Encoder encoder = make_encoder(scheme.format, true, false);
+    const Decoder decoder(scheme.format);
+    Job job = encoding(x, shape, scheme, encoder, {});
+    job.grad = grad;
+    job.out = grad_x;
+    if (!grad_scale) return run(job, scales);
+    const Blocks& b = job.blocks;
+    const Tiles tiles = plain_tiles(b);
+    job.slots = std::min(kRun, b.cols) / b.width + 2;
+    std::vector<float> slopes(static_cast<size_t>(tiles.count() * job.slots));
+    job.slopes = slopes.data();
+    job.decoder = &decoder;
+    run_with_scales(job, scales);
+    parallel_for(b.down * b.across, kGrain, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            const int64_t block = i % b.across;
+            float sum = 0.0f;
+            tiles.touching(i / b.across, block, [&](int64_t tile, int64_t begin) {
+                sum += job.slopes[tile * job.slots + block - begin / b.width];
+            });
+            grad_scale[i] = sum;
+        }
+    });
 }
 
 }  // namespace lowbit::cpu

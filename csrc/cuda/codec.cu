@@ -33,10 +33,11 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-template <int Kind, bool Stochastic>
+template <int Kind, int Mode>
 struct RunEncode {
     static const char* run(const EncodeArgs& args, const Octets& octets, cudaStream_t stream) {
-        return launch(encode_kernel<Kind, Stochastic>, grid_of(octets.total), kThreads, 0, stream, args, octets);
+        return launch(encode_kernel<Kind, Mode == kStochastic>, grid_of(octets.total), kThreads, 0, stream, args,
+                      octets);
     }
 };
 
@@ -122,7 +123,9 @@ const char* launch_encode(const Matrix& x, const Codes& out, const FormatParams&
     const char* error = make_codec(format, &args.codec);
     if (error == nullptr) error = make_octets(x.rows, x.cols, &octets);
     if (error != nullptr) return error;
-    return for_kind<RunEncode>(format.kind, rounding, args, octets, static_cast<cudaStream_t>(stream));
+    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+    return rounding == kStochastic ? for_kind<RunEncode, kStochastic>(format.kind, args, octets, on)
+                                   : for_kind<RunEncode, kNearest>(format.kind, args, octets, on);
 }
 
 const char* launch_decode(const Codes& codes, const Matrix& out, const FormatParams& format, void* stream) {

@@ -76,6 +76,13 @@ LOWBIT_HD uint32_t decode_any(uint32_t code, const Codec& codec) {
     }
 }
 
+// Whether v = x / scale is encoded without clamping; `largest` is the format's largest value, as fp32 bits.
+template <int Kind>
+LOWBIT_HD bool in_range(float v, const Codec& codec, float zero_point, uint32_t largest) {
+    if (Kind == kKindInteger) return integer_in_range(v, codec.format, zero_point);
+    return (bits_of(v) & kMagnitude) <= largest;
+}
+
 // What the elements of a block with Inf or NaN become (docs/numerics.md section 5).
 template <int Kind>
 LOWBIT_HD uint32_t canonical_code(const Codec& codec) {
@@ -158,6 +165,38 @@ __device__ __forceinline__ void store_octet(const uint32_t (&bits)[8], const Mat
         }
         *reinterpret_cast<uint4*>(static_cast<uint16_t*>(x.data) + at) =
             make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+// Copies those of `count` elements whose bit of `kept` is set, and +0 for the others; Word is as wide as an element.
+template <class Word>
+__device__ __forceinline__ void select_octet(const Matrix& from, const Matrix& to, bool aligned, int64_t row,
+                                             int64_t col, int count, uint32_t kept) {
+    const Word* in = static_cast<const Word*>(from.data) + row * from.pitch + col;
+    Word* out = static_cast<Word*>(to.data) + row * to.pitch + col;
+    if (!aligned || count < 8) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j < count) out[j] = ((kept >> j) & 1u) != 0 ? in[j] : Word{0};
+        }
+        return;
+    }
+    constexpr int kWords = 2 * sizeof(Word), kEach = 4 / sizeof(Word);  // 32-bit words of an octet; elements of one
+    uint32_t words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+        const uint4 packed = reinterpret_cast<const uint4*>(in)[i];
+        words[4 * i] = packed.x, words[4 * i + 1] = packed.y, words[4 * i + 2] = packed.z, words[4 * i + 3] = packed.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const uint32_t ones = static_cast<uint32_t>(static_cast<Word>(~Word{0})) << (j % kEach * 16);
+        if (((kept >> j) & 1u) == 0) words[j / kEach] &= ~ones;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+        reinterpret_cast<uint4*>(out)[i] =
+            make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
     }
 }
 

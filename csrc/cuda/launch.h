@@ -55,6 +55,12 @@ const char* launch_dequantize(const Codes& codes, const Scales& scales, const Ma
 const char* launch_fake_quantize(const Matrix& x, const Scales& scales, const Matrix& out, const SchemeParams& scheme,
                                  int rounding, const Rng& rng, void* scratch, void* stream);
 
+int64_t fake_quantize_backward_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols, bool dynamic);
+// `grad_x` has grad's dtype. `grad_scale`, fp32 and one a block, for scales that are given; or null.
+const char* launch_fake_quantize_backward(const Matrix& grad, const Matrix& x, const Scales& scales,
+                                          const Matrix& grad_x, float* grad_scale, const SchemeParams& scheme,
+                                          void* scratch, void* stream);
+
 // One operand of scaled_mm: codes of `scheme`, or bf16 values when `coded` is false (then pitch is in bytes still).
 struct MmOperand {
     Codes codes;

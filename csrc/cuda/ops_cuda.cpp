@@ -202,6 +202,27 @@ void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, M
                                   on.stream()));
 }
 
+void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer,
+                            Tensor grad_x, MaybeTensor grad_scale, Ints scheme) {
+    const On on(grad);
+    const lb::Matrix come = matrix_of(grad, "grad"), from = matrix_of(x, "x"), to = matrix_of(grad_x, "grad_x");
+    STD_TORCH_CHECK(from.rows == to.rows && from.cols == to.cols && from.rows == come.rows && from.cols == come.cols &&
+                        come.dtype == to.dtype,
+                    "lowbit: gradients must have x's shape, and one dtype");
+    const lowbit::SchemeParams params = scheme_of(scheme);
+    const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
+    float* slopes = nullptr;
+    if (grad_scale.has_value()) {
+        STD_TORCH_CHECK(scale.has_value() && grad_scale->is_contiguous() &&
+                            grad_scale->scalar_type() == ScalarType::Float && grad_scale->numel() == scale->numel(),
+                        "lowbit: grad_scale must be contiguous float32, one for each scale given");
+        slopes = static_cast<float*>(grad_scale->data_ptr());
+    }
+    const Tensor scratch =
+        scratch_of(x, lb::fake_quantize_backward_scratch(params, from.rows, from.cols, !scale.has_value()));
+    done(lb::launch_fake_quantize_backward(come, from, scales, to, slopes, params, scratch.data_ptr(), on.stream()));
+}
+
 lb::MmOperand operand_of(const char* name, const Tensor& data, const Ints& scheme, const MaybeTensor& scale,
                          const MaybeTensor& zero_point, const MaybeTensor& outer, int64_t cols) {
     require_rows(data, name);
@@ -249,5 +270,6 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CUDA, m) {
     m.impl("quantize_static", TORCH_BOX(&quantize_static));
     m.impl("dequantize", TORCH_BOX(&dequantize));
     m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+    m.impl("fake_quantize_backward", TORCH_BOX(&fake_quantize_backward));
     m.impl("scaled_mm", TORCH_BOX(&scaled_mm));
 }

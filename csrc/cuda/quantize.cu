@@ -1,4 +1,4 @@
-// quantize, quantize_static, fake_quantize and outer_scale: which kernels run, and with what scratch.
+// quantize, quantize_static, fake_quantize, its gradient and outer_scale: which kernels run, and with what scratch.
 #include "cuda/quantize.cuh"
 
 namespace lowbit {
@@ -19,9 +19,9 @@ Scratch scratch_of(const Blocks& b) {
     return {scale_at, zero_point_at, zero_point_at + blocks};
 }
 
-// Scales from x itself, then codes or values into args.sink.
-const char* quantize_dynamic(QuantizeArgs args, int rounding, void* scratch, cudaStream_t stream) {
-    if (is_fused(args.blocks)) return launch_fused(args, rounding, stream);
+// Scales from x itself, then what `mode` makes of the elements into args.sink.
+const char* quantize_dynamic(QuantizeArgs args, int mode, void* scratch, cudaStream_t stream) {
+    if (is_fused(args.blocks)) return launch_fused(args, mode, stream);
     const Scratch layout = scratch_of(args.blocks);
     uint8_t* base = static_cast<uint8_t*>(scratch);
     Extremes* extremes = reinterpret_cast<Extremes*>(base);
@@ -31,7 +31,7 @@ const char* quantize_dynamic(QuantizeArgs args, int rounding, void* scratch, cud
     }
     const char* error = launch_extremes(args.x, args.blocks, false, extremes, stream);
     if (error == nullptr) error = launch_scales(extremes, args.blocks, args.scales, stream);
-    return error != nullptr ? error : launch_given(args, rounding, stream);
+    return error != nullptr ? error : launch_given(args, mode, stream);
 }
 
 const char* make_args(const Matrix& x, const Scales& scales, const Sink& sink, const SchemeParams& scheme,
@@ -90,6 +90,25 @@ const char* launch_fake_quantize(const Matrix& x, const Scales& scales, const Ma
     if (error != nullptr) return error;
     const cudaStream_t on = static_cast<cudaStream_t>(stream);
     return dynamic ? quantize_dynamic(args, rounding, scratch, on) : launch_given(args, rounding, on);
+}
+
+int64_t fake_quantize_backward_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols, bool dynamic) {
+    if (dynamic) return quantize_scratch(scheme, rows, cols);
+    Blocks blocks;
+    return make_blocks(scheme, rows, cols, &blocks) != nullptr ? 0 : slopes_scratch(blocks);
+}
+
+const char* launch_fake_quantize_backward(const Matrix& grad, const Matrix& x, const Scales& scales,
+                                          const Matrix& grad_x, float* grad_scale, const SchemeParams& scheme,
+                                          void* scratch, void* stream) {
+    QuantizeArgs args;
+    const bool dynamic = scales.scale == nullptr;
+    const char* error = make_args(x, scales, sink_of(grad_x, grad), scheme, {}, dynamic, &args);
+    if (error != nullptr) return error;
+    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+    if (dynamic) return quantize_dynamic(args, kGradient, scratch, on);
+    error = launch_given(args, kGradient, on);
+    return error != nullptr || grad_scale == nullptr ? error : launch_slopes(args, grad_scale, scratch, on);
 }
 
 }  // namespace cuda

@@ -1,5 +1,6 @@
-// Scales and codes in one pass over memory, for blocks that are many and small enough for one team of threads each:
-// rows, groups along rows, MX, NVFP4 and tiles. A team reads its block twice, the second time from cache or registers.
+// Scales, and with them codes, values or gradients, in one pass over memory, for blocks that are many and small enough
+// for one team of threads each: rows, groups along rows, MX, NVFP4 and tiles. A team reads its block twice, the second
+// time from cache or registers.
 #include "cuda/quantize.cuh"
 
 namespace lowbit {
@@ -51,7 +52,7 @@ __device__ __forceinline__ Extremes reduce(Extremes mine, uint32_t size) {
 }
 
 // Two blocks a multiprocessor at least: told nothing, ptxas for sm_100 and sm_120 keeps to 64 registers, and spills.
-template <int Kind, bool Stochastic>
+template <int Kind, int Mode>
 __global__ void __launch_bounds__(kThreads, 2)
     quantize_fused_kernel(const __grid_constant__ QuantizeArgs args, uint32_t team, uint32_t num_blocks) {
     const Blocks& b = args.blocks;
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (there && mine == 0 && args.scales.scale != nullptr) write_scale(args.scales, b, block, scale);
         // Backwards, so that the octet read last is still in registers.
         while (at < region.total) {
-            quantize_octet<Kind, Stochastic>(bits, args, octet.row, octet.col, octet.count, [&](int) { return scale; });
+            finish_octet<Kind, Mode>(bits, args, octet.row, octet.col, octet.count, [&](int) { return scale; });
             if (at < team) break;
             at -= team;
             octet = octet_of(region, at);
@@ -86,11 +87,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 }
 
-template <int Kind, bool Stochastic>
+template <int Kind, int Mode>
 struct Run {
     static const char* run(const QuantizeArgs& args, uint32_t team, uint32_t num_blocks, cudaStream_t stream) {
         const uint32_t grid = grid_of(num_blocks > UINT32_MAX / team ? UINT32_MAX : num_blocks * team);
-        return launch(quantize_fused_kernel<Kind, Stochastic>, grid, kThreads, 0, stream, args, team, num_blocks);
+        return launch(quantize_fused_kernel<Kind, Mode>, grid, kThreads, 0, stream, args, team, num_blocks);
     }
 };
 
@@ -111,10 +112,10 @@ bool is_fused(const Blocks& b) {
     return b.whole_octets && blocks <= INT32_MAX && (octets <= 4096 || (blocks >= 256 && octets <= (1u << 20)));
 }
 
-const char* launch_fused(const QuantizeArgs& args, int rounding, cudaStream_t stream) {
+const char* launch_fused(const QuantizeArgs& args, int mode, cudaStream_t stream) {
     const Blocks& b = args.blocks;
     const uint32_t team = team_of(static_cast<uint64_t>(b.rows) * ((b.cols + 7) / 8));
-    return for_kind<Run>(b.codec.format.kind, rounding, args, team, b.block_rows * b.block_cols, stream);
+    return for_mode<Run>(b.codec.format.kind, mode, args, team, b.block_rows * b.block_cols, stream);
 }
 
 }  // namespace cuda

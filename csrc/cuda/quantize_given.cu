@@ -1,12 +1,12 @@
-// Codes (or fake-quantized values) for scales that are already in memory: static scales, and the second pass over
-// blocks too large or too narrow for the one-pass kernel.
+// Codes, fake-quantized values or their gradients for scales that are already in memory: static scales, and the second
+// pass over blocks too large or too narrow for the one-pass kernel.
 #include "cuda/quantize.cuh"
 
 namespace lowbit {
 namespace cuda {
 namespace {
 
-template <int Kind, bool Stochastic>
+template <int Kind, int Mode>
 __global__ void __launch_bounds__(kThreads, 2)
     quantize_given_kernel(const __grid_constant__ QuantizeArgs args, const Octets octets) {
     const Blocks& b = args.blocks;
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         uint32_t bits[8];
         load_octet(bits, args.x, args.x_aligned, row, col, count);
         BlockScale scale = read_scale(args.scales, b, b.index(row, col));
-        quantize_octet<Kind, Stochastic>(bits, args, row, col, count, [&](int j) {
+        finish_octet<Kind, Mode>(bits, args, row, col, count, [&](int j) {
             if (!b.whole_octets && j > 0 && (col + j) % b.cols == 0) {
                 scale = read_scale(args.scales, b, b.index(row, col + j));
             }
@@ -26,21 +26,20 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 }
 
-template <int Kind, bool Stochastic>
+template <int Kind, int Mode>
 struct Run {
     static const char* run(const QuantizeArgs& args, const Octets& octets, cudaStream_t stream) {
-        return launch(quantize_given_kernel<Kind, Stochastic>, grid_of(octets.total), kThreads, 0, stream, args,
-                      octets);
+        return launch(quantize_given_kernel<Kind, Mode>, grid_of(octets.total), kThreads, 0, stream, args, octets);
     }
 };
 
 }  // namespace
 
-const char* launch_given(const QuantizeArgs& args, int rounding, cudaStream_t stream) {
+const char* launch_given(const QuantizeArgs& args, int mode, cudaStream_t stream) {
     Octets octets;
     const char* error = make_octets(args.x.rows, args.x.cols, &octets);
     if (error != nullptr) return error;
-    return for_kind<Run>(args.blocks.codec.format.kind, rounding, args, octets, stream);
+    return for_mode<Run>(args.blocks.codec.format.kind, mode, args, octets, stream);
 }
 
 }  // namespace cuda

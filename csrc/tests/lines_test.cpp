@@ -112,6 +112,25 @@ void test_encode(const char* isa, const Lines& lines, const Input& in, const For
     }
 }
 
+void test_in_range(const char* isa, const Lines& lines, const Input& in, const FormatParams& f) {
+    std::vector<float> each(static_cast<size_t>(in.count)), zeros(each.size()), v(each.size()), v_wanted(each.size());
+    std::vector<uint8_t> got(each.size()), wanted(each.size());
+    const Encoder e = make_encoder(f, true, false);
+    int mode = 0;
+    for (const Factors& factor : factors(f, each, zeros)) {
+        lines.in_range(e, in.words.data(), in.dtype, in.count, factor, got.data());
+        lines_scalar().in_range(e, in.words.data(), in.dtype, in.count, factor, wanted.data());
+        expect(got == wanted, isa, "in_range", f, in.dtype, mode);
+        lines.quotients(in.words.data(), in.dtype, in.count, factor, v.data());
+        lines_scalar().quotients(in.words.data(), in.dtype, in.count, factor, v_wanted.data());
+        bool same = true;
+        for (size_t i = 0; i < v.size(); ++i) {
+            same &= bits_of(v[i]) == bits_of(v_wanted[i]) || (is_nan(bits_of(v[i])) && is_nan(bits_of(v_wanted[i])));
+        }
+        expect(same, isa, "quotients", f, in.dtype, mode++);
+    }
+}
+
 void test_decode(const char* isa, const Lines& lines, Dtype dtype, const FormatParams& f) {
     std::vector<uint8_t> codes(1001);
     for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i & ((1u << f.bits) - 1));
@@ -199,6 +218,7 @@ int main() {
         for (const FormatParams& f : formats()) {
             for (const Input& in : inputs) {
                 if (f.kind != kKindExponent) test_encode(name.c_str(), lines, in, f);
+                if (f.kind != kKindExponent) test_in_range(name.c_str(), lines, in, f);
                 test_decode(name.c_str(), lines, in.dtype, f);
             }
         }

@@ -150,6 +150,14 @@ def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
     )  # fmt: skip
 
 
+def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackward) -> None:
+    x = _matrix(call.x)
+    torch.ops.lowbit_native.fake_quantize_backward(
+        _matrix(call.grad), x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
+        None if call.scale is None else outs[1], _scheme(call.scheme, *x.shape),
+    )  # fmt: skip
+
+
 #: The ``run`` function of each op that native code serves, for rows of the registry.
 RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "encode": _encode,
@@ -161,4 +169,5 @@ RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "quantize_static": _quantize_static,
     "dequantize": _dequantize,
     "fake_quantize": _fake_quantize,
+    "fake_quantize_backward": _fake_quantize_backward,
 }

@@ -125,6 +125,14 @@ LOWBIT_C lowbit_fake_quantize(View x, View out, void* scale, void* zero_point, v
                                     static_cast<int>(rounding), lowbit::rng_params(rng), memory.data(), nullptr);
 }
 
+LOWBIT_C lowbit_fake_quantize_backward(View grad, View x, View out, void* scale, void* zero_point, void* outer,
+                                       void* grad_scale, const int64_t* scheme) {
+    const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
+    auto memory = scratch(lb::fake_quantize_backward_scratch(params, x.rows, x.cols, scale == nullptr));
+    return lb::launch_fake_quantize_backward(matrix(grad), matrix(x), scales(scale, zero_point, outer), matrix(out),
+                                             static_cast<float*>(grad_scale), params, memory.data(), nullptr);
+}
+
 // An empty scheme (null) is a bf16 operand. `major` is the compute capability to pretend.
 LOWBIT_C lowbit_scaled_mm(View a, const int64_t* a_scheme, void* a_scale, void* a_outer, View b,
                           const int64_t* b_scheme, void* b_scale, void* b_outer, View out, View bias, int64_t cols,

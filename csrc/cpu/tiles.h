@@ -1,0 +1,116 @@
+// Blocks on a matrix; tiles, which are what one thread takes at a time: some columns of the rows of one row of blocks;
+// and the maxima of the blocks in a tile.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "cpu/codec.h"
+#include "cpu/lines.h"
+#include "cpu/runs.h"
+#include "cpu/threads.h"
+
+namespace lowbit::cpu {
+
+constexpr int64_t kNarrow = 16;      // blocks of fewer columns: maxima by columns, folded afterwards
+constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole blocks
+
+// How a scheme's blocks lie on the matrix.
+struct Blocks {
+    Blocks(Shape s, const SchemeParams& p)
+        : rows(s.rows),
+          cols(s.cols),
+          height(std::min(p.block_rows, s.rows)),
+          width(std::min(p.block_cols, s.cols)),
+          down((s.rows + height - 1) / height),
+          across((s.cols + width - 1) / width) {}
+    int64_t rows, cols, height, width, down, across;
+};
+
+// Rows [row, row + height) of one row of blocks, columns [begin, end).
+struct Tile {
+    int64_t row, height, begin, end, index;
+};
+
+// Numbers of tiles of at most `height` rows and `width` columns; `width` never straddles a block if it is larger than
+// one.
+class Tiles {
+  public:
+    Tiles(const Blocks& blocks, int64_t height, int64_t width)
+        : b_(blocks),
+          height_(std::min(height, blocks.height)),
+          width_(width),
+          down_((blocks.height + height_ - 1) / height_),
+          across_((blocks.cols + width - 1) / width) {}
+
+    int64_t count() const { return b_.down * down_ * across_; }
+    int64_t elements() const { return height_ * std::min(width_, b_.cols); }
+    Tile at(int64_t i) const {
+        const int64_t strip = i / across_, first = strip / down_ * b_.height, row = first + strip % down_ * height_;
+        const int64_t end = std::min({row + height_, first + b_.height, b_.rows}), begin = i % across_ * width_;
+        return {row, std::max<int64_t>(end - row, 0), begin, std::min(begin + width_, b_.cols), i};
+    }
+    // Calls f(number of a tile, its first column) for the tiles that touch a block, in order.
+    template <class F>
+    void touching(int64_t block_row, int64_t block_col, const F& f) const {
+        const int64_t begin = block_col * b_.width, end = std::min(begin + b_.width, b_.cols);
+        for (int64_t i = block_row * down_; i < (block_row + 1) * down_; ++i) {
+            for (int64_t k = begin / width_; k * width_ < end; ++k) f(i * across_ + k, k * width_);
+        }
+    }
+    // Calls f(Worker&, tile) on several threads, with one Worker a thread.
+    template <class Worker, class F>
+    void run(const F& f) const {
+        parallel_for(count(), (kGrain + elements() - 1) / elements(), [&](int64_t first, int64_t last) {
+            Worker worker;
+            for (int64_t i = first; i < last; ++i) f(worker, at(i));
+        });
+    }
+
+  private:
+    const Blocks& b_;
+    int64_t height_, width_, down_, across_;
+};
+
+// Tiles that need no whole blocks: runs of some rows, over which spread factors serve.
+inline Tiles plain_tiles(const Blocks& b) {
+    return Tiles(b, std::max<int64_t>(kPlain / std::min(b.cols, kRun), 1), kRun);
+}
+
+// Columns of tiles that hold whole blocks, at whole bytes of packed codes.
+inline int64_t whole_width(const Blocks& b) {
+    const int64_t unit = b.width / std::gcd(b.width, int64_t{8}) * 8;
+    const int64_t wanted = std::clamp<int64_t>(kGrain / b.height, 256, kRun);
+    return unit >= b.cols ? b.cols : std::max(unit, wanted / unit * unit);
+}
+
+// The largest positive and negative magnitudes of each block in a tile (`high` alone, of both, without a zero point).
+class Stats {
+  public:
+    void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
+        const int64_t n = t.end - t.begin;
+        const bool narrow = b.width < kNarrow;
+        const size_t slots = static_cast<size_t>(narrow ? n : (n + b.width - 1) / b.width);
+        high.assign(slots, 0);
+        low.assign(slots, 0);
+        for (int64_t r = t.row; r < t.row + t.height; ++r) {
+            const void* from = advance(x.data, r * x.stride + t.begin, x.dtype);
+            if (narrow) {
+                line.column_stats(from, x.dtype, n, affine, high.data(), low.data());
+            } else {
+                line.block_stats(from, x.dtype, n, b.width, affine, high.data(), low.data());
+            }
+        }
+        if (!narrow || b.width == 1) return;
+        for (int64_t j = 0; j < n; ++j) {
+            const size_t from = static_cast<size_t>(j), to = static_cast<size_t>(j / b.width);
+            const bool first = j % b.width == 0;
+            high[to] = first ? high[from] : std::max(high[to], high[from]);
+            low[to] = first ? low[from] : std::max(low[to], low[from]);
+        }
+    }
+    std::vector<uint32_t> high, low;
+};
+
+}  // namespace lowbit::cpu
