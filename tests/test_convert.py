@@ -169,6 +169,18 @@ def test_tied_linears_share_one_quantized():
     assert again.body[0].codes is again.body[1].codes
 
 
+def test_layers_whose_matrix_is_a_copy_keep_their_own_weights():
+    """A channels_last weight flattens into a temporary, and the next layer's temporary gets its memory."""
+    model = nn.Sequential(*(nn.Conv2d(16, 16, 3) for _ in range(6))).to(memory_format=torch.channels_last)
+    model[5].weight = model[4].weight
+    before = copy.deepcopy(model)
+    lb.quantize_(model, "int8")
+    for made, old in zip(model, before, strict=True):
+        assert same_bits(made.weight.codes.detach(), lb.quantize(old.weight.detach().flatten(1), "int8:row").codes)
+    assert model[4].linear.codes is model[5].linear.codes
+    assert len({id(layer.linear.codes) for layer in model}) == 5
+
+
 def test_one_module_in_two_places_stays_one():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.ReLU(), shared)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowbit.cli.console import out, print_json, size
-from lowbit.nn.convert import quantize_
+from lowbit.nn.convert import model_bytes, quantize_
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.train import demo
@@ -39,18 +39,18 @@ def quantize(
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
     model, tokenizer = demo.load(directory)
     model.bfloat16()
-    before = demo.model_bytes(model)
+    before = model_bytes(model)
     conversion = quantize_(model, chosen)
     demo.save(model, tokenizer, target)
     result = {
         "recipe": chosen.name, "converted": conversion.converted, "skipped": conversion.skipped,
-        "bytes_bf16": before, "bytes": demo.model_bytes(model), "out": str(target),
+        "bytes_bf16": before, "bytes": model_bytes(model), "out": str(target),
     }  # fmt: skip
     if json:
         print_json(result)
         return
     out.print(f"{len(conversion.converted)} layers quantized with {chosen.name}: {chosen.about}")
-    out.print(f"{size(before)} in bf16 -> {size(demo.model_bytes(model))}, in {target}", soft_wrap=True)
+    out.print(f"{size(before)} in bf16 -> {size(model_bytes(model))}, in {target}", soft_wrap=True)
 
 
 quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG.format(recipes=', '.join(RECIPES))}"

@@ -22,13 +22,14 @@ from lowbit.nn.linear import QuantLinear, empty
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["CONVERTERS", "DEFAULT_SKIP", "Conversion", "Converter", "quantize_", "quantized_layers"]
+__all__ = ["CONVERTERS", "DEFAULT_SKIP", "Conversion", "Converter", "model_bytes", "quantize_", "quantized_layers"]
 
 #: Left in high precision unless the caller says otherwise: the output projection of language models.
 DEFAULT_SKIP = ("lm_head",)
 
-#: Makes a QuantLinear of a weight [out, in] and a bias.
-Make = Callable[[Tensor, Any], QuantLinear]
+#: Makes a QuantLinear of a parameter, the matrix [out, in] that the layer computes with (a view or a copy of it, or of
+#: part of it), and a bias.
+Make = Callable[[Tensor, Tensor, Any], QuantLinear]
 
 
 class Converter(NamedTuple):
@@ -57,21 +58,28 @@ def _attention(layer: nn.MultiheadAttention, make: Make) -> QuantMultiheadAttent
     weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else packed.chunk(3)
     biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.detach().chunk(3)
     q, k, v = (
-        make(weight, None if bias is None else nn.Parameter(bias.clone(), layer.in_proj_bias.requires_grad))
+        make(
+            weight if packed is None else packed,
+            weight,
+            None if bias is None else nn.Parameter(bias.clone(), layer.in_proj_bias.requires_grad),
+        )
         for weight, bias in zip(weights, biases, strict=True)
     )
-    return QuantMultiheadAttention(layer, q, k, v, make(layer.out_proj.weight, layer.out_proj.bias))
+    out = layer.out_proj
+    return QuantMultiheadAttention(layer, q, k, v, make(out.weight, out.weight, out.bias))
 
 
 #: What is converted, by the full name of its exact class: subclasses may compute something else, and are left alone.
 CONVERTERS: dict[str, Converter] = {
-    "torch.nn.modules.linear.Linear": Converter(lambda layer, make: make(layer.weight, layer.bias), _computed_weight),
+    "torch.nn.modules.linear.Linear": Converter(
+        lambda layer, make: make(layer.weight, layer.weight, layer.bias), _computed_weight
+    ),
     "torch.nn.modules.conv.Conv2d": Converter(
-        lambda layer, make: QuantConv2d(layer, make(layer.weight.flatten(1), layer.bias)), _refuses_conv
+        lambda layer, make: QuantConv2d(layer, make(layer.weight, layer.weight.flatten(1), layer.bias)), _refuses_conv
     ),
     "torch.nn.modules.activation.MultiheadAttention": Converter(_attention, lambda layer: None),
     "transformers.pytorch_utils.Conv1D": Converter(
-        lambda layer, make: make(layer.weight.t(), layer.bias), _computed_weight
+        lambda layer, make: make(layer.weight, layer.weight.t(), layer.bias), _computed_weight
     ),
 }
 
@@ -143,11 +151,13 @@ def quantize_(
     maker = _Maker(chosen, _quantized)
     made = {id(layer): _convert(name, layer, maker) for name, layer in found.layers.items()}
     notes = _untied(model, found.layers)
-    before = _bytes(model)
+    before = model_bytes(model)
     swap(model, made)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return Conversion(chosen.name, tuple(found.layers), tuple(found.skipped), found.left, notes, before, _bytes(model))
+    return Conversion(
+        chosen.name, tuple(found.layers), tuple(found.skipped), found.left, notes, before, model_bytes(model)
+    )
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLinear | QuantConv2d | QuantMultiheadAttention]:
@@ -168,6 +178,12 @@ class Selection:
     layers: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile was given, if ``model`` is what it made of it."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
 
 
 def class_name(module: nn.Module) -> str:
@@ -253,17 +269,22 @@ def nothing_found(model: nn.Module, found: Selection, what: str, converted: str)
 
 # -- making ----------------------------------------------------------------------------------------------------------
 class _Maker:
-    """Makes the QuantLinears of one conversion with one recipe; weights that are one tensor become one Quantized."""
+    """Makes the QuantLinears of one conversion with one recipe; weights that are one tensor become one Quantized.
+
+    The model keeps each ``parameter`` alive meanwhile, so its storage tells it apart. A ``matrix`` may be a temporary
+    copy, whose storage the next one can get; it only says which part of the parameter is meant, and which way round.
+    """
 
     def __init__(self, recipe: Recipe, fill: Callable[[Tensor, Recipe], Any]) -> None:
         self.recipe, self.fill = recipe, fill
         self.made: dict[tuple[Any, ...], QuantLinear] = {}
 
-    def __call__(self, weight: Tensor, bias: Any) -> QuantLinear:
-        key = (weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, weight.stride())
+    def __call__(self, parameter: Tensor, matrix: Tensor, bias: Any) -> QuantLinear:
+        whole = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.stride())
+        key = (*whole, matrix.storage_offset(), matrix.shape, matrix.stride())
         twin = self.made.get(key)
         if twin is None:
-            self.made[key] = layer = QuantLinear(self.fill(weight.detach(), self.recipe), bias, self.recipe)
+            self.made[key] = layer = QuantLinear(self.fill(matrix.detach(), self.recipe), bias, self.recipe)
             return layer
         layer = QuantLinear(twin.weight, bias, self.recipe)
         layer.share_weight(twin)
@@ -293,8 +314,8 @@ def _convert(name: str, layer: Any, make: Make) -> nn.Module:
         raise type(error)(f"layer {name!r}: {error}") from error
     made.train(layer.training)
     # The very dictionaries, because the handles that remove a hook refer to them.
-    for name in _HOOKS:
-        setattr(made, name, getattr(layer, name))
+    for hooks in _HOOKS:
+        setattr(made, hooks, getattr(layer, hooks))
     return made
 
 
@@ -364,7 +385,7 @@ def _untied(model: nn.Module, layers: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _bytes(model: nn.Module) -> int:
+def model_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared storage counted once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowbit.files import write_atomically
-from lowbit.nn.convert import quantize_
+from lowbit.nn.convert import model_bytes, quantize_
 from lowbit.nn.transformer import GPT, GPTConfig, generate
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
@@ -134,14 +133,6 @@ class Measurement:
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
-
-
-def model_bytes(module: nn.Module) -> int:
-    """Bytes of the distinct storages of all parameters and buffers."""
-    held = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.state_dict(keep_vars=True).values()
-    }
-    return sum(held.values())
 
 
 def plain_copy(trained: GPT) -> GPT:
