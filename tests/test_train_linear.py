@@ -182,6 +182,13 @@ def test_backward_runs_where_forward_ran(monkeypatch):
     assert seen == {"reference"}
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    layer, x = TrainLinear(33, 5), torch.randn(4, 33, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_nan_in_an_activation_shows_and_stays_in_its_row():
     layer, x = TrainLinear(33, 5), torch.randn(4, 33)
     x[2, 7] = torch.nan

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lowbit.functional import quantize, scaled_mm
 from lowbit.nn.convert import (
@@ -89,8 +90,10 @@ class TrainLinear(nn.Linear):
     """``nn.Linear`` trained in low precision: same parameters, same ``state_dict``, same results in shape and dtype.
 
     Input ``[..., in_features]`` fp32, bf16 or fp16; weight fp32, bf16 or fp16. Gradients have the dtype of what they
-    belong to; the bias's is summed in fp32. Recomputation (checkpointing) gives the same bits.
-    Raises ValueError for a recipe that is for inference only. Source: docs/numerics.md section 9; recipes.Training.
+    belong to; the bias's is summed in fp32. Recomputation (checkpointing) gives the same bits. Backward runs on the
+    backend of its forward; inside torch.compile each call chooses anew.
+    Raises ValueError for a recipe that is for inference only, RuntimeError for a gradient of a gradient.
+    Source: docs/numerics.md section 9; recipes.Training.
     """
 
     recipe: Recipe
@@ -118,6 +121,8 @@ class TrainLinear(nn.Linear):
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
+    """The three products. Codes carry no gradient, so backward has no derivative, and raises for one."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype
@@ -133,6 +138,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         plan, saved = ctx.plan, ctx.saved_tensors
         (shape, w_shape, x_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
