@@ -83,7 +83,8 @@ RECIPES: dict[str, Recipe] = {
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    Raises ValueError for an unknown name, listing the known ones, and for another scaling of a recipe that trains or
+    whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format).
     """
     if isinstance(name, Recipe):
         return name if group is None else _rescaled(name, f"group{group}")
@@ -98,10 +99,17 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
 
 
 def _rescaled(base: Recipe, scaling: str) -> Recipe:
-    words = base.weight.name.split(":")
     if base.training is not None:
         raise ValueError(f"recipe {base.name!r} fixes its scalings, because its training products depend on them")
     if find_scaling(scaling.split(":")[0]) is None:
         raise ValueError(f"recipe {base.name!r}: unknown scaling {scaling!r}; write for instance {base.name}:group32")
-    weight = scheme(f"{words[0] if len(words) > 1 else base.weight.format.name}:{scaling}")
+    if base.weight.scale_format.name != "fp32":
+        plain = f"{base.weight.format.name}:{scaling}"
+        raise ValueError(
+            f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and another scaling would make it "
+            f"another format; use one with fp32 scales, such as int4-weight-only:{scaling}, "
+            f"or Recipe('mine', scheme({plain!r}))"
+        )
+    affine = ":affine" if base.weight.affine and "affine" not in scaling.split(":") else ""
+    weight = scheme(f"{base.weight.format.name}:{scaling}{affine}")
     return base if weight == base.weight else replace(base, name=f"{base.name}:{scaling}", weight=weight)

@@ -202,3 +202,12 @@ def test_recipe_options():
         recipes.recipe("int9")
     with pytest.raises(ValueError, match="already says"):
         recipes.recipe("int4-weight-only:group32", group=64)
+    assert recipes.recipe("w4a8", group=32).weight.name == "int4:group32"
+    affine = recipes.Recipe("mine", scaling.scheme("uint4:group128:affine"))
+    assert recipes.recipe(affine, group=32).weight.name == "uint4:group32:affine"
+    for name in ("mxfp4", "mxfp6", "nvfp4"):
+        for ask in (lambda name=name: recipes.recipe(name, group=16), lambda name=name: recipes.recipe(f"{name}:row")):
+            with pytest.raises(
+                ValueError, match=r"another format; use one .* int4-weight-only:(group16|row), or Recipe"
+            ):
+                ask()
