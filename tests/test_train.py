@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import lowbit as lb
+from lowbit.backends import registry
 from lowbit.files import write_atomically
 from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
 from lowbit.memory.rss import peak_bytes, reset_peak
@@ -274,6 +276,19 @@ def test_checkpointed_models_can_be_copied(corpus):
         twin.blocks[0].mlp.down.weight.fill_(0.0)
     x = corpus.batch(0, 1, 32, seed=0)[0]
     assert not torch.equal(model(x), twin(x)), "the copy must run its own weights"
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("reference", None), (None, "reference")])
+def test_blocks_are_recomputed_on_the_backend_of_their_forward(monkeypatch, forward, backward):
+    model = nn.Sequential(*(lb.train.TrainLinear(8, 8) for _ in range(2)))
+    checkpoint_blocks_(model)
+    with lb.use_backend(forward):
+        loss = model(torch.randn(4, 8)).sum()
+    seen, select = set(), registry.select
+    monkeypatch.setattr(registry, "select", lambda *args, **kw: seen.add(registry.forced()) or select(*args, **kw))
+    with lb.use_backend(backward):
+        loss.backward()
+    assert seen == {forward}
 
 
 def test_a_model_without_blocks_is_a_clear_error():

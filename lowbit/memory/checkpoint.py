@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lowbit.nn.linear import backend_now, on_backend
+
 __all__ = ["checkpoint_blocks_", "find_blocks"]
 
 
@@ -41,7 +43,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> int:
     """Checkpoint each block of ``model`` in place (``blocks``, or those that ``find_blocks`` finds); return how many.
 
-    Backward recomputes a block with the same autocast and random state, so losses and gradients keep their bits.
+    Backward recomputes a block with the same autocast, random state and backend (``use_backend``; inside torch.compile
+    each call chooses its backend anew), so losses and gradients keep their bits.
     Without gradients nothing changes. Parameter names stay as they are; a block already checkpointed is left alone.
 
     Raises: ValueError when no blocks are found.
@@ -56,4 +59,12 @@ def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = No
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    served = partial(_served, backend_now(), forward)
+    return checkpoint(served, *args, use_reentrant=False, **kwargs)
+
+
+def _served(backend: str | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with on_backend(backend):
+        return forward(*args, **kwargs)
