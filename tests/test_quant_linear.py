@@ -193,6 +193,35 @@ def test_copies_and_state(recipe):
         assert same_bits(again(x), made(x))
 
 
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [("int8:row", "fp8_e4m3:row"), ("int8:row:bf16", "int8:row"), ("fp8_e4m3:row", "fp8_e5m2:row"),
+     ("int4:group32:bf16", "int4:group32:fp16")],
+)  # fmt: skip
+def test_codes_of_another_scheme_are_refused(saved, other):
+    source, target = (layer(lb.Recipe("mine", lb.scheme(name)), 33, 6) for name in (saved, other))
+    before = copy.deepcopy(target)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=f"a weight in scheme '{saved}', and this layer one in '{other}'"):
+            target.load_state_dict(source.state_dict(), strict=strict)
+    assert same_bits(target.weight.dequantize(), before.weight.dequantize()) and same_bits(target.bias, before.bias)
+
+
+def test_scales_that_were_cast_are_refused():
+    made = layer("int8", 33, 6)
+    state = {name: value.float() if name == "scale" else value for name, value in made.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"scale: the state has dtype torch.float32, and this layer torch.int32"):
+        made.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing.*_extra_state"):
+        made.load_state_dict({name: v for name, v in made.state_dict().items() if name != "_extra_state"})
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4-weight-only", "nvfp4"])
+def test_the_meta_device(recipe):
+    y = layer(recipe, 33, 6).to("meta")(torch.empty(2, 3, 33, dtype=torch.bfloat16, device="meta"))
+    assert y.is_meta and y.shape == (2, 3, 6) and y.dtype == torch.bfloat16
+
+
 class Model(nn.Module):
     def __init__(self, recipe: str) -> None:
         super().__init__()

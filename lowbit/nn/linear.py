@@ -28,6 +28,8 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a Linear answers: autocast's inside autocast, else that of its input."""
     kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):  # the meta device, for one
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
@@ -68,7 +70,12 @@ class QuantLinear(nn.Module):
     the input passes straight through its quantization: ``grad @ weight.dequantize()``.
 
     Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``outer_scale`` (two-level schemes); floating
-    scales are kept as the integers of their bits, and ``.weight`` shows them as the numbers they are.
+    scales are kept as the integers of their bits, and ``.weight`` shows them as the numbers they are. Integers have no
+    gradient, so torch raises for ``model.requires_grad_(True)``; set it on the floating-point parameters instead.
+    ``state_dict`` also holds the scheme's name, as ``_extra_state``: ASCII in a uint8 tensor, which every container of
+    tensors keeps (safetensors, distributed checkpoints). ``load_state_dict`` refuses codes of another scheme, since
+    most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
+    call chooses anew.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
 
@@ -117,6 +124,48 @@ class QuantLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"recipe={self.recipe.name}, weight={self.scheme}, input={self.recipe.input or 'float'}"
         )
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(list(self.scheme.name.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """``_load_from_state_dict`` has compared it already, before any parameter was written."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        wrong = self._misfits(state_dict, prefix)
+        if wrong:  # nothing of this layer is written
+            error_msgs.extend(wrong)
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _misfits(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Why codes and scales of ``state_dict`` mean something else than this layer would read in them."""
+        held = state_dict.get(f"{prefix}_extra_state")
+        if isinstance(held, Tensor) and not held.is_meta:
+            name = bytes(held.tolist()).decode(errors="replace")
+            if name != self.scheme.name:
+                return [
+                    f"{prefix}codes: the state has a weight in scheme {name!r}, and this layer one in "
+                    f"{self.scheme.name!r}; quantize the model with the recipe that the state was saved with"
+                ]
+        return [
+            f"{prefix}{part}: the state has dtype {given.dtype}, and this layer {own.dtype}, whose bits it must be"
+            for part in ("codes", "scale", "zero_point", "outer_scale")
+            if (own := self._parameters[part]) is not None
+            and isinstance(given := state_dict.get(prefix + part), Tensor)
+            and given.dtype != own.dtype
+        ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Casts and moves reach the bias and the dtype that ``weight`` answers; codes and scales are only moved."""
