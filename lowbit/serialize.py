@@ -1,8 +1,10 @@
 """save_model and load_model: a directory with ``config.json`` and one safetensors file.
 
 The weights' file is named after its content, and ``config.json``, which names it with its SHA-256, is replaced last and
-in one step: a save that is interrupted anywhere leaves the model that was there before. Loading checks everything
-(files, hash, layers, names, shapes) before it touches the model.
+in one step: a save that is interrupted anywhere leaves the model that was there before. A save removes one file, the
+weights that the config before it named; what a killed save leaves (``.weights.PID.tmp``, or weights that no config
+names) stays, because it cannot be told from another program's files. Loading checks everything (files, hash, layers,
+names, shapes) before it touches the model.
 
 Tensors are those of ``state_dict``: QuantLinear's ``codes`` are packed rows of uint8 (docs/numerics.md section 8), its
 scales the integers of their bits.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.files import put_in_place, temporary_for, write_atomically
-from lowbit.nn.convert import class_name, quantized_layers, replacements, swap
+from lowbit.nn.convert import class_name, quantized_layers, replacements, swap, uncompiled
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -58,7 +61,8 @@ REBUILD: dict[str, Rebuild] = {
 def save_model(model: nn.Module, directory: str | Path) -> None:
     """Write ``model``, quantized or not, to ``directory``; what was saved there before stays whole until this is done.
 
-    Tensors that several names share are written once. A model of class ``lowbit.nn.transformer.GPT`` can be loaded
+    Tensors that several names share are written once. A compiled model is saved as the one that was compiled, and
+    loaded before it is compiled again. A model of class ``lowbit.nn.transformer.GPT`` can be loaded
     without giving one; others are loaded into a model of the same architecture, quantized or not.
     Raises ValueError for a directory that holds another program's ``config.json``; TypeError for state that is no plain
     tensor (sharded tensors: gather them first; extra state).
@@ -66,9 +70,11 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config_path = directory / _CONFIG
-    if config_path.exists() and not _is_ours(config_path):
+    before = _ours(config_path) if config_path.exists() else {}
+    if before is None:
         raise ValueError(f"{config_path} was not written by lowbit, and would be lost; save to another directory")
-    tensors, tied = _distinct(model.state_dict())
+    model = uncompiled(model)
+    tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
     file, digest, size = _store(directory, tensors)
     rebuild = REBUILD.get(class_name(model))
     config = {
@@ -77,26 +83,35 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
         "lowbit": __version__,
         "weights": {"file": file, "sha256": digest, "bytes": size},
         "tied": tied,
-        "layers": {name: _describe(layer) for name, layer in quantized_layers(model).items()},
+        "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
         "model": None if rebuild is None else {"class": class_name(model), "config": rebuild.describe(model)},
     }
     text = json.dumps(config, indent=2).encode()
     write_atomically(config_path, lambda out: out.write(text + b"\n"))
-    for stale in (
-        *directory.glob("weights-*.safetensors"),
-        *directory.glob(".weights*.tmp"),
-        *directory.glob(".config*.tmp"),
-    ):
-        if stale.name != file:
-            stale.unlink(missing_ok=True)
+    stale = _named_weights(before)
+    if stale not in (None, file):
+        (directory / stale).unlink(missing_ok=True)
 
 
-def _is_ours(config_path: Path) -> bool:
+def _ours(config_path: Path) -> dict[str, Any] | None:
+    """The config, if lowbit wrote it."""
     try:
         config = json.loads(config_path.read_bytes())
     except ValueError:
-        return False
-    return isinstance(config, dict) and config.get("format") == FORMAT
+        return None
+    return config if isinstance(config, dict) and config.get("format") == FORMAT else None
+
+
+def _named_weights(config: dict[str, Any]) -> str | None:
+    """The weights' file that a config names, if it is a name that a save makes."""
+    weights = config.get("weights")
+    file = weights.get("file") if isinstance(weights, dict) else None
+    return file if isinstance(file, str) and re.fullmatch(r"weights-[0-9a-f]{16}\.safetensors", file) else None
+
+
+def _plain(name: str) -> str:
+    """A name without what torch.compile adds for each compiled module on the way."""
+    return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
 def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -190,7 +205,8 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
     """Load what ``save_model`` wrote into ``model`` and return it; the layers that were quantized become so.
 
     ``model``: of the architecture that was saved, with layers in high precision (on any device, meta included) or
-    quantized with the same recipes; other tensors are converted to its dtypes. None: the model is built anew, which
+    quantized with the same recipes; other tensors are converted to its dtypes. What it has on the meta device is made
+    anew, on the CPU, tied where the file is. None: the model is built anew, which
     works for ``lowbit.nn.transformer.GPT``.
     Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated or altered file,
     another format version, an unknown recipe, or a model that does not fit (the message lists the differences).
@@ -199,17 +215,50 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
     built = model is None
     if model is None:
         model = _build(saved)
+    inner = uncompiled(model)
+    wrapped = [name for name, _ in inner.named_modules() if name.split(".")[-1] == "_orig_mod"]
+    if wrapped:
+        raise ValueError(f"modules inside the model are compiled ({wrapped[0]}); load first, then compile them")
+    _load_into(inner, saved, built)
+    return model
+
+
+def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
     made = _check_layers(model, saved)
     expected = _expected(model, saved, made)
     _check_tensors(saved, expected)
     swap(model, made)
-    model.load_state_dict(saved.tensors, assign=any(t.is_meta for t in expected.values()))
+    if any(value.is_meta for value in expected.values()):
+        model.load_state_dict(_materialized(saved, expected, cast=not built), assign=True)
+    else:
+        model.load_state_dict(saved.tensors)
     if built:
         for name, layer in quantized_layers(model).items():
             for inner in layer.modules():
                 if isinstance(inner, QuantLinear):
                     inner.weight_dtype = saved.layers[name].dtype
-    return model
+
+
+@torch.no_grad()
+def _materialized(saved: Saved, expected: dict[str, Tensor], cast: bool) -> dict[str, Tensor]:
+    """What replaces the model's tensors: new ones for those on the meta device; the others, filled.
+
+    Names that share a tensor in the file share one, because moving a model to the meta device unties it.
+    ``cast``: to the model's dtypes. Else the file's stay, as for a model that the file alone describes.
+    """
+    made: dict[Any, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, old in expected.items():
+        held = saved.tensors[name]
+        if not old.is_meta:
+            state[name] = old.copy_(held)
+            continue
+        kind = (id(held), old.dtype, isinstance(old, nn.Parameter))
+        if kind not in made:
+            new = held.to(old.dtype) if cast else held
+            made[kind] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        state[name] = made[kind]
+    return state
 
 
 def _read(directory: Path) -> Saved:
@@ -300,7 +349,7 @@ def _check_layers(model: nn.Module, saved: Saved) -> dict[int, nn.Module]:
     already = {name: layer.recipe for name, layer in quantized_layers(model).items()}
     for name, recipe in already.items():
         wanted = saved.layers[name].recipe if name in saved.layers else None
-        if wanted != recipe:
+        if wanted is None or _role(wanted) != _role(recipe):
             raise ValueError(
                 f"layer {name!r} of the model is quantized with recipe {recipe}, and in {saved.path} "
                 f"{f'with {wanted}' if wanted else 'it is not quantized'}; give a model that is not quantized"
@@ -312,6 +361,11 @@ def _check_layers(model: nn.Module, saved: Saved) -> dict[int, nn.Module]:
         return replacements(model, missing)
     except ValueError as error:
         raise ValueError(f"{saved.path} does not fit this model: {error}") from None
+
+
+def _role(recipe: Recipe) -> tuple[Any, ...]:
+    """What a quantized layer computes with; the config has no more of a recipe that is not a named one."""
+    return recipe.name, recipe.weight, recipe.input
 
 
 def _expected(model: nn.Module, saved: Saved, made: dict[int, nn.Module]) -> dict[str, Tensor]:

@@ -101,6 +101,47 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
         lb.load_model(tmp_path / "untied", tied)
 
 
+def test_meta_models_keep_their_ties_and_dtypes(tmp_path):
+    def build():
+        model = nn.ModuleDict({"embed": nn.Embedding(9, 9), "a": nn.Linear(9, 9), "b": nn.Linear(9, 9)})
+        model["lm_head"] = nn.Linear(9, 9, bias=False)
+        model["lm_head"].weight, model["b"].weight = model["embed"].weight, model["a"].weight
+        return model
+
+    model = build()
+    model["a"].bias.requires_grad_(False)
+    lb.quantize_(model, "int8")
+    lb.save_model(model, tmp_path)
+    with torch.device("meta"):
+        born = build().bfloat16()
+    for start in (born, build().bfloat16().to("meta"), copy.deepcopy(model).bfloat16().to("meta")):
+        other = lb.load_model(tmp_path, start)
+        assert other["lm_head"].weight is other["embed"].weight and other["a"].codes is other["b"].codes
+        assert {p.dtype for p in other.parameters() if p.is_floating_point()} == {torch.bfloat16}
+        assert other["a"].weight.dtype == torch.bfloat16 and not any(p.is_meta for p in other.parameters())
+        assert same_state(other, copy.deepcopy(model).bfloat16())
+
+    half = build()
+    half["a"], half["b"] = half["a"].to("meta"), half["b"].to("meta")
+    kept = half["embed"].weight
+    lb.load_model(tmp_path, half)
+    assert half["embed"].weight is kept and same_bits(kept, model["embed"].weight)
+
+
+def test_a_recipe_of_ones_own_can_be_loaded_into_its_model(tmp_path):
+    named = lb.recipe("fp8")
+    mine = lb.Recipe("mine", named.weight, named.input, named.training, "about it")
+    model = gpt()
+    lb.quantize_(model, mine)
+    lb.save_model(model, tmp_path)
+    other = gpt(seed=2)
+    lb.quantize_(other, mine)
+    assert same_state(lb.load_model(tmp_path, other), model)
+    lb.quantize_(third := gpt(), lb.Recipe("mine", named.weight))
+    with pytest.raises(ValueError, match="is quantized with recipe mine"):
+        lb.load_model(tmp_path, third)
+
+
 def test_views_of_one_storage_and_strided_tensors(tmp_path):
     model = nn.Module()
     base = torch.randn(6, 4)
@@ -213,6 +254,38 @@ def test_models_that_lowbit_cannot_build(tmp_path):
         lb.load_model(tmp_path)
 
 
+def test_only_the_weights_that_the_config_before_named_are_removed(tmp_path):
+    others = ["weights-0123456789abcdef.safetensors", "weights-of-another.safetensors", ".weights.1.tmp", ".config.tmp"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"precious")
+    lb.save_model(gpt(), tmp_path)
+    first = json.loads((tmp_path / "config.json").read_text())["weights"]["file"]
+    lb.save_model(gpt("int8"), tmp_path)
+    second = json.loads((tmp_path / "config.json").read_text())["weights"]["file"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "config.json", second]) and first != second
+    (tmp_path.parent / "outside").write_bytes(b"")
+    edit(tmp_path, weights={"file": "../outside"})
+    lb.save_model(gpt(), tmp_path)
+    assert (tmp_path.parent / "outside").exists()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_compiled_model_is_saved_as_the_one_that_was_compiled(tmp_path, nested):
+    model = gpt("int8")
+    compiled = copy.deepcopy(model)
+    if nested:
+        compiled.blocks[0] = torch.compile(compiled.blocks[0])
+    else:
+        compiled = torch.compile(compiled)
+    lb.save_model(compiled, tmp_path)
+    assert same_state(lb.load_model(tmp_path), model)
+    other = torch.compile(gpt(seed=2))
+    assert lb.load_model(tmp_path, other) is other and same_state(other._orig_mod, model)
+    if nested:
+        with pytest.raises(ValueError, match=r"compiled \(blocks.0._orig_mod\); load first, then compile"):
+            lb.load_model(tmp_path, compiled)
+
+
 def test_what_cannot_be_saved(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ValueError, match="was not written by lowbit, and would be lost"):
@@ -269,8 +342,9 @@ def test_a_save_that_fails_anywhere_leaves_one_whole_model(tmp_path, monkeypatch
     assert same_state(loaded, old) or same_state(loaded, new)
     if done <= step:  # nothing failed: the steps before this one were all there are
         assert step >= 8 and same_state(loaded, new)
-    lb.save_model(new, tmp_path)  # and the next save cleans up
-    assert len(list(tmp_path.iterdir())) == 2 and same_state(lb.load_model(tmp_path), new)
+    assert not list(tmp_path.glob(".*")) or step >= 6, "a save that failed leaves no temporary file"
+    lb.save_model(new, tmp_path)
+    assert same_state(lb.load_model(tmp_path), new)
 
 
 KILLED = """
