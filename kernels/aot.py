@@ -26,6 +26,7 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.quantized import scale_dtype, zero_dtype
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
@@ -97,8 +98,8 @@ def _scheme_cases() -> Iterator[Case]:
         dtype = (torch.float32, torch.bfloat16, torch.float16)[(index + 1) % 3]
         x, y = _meta(rows, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
         packed = _meta(rows, scheme.packed_cols(cols))
-        scale = _meta(*scheme.scale_shape(rows, cols), dtype=getattr(torch, scheme.scale_format.dtype))
-        zero = _meta(*scale.shape, dtype=torch.int8 if scheme.format.signed else torch.uint8) if scheme.affine else None
+        scale = _meta(*scheme.scale_shape(rows, cols), dtype=scale_dtype(scheme))
+        zero = _meta(*scale.shape, dtype=zero_dtype(scheme)) if scheme.affine else None
         outer = _meta(1, 1, dtype=torch.float32) if scheme.outer else None
         near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
         fast = index < 9
@@ -122,7 +123,7 @@ def _product_cases() -> Iterator[Case]:
         arguments: list[Any] = []
         for text in pair:
             scheme = scaling.scheme(text)
-            scale = _meta(*scheme.scale_shape(512, 4096), dtype=getattr(torch, scheme.scale_format.dtype))
+            scale = _meta(*scheme.scale_shape(512, 4096), dtype=scale_dtype(scheme))
             arguments += [_meta(512, scheme.packed_cols(4096)), scheme, scale, None]
         bias, out = _meta(512, dtype=torch.bfloat16), _meta(512, 512, dtype=torch.bfloat16)
         yield Case(f"scaled_mm {pair[0]} x {pair[1]}", launch.scaled_mm(*arguments, bias, out, 4096), index < 2)

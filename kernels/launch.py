@@ -26,6 +26,7 @@ from lowbit.kernels.spec import (
     scale_spec,
     tiling,
 )
+from lowbit.quantized import scale_dtype, zero_dtype
 from lowbit.scaling import Scheme
 
 #: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
@@ -181,8 +182,8 @@ def _make_scales(
     """Launches that make the scales of blocks larger than tiles, and the tensors that take them, given or new."""
     if scale is None:
         shape = scheme.scale_shape(*x.shape)
-        scale = torch.empty(shape, dtype=getattr(torch, scheme.scale_format.dtype), device=x.device)
-        zero_point = torch.empty(shape, dtype=_zero_dtype(scheme), device=x.device) if scheme.affine else None
+        scale = torch.empty(shape, dtype=scale_dtype(scheme), device=x.device)
+        zero_point = torch.empty(shape, dtype=zero_dtype(scheme), device=x.device) if scheme.affine else None
     reduce, high, low = _extremes(x, tiles, scheme.affine, finite=False)
     count = high.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
@@ -201,10 +202,6 @@ def quantize_static(
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
     scales = (scale.contiguous(), None if zero_point is None else zero_point.contiguous(), outer)
     return _quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=False)
-
-
-def _zero_dtype(scheme: Scheme) -> torch.dtype:
-    return torch.int8 if scheme.format.signed else torch.uint8
 
 
 def _quantize(

@@ -5,6 +5,7 @@ A backward pass runs on the backend that served its forward, also where ``use_ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,15 @@ from lowbit.backends.registry import forced, use_backend
 from lowbit.ops import OPS
 
 
+def _wanted(x: Tensor | None) -> bool:
+    """Whether a gradient of ``x`` is asked for; ``ctx.needs_input_grad`` is short where trailing arguments are."""
+    return x is not None and x.requires_grad
+
+
 def _fake_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = OPS["fake_quantize"].args(*inputs)
     ctx.backend, ctx.scheme = forced(), call.scheme
+    ctx.learned = _wanted(call.scale)
     ctx.save_for_backward(call.x, call.scale, call.zero_point, call.outer_scale)
 
 
@@ -24,35 +31,36 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point, outer = ctx.saved_tensors
     with use_backend(ctx.backend):
         grad_x, grad_scale = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)
-    learned = scale is not None and scale.is_floating_point() and ctx.needs_input_grad[2]
-    return grad_x, None, grad_scale.to(scale.dtype) if learned else None, *[None] * 8
+    return grad_x, None, grad_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
 
 
 def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Each operand is saved only for the gradient of the other: a frozen weight leaves the activation free."""
     call = OPS["scaled_mm"].args(*inputs)
     ctx.backend, ctx.cols = forced(), call.cols
     ctx.schemes = (call.a_scheme, call.b_scheme)
-    ctx.bias_dtype = None if call.bias is None else call.bias.dtype
-    ctx.save_for_backward(
-        call.a, call.b, call.a_scale, call.a_zero_point, call.a_outer_scale,
-        call.b_scale, call.b_zero_point, call.b_outer_scale,
-    )  # fmt: skip
+    ctx.dtypes = (call.a.dtype, call.b.dtype)
+    ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
+    a = (call.a, call.a_scale, call.a_zero_point, call.a_outer_scale)
+    b = (call.b, call.b_scale, call.b_zero_point, call.b_outer_scale)
+    ctx.save_for_backward(*(a if _wanted(call.b) else [None] * 4), *(b if _wanted(call.a) else [None] * 4))
 
 
 def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, *scales = ctx.saved_tensors
+    a, b = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
     grad_a = grad_b = grad_bias = None
     with use_backend(ctx.backend):
-        if ctx.needs_input_grad[0]:
-            grad_a = (grad @ _decoded(b, ctx.schemes[1], ctx.cols, scales[3:], grad.dtype)).to(a.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_b = (grad.T @ _decoded(a, ctx.schemes[0], ctx.cols, scales[:3], grad.dtype)).to(b.dtype)
-        if ctx.needs_input_grad[11]:
+        if b[0] is not None:
+            grad_a = (grad @ _decoded(b, ctx.schemes[1], ctx.cols, grad.dtype)).to(ctx.dtypes[0])
+        if a[0] is not None:
+            grad_b = (grad.T @ _decoded(a, ctx.schemes[0], ctx.cols, grad.dtype)).to(ctx.dtypes[1])
+        if ctx.bias_dtype is not None:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)
     return grad_a, grad_b, *[None] * 9, grad_bias, None
 
 
-def _decoded(data: Tensor, scheme: str | None, cols: int, scales: list[Any], dtype: torch.dtype) -> Tensor:
+def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torch.dtype) -> Tensor:
+    data, *scales = saved
     if scheme is None:
         return data.to(dtype)
     y: Tensor = torch.ops.lowbit.dequantize(data, scheme, cols, *scales, dtype)

@@ -297,8 +297,14 @@ def _parse(name: str) -> Format:
 
 
 def find(format: str | Format) -> Format:
-    """The format of that name (a row of ``FORMATS`` or a ``float_format`` name), or the Format itself."""
+    """The format of that name (a row of ``FORMATS`` or a ``float_format`` name), or the Format itself.
+
+    Raises ValueError for an unknown name, and for a Format made by hand that its name does not stand for.
+    """
     if isinstance(format, Format):
+        named = find(format.name)
+        if named is not format and named != format:  # ops know a format by its name, and would compute in the other
+            raise ValueError(f"{format.name!r} names another format than this one; make your own with float_format()")
         return format
     if not isinstance(format, str):
         raise TypeError(f"a format is named by a string, got {type(format).__name__}")
@@ -314,5 +320,5 @@ def find(format: str | Format) -> Format:
 #: but not through a change of one that it has just guarded.
 _found: dict[str, Format] = dict(FORMATS)
 
-#: Whether torch.compile is tracing this code; the lowest module that knows torch says how to ask.
+#: Whether torch.compile is tracing this code. A hook, since this module knows no torch: ``lowbit.ops`` sets it.
 tracing: Callable[[], bool] = bool

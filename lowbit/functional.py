@@ -14,11 +14,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lowbit import formats
+from lowbit import formats, reference
 from lowbit.backends import registry
 from lowbit.ops.spec import as_rows
-from lowbit.quantized import Quantized
-from lowbit.scaling import Scheme, as_matrix, scheme
+from lowbit.quantized import Quantized, scale_dtype, zero_dtype
+from lowbit.scaling import Scheme, as_matrix
+from lowbit.scaling import scheme as find_scheme
 
 __all__ = ["decode", "encode", "explain", "fake_quantize", "pack", "quantize", "scaled_mm", "unpack"]
 
@@ -28,6 +29,10 @@ def _rng(
 ) -> tuple[Any, ...]:
     """What ops take for rounding; without a seed, stochastic rounding draws one from torch's generator."""
     if seed is None:
+        if rounding == "stochastic" and torch.compiler.is_compiling():
+            raise ValueError(
+                "stochastic rounding inside torch.compile needs seed= (and step=): a compiled call draws none"
+            )
         seed = int(torch.empty((), dtype=torch.int64).random_()) if rounding == "stochastic" else 0
     words = crc32(stream.encode()) if isinstance(stream, str) else stream
     return (_signed(seed), step, words, _signed(offset), None if pitch is None else _signed(pitch))
@@ -99,7 +104,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Codes of ``shape``, one a byte, from what ``pack`` made of them."""
+    """Codes of ``shape`` (at least one axis), one a byte, from what ``pack`` made of them."""
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise ValueError(f"unpack: shape must be that of the codes that were packed, such as (4, 64), got {shape!r}")
     codes: Tensor = torch.ops.lowbit.unpack(packed, bits, shape[-1])
     if codes.numel() != torch.Size(shape).numel():
         raise ValueError(
@@ -130,7 +137,7 @@ def quantize(
     Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
     Source: docs/numerics.md sections 3, 5.
     """
-    kind = _scheme(scheme)
+    kind = find_scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
     rng = _rng(rounding, seed, step, stream, offset, pitch)
     scales = _given(kind, matrix, scale, zero_point, outer_scale)
@@ -158,7 +165,7 @@ def _quantize_dynamic(
         return torch.ops.lowbit.quantize(*args)
     zero = parts.get("zero_point")
     if zero is None:
-        zero = torch.empty(0, dtype=torch.int8 if scheme.format.signed else torch.uint8, device=x.device)
+        zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
     torch.ops.lowbit.quantize_out(*args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
     if outer is not None:
         parts["outer_scale"].copy_(outer)
@@ -198,7 +205,7 @@ def fake_quantize(
     grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
     Source: docs/numerics.md section 10.
     """
-    kind = _scheme(scheme)
+    kind = find_scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
     scales = _given(kind, matrix, scale, zero_point, outer_scale)
     rng = _rng(rounding, seed, step, stream, offset, pitch)
@@ -229,14 +236,32 @@ def scaled_mm(
     left, right = _operand("a", a), _operand("b", b)
     args = {"cols": a.shape[-1], "bias": bias, "out_dtype": torch.float32 if out_scheme is not None else out_dtype}
     shape = (*a.shape[:-1], b.shape[0])
-    plain = out if isinstance(out, Tensor) and out_scheme is None else None
-    if plain is not None:
-        torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=as_rows(plain))
-        return plain
+    if out is not None:
+        _check_out(out, shape, out_scheme, (*left.values(), *right.values(), bias))
+    if isinstance(out, Tensor):
+        matrix = as_rows(out)
+        torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=matrix)
+        if matrix.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+            out.copy_(matrix.reshape(shape))
+        return out
     y: Tensor = torch.ops.lowbit.scaled_mm(**left, **right, **args).reshape(shape)
-    if out_scheme is None:
-        return y
-    return quantize(y, out_scheme, scale=out_scale, out=out if isinstance(out, Quantized) else None)
+    return y if out_scheme is None else quantize(y, out_scheme, scale=out_scale, out=out)
+
+
+def _check_out(out: Tensor | Quantized, shape: tuple[int, ...], out_scheme: Any, inputs: tuple[Any, ...]) -> None:
+    kind = Tensor if out_scheme is None else Quantized
+    if not isinstance(out, kind):
+        raise TypeError(
+            f"scaled_mm: with out_scheme={str(out_scheme) if out_scheme is not None else None}, out must be a "
+            f"{kind.__name__}, got {type(out).__name__}"
+        )
+    if tuple(out.shape) != shape:
+        raise ValueError(f"scaled_mm: out must be of shape {list(shape)}, got {list(out.shape)}")
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        raise RuntimeError(
+            "scaled_mm: out= does not support automatic differentiation, but an operand requires grad; "
+            "leave out= away, or work under torch.no_grad()"
+        )
 
 
 def _operand(name: str, x: Quantized | Tensor) -> dict[str, Any]:
@@ -260,14 +285,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
     functions["dequantize"] = lambda q, dtype=None: q.dequantize(dtype)
     if op not in functions:
         raise ValueError(f"explain: unknown op {op!r}; expected one of {', '.join(functions)}")
-    return registry.explaining(op, lambda: functions[op](*args, **kwargs))
+    given = op == "quantize" and (len(args) > 2 or kwargs.get("scale") is not None)
+    return registry.explaining("quantize_static" if given else op, lambda: functions[op](*args, **kwargs))
 
 
 # -- scales as users give them ---------------------------------------------------------------------------------------
-def _scheme(text: str | Scheme) -> Scheme:
-    return scheme(text)
-
-
 def _given(
     kind: Scheme, x: Tensor, scale: Tensor | float | None, zero_point: Tensor | int | None, outer: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -290,26 +312,27 @@ def _given(
 
 
 def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A user's scalar for every block, or one number a block: a matrix of that very shape, or a vector in its order."""
     if value.numel() == 1 and value.dim() < len(shape):
         return value.reshape([1] * len(shape)).expand(shape).contiguous()
-    if value.numel() != torch.Size(shape).numel():
+    if value.numel() != torch.Size(shape).numel() or (value.dim() > 1 and tuple(value.shape) != shape):
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
     return value.reshape(shape)
 
 
 def _stored_scale(kind: Scheme, scale: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
     """A user's scale in the dtype that the scheme stores. Raises where the storage format cannot hold it exactly."""
-    dtype = getattr(torch, kind.scale_format.dtype)
+    dtype = scale_dtype(kind)
     value = scale if isinstance(scale, Tensor) else torch.tensor(float(scale), device=device)
     value = _shaped(f"{kind}: scale", value, shape)
     if value.dtype == dtype:
         return value
     if dtype != torch.uint8:
-        stored = value.to(dtype)
+        stored, back = value.to(dtype), value.to(dtype).double()
     else:
         stored = _scale_codes(value.float(), kind)
-    back = stored.float() if dtype != torch.uint8 else decode(stored, kind.scale_format.name)
-    if not torch.equal(back, value.float()):
+        back = decode(stored, kind.scale_format.name).double()
+    if not torch.equal(back, value.double()):
         raise ValueError(f"{kind} stores scales as {kind.scale_format.name}, which cannot hold the scale given exactly")
     return stored
 
@@ -317,7 +340,7 @@ def _stored_scale(kind: Scheme, scale: Tensor | float, shape: tuple[int, int], d
 def _scale_codes(value: Tensor, kind: Scheme) -> Tensor:
     if kind.scale_format.name != "e8m0":
         return encode(value, kind.scale_format.name)
-    return (torch.frexp(value.double())[1] - 1 + formats.find("e8m0").bias).clamp(0, 254).to(torch.uint8)
+    return reference.e8m0_code(value.where(value > 0, 1.0), 1.0, ceil=False).to(torch.uint8)
 
 
 def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -326,8 +349,9 @@ def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int]
     if zero is None:
         raise ValueError(f"{kind}: a given scale needs its zero_point too")
     value = _shaped(f"{kind}: zero_point", torch.as_tensor(zero, device=device), shape)
-    dtype = torch.int8 if kind.format.signed else torch.uint8
-    if value.dtype == dtype:
+    dtype = zero_dtype(kind)
+    full = kind.format.bits == 8 and value.dtype == dtype
+    if full or (torch.compiler.is_compiling() and value.dtype == dtype):  # no look at numbers while tracing
         return value
     if value.is_floating_point() or bool(((value < kind.format.qmin) | (value > kind.format.qmax)).any()):
         raise ValueError(f"{kind}: zero_point must be integers in [{kind.format.qmin}, {kind.format.qmax}]")

@@ -18,9 +18,20 @@ from lowbit import formats
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
-__all__ = ["Quantized"]
+__all__ = ["Quantized", "scale_dtype", "zero_dtype"]
 
 formats.tracing = torch.compiler.is_compiling
+
+
+def scale_dtype(scheme: Scheme) -> torch.dtype:
+    """What scales are stored in; E8M0 and E4M3 ones as their codes."""
+    dtype: torch.dtype = getattr(torch, scheme.scale_format.dtype)
+    return dtype
+
+
+def zero_dtype(scheme: Scheme) -> torch.dtype:
+    """What zero points are stored in."""
+    return torch.int8 if scheme.format.signed else torch.uint8
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +106,24 @@ class Quantized:
         )  # fmt: skip
 
     def to(self, device: torch.device | str) -> Quantized:
-        """The same number on another device. To change the dtype it decodes to, use ``dequantize(dtype)``."""
+        """The same number on another device. Raises TypeError for a dtype, which ``dequantize(dtype)`` is for."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(
+                f"a Quantized has no other dtype than its scheme's; for numbers in {device}, dequantize({device})"
+            )
         return self.map(lambda part: part.to(device))
+
+    def cpu(self) -> Quantized:
+        return self.to("cpu")
+
+    def cuda(self) -> Quantized:
+        return self.to("cuda")
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, axis: int | None = None) -> torch.Size | int:
+        return self.shape if axis is None else self.shape[axis]
 
     def __repr__(self) -> str:
         return (

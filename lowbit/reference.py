@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lowbit import packing
 from lowbit.formats import FORMATS, Format, find
+from lowbit.quantized import scale_dtype, zero_dtype
 from lowbit.scaling import Scheme
 
 F32_SIGN, F32_MAGNITUDE, F32_INF, F32_NAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
-MIN_SCALE_BITS = 0x00800000  # 2**-126, the least normal fp32
-MAX_FINITE_BITS = 0x7F7FFFFF
 
 
 class Rng(NamedTuple):
@@ -180,7 +179,7 @@ def make_scale(amount: Tensor, scheme: Scheme) -> Tensor:
     if scheme.scale_format.name == "fp32":
         return scale
     code = round_up(scale, find(scheme.scale_format.name))
-    return code.to(torch.int16).view(getattr(torch, scheme.scale_format.dtype))
+    return code.to(torch.int16).view(scale_dtype(scheme))
 
 
 def make_inner_scale(amax: Tensor, outer: Tensor, scheme: Scheme) -> Tensor:
@@ -229,8 +228,7 @@ def block_scales(x: Tensor, scheme: Scheme, outer: Tensor | None) -> tuple[Tenso
     scale = make_scale((high - low).clamp(max=torch.finfo(torch.float32).max), scheme)
     qmin, qmax = scheme.format.qmin, scheme.format.qmax
     zero_point = (qmin - (low / scale_value(scale, scheme, None))).round().clamp(qmin, qmax)
-    dtype = torch.int8 if scheme.format.signed else torch.uint8
-    return scale.masked_fill(broken, nan_scale(scheme)), zero_point.masked_fill(broken, 0).to(dtype)
+    return scale.masked_fill(broken, nan_scale(scheme)), zero_point.masked_fill(broken, 0).to(zero_dtype(scheme))
 
 
 # -- elements (sections 2 to 4) ------------------------------------------------------------------------------------

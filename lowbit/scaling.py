@@ -141,7 +141,7 @@ class Scheme:
 
     def packed_cols(self, cols: int) -> int:
         """Bytes that a row of ``cols`` codes takes."""
-        return -(-cols * self.format.bits // 8)
+        return packed_cols(cols, self.format.bits)
 
     def t(self) -> Scheme:
         """The same scheme for the transposed tensor."""
@@ -162,6 +162,11 @@ class Scheme:
         ]  # fmt: skip
 
 
+def packed_cols(cols: int, bits: int) -> int:
+    """Bytes that a row of ``cols`` codes of ``bits`` bits takes."""
+    return -(-cols * bits // 8)
+
+
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """``[rows, cols]`` of a tensor of any rank: cols is the last axis; a scalar is ``[1, 1]``."""
     return (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
@@ -176,8 +181,15 @@ def find_scaling(name: str) -> Scaling | None:
 
 
 def scheme(text: str | Scheme) -> Scheme:
-    """The scheme that ``text`` names. Raises ValueError, with the grammar, for what is not one."""
+    """The scheme that ``text`` names, or the Scheme itself.
+
+    Raises ValueError, with the grammar, for what is not one, and for a Scheme made by hand that its name does not
+    stand for.
+    """
     if isinstance(text, Scheme):
+        named = scheme(text.name)
+        if named is not text and named != text:  # ops know a scheme by its name, and would compute in the other
+            raise ValueError(f"{text.name!r} names another scheme than this one; {_GRAMMAR}")
         return text
     if not isinstance(text, str):
         raise TypeError(f"a scheme is named by a string, got {type(text).__name__}; {_GRAMMAR}")

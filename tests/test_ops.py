@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 from variants import ALL, Variant
 
 import lowbit as lb
+from lowbit import backends
 from lowbit.backends import registry
 from lowbit.ops import OPS
 from lowbit.ops.matmul import make_call
@@ -21,15 +25,22 @@ everywhere = pytest.mark.parametrize("variant", ALL)
 
 # -- opcheck -----------------------------------------------------------------------------------------------------------
 def plain(call: Any) -> bool:
-    """Whether a call and its results hold only numbers: opcheck compares with ``==``."""
+    """Whether these tensors hold only numbers: opcheck compares with ``==``."""
     return all(bool(v.isfinite().all()) for v in call if isinstance(v, Tensor) and v.is_floating_point())
 
 
 def checked_samples(op: str, count: int) -> list[Any]:
-    calls = [c for c in OPS[op].samples("cpu") if plain(c)] if op != "scaled_mm" else list(products())
-    if op == "decode":
-        calls = [c for c in calls if not lb.formats.find(c.format).has_nan]
-    return calls[:: max(len(calls) // count, 1)][:count]
+    """Calls spread over the op's samples, which neither take nor return Inf or NaN."""
+    calls = list(OPS[op].samples("cpu") if op != "scaled_mm" else products())
+    found: list[Any] = []
+    for call in random.Random(0).sample(calls, len(calls)):
+        results = getattr(torch.ops.lowbit, op)(*call)
+        if plain(call) and plain(results if isinstance(results, tuple) else (results,)):
+            found.append(call)
+        if len(found) == count:
+            break
+    assert found, f"no sample of {op} is free of Inf and NaN"
+    return found
 
 
 def products():
@@ -326,3 +337,25 @@ def test_mixed_devices_are_refused():
     scale = torch.ones(4, 1, device="meta")
     with pytest.raises(ValueError, match="all tensors must be on one device, got x on cpu, scale on meta"):
         torch.ops.lowbit.quantize_static(x, "int8:row", scale)
+
+
+def test_every_backend_module_is_listed():
+    """A module with kernels that the package does not load would be dead, and nothing would say so."""
+    folder = Path(lb.__file__).parent / "backends"
+    with_kernels = {f.stem for f in folder.glob("*.py") if re.search(r"^def unavailable", f.read_text(), re.MULTILINE)}
+    assert with_kernels == set(backends.BACKENDS)
+
+
+@pytest.mark.parametrize("scheme", ["int8:row", "fp8_e4m3:tensor"])
+def test_explain_of_given_scales(scheme):
+    x = torch.randn(4, 32)
+    scale = lb.quantize(x, scheme).scale
+    assert lb.explain("quantize", x, scheme, scale=scale).op == "quantize_static"
+    assert lb.explain("quantize", x, scheme).op == "quantize"
+
+
+def test_empty_calls_are_served_whatever_backend_is_asked_for():
+    for backend in (None, *{i.backend for i in lb.impls("quantize")}):
+        with lb.use_backend(backend):
+            assert lb.quantize(torch.randn(0, 32), "int8:row").dequantize().shape == (0, 32)
+            assert lb.explain("quantize", torch.randn(0, 32), "int8:row").chosen.name == "reference"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -539,3 +540,33 @@ def test_absent_backends_say_why():
         with pytest.raises(lb.BackendError, match="is not available"), lb.use_backend(name):
             pass
         assert reason
+
+
+@pytest.mark.parametrize(
+    ("scheme", "arguments", "message"),
+    [
+        ("int8:group8", {"scale": torch.rand(4, 8) + 0.5}, "must have shape"),  # [4, 8], where [8, 4] is asked for
+        ("int8:tensor", {"scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot hold"),
+        ("int4:row:affine", {"scale": torch.rand(8, 1) + 0.5, "zero_point": torch.full((8, 1), 100, dtype=torch.int8)},
+         "zero_point"),
+        ("mxfp8:T", {"scale": torch.full((1, 32), 0.75)}, "cannot hold"),
+    ],
+)  # fmt: skip
+def test_scales_that_do_not_fit_are_refused(scheme, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lb.quantize(torch.randn(8, 32), scheme, **arguments)
+
+
+def test_objects_that_are_not_what_their_name_says_are_refused():
+    with pytest.raises(ValueError, match="another scheme"):
+        lb.quantize(torch.randn(2, 32), dataclasses.replace(lb.scheme("mxfp8"), ceil=True))
+    with pytest.raises(ValueError, match="another format"):
+        lb.encode(torch.randn(2, 32), dataclasses.replace(FORMATS["fp8_e4m3"], bias=8))
+
+
+def test_a_quantized_moves_between_devices_and_not_between_dtypes():
+    q = lb.quantize(torch.randn(2, 32), "mxfp4")
+    assert_same_bits(q.cpu().codes, q.codes)
+    assert (q.dim(), q.size(), q.size(1)) == (2, torch.Size((2, 32)), 32)
+    with pytest.raises(TypeError, match="dequantize"):
+        q.to(torch.bfloat16)

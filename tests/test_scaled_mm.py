@@ -430,3 +430,45 @@ def test_a_gradient_runs_on_the_backend_of_its_forward():
         z = lb.fake_quantize(x, "int8:row")
     (y.sum() + z.sum()).backward()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_with_every_argument_at_its_default(compiled):
+    """torch drops trailing defaults from what autograd sees: no bias and bf16 out is the most common call."""
+    w = lb.quantize(torch.linspace(-1, 2, 240).reshape(6, 40), "int8:row")
+    run = torch.compile(lb.scaled_mm, backend="aot_eager", fullgraph=True) if compiled else lb.scaled_mm
+    a = random_matrix(3, 40, seed=2).requires_grad_()
+    run(a, w).float().sum().backward()
+    assert torch.allclose(a.grad, w.dequantize().sum(0).expand(3, 40), rtol=2e-2, atol=5e-2)
+
+
+def test_a_frozen_weight_keeps_no_activation():
+    w = lb.quantize(random_matrix(6, 40, seed=1), "int4:group32")
+    a = random_matrix(3, 40, seed=2).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        lb.scaled_mm(a, w)
+    assert a.shape not in [t.shape for t in kept]
+
+
+def test_out_of_every_layout_is_filled():
+    a, w = torch.randn(2, 5, 16), lb.quantize(torch.randn(3, 16), "int8:row")
+    out = torch.full((5, 2, 3), 7.0, dtype=torch.bfloat16).transpose(0, 1)
+    assert lb.scaled_mm(a, w, out=out) is out
+    assert_same_bits(out.contiguous(), lb.scaled_mm(a, w))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda a, w: {"out": torch.empty(3, 2, 4, dtype=torch.bfloat16)}, ValueError, "out must be of shape"),
+        (lambda a, w: {"out": lb.quantize(torch.randn(2, 3, 4), "int8:row")}, TypeError, "out must be a Tensor"),
+        (lambda a, w: {"out": torch.empty(2, 3, 4), "out_scheme": "int8:row"}, TypeError, "out must be a Quantized"),
+        (lambda a, w: {"out": torch.empty(2, 3, 4, dtype=torch.bfloat16), "bias": torch.randn(4, requires_grad=True)},
+         RuntimeError, "automatic differentiation"),
+    ],
+)  # fmt: skip
+def test_out_that_cannot_be_filled(make, error, message):
+    a, w = torch.randn(2, 3, 16), lb.quantize(torch.randn(4, 16), "int8:row")
+    with pytest.raises(error, match=message):
+        lb.scaled_mm(a, w, **make(a, w))

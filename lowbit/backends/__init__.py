@@ -7,7 +7,7 @@ from importlib import import_module
 from lowbit.backends import dispatch, registry
 
 #: Modules of this package, each a backend.
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "cuda", "triton")
 
 
 def _load() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from lowbit.backends import cpu_mm, native
 from lowbit.backends.registry import Impl
@@ -15,11 +14,7 @@ from lowbit.backends.registry import Impl
 __all__ = ["IMPLS", "isa", "isas", "unavailable"]
 
 
-def _supports(call: Any) -> str | None:
-    return "the tensor is empty, and there is nothing for a kernel to do" if call[0].numel() == 0 else None
-
-
-IMPLS = tuple(Impl(op, "cpu", ("cpu",), 10, run, _supports) for op, run in native.RUN.items()) + cpu_mm.IMPLS
+IMPLS = tuple(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native.RUN.items()) + cpu_mm.IMPLS
 
 
 def unavailable() -> str | None:

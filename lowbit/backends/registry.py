@@ -67,8 +67,8 @@ _table: dict[tuple[str, str], list[Impl]] = {}
 _absent: dict[str, str] = {}
 _forced: ContextVar[str | None] = ContextVar("lowbit_backend", default=None)
 
-
-_asked: ContextVar[str | None] = ContextVar("lowbit_asked", default=None)
+#: The ops that ``explaining`` asks about.
+_asked: ContextVar[tuple[str, ...]] = ContextVar("lowbit_asked", default=())
 
 
 class BackendError(RuntimeError):
@@ -138,28 +138,29 @@ def candidates(op: str, device: str) -> list[Impl]:
 
 
 def select(op: str, device: str, call: Any, empty: bool) -> Impl:
-    """The implementation that serves ``call``. Raises BackendError, with every reason, if there is none."""
-    rows = candidates(op, device)
-    if _asked.get() == op:
+    """The implementation that serves ``call``. Raises BackendError, with every reason, if there is none.
+
+    ``empty``: nothing is computed on, so that backends cannot differ; the reference serves, whichever is asked for.
+    """
+    rows = [i for i in _table.get((op, device), []) if i.name == "reference"] if empty else candidates(op, device)
+    if op in _asked.get():
         raise _Answer(_explain(op, device, call, rows))
-    if empty and _forced.get() is None:
-        rows = [impl for impl in rows if impl.name == "reference"]
     for impl in rows:
         if impl.supports(call) is None:
             return impl
     raise BackendError(_why_none(op, device, call, rows))
 
 
-def explaining(op: str, run: Callable[[], Any]) -> Explanation:
-    """Call ``run`` up to the moment where ``op`` would pick its kernel, and answer how it would pick."""
-    token = _asked.set(op)
+def explaining(ops: tuple[str, ...], run: Callable[[], Any]) -> Explanation:
+    """Call ``run`` up to the moment where one of ``ops`` would pick its kernel, and answer how it would pick."""
+    token = _asked.set(ops)
     try:
         run()
     except _Answer as answer:
         return answer.explanation
     finally:
         _asked.reset(token)
-    raise RuntimeError(f"this call never reached lowbit.{op}")
+    raise RuntimeError(f"this call never reached lowbit.{' or lowbit.'.join(ops)}")
 
 
 def _explain(op: str, device: str, call: Any, rows: list[Impl]) -> Explanation:

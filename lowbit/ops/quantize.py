@@ -28,6 +28,7 @@ from lowbit.ops.spec import (
     require_rounding,
     require_scales,
 )
+from lowbit.quantized import scale_dtype, zero_dtype
 
 
 class OuterScale(NamedTuple):
@@ -101,8 +102,7 @@ def _codes_out(x: Tensor, scheme: scaling.Scheme) -> Out:
 
 def _scale_outs(x: Tensor, scheme: scaling.Scheme) -> list[Out]:
     shape = scheme.scale_shape(*matrix_shape(x))
-    zero_dtype = torch.int8 if scheme.format.signed else torch.uint8
-    return [(shape, getattr(torch, scheme.scale_format.dtype)), (shape if scheme.affine else (0,), zero_dtype)]
+    return [(shape, scale_dtype(scheme)), (shape if scheme.affine else (0,), zero_dtype(scheme))]
 
 
 def _quantize_outputs(call: Quantize) -> list[Out]:

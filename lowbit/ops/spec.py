@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
+from lowbit.quantized import scale_dtype, zero_dtype
 
 #: Shape and dtype of one output.
 Out = tuple[tuple[int, ...], torch.dtype]
@@ -129,7 +130,7 @@ def require_scales(
 ) -> None:
     """Scale, zero point and outer scale have the dtype and shape that the scheme keeps them in, and are all there."""
     expected = scheme.scale_shape(rows, cols)
-    dtype = getattr(torch, scheme.scale_format.dtype)
+    dtype = scale_dtype(scheme)
     if scale.dtype != dtype or tuple(scale.shape) != expected:
         raise ValueError(
             f"lowbit.{op}: {scheme} keeps the scales of a [{rows}, {cols}] matrix as {dtype} {list(expected)}, "
@@ -139,7 +140,7 @@ def require_scales(
         need = "needs a zero_point" if scheme.affine else "has no zero_point (add ':affine' for one)"
         raise ValueError(f"lowbit.{op}: {scheme} {need}")
     if zero_point is not None:
-        want = torch.int8 if scheme.format.signed else torch.uint8
+        want = zero_dtype(scheme)
         if zero_point.dtype != want or tuple(zero_point.shape) != expected:
             raise ValueError(
                 f"lowbit.{op}: {scheme} keeps zero points as {want} {list(expected)}, "
