@@ -150,6 +150,20 @@ def test_a_model_is_quantized_once():
         lb.quantize_(lb_prepared(), "int8")
 
 
+def test_a_layer_compiled_by_itself_is_refused():
+    """What torch.compile made of it holds on to the old layer, and would never see the new one."""
+    model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"0._orig_mod is compiled by itself.*quantize first, then compile"):
+        lb.quantize_(model, "int8")
+    assert type(model[1]) is nn.Linear
+    assert lb.quantize_(model, "int8", skip=("0",)).converted == ("1",)
+    whole = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
+    x = torch.randn(2, 4)
+    before = whole(x)
+    lb.quantize_(whole, "int8")
+    assert not torch.equal(whole(x), before) and same_bits(whole(x), whole._orig_mod(x))
+
+
 def lb_prepared() -> nn.Module:
     model = Nested()
     lb.train.prepare_(model, "fp8")

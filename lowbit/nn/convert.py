@@ -137,8 +137,9 @@ def quantize_(
     ``"model.lm_head"`` and all below it. ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``.
     Layers that share a weight share one Quantized; an embedding keeps its own. Hooks and train/eval mode are kept.
 
-    Raises ValueError, with the model untouched: nothing to convert, layers quantized already, a weight with NaN or Inf,
-    a skip pattern without a match, an unknown recipe. TypeError for weights that are not fp32, bf16 or fp16.
+    Raises ValueError, with the model untouched: nothing to convert, layers quantized or (each by itself) compiled
+    already, a weight with NaN or Inf, a skip pattern without a match, an unknown recipe. TypeError for weights that are
+    not fp32, bf16 or fp16.
     """
     if calibration is not None:
         raise ValueError(
@@ -223,6 +224,11 @@ def select(model: nn.Module, skip: Iterable[str], table: dict[str, Converter], i
         inside.add(first)
         if any(matches(pattern, name) for pattern in patterns for name in names[key]):
             found.skipped.append(first)
+        elif kind in table and inside_only and any(name.split(".")[-1] == "_orig_mod" for name in names[key]):
+            raise ValueError(
+                f"{first} is compiled by itself, and its compiled code would go on with the layer as it is; "
+                f"quantize first, then compile"
+            )
         elif kind in table:
             reason = table[kind].refuses(module)
             if reason is None:
