@@ -101,10 +101,14 @@ class QuantLinear(nn.Module):
     @property
     def weight(self) -> Quantized:
         """The weight; views of this layer's parameters."""
-        scale = self.scale if self.scale.dtype == self._scale_dtype else self.scale.view(self._scale_dtype)
-        outer = None if self.outer_scale is None else self.outer_scale.view(torch.float32)
+        held: dict[str, Any] = self._parameters  # each attribute would be looked up three times, on every call
+        scale, outer = held["scale"], held["outer_scale"]
+        if scale.dtype != self._scale_dtype:
+            scale = scale.view(self._scale_dtype)
+        if outer is not None:
+            outer = outer.view(torch.float32)
         shape = torch.Size((self.out_features, self.in_features))
-        return Quantized(self.codes, scale, self.zero_point, outer, self.scheme, shape, self.weight_dtype)
+        return Quantized(held["codes"], scale, held["zero_point"], outer, self.scheme, shape, self.weight_dtype)
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
