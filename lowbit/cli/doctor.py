@@ -57,8 +57,8 @@ def examine() -> dict[str, Any]:
         advice.append(f"build: {notice}")
     if precision == "highest":
         advice.append(
-            "torch.set_float32_matmul_precision('medium') lets float activations be rounded to bf16 in scaled_mm "
-            "where that is faster; the default keeps fp32"
+            "torch.set_float32_matmul_precision('medium') lets torch's own fp32 layers round their operands to bf16 where "
+            "that is faster; lowbit's kernels keep fp32 operands either way"
         )
     return {
         "versions": {

@@ -35,7 +35,7 @@ class TrainConfig:
     """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``."""
 
     precision: str = "bf16"
-    steps: int = 600
+    steps: int = 450
     batch: int = 4
     context: int = 256
     lr: float = 5e-3
