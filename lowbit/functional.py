@@ -69,11 +69,10 @@ def encode(
     Source: docs/numerics.md sections 2, 3, 4, 7.
     """
     args = (formats.find(format).name, rounding, saturate, *_rng(rounding, seed, step, stream, offset, pitch))
-    matrix = x if x.dim() else x.reshape(1)
     if out is None:
-        codes: Tensor = torch.ops.lowbit.encode(matrix, *args)
-        return codes.reshape(x.shape)
-    torch.ops.lowbit.encode_out(matrix, *args, out=out if x.dim() else out.reshape(1))
+        made: Tensor = torch.ops.lowbit.encode(x, *args)
+        return made
+    torch.ops.lowbit.encode_out(x, *args, out=out)
     return out
 
 
@@ -86,11 +85,10 @@ def decode(
     Source: docs/numerics.md section 6.
     """
     name = formats.find(format).name
-    matrix = codes if codes.dim() else codes.reshape(1)
     if out is None:
-        y: Tensor = torch.ops.lowbit.decode(matrix, name, dtype)
-        return y.reshape(codes.shape)
-    torch.ops.lowbit.decode_out(matrix, name, dtype, out=out if codes.dim() else out.reshape(1))
+        made: Tensor = torch.ops.lowbit.decode(codes, name, dtype)
+        return made
+    torch.ops.lowbit.decode_out(codes, name, dtype, out=out)
     return out
 
 
@@ -133,21 +131,23 @@ def quantize(
 
     ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
     range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``out`` is filled and returned.
+    Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
 
     Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
     Source: docs/numerics.md sections 3, 5.
     """
     kind = find_scheme(scheme)
-    matrix = x if x.dim() else x.reshape(1)
+    matrix = x.detach() if x.dim() else x.detach().reshape(1)
     rng = _rng(rounding, seed, step, stream, offset, pitch)
-    scales = _given(kind, matrix, scale, zero_point, outer_scale)
+    scales = tuple([None if s is None else s.detach() for s in _given(kind, matrix, scale, zero_point, outer_scale)])
     parts = out.parts if out is not None else {}
-    if out is not None and (out.scheme != kind or out.shape != x.shape):
+    if out is not None and (out.scheme, out.shape, out.dtype) != (kind, x.shape, x.dtype):
         raise ValueError(
-            f"quantize: out holds {out.scheme} {list(out.shape)}, but the result is {kind} {list(x.shape)}"
+            f"quantize: out holds {out.scheme} {list(out.shape)} of {out.dtype}, "
+            f"but the result is {kind} {list(x.shape)} of {x.dtype}"
         )
     if scales[0] is not None:
-        codes = _call("quantize_static", parts, ("codes",), matrix, kind.name, *scales, rounding, *rng)
+        codes = _quantize_static(matrix, kind, scales, rounding, rng, parts)
         made = (scales[0], scales[1])
         _copy_given(parts, scales)
     else:
@@ -172,11 +172,14 @@ def _quantize_dynamic(
     return parts["codes"], parts["scale"], zero
 
 
-def _call(op: str, parts: dict[str, Tensor], names: tuple[str, ...], *args: Any) -> Any:
+def _quantize_static(
+    x: Tensor, scheme: Scheme, scales: tuple[Any, ...], rounding: str, rng: tuple[Any, ...], parts: dict[str, Tensor]
+) -> Any:
+    args = (x, scheme.name, *scales, rounding, *rng)
     if not parts:
-        return getattr(torch.ops.lowbit, op)(*args)
-    getattr(torch.ops.lowbit, f"{op}_out")(*args, out=parts[names[0]])
-    return parts[names[0]]
+        return torch.ops.lowbit.quantize_static(*args)
+    torch.ops.lowbit.quantize_static_out(*args, out=parts["codes"])
+    return parts["codes"]
 
 
 def _copy_given(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
@@ -236,14 +239,15 @@ def scaled_mm(
     left, right = _operand("a", a), _operand("b", b)
     args = {"cols": a.shape[-1], "bias": bias, "out_dtype": torch.float32 if out_scheme is not None else out_dtype}
     shape = (*a.shape[:-1], b.shape[0])
+    if out_scale is not None and out_scheme is None:
+        raise ValueError("scaled_mm: out_scale is the scale of an out_scheme; give that too, or leave out_scale out")
     if out is not None:
         _check_out(out, shape, out_scheme, (*left.values(), *right.values(), bias))
     if isinstance(out, Tensor):
-        matrix = as_rows(out)
+        viewed = out.dim() == 2 or out.is_contiguous()
+        matrix = as_rows(out) if viewed else out.new_empty((out.shape[:-1].numel(), out.shape[-1]))
         torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=matrix)
-        if matrix.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
-            out.copy_(matrix.reshape(shape))
-        return out
+        return out if viewed else out.copy_(matrix.reshape(shape))
     y: Tensor = torch.ops.lowbit.scaled_mm(**left, **right, **args).reshape(shape)
     return y if out_scheme is None else quantize(y, out_scheme, scale=out_scale, out=out)
 
@@ -259,7 +263,7 @@ def _check_out(out: Tensor | Quantized, shape: tuple[int, ...], out_scheme: Any,
         raise ValueError(f"scaled_mm: out must be of shape {list(shape)}, got {list(out.shape)}")
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(
-            "scaled_mm: out= does not support automatic differentiation, but an operand requires grad; "
+            "scaled_mm: out= does not support automatic differentiation, but an argument requires grad; "
             "leave out= away, or work under torch.no_grad()"
         )
 
@@ -281,12 +285,23 @@ def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
 
     ``print(lowbit.explain("scaled_mm", a, b))``. Nothing is computed by the op itself.
     """
-    functions = {f.__name__: f for f in (encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm)}
-    functions["dequantize"] = lambda q, dtype=None: q.dequantize(dtype)
-    if op not in functions:
-        raise ValueError(f"explain: unknown op {op!r}; expected one of {', '.join(functions)}")
-    given = op == "quantize" and (len(args) > 2 or kwargs.get("scale") is not None)
-    return registry.explaining("quantize_static" if given else op, lambda: functions[op](*args, **kwargs))
+    if op not in _EXPLAINED:
+        raise ValueError(f"explain: unknown op {op!r}; expected one of {', '.join(_EXPLAINED)}")
+    function, *variants = _EXPLAINED[op]
+    return registry.explaining((op, *variants), lambda: function(*args, **kwargs))
+
+
+#: What ``explain`` knows: the public function of each op, and the op that it runs instead where scales are given.
+_EXPLAINED: dict[str, tuple[Any, ...]] = {
+    "encode": (encode,),
+    "decode": (decode,),
+    "pack": (pack,),
+    "unpack": (unpack,),
+    "quantize": (quantize, "quantize_static"),
+    "dequantize": (Quantized.dequantize,),
+    "fake_quantize": (fake_quantize,),
+    "scaled_mm": (scaled_mm,),
+}
 
 
 # -- scales as users give them ---------------------------------------------------------------------------------------
@@ -303,7 +318,7 @@ def _given(
         zero = _stored_zero(kind, zero_point, shape, x.device)
     level = None
     if outer is not None:
-        level = _shaped("outer_scale", torch.as_tensor(outer, dtype=torch.float32, device=x.device), (1, 1))
+        level = _stored_outer(outer, x.device)
     elif kind.outer:
         if scale is not None:
             raise ValueError(f"{kind}: a given scale needs its outer_scale too, since the two decode together")
@@ -320,19 +335,27 @@ def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return value.reshape(shape)
 
 
+def _number(scale: Tensor | float, device: torch.device) -> Tensor:
+    """A Python number is taken in fp32, as scales are; a tensor as it is."""
+    return scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32, device=device)
+
+
+def _stored_outer(outer: Tensor | float, device: torch.device) -> Tensor:
+    value = _shaped("outer_scale", _number(outer, device), (1, 1))
+    if value.dtype != torch.float32 and not torch.equal(value.float().double(), value.double()):
+        raise ValueError(f"outer_scale is stored as fp32, which cannot hold the {value.dtype} given exactly")
+    return value.float()
+
+
 def _stored_scale(kind: Scheme, scale: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
     """A user's scale in the dtype that the scheme stores. Raises where the storage format cannot hold it exactly."""
     dtype = scale_dtype(kind)
-    value = scale if isinstance(scale, Tensor) else torch.tensor(float(scale), device=device)
-    value = _shaped(f"{kind}: scale", value, shape)
+    value = _shaped(f"{kind}: scale", _number(scale, device), shape)
     if value.dtype == dtype:
         return value
-    if dtype != torch.uint8:
-        stored, back = value.to(dtype), value.to(dtype).double()
-    else:
-        stored = _scale_codes(value.float(), kind)
-        back = decode(stored, kind.scale_format.name).double()
-    if not torch.equal(back, value.double()):
+    stored = value.to(dtype) if dtype != torch.uint8 else _scale_codes(value.float(), kind)
+    back = stored if dtype != torch.uint8 else decode(stored, kind.scale_format.name)
+    if not torch.equal(back.double(), value.double()):
         raise ValueError(f"{kind} stores scales as {kind.scale_format.name}, which cannot hold the scale given exactly")
     return stored
 
@@ -350,8 +373,8 @@ def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int]
         raise ValueError(f"{kind}: a given scale needs its zero_point too")
     value = _shaped(f"{kind}: zero_point", torch.as_tensor(zero, device=device), shape)
     dtype = zero_dtype(kind)
-    full = kind.format.bits == 8 and value.dtype == dtype
-    if full or (torch.compiler.is_compiling() and value.dtype == dtype):  # no look at numbers while tracing
+    blind = torch.compiler.is_compiling() or value.is_meta  # no number can be looked at
+    if value.dtype == dtype and (kind.format.bits == 8 or blind):
         return value
     if value.is_floating_point() or bool(((value < kind.format.qmin) | (value > kind.format.qmax)).any()):
         raise ValueError(f"{kind}: zero_point must be integers in [{kind.format.qmin}, {kind.format.qmax}]")

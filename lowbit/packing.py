@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.scaling import packed_cols
+
 __all__ = ["pack", "packed_cols", "unpack"]
-
-
-def packed_cols(cols: int, bits: int) -> int:
-    """Bytes that a row of ``cols`` codes of ``bits`` bits takes."""
-    return -(-cols * bits // 8)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

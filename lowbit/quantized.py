@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lowbit import formats
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
 __all__ = ["Quantized", "scale_dtype", "zero_dtype"]
-
-formats.tracing = torch.compiler.is_compiling
 
 
 def scale_dtype(scheme: Scheme) -> torch.dtype:
@@ -105,25 +102,34 @@ class Quantized:
             self.scheme, self.shape, self.dtype,
         )  # fmt: skip
 
-    def to(self, device: torch.device | str) -> Quantized:
+    def to(
+        self, device: torch.device | str | int, dtype: torch.dtype | None = None, *, non_blocking: bool = False
+    ) -> Quantized:
         """The same number on another device. Raises TypeError for a dtype, which ``dequantize(dtype)`` is for."""
-        if isinstance(device, torch.dtype):
-            raise TypeError(
-                f"a Quantized has no other dtype than its scheme's; for numbers in {device}, dequantize({device})"
-            )
-        return self.map(lambda part: part.to(device))
+        asked = device if isinstance(device, torch.dtype) else dtype
+        if asked is not None:
+            raise TypeError(f"a Quantized keeps its scheme; for numbers in {asked}, call dequantize({asked})")
+        return self.map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def cpu(self) -> Quantized:
+        """The same number on the CPU."""
         return self.to("cpu")
 
     def cuda(self) -> Quantized:
+        """The same number on the current CUDA device."""
         return self.to("cuda")
 
     def dim(self) -> int:
+        """How many axes ``shape`` has."""
         return len(self.shape)
 
     def size(self, axis: int | None = None) -> torch.Size | int:
+        """``shape``, or its entry for one axis."""
         return self.shape if axis is None else self.shape[axis]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, pickles and ``torch.save`` keep the scheme by its name."""
+        return _restored, (*_flatten(self)[1], *self.parts.values())
 
     def __repr__(self) -> str:
         return (
@@ -143,6 +149,16 @@ def _unflatten(parts: Any, context: tuple[Any, ...]) -> Quantized:
         named["codes"], named["scale"], named.get("zero_point"), named.get("outer_scale"),
         parse(scheme), torch.Size(shape), dtype,
     )  # fmt: skip
+
+
+def _restored(
+    names: tuple[str, ...], scheme: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: Tensor
+) -> Quantized:
+    return _unflatten(parts, (names, scheme, shape, dtype))
+
+
+#: What ``torch.load(weights_only=True)`` may call, once lowbit is imported.
+torch.serialization.add_safe_globals([_restored])
 
 
 def _to_dumpable(context: tuple[Any, ...]) -> list[Any]:

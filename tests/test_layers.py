@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,10 +28,10 @@ LAYERS = [
     {"ops"},
     {"backends"},
     {"autograd"},
-    {"functional", "debug"},
+    {"functional"},
     {"nn"},
     {"serialize"},
-    {"qat", "ptq", "train", "memory", "optim", "distributed", "export"},
+    {"train", "memory"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -73,6 +75,10 @@ def test_imports_run_one_way(path):
         else:
             assert target in LEVEL, f"{here} imports lowbit.{target}, which has no layer"
             assert LEVEL[target] <= LEVEL[layer], f"{here} imports lowbit.{target}, a layer above its own"
+
+
+def test_every_layer_is_there():
+    assert set(LEVEL) == {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()} - {"__init__"}
 
 
 def test_formats_and_scalings_need_no_torch():
@@ -180,6 +186,27 @@ def test_importing_lowbit_imports_nothing_heavy():
     loaded = set(ast.literal_eval(done.stdout))
     assert not loaded & {"onnx", "onnxruntime", "matplotlib", "typer", "rich", "ml_dtypes", "hypothesis", "pytest"}
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["with kernels", "without"])
+def test_a_copy_that_was_never_installed_uses_its_own_kernels(tmp_path, kernels):
+    """Also beside an editable install of another checkout, whose kernels Python would find."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("lowbit", *(["kernels"] if kernels else [])):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    code = "import lowbit; from lowbit.backends import triton; print(lowbit.__file__); print(triton.unavailable())"
+    code += "; import lowbit.kernels.spec as s; print(s.__file__)" if kernels else ""
+    hidden = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ditable' not in str(f)]; "
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code if kernels else hidden + code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    package, reason, *spec = done.stdout.splitlines()
+    assert Path(package) == tmp_path / "lowbit/__init__.py"
+    assert [Path(path) for path in spec] == ([tmp_path / "kernels/spec.py"] if kernels else [])
+    if find_spec("triton"):
+        assert "lowbit.kernels is missing; install lowbit" in reason or (kernels and reason == "None")
 
 
 def test_the_version_stands_in_one_place():

@@ -351,7 +351,22 @@ def test_explain_of_given_scales(scheme):
     x = torch.randn(4, 32)
     scale = lb.quantize(x, scheme).scale
     assert lb.explain("quantize", x, scheme, scale=scale).op == "quantize_static"
-    assert lb.explain("quantize", x, scheme).op == "quantize"
+    assert lb.explain("quantize", x, scheme, scale).op == "quantize_static"
+    assert lb.explain("quantize", x, scheme, None).op == "quantize"
+
+
+def test_explain_knows_every_op_that_has_a_public_function():
+    inner = {"outer_scale", "quantize_static", "fake_quantize_backward"}
+    with pytest.raises(ValueError, match="unknown op 'outer_scale'; expected one of") as caught:
+        lb.explain("outer_scale")
+    assert set(str(caught.value).split("one of ")[1].split(", ")) == set(OPS) - inner
+
+
+def test_stochastic_rounding_without_a_seed_says_under_compile_what_it_needs():
+    torch._dynamo.reset()
+    f = torch.compile(lambda x: lb.encode(x, "fp8_e4m3", rounding="stochastic"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"inside torch.compile needs seed="):
+        f(torch.randn(4))
 
 
 def test_empty_calls_are_served_whatever_backend_is_asked_for():

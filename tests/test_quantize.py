@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from variants import ALL, HAS_GPU, Kernel, Variant, kernels, params, threads, with_each
+from variants import ALL, HAS_GPU, Kernel, Variant, flush_denormal, kernels, params, threads, with_each
 
 import lowbit as lb
 from lowbit.backends import registry
@@ -230,6 +231,19 @@ def test_empty_tensors(s, shape):
     assert lb.unpack(lb.pack(lb.encode(x, s.format), s.format.bits), s.format.bits, shape).shape == x.shape
 
 
+@everywhere
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("name", ["int8:tensor", "uint4:group32:affine", "nvfp4", "fp8_e4m3:col"])
+def test_empty_tensors_are_the_same_on_every_backend(variant: Variant, name, shape):
+    x = torch.empty(shape, device=variant.device)
+    wanted = lb.quantize(x, name)
+    with variant.use(), flush_denormal():
+        q = lb.quantize(x, name)
+        assert q.dequantize().shape == lb.fake_quantize(x, name).shape == x.shape
+    for part in wanted.parts:
+        assert_same_bits(q.parts[part], wanted.parts[part], part)
+
+
 # -- out= --------------------------------------------------------------------------------------------------------------
 @everywhere
 @pytest.mark.parametrize("name", ["fp8_e4m3:row", "uint4:group32:affine", "nvfp4", "mxfp6:ceil", "nf4:dq"])
@@ -271,8 +285,18 @@ def test_out_that_does_not_fit():
         lb.encode(x, "fp8_e4m3", out=torch.empty(4, 8, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"out must be torch.uint8 \[4, 8\] on cpu, got torch.uint8 \[8, 4\]"):
         lb.encode(x, "fp8_e4m3", out=torch.empty(8, 4, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"out holds int8:row \[4, 8\], but the result is int8:row \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"out holds int8:row \[4, 8\] of .*, but the result is int8:row \[2, 8\] of"):
         lb.quantize(x[:2], "int8:row", out=lb.quantize(x, "int8:row"))
+    with pytest.raises(ValueError, match=r"of torch.float32, but the result is int8:row \[4, 8\] of torch.bfloat16"):
+        lb.quantize(x.bfloat16(), "int8:row", out=lb.quantize(x, "int8:row"))
+    with pytest.raises(ValueError, match=r"out must be torch.uint8 \[\] on cpu, got torch.uint8 \[1\]"):
+        lb.encode(torch.tensor(1.0), "fp8_e4m3", out=torch.empty(1, dtype=torch.uint8))
+    codes = torch.zeros(4, 8, dtype=torch.uint8)
+    for out in (torch.empty(4, 8, requires_grad=True), torch.empty(4, 8, requires_grad=True)[:]):
+        with pytest.raises(RuntimeError, match=r"lowbit.decode: out requires grad"):
+            lb.decode(codes, "fp8_e4m3", out=out)
+        with torch.no_grad():
+            assert lb.decode(codes, "fp8_e4m3", out=out) is out
 
 
 # -- static scales -----------------------------------------------------------------------------------------------------
@@ -394,6 +418,9 @@ def test_unpack_of_a_shape_that_does_not_fit():
         lb.unpack(torch.zeros(2, 4, dtype=torch.uint8), 4, (2, 9))
     with pytest.raises(ValueError, match=r"holds \[2, 8\] codes of 4 bits, not \[3, 8\]"):
         lb.unpack(torch.zeros(2, 4, dtype=torch.uint8), 4, (3, 8))
+    for shape in (8, ()):
+        with pytest.raises(ValueError, match=r"shape must be that of the codes that were packed, such as \(4, 64\)"):
+            lb.unpack(torch.zeros(2, 4, dtype=torch.uint8), 4, shape)
 
 
 # -- Quantized ---------------------------------------------------------------------------------------------------------
@@ -550,6 +577,7 @@ def test_absent_backends_say_why():
         ("int4:row:affine", {"scale": torch.rand(8, 1) + 0.5, "zero_point": torch.full((8, 1), 100, dtype=torch.int8)},
          "zero_point"),
         ("mxfp8:T", {"scale": torch.full((1, 32), 0.75)}, "cannot hold"),
+        ("nvfp4", {"outer_scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot hold"),
     ],
 )  # fmt: skip
 def test_scales_that_do_not_fit_are_refused(scheme, arguments, message):
@@ -568,5 +596,25 @@ def test_a_quantized_moves_between_devices_and_not_between_dtypes():
     q = lb.quantize(torch.randn(2, 32), "mxfp4")
     assert_same_bits(q.cpu().codes, q.codes)
     assert (q.dim(), q.size(), q.size(1)) == (2, torch.Size((2, 32)), 32)
-    with pytest.raises(TypeError, match="dequantize"):
-        q.to(torch.bfloat16)
+    for arguments in ((torch.bfloat16,), ("cpu", torch.bfloat16)):
+        with pytest.raises(TypeError, match=r"call dequantize\(torch.bfloat16\)"):
+            q.to(*arguments)
+
+
+@pytest.mark.parametrize("name", ["mxfp4:T", "uint4:group32:affine", "nvfp4", "e3m1b2:row:bf16"])
+def test_a_quantized_can_be_saved_and_copied(name, tmp_path):
+    q = lb.quantize(torch.randn(4, 64).bfloat16(), name)
+    torch.save({"w": q}, tmp_path / "q.pt")
+    for again in (torch.load(tmp_path / "q.pt", weights_only=True)["w"], copy.deepcopy(q)):
+        assert (again.scheme, again.shape, again.dtype) == (q.scheme, q.shape, q.dtype)
+        assert_same_bits(again.dequantize(), q.dequantize())
+        assert again.codes.data_ptr() != q.codes.data_ptr()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_quantize_returns_has_no_gradient():
+    x, scale = torch.randn(4, 32, requires_grad=True), torch.full((4, 1), 0.1, requires_grad=True)
+    for q in (lb.quantize(x, "int8:row"), lb.quantize(x, "nvfp4"), lb.quantize(x, "int8:row", scale=scale)):
+        assert not any(part.requires_grad for part in q.parts.values())
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            q.dequantize().sum().backward()

@@ -472,3 +472,16 @@ def test_out_that_cannot_be_filled(make, error, message):
     a, w = torch.randn(2, 3, 16), lb.quantize(torch.randn(4, 16), "int8:row")
     with pytest.raises(error, match=message):
         lb.scaled_mm(a, w, **make(a, w))
+
+
+def test_an_output_scale_without_its_scheme_is_refused():
+    with pytest.raises(ValueError, match="out_scale is the scale of an out_scheme"):
+        lb.scaled_mm(torch.randn(2, 16), torch.randn(4, 16), out_scale=1.0)
+
+
+@everywhere
+def test_a_product_over_no_elements_is_the_bias_on_every_backend(variant: Variant):
+    a, b, bias = (torch.ones(shape, device=variant.device) for shape in ((2, 0), (3, 0), (3,)))
+    with variant.use():
+        assert lb.explain("scaled_mm", a, b).chosen.name == "reference"
+        assert_same_bits(lb.scaled_mm(a, b, bias, torch.float32), torch.ones(2, 3, device=variant.device))

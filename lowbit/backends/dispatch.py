@@ -46,7 +46,8 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
 
 def _run(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or outs[0].numel() == 0)
-    impl.run(outs, call)
+    if any(out.numel() for out in outs):
+        impl.run(outs, call)
 
 
 def _pretend(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
@@ -87,4 +88,9 @@ def _check_outs(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tenso
             raise ValueError(
                 f"lowbit.{spec.name}: {name} must be {dtype} {list(shape)} on {device}, "
                 f"got {out.dtype} {list(out.shape)} on {out.device}"
+            )
+        if out.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"lowbit.{spec.name}: {name} requires grad, and autograd would miss that it is overwritten; "
+                "give a detached tensor, or work under torch.no_grad()"
             )

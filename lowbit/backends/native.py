@@ -71,7 +71,7 @@ def _scheme(name: str, rows: int, cols: int) -> list[int]:
 
 def _matrix(x: Tensor) -> Tensor:
     """``x`` as ``[rows, cols]`` with unit column stride, copied only where its strides ask for it."""
-    matrix = as_rows(x) if x.dim() else x.reshape(1, 1)
+    matrix = as_rows(x)
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 

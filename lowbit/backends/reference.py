@@ -20,12 +20,8 @@ def _rng(call: Any) -> reference.Rng | None:
     return reference.Rng(call.seed, call.step, call.stream, call.offset, call.pitch)
 
 
-def _matrix(x: Tensor) -> Tensor:
-    return as_rows(x) if x.dim() else x.reshape(1, 1)
-
-
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
-    codes = reference.encode(_matrix(call.x), formats.find(call.format), _rng(call), call.saturate)
+    codes = reference.encode(as_rows(call.x), formats.find(call.format), _rng(call), call.saturate)
     outs[0].copy_(codes.reshape(outs[0].shape))
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,10 @@ def _use_own_kernels() -> None:
 
 
 _use_own_kernels()
+_FOUND = find_spec("lowbit.kernels") is not None
 
-from lowbit.kernels.spec import INTERPRETED  # noqa: E402
+#: Whether kernels run in Triton's interpreter.
+INTERPRETED = _FOUND and import_module("lowbit.kernels.spec").INTERPRETED
 
 #: Positions along an axis are 32-bit in kernels, and the last tile may reach beyond the end.
 _LONGEST = 2**31 - 2**18
@@ -61,19 +64,19 @@ def _start(launches: Any, device: torch.device) -> None:
 
 
 def _rounding(call: Any) -> Any:
-    pitch = call.x.shape[-1] if call.pitch is None else call.pitch
+    pitch = matrix_shape(call.x)[1] if call.pitch is None else call.pitch
     stochastic = call.rounding == "stochastic"
     return _launch().Rounding(stochastic, call.seed, call.step, call.stream, call.offset, pitch)
 
 
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
-    x = as_rows(call.x if call.x.dim() else call.x.reshape(1))
+    x = as_rows(call.x)
     out = outs[0].view(x.shape)
     _start(_launch().encode(x, out, formats.find(call.format), call.saturate, _rounding(call)), x.device)
 
 
 def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:
-    codes = as_rows(call.codes if call.codes.dim() else call.codes.reshape(1))
+    codes = as_rows(call.codes)
     _start(_launch().decode(codes, outs[0].view(codes.shape), formats.find(call.format)), codes.device)
 
 
@@ -143,7 +146,7 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 
 
 def _fits(x: Tensor) -> str | None:
-    rows, cols = matrix_shape(x) if x.dim() else (1, 1)
+    rows, cols = matrix_shape(x)
     if max(rows, cols) > _LONGEST:
         return f"its kernels index at most {_LONGEST} rows or columns, got [{rows}, {cols}]; split the tensor"
     return None
@@ -201,4 +204,6 @@ def unavailable() -> str | None:
     """Why this backend is absent, and how to get it."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton (Linux only)"
+    if not _FOUND:
+        return "the package lowbit.kernels is missing; install lowbit (`pip install .` in its checkout)"
     return None

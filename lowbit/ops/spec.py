@@ -158,12 +158,8 @@ def require_outer(op: str, scheme: scaling.Scheme, outer: Tensor | None) -> None
 
 # -- what kernels need of a call -------------------------------------------------------------------------------------
 def matrix_shape(x: Tensor) -> tuple[int, int]:
-    """``[rows, cols]`` of a tensor of rank 1 or more, its last axis being cols."""
-    cols = x.shape[-1]
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
-    return rows, cols
+    """``[rows, cols]`` of a tensor of any rank, its last axis being cols; a scalar is ``[1, 1]``."""
+    return scaling.as_matrix(tuple(x.shape))
 
 
 def as_rows(x: Tensor) -> Tensor:
