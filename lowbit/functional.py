@@ -61,6 +61,7 @@ def encode(
 
     ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
     the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
+    Without ``seed``, each call draws one from torch's CPU generator; a fullgraph ``torch.compile`` cannot, and raises.
     Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
     NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its
     sign.
