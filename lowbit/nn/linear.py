@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowbit.backends.registry import forced, use_backend
 from lowbit.functional import quantize, scaled_mm
-from lowbit.quantized import Quantized
+from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
 
@@ -55,8 +55,8 @@ def empty(
 
     return Quantized(
         make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
-        make(scales, getattr(torch, scheme.scale_format.dtype)),
-        make(scales, torch.int8 if scheme.format.signed else torch.uint8) if scheme.affine else None,
+        make(scales, scale_dtype(scheme)),
+        make(scales, zero_dtype(scheme)) if scheme.affine else None,
         make((1, 1), torch.float32) if scheme.outer else None,
         scheme, torch.Size(shape), dtype,
     )  # fmt: skip
