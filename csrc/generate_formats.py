@@ -30,6 +30,17 @@ struct FormatRow {
 };
 """
 
+TAIL = """
+// The row with these parameters; null for a format that is none.
+static inline const FormatRow* find_format(const FormatParams& format) {
+    for (const FormatRow& row : kFormats) {
+        if (row.params == format) return &row;
+    }
+    return nullptr;
+}
+
+}  // namespace lowbit"""
+
 
 def load(path: Path) -> ModuleType:
     """The module at ``path``, without its package."""
@@ -50,10 +61,9 @@ def words(bits: tuple[int, ...]) -> str:
 def generate(formats: ModuleType) -> str:
     """The header's text: one row for every format that has codes, in the order of ``FORMATS``."""
     rows = [f for f in formats.FORMATS.values() if f.bits <= 8]
-    books = [f for f in rows if f.kind == "codebook"]
-    if len({f.bits for f in books}) != len(books):
-        raise SystemExit("kernels know a codebook by its bits alone; give Format.params() an id before adding this one")
     out = [HEAD]
+    out.append("// Which table this is: lowbit/backends/native.py compares.")
+    out.append(f'constexpr char kFingerprint[] = "{formats.fingerprint()}";\n')
     for name, number in formats.KINDS.items():
         out.append(f"constexpr int32_t kKind{name.capitalize()} = {number};")
     for f in rows:
@@ -71,7 +81,7 @@ def generate(formats: ModuleType) -> str:
     out.append(f"}};\nconstexpr int kNumFormats = {len(rows)};\n")
     for index, f in enumerate(rows):
         out.append(f"constexpr int kIndex_{f.name} = {index};")
-    out.append("\n}  // namespace lowbit")
+    out.append(TAIL)
     return "\n".join(out) + "\n"
 
 

@@ -21,7 +21,7 @@ py::list format_table() {
         py::dict row;
         row["name"] = f.name;
         row["params"] = std::vector<int>{p.kind,     p.bits,     p.exponent, p.mantissa, p.bias, p.is_signed,
-                                         p.max_code, p.inf_code, p.nan_code, p.qmin,     p.qmax};
+                                         p.max_code, p.inf_code, p.nan_code, p.qmin,     p.qmax, p.codebook};
         row["values"] = std::vector<uint32_t>(f.values, f.values + (1 << p.bits));
         row["thresholds"] = std::vector<uint32_t>(f.thresholds, f.thresholds + f.num_thresholds);
         row["zero_code"] = f.zero_code;
@@ -108,6 +108,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("force_isa", &cpu::force_isa, py::arg("name"),
           "Use the named instruction set in this module from now on; '' lifts that. Raises ValueError if it is not "
           "here.");
+    m.attr("fingerprint") = kFingerprint;
     m.def("format_table", &format_table, "The rows of the generated format table, as dictionaries.");
     m.def("encode", &encode, py::arg("x"), py::arg("format"), py::arg("saturate") = true,
           "Codes (uint8, one a byte) of a float32 or float16 array, to nearest even. Raises ValueError.");

@@ -8,6 +8,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/threads.h"
+#include "format_table.h"
 
 namespace {
 
@@ -18,6 +19,7 @@ int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
 void force_isa(std::string name) { lowbit::cpu::force_isa(name); }
 std::string isa() { return lowbit::cpu::isa_name(lowbit::cpu::current_isa()); }
+std::string fingerprint() { return lowbit::kFingerprint; }
 std::vector<std::string> isas() { return lowbit::cpu::isas(); }
 
 }  // namespace
@@ -51,10 +53,12 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");
     m.def("isas() -> str[]");
+    m.def("fingerprint() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
     m.impl("force_isa", TORCH_BOX(&force_isa));
     m.impl("isa", TORCH_BOX(&isa));
     m.impl("isas", TORCH_BOX(&isas));
+    m.impl("fingerprint", TORCH_BOX(&fingerprint));
 }

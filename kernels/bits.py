@@ -127,9 +127,9 @@ def encode_codebook(sign, magnitude, FMT: tl.constexpr):
     """Codes of a codebook: how many thresholds lie below the number; NaN takes the entry nearest zero."""
     value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
     code = tl.zeros_like(magnitude)
-    for k in tl.static_range(len(FMT[12])):
-        code += (value > FMT[12][k]).to(tl.int32)
-    return tl.where(magnitude > 0x7F800000, FMT[11], code)
+    for k in tl.static_range(len(FMT[13])):
+        code += (value > FMT[13][k]).to(tl.int32)
+    return tl.where(magnitude > 0x7F800000, FMT[12], code)
 
 
 @triton.jit
@@ -170,9 +170,9 @@ def decode(code, zero_point, FMT: tl.constexpr):
             q = (code << (32 - BITS)) >> (32 - BITS)
         return (q - zero_point).to(tl.float32).to(tl.int32, bitcast=True)
     elif FMT[0] == 2:
-        value = tl.full(code.shape, FMT[13][0], tl.float32)
-        for k in tl.static_range(1, len(FMT[13])):
-            value = tl.where(code == k, FMT[13][k], value)
+        value = tl.full(code.shape, FMT[14][0], tl.float32)
+        for k in tl.static_range(1, len(FMT[14])):
+            value = tl.where(code == k, FMT[14][k], value)
         return value.to(tl.int32, bitcast=True)
     else:
         bits = tl.where(code == 0, 0x00400000, code << 23)

@@ -134,7 +134,7 @@ def canonical(zero_point, FMT: tl.constexpr):
     if FMT[0] == 1:
         return zero_point & ((1 << FMT[1]) - 1)
     elif FMT[0] == 2:
-        return FMT[11]
+        return FMT[12]
     elif FMT[8] >= 0:
         return FMT[8]
     else:

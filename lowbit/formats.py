@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from hashlib import sha256
 from math import inf, isnan, nan
 
 __all__ = ["FORMATS", "Format", "find", "float_format", "fp32_bits", "fp32_value"]
@@ -198,8 +199,16 @@ class Format:
         self.require_codes("kernels")
         return [
             KINDS[self.kind], self.bits, self.exponent, self.mantissa, self.bias, int(self.signed),
-            self.max_code, self.inf_code, self.nan_code, self.qmin, self.qmax,
+            self.max_code, self.inf_code, self.nan_code, self.qmin, self.qmax, self.codebook_index,
         ]  # fmt: skip
+
+    @property
+    def codebook_index(self) -> int:
+        """The position of this codebook among those of ``FORMATS``; -1 for other kinds. Raises ValueError."""
+        books = [row for row in FORMATS.values() if row.kind == "codebook"]
+        if self.kind == "codebook" and self not in books:
+            raise ValueError(f"kernels know the codebooks that are rows of FORMATS, and {self.name} is none")
+        return books.index(self) if self.kind == "codebook" else -1
 
     def require_codes(self, what: str) -> None:
         if self.bits > 8:
@@ -246,6 +255,13 @@ FORMATS: dict[str, Format] = {
         _float("fp32", 8, 23, 127, "ieee", torch_dtype="float32", source="IEEE 754 binary32"),
     )
 }
+
+
+def fingerprint() -> str:
+    """A hash of what native code is generated from: it differs when a row with codes does."""
+    rows = [(f.name, f.params(), f.codebook) for f in FORMATS.values() if f.bits <= 8]
+    return sha256(repr(rows).encode()).hexdigest()[:16]
+
 
 _CUSTOM = re.compile(r"e(\d)m(\d)(?:b(-?\d+))?(i?)(n?)")
 

@@ -226,6 +226,7 @@ def test_unknown_names_list_the_known_ones():
 # -- the copy that C++ has ---------------------------------------------------------------------------------------------
 def test_the_generated_table_equals_this_one():
     native = pytest.importorskip("lowbit._native", reason="the compiled extension is not built")
+    assert native.fingerprint == formats.fingerprint()
     rows = {row["name"]: row for row in native.format_table()}
     coded = {f.name: f for f in formats.FORMATS.values() if f.bits <= 8}
     assert list(rows) == list(coded)
@@ -235,3 +236,13 @@ def test_the_generated_table_equals_this_one():
         assert tuple(row["values"]) == f.bits_table
         assert tuple(row["thresholds"]) == (f.thresholds if f.codebook else ())
         assert row["zero_code"] == f.zero_code
+
+
+def test_a_library_built_from_another_table_is_not_used(monkeypatch):
+    from lowbit.backends import native
+
+    if native.loading_error() is not None:
+        pytest.skip(native.loading_error())
+    monkeypatch.setattr(formats, "FORMATS", {**formats.FORMATS, "fp7_e3m3": float_format(3, 3)})
+    assert "was built with another table of formats" in native.loading_error.__wrapped__()
+    assert native.loading_error.__wrapped__().endswith("rebuild: make build")

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__CUDACC__)
 #define LOWBIT_HD __host__ __device__ __forceinline__
@@ -25,8 +26,14 @@ struct FormatParams {
     int32_t nan_code;  // -1: none
     int32_t qmin;
     int32_t qmax;
+    int32_t codebook;  // position among the codebooks of FORMATS; -1: none
 };
-constexpr int kFormatParams = 11;
+constexpr int kFormatParams = 12;
+static_assert(sizeof(FormatParams) == kFormatParams * sizeof(int32_t), "format_params() fills every field");
+
+static inline bool operator==(const FormatParams& a, const FormatParams& b) {
+    return std::memcmp(&a, &b, sizeof a) == 0;
+}
 
 // ids of SCALE_FORMATS in lowbit/scaling.py.
 enum ScaleFormat : int32_t { kScaleFp32 = 0, kScaleBf16 = 1, kScaleFp16 = 2, kScaleE8m0 = 3, kScaleE4m3 = 4 };
@@ -58,7 +65,7 @@ enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 inline FormatParams format_params(const int64_t* p) {
     auto at = [p](int i) { return static_cast<int32_t>(p[i]); };
-    return {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10)};
+    return {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11)};
 }
 
 inline SchemeParams scheme_params(const int64_t* p) {

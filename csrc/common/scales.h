@@ -29,10 +29,8 @@ LOWBIT_HD FormatParams inner_format() {
 static inline float largest_value(const FormatParams& f) {
     if (f.kind == kKindInteger) return static_cast<float>(f.qmax);
     if (f.kind == kKindFloat) return float_of(decode_float(static_cast<uint32_t>(f.max_code), f));
-    for (const FormatRow& row : kFormats) {
-        if (row.params.kind == f.kind && row.params.bits == f.bits) return float_of(row.values[f.max_code]);
-    }
-    return 1.0f;
+    const FormatRow* row = find_format(f);
+    return row ? float_of(row->values[f.max_code]) : 1.0f;
 }
 
 static inline ScaleRule scale_rule(const SchemeParams& s) {

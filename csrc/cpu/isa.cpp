@@ -1,9 +1,10 @@
 #include "cpu/isa.h"
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
+#include <string_view>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -12,97 +13,120 @@
 namespace lowbit::cpu {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "neon"};
-
-struct Feature {
-    const char* name;
-    bool present;
+constexpr const char* kNames[] = {
+#define LOWBIT_ISA_NAME(name, ...) #name,
+    LOWBIT_ISAS(LOWBIT_ISA_NAME)
+#undef LOWBIT_ISA_NAME
 };
 
+// -- features ---------------------------------------------------------------------------------------------------------
 #if defined(__x86_64__)
-// What the operating system saves on a context switch: without that, instructions fault though CPUID has them.
-uint64_t saved_state() {
-    uint32_t a, b, c, d;
-    __cpuid(1, a, b, c, d);
-    if (!(c >> 27 & 1)) return 0;
-    __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
-    return a | static_cast<uint64_t>(d) << 32;
-}
+// Where CPUID tells of a feature: leaf 1, leaf 7, and leaf 7 with subleaf 1.
+enum Word { kC1, kB7, kC7, kD7, kA71, kNumWords };
+// What the operating system must save on a context switch (XCR0): without that, instructions fault though CPUID has
+// them.
+enum State : uint64_t { kGeneral = 0, kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000 };
 
-std::vector<Feature> detect() {
-    uint32_t a, b, c, d, b7 = 0, c7 = 0, d7 = 0, a71 = 0, d71 = 0;
-    __cpuid(1, a, b, c, d);
-    const uint32_t c1 = c;
-    if (__get_cpuid_count(7, 0, &a, &b7, &c7, &d7) && a >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d71);
-    const uint64_t state = saved_state();
-    const bool ymm = (state & 0x6) == 0x6, zmm = ymm && (state & 0xe0) == 0xe0, tile = (state & 0x60000) == 0x60000;
-    auto bit = [](uint32_t word, int i) { return (word >> i & 1) != 0; };
-    return {
-        {"avx2", ymm && bit(b7, 5)},         {"fma", ymm && bit(c1, 12)},
-        {"f16c", ymm && bit(c1, 29)},        {"bmi2", bit(b7, 8)},
-        {"avx_vnni", ymm && bit(a71, 4)},    {"avx512f", zmm && bit(b7, 16)},
-        {"avx512dq", zmm && bit(b7, 17)},    {"avx512bw", zmm && bit(b7, 30)},
-        {"avx512vl", zmm && bit(b7, 31)},    {"avx512_vbmi", zmm && bit(c7, 1)},
-        {"avx512_vbmi2", zmm && bit(c7, 6)}, {"avx512_vnni", zmm && bit(c7, 11)},
-        {"avx512_bf16", zmm && bit(a71, 5)}, {"avx512_fp16", zmm && bit(d7, 23)},
-        {"amx_tile", tile && bit(d7, 24)},   {"amx_int8", tile && bit(d7, 25)},
-        {"amx_bf16", tile && bit(d7, 22)},
-    };
+struct Feature {
+    std::string_view name;
+    Word word;
+    int bit;
+    State state;
+};
+
+constexpr Feature kFeatures[] = {
+    {"avx2", kB7, 5, kYmm},         {"fma", kC1, 12, kYmm},         {"f16c", kC1, 29, kYmm},
+    {"bmi2", kB7, 8, kGeneral},     {"avx_vnni", kA71, 4, kYmm},    {"avx512f", kB7, 16, kZmm},
+    {"avx512dq", kB7, 17, kZmm},    {"avx512bw", kB7, 30, kZmm},    {"avx512vl", kB7, 31, kZmm},
+    {"avx512_vbmi", kC7, 1, kZmm},  {"avx512_vbmi2", kC7, 6, kZmm}, {"avx512_vnni", kC7, 11, kZmm},
+    {"avx512_bf16", kA71, 5, kZmm}, {"avx512_fp16", kD7, 23, kZmm}, {"amx_tile", kD7, 24, kTiles},
+    {"amx_int8", kD7, 25, kTiles},  {"amx_bf16", kD7, 22, kTiles},
+};
+
+struct Processor {
+    uint32_t words[kNumWords] = {};
+    uint64_t state = 0;
+
+    Processor() {
+        uint32_t a, b, c, d;
+        __cpuid(1, a, b, words[kC1], d);
+        if (__get_cpuid_count(7, 0, &a, &words[kB7], &words[kC7], &words[kD7]) && a >= 1) {
+            __get_cpuid_count(7, 1, &words[kA71], &b, &c, &d);
+        }
+        if (!(words[kC1] >> 27 & 1)) return;
+        __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+        state = a | static_cast<uint64_t>(d) << 32;
+    }
+};
+
+bool present(const Feature& f) {
+    static const Processor processor;
+    return (processor.words[f.word] >> f.bit & 1) && (processor.state & f.state) == f.state;
 }
-#elif defined(__aarch64__)
-std::vector<Feature> detect() { return {{"neon", true}}; }
 #else
-std::vector<Feature> detect() { return {}; }
+struct Feature {
+    std::string_view name;
+};
+
+#if defined(__aarch64__)
+constexpr Feature kFeatures[] = {{"neon"}};
+#else
+constexpr Feature kFeatures[] = {{"generic"}};
 #endif
 
-const std::vector<Feature>& features() {
-    static const std::vector<Feature> found = detect();
-    return found;
-}
+bool present(const Feature&) { return true; }
+#endif
 
-bool has_all(std::initializer_list<const char*> names) {
-    for (const char* name : names) {
-        if (!has_feature(name)) return false;
+constexpr const Feature* find_feature(std::string_view name) {
+    for (const Feature& f : kFeatures) {
+        if (f.name == name) return &f;
     }
-    return true;
+    return nullptr;
 }
 
-// The flags of CMakeLists.txt, asked of the processor.
-bool detect_isa(Isa isa) {
-    switch (isa) {
-        case Isa::kScalar:
-            return true;
-        case Isa::kAvx2:
-            return has_all({"avx2", "fma", "f16c", "bmi2"});
-        case Isa::kAvx512:
-            return has_all(
-                {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vbmi"});
-        case Isa::kNeon:
-            return has_feature("neon");
-    }
-    return false;
+// -- instruction sets -------------------------------------------------------------------------------------------------
+template <class... Names>
+constexpr bool all_known(Names... names) {
+    return (... && (find_feature(names) != nullptr));
+}
+template <class... Names>
+bool has_all(Names... names) {
+    return (... && has_feature(names));
 }
 
-Isa parse(const std::string& name) {
+// A feature that is misspelled would only make the instruction set disappear.
+#define LOWBIT_ISA_KNOWN(name, ...) static_assert(all_known(__VA_ARGS__), "isa.cpp lists no such feature for " #name);
+LOWBIT_ISAS(LOWBIT_ISA_KNOWN)
+#undef LOWBIT_ISA_KNOWN
+
+bool available(int isa) {
+    static const bool found[] = {
+#define LOWBIT_ISA_FOUND(name, ...) has_all(__VA_ARGS__),
+        LOWBIT_ISAS(LOWBIT_ISA_FOUND)
+#undef LOWBIT_ISA_FOUND
+    };
+    return found[isa];
+}
+
+int parse(const std::string& name) {
     std::string known;
     for (const std::string& candidate : isas()) known += (known.empty() ? "" : ", ") + candidate;
     for (int i = 0; i < kNumIsas; ++i) {
-        if (name == kNames[i] && isa_available(static_cast<Isa>(i))) return static_cast<Isa>(i);
+        if (name == kNames[i] && available(i)) return i;
     }
     throw std::invalid_argument("instruction set '" + name + "' is not available here; expected one of " + known);
 }
 
 int best() {
-    for (int i = kNumIsas - 1; i > 0; --i) {
-        if (isa_available(static_cast<Isa>(i))) return i;
-    }
-    return 0;
+    int isa = kNumIsas - 1;
+    while (!available(isa)) --isa;
+    return isa;
 }
 
 // Throws on a name in LOWBIT_ISA that is not available, at the first call of a kernel: nothing falls back unseen.
 int initial() {
     const char* name = std::getenv("LOWBIT_ISA");
-    return name && *name ? static_cast<int>(parse(name)) : best();
+    return name && *name ? parse(name) : best();
 }
 
 std::atomic<int> forced{-1};
@@ -112,22 +136,15 @@ std::atomic<int> forced{-1};
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 bool has_feature(const char* name) {
-    for (const Feature& f : features()) {
-        if (f.present && std::strcmp(f.name, name) == 0) return true;
-    }
-    return false;
-}
-
-bool isa_available(Isa isa) {
-    static const bool available[kNumIsas] = {detect_isa(Isa::kScalar), detect_isa(Isa::kAvx2), detect_isa(Isa::kAvx512),
-                                             detect_isa(Isa::kNeon)};
-    return available[static_cast<int>(isa)];
+    const Feature* feature = find_feature(name);
+    if (feature == nullptr) throw std::invalid_argument("unknown processor feature '" + std::string(name) + "'");
+    return present(*feature);
 }
 
 std::vector<std::string> isas() {
     std::vector<std::string> names;
     for (int i = 0; i < kNumIsas; ++i) {
-        if (isa_available(static_cast<Isa>(i))) names.emplace_back(kNames[i]);
+        if (available(i)) names.emplace_back(kNames[i]);
     }
     return names;
 }
@@ -139,12 +156,12 @@ Isa current_isa() {
     return static_cast<Isa>(chosen);
 }
 
-void force_isa(const std::string& name) { forced.store(name.empty() ? -1 : static_cast<int>(parse(name))); }
+void force_isa(const std::string& name) { forced.store(name.empty() ? -1 : parse(name)); }
 
 std::vector<std::string> cpu_features() {
     std::vector<std::string> names;
-    for (const Feature& f : features()) {
-        if (f.present) names.emplace_back(f.name);
+    for (const Feature& f : kFeatures) {
+        if (present(f)) names.emplace_back(f.name);
     }
     return names;
 }

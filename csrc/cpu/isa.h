@@ -4,18 +4,34 @@
 #include <string>
 #include <vector>
 
+// Every instruction set of this kind of processor: the name, then the features (isa.cpp) that its compiler flags
+// (CMakeLists.txt) take for granted. In order of preference: the last one available is used. lines_NAME.cpp and
+// mm_NAME.cpp hold its kernels; tables of them are made from this list.
+// clang-format off
+#if defined(__x86_64__)
+#define LOWBIT_ISAS(row) \
+    row(scalar) \
+    row(avx2, "avx2", "fma", "f16c", "bmi2") \
+    row(avx512, "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vbmi")
+#elif defined(__aarch64__)
+#define LOWBIT_ISAS(row) row(scalar) row(neon, "neon")
+#else
+#define LOWBIT_ISAS(row) row(scalar)
+#endif
+
 namespace lowbit::cpu {
 
-// In order of preference: the last one available is used.
-enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3 };
-constexpr int kNumIsas = 4;
+// Positions in LOWBIT_ISAS.
+#define LOWBIT_ISA_ID(name, ...) name,
+enum class Isa : int { LOWBIT_ISAS(LOWBIT_ISA_ID) kCount };
+// clang-format on
+#undef LOWBIT_ISA_ID
+
+constexpr int kNumIsas = static_cast<int>(Isa::kCount);
 
 const char* isa_name(Isa isa);
 
-// Whether this processor (and its operating system) runs code compiled for `isa`, and the build contains some.
-bool isa_available(Isa isa);
-
-// Names of the available ones, scalar first.
+// Names of those that this processor (and its operating system) runs, scalar first.
 std::vector<std::string> isas();
 
 // The one in use: what was forced, else the environment's LOWBIT_ISA, else the best available.
@@ -27,6 +43,7 @@ void force_isa(const std::string& name);
 
 // Processor features that kernels ask for, as "avx512_bf16", those present only.
 std::vector<std::string> cpu_features();
+// Throws std::invalid_argument for a name that isa.cpp does not list.
 bool has_feature(const char* name);
 
 }  // namespace lowbit::cpu

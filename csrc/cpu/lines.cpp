@@ -1,32 +1,17 @@
 #include "cpu/lines.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "common/numerics.h"
-#include "cpu/isa.h"
 #include "format_table.h"
 
 namespace lowbit::cpu {
-namespace {
-
-bool same(const FormatParams& a, const FormatParams& b) {
-    return a.kind == b.kind && a.bits == b.bits && a.exponent == b.exponent && a.mantissa == b.mantissa &&
-           a.bias == b.bias && a.is_signed == b.is_signed && a.max_code == b.max_code && a.inf_code == b.inf_code;
-}
-
-const FormatRow* find(const FormatParams& format) {
-    for (const FormatRow& row : kFormats) {
-        if (same(row.params, format)) return &row;
-    }
-    return nullptr;
-}
-
-}  // namespace
 
 Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
     Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true};
     if (f.kind == kKindCodebook) {
-        const FormatRow* row = find(f);
+        const FormatRow* row = find_format(f);
         if (!row) throw std::invalid_argument("this build knows no codebook with these parameters; rebuild lowbit");
         e.thresholds = row->thresholds;
         e.num_thresholds = row->num_thresholds;
@@ -42,30 +27,27 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
     return e;
 }
 
-Decoder::Decoder(const FormatParams& f) : format(f) {
-    if (const FormatRow* row = find(f)) {
+Decoder::Decoder(const FormatParams& f) : format(f), table(own_) {
+    const FormatRow* row = find_format(f);
+    if (!row && f.kind != kKindFloat) throw std::invalid_argument("this build knows no such format; rebuild lowbit");
+    if (row && f.bits >= 4) {
         table = row->values;
         return;
     }
-    if (f.kind != kKindFloat) throw std::invalid_argument("this build knows no such format; rebuild lowbit");
-    for (uint32_t code = 0; code < 1u << f.bits; ++code) own_[code] = decode_float(code, f);
-    table = own_;
+    // At least the 16 entries that vector code looks up; codes past the format's own repeat it.
+    const uint32_t mask = (1u << f.bits) - 1;
+    for (uint32_t code = 0; code < std::max(16u, mask + 1); ++code) {
+        own_[code] = row ? row->values[code & mask] : decode_float(code & mask, f);
+    }
 }
 
 const Lines& lines() {
-    switch (current_isa()) {
-#if defined(__x86_64__)
-        case Isa::kAvx512:
-            return lines_avx512();
-        case Isa::kAvx2:
-            return lines_avx2();
-#elif defined(__aarch64__)
-        case Isa::kNeon:
-            return lines_neon();
-#endif
-        default:
-            return lines_scalar();
-    }
+    static constexpr const Lines& (*kTables[])() = {
+#define LOWBIT_LINES(name, ...) lines_##name,
+        LOWBIT_ISAS(LOWBIT_LINES)
+#undef LOWBIT_LINES
+    };
+    return kTables[static_cast<int>(current_isa())]();
 }
 
 }  // namespace lowbit::cpu

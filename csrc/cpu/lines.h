@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/params.h"
+#include "cpu/isa.h"
 
 namespace lowbit::cpu {
 
@@ -79,10 +80,10 @@ struct Lines {
 // The table for the instruction set in use (isa.h).
 const Lines& lines();
 
-const Lines& lines_scalar();
-const Lines& lines_avx2();
-const Lines& lines_avx512();
-const Lines& lines_neon();
+// lines_scalar(), and its like for every other instruction set: from lines_NAME.cpp.
+#define LOWBIT_LINES(name, ...) const Lines& lines_##name();
+LOWBIT_ISAS(LOWBIT_LINES)
+#undef LOWBIT_LINES
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 inline const void* advance(const void* p, int64_t elements, Dtype dtype) {

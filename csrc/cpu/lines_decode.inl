@@ -84,11 +84,12 @@ void decode_factors(const Decoder& d, const uint8_t* codes, int64_t n, const Fac
 }
 
 void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out, Dtype dtype) {
-    if (d.format.kind == kKindExponent) return lines_scalar().decode(d, codes, n, f, out, dtype);
+    const bool wide_book = d.format.kind == kKindCodebook && d.format.bits > 4;
+    if (d.format.kind == kKindExponent || wide_book) return lines_scalar().decode(d, codes, n, f, out, dtype);
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
         if (d.format.kind == kKindInteger) return decode_factors<Type, IntegerValues>(d, codes, n, f, out);
-        if (d.format.bits == 4) return decode_factors<Type, TableValues>(d, codes, n, f, out);
+        if (d.format.bits <= 4) return decode_factors<Type, TableValues>(d, codes, n, f, out);
         return decode_factors<Type, FloatValues>(d, codes, n, f, out);
     });
 }

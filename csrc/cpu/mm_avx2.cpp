@@ -96,27 +96,15 @@ void transpose(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t de
     }
 }
 
-constexpr Kernels kTable = {
-    "avx2",
-    kNr,
-    LOWBIT_MM_ROWS,
-    Kind::s16,
-    false,
-    unpack,
-    decode_f32,
-    scale_blocks_any,
-    nullptr,
-    nullptr,
-    decode_bytes_any,
-    decode_s16_any,
-    sum_bytes_any,
-    widen,
-    transpose,
-    run_tile<DotF32, DotS16>,
-    run_dots<DotF32, DotS16>,
-    nullptr,
-    finish_any,
-};
+constexpr Kernels make() {
+    Kernels k = plain_kernels<DotF32, DotS16>();
+    k.unpack = unpack;
+    k.decode_f32 = decode_f32;
+    k.widen = widen;
+    k.transpose = transpose;
+    return k;
+}
+constexpr Kernels kTable = make();
 
 }  // namespace
 

@@ -241,30 +241,28 @@ void nibbles(int rows, const Nibbles& t) {
     }
 }
 
-constexpr Kernels kTable = {
-    "avx512",
-    kNr,
-    LOWBIT_MM_ROWS,
-    Kind::s16,
-    false,
-    unpack,
-    decode_f32,
-    scale_blocks_any,
-    scale_bf16_blocks,
-    decode_bf16,
-    decode_bytes_any,
-    decode_s16_any,
-    sum_bytes_any,
-    widen,
-    transpose,
-    run_tile<DotF32, DotS16>,
-    run_dots<DotF32, DotS16>,
-    nibbles,
-    finish_any,
-};
+constexpr Kernels make() {
+    Kernels k = plain_kernels<DotF32, DotS16>();
+    k.unpack = unpack;
+    k.decode_f32 = decode_f32;
+    k.scale_bf16_blocks = scale_bf16_blocks;
+    k.decode_bf16 = decode_bf16;
+    k.widen = widen;
+    k.transpose = transpose;
+    k.nibbles = nibbles;
+    return k;
+}
+constexpr Kernels kTable = make();
 
 }  // namespace
 
-const Kernels& kernels_avx512() { return kTable; }
+const Kernels& kernels_avx512base() { return kTable; }
+
+const Kernels& kernels_avx512() {
+    if (!has_feature("avx512_vnni")) return kernels_avx512base();
+    if (!has_feature("avx512_bf16")) return kernels_avx512vnni();
+    if (!has_feature("amx_bf16") || !has_feature("amx_int8") || !allow_amx()) return kernels_avx512bf16();
+    return kernels_avx512amx();
+}
 
 }  // namespace lowbit::cpu::mm

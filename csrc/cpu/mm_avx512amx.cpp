@@ -123,7 +123,6 @@ void matrix_tile(Kind kind, bool scaled, int rows, const Tile& t) {
 
 Kernels make() {
     Kernels k = kernels_avx512bf16();
-    k.name = "avx512amx";
     k.tile = matrix_tile;
     k.matrix_side = kSide;
     k.enter = enter;

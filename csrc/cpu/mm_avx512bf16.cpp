@@ -27,7 +27,6 @@ void dots(Kind kind, bool scaled, int rows, const Tile& t) {
 
 Kernels make() {
     Kernels k = kernels_avx512vnni();
-    k.name = "avx512_bf16";
     k.has_bf16 = true;
     k.tile = tile;
     k.dots = dots;

@@ -33,18 +33,17 @@ int32_t sum_bytes(const uint8_t* bytes, int64_t n, bool is_signed) {
 }
 
 void tile(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind == Kind::f32) return kernels_avx512().tile(kind, scaled, rows, t);
+    if (kind == Kind::f32) return kernels_avx512base().tile(kind, scaled, rows, t);
     run_tile<DotU8S8>(kind, scaled, rows, t);
 }
 
 void dots(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind == Kind::f32) return kernels_avx512().dots(kind, scaled, rows, t);
+    if (kind == Kind::f32) return kernels_avx512base().dots(kind, scaled, rows, t);
     run_dots<DotU8S8>(kind, scaled, rows, t);
 }
 
 Kernels make() {
-    Kernels k = kernels_avx512();
-    k.name = "avx512_vnni";
+    Kernels k = kernels_avx512base();
     k.integer = Kind::u8s8;
     k.sum_bytes = sum_bytes;
     k.tile = tile;

@@ -36,7 +36,7 @@ inline float f16_value(uint16_t half) {
     return load<float>(&bits);
 }
 
-[[maybe_unused]] void unpack_any(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
+void unpack_any(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
     const uint32_t mask = (1u << bits) - 1;
     int64_t i = 0;
     if (bits == 4) {
@@ -54,8 +54,7 @@ inline float f16_value(uint16_t half) {
     }
 }
 
-[[maybe_unused]] void decode_f32_any(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero,
-                                     float scale) {
+void decode_f32_any(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
     if (t.integer && t.bits == 8) {
         const int half = t.is_signed ? 128 : 0;
         for (int64_t i = 0; i < n; ++i) out[i] = (static_cast<float>((codes[i] ^ half) - half) - zero) * scale;
@@ -99,7 +98,7 @@ void widen_any(const void* values, Element dtype, float* out, int64_t n) {
     }
 }
 
-[[maybe_unused]] void transpose_any(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) {
+void transpose_any(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) {
     for (int64_t d = 0; d < depth; ++d) {
         for (int n = 0; n < kNr; ++n) panel[d * kNr + n] = rows[n * stride + d];
     }
@@ -155,4 +154,24 @@ void finish_any(const Row& row) {
     if (row.sum_kind == 0) return finish_sums<float>(row);
     if (row.sum_kind == 1) return finish_sums<int32_t>(row);
     return finish_sums<int64_t>(row);
+}
+
+// Everything by the loops above, for products of the kinds named; a file replaces what its instructions do better.
+template <class... Dots>
+constexpr Kernels plain_kernels() {
+    Kernels k;
+    k.nr = kNr;
+    k.max_rows = LOWBIT_MM_ROWS;
+    k.unpack = unpack_any;
+    k.decode_f32 = decode_f32_any;
+    k.scale_blocks = scale_blocks_any;
+    k.decode_bytes = decode_bytes_any;
+    k.decode_s16 = decode_s16_any;
+    k.sum_bytes = sum_bytes_any;
+    k.widen = widen_any;
+    k.transpose = transpose_any;
+    k.tile = run_tile<Dots...>;
+    k.dots = run_dots<Dots...>;
+    k.finish = finish_any;
+    return k;
 }

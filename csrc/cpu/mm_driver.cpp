@@ -7,7 +7,6 @@
 #include <cstring>
 #include <new>
 
-#include "cpu/isa.h"
 #include "cpu/mm_load.h"
 #include "cpu/threads.h"
 
@@ -18,22 +17,12 @@ namespace {
 constexpr int64_t kSmallProduct = int64_t{1} << 16;
 
 const Kernels& kernels_in_use() {
-    switch (current_isa()) {
-#if defined(__x86_64__)
-        case Isa::kAvx2:
-            return kernels_avx2();
-        case Isa::kAvx512:
-            if (!has_feature("avx512_vnni")) return kernels_avx512();
-            if (!has_feature("avx512_bf16")) return kernels_avx512vnni();
-            if (!has_feature("amx_bf16") || !has_feature("amx_int8") || !allow_amx()) return kernels_avx512bf16();
-            return kernels_avx512amx();
-#elif defined(__aarch64__)
-        case Isa::kNeon:
-            return kernels_neon();
-#endif
-        default:
-            return kernels_scalar();
-    }
+    static constexpr const Kernels& (*kTables[])() = {
+#define LOWBIT_KERNELS(name, ...) kernels_##name,
+        LOWBIT_ISAS(LOWBIT_KERNELS)
+#undef LOWBIT_KERNELS
+    };
+    return kTables[static_cast<int>(current_isa())]();
 }
 
 // Memory that a thread keeps from one product to the next: fresh pages would cost more than small products do.

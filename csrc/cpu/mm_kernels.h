@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cpu/isa.h"
 #include "cpu/mm.h"
 
 namespace lowbit::cpu::mm {
@@ -77,33 +78,34 @@ struct Nibbles {
 };
 
 struct Kernels {
-    const char* name;
-    int nr;         // columns of a tile
-    int max_rows;   // rows of a tile, at most
-    Kind integer;   // how integers are multiplied: s16 or u8s8
-    bool has_bf16;  // whether Kind::bf16 is there
+    int nr = 0;                // columns of a tile
+    int max_rows = 0;          // rows of a tile, at most
+    Kind integer = Kind::s16;  // how integers are multiplied: s16 or u8s8
+    bool has_bf16 = false;     // whether Kind::bf16 is there
     // Codes of `bits` bits to one a byte.
-    void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits);
+    void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) = nullptr;
     // fp32((value - zero) * scale).
-    void (*decode_f32)(const Table& table, const uint8_t* codes, float* out, int64_t count, float zero, float scale);
+    void (*decode_f32)(const Table& table, const uint8_t* codes, float* out, int64_t count, float zero,
+                       float scale) = nullptr;
     // values[i] *= scales[block of i], blocks of `block` elements, the first of them `first` long.
-    void (*scale_blocks)(float* values, int64_t count, int64_t first, int64_t block, const float* scales);
+    void (*scale_blocks)(float* values, int64_t count, int64_t first, int64_t block, const float* scales) = nullptr;
     // The same for bf16 values whose products are bf16 numbers. Null without Kind::bf16.
-    void (*scale_bf16_blocks)(uint16_t* values, int64_t count, int64_t first, int64_t block, const float* scales);
+    void (*scale_bf16_blocks)(uint16_t* values, int64_t count, int64_t first, int64_t block,
+                              const float* scales) = nullptr;
     // The bf16 of value - zero; exact. Null without Kind::bf16.
-    void (*decode_bf16)(const Table& table, const uint8_t* codes, uint16_t* out, int64_t count, int zero);
+    void (*decode_bf16)(const Table& table, const uint8_t* codes, uint16_t* out, int64_t count, int zero) = nullptr;
     // (code ^ flip) + shift, modulo 256.
-    void (*decode_bytes)(const uint8_t* codes, uint8_t* out, int64_t count, uint8_t flip, uint8_t shift);
+    void (*decode_bytes)(const uint8_t* codes, uint8_t* out, int64_t count, uint8_t flip, uint8_t shift) = nullptr;
     // ((code ^ half) - half) - zero.
-    void (*decode_s16)(const uint8_t* codes, int16_t* out, int64_t count, int half, int zero);
-    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count, bool is_signed);
-    void (*widen)(const void* values, Element dtype, float* out, int64_t count);
+    void (*decode_s16)(const uint8_t* codes, int16_t* out, int64_t count, int half, int zero) = nullptr;
+    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count, bool is_signed) = nullptr;
+    void (*widen)(const void* values, Element dtype, float* out, int64_t count) = nullptr;
     // rows[nr, stride] to panel[depth, nr].
-    void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth);
-    void (*tile)(Kind kind, bool scaled, int rows, const Tile& tile);
-    void (*dots)(Kind kind, bool scaled, int rows, const Tile& tile);
-    void (*nibbles)(int rows, const Nibbles& t);  // null: there is none
-    void (*finish)(const Row& row);
+    void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
+    void (*tile)(Kind kind, bool scaled, int rows, const Tile& tile) = nullptr;
+    void (*dots)(Kind kind, bool scaled, int rows, const Tile& tile) = nullptr;
+    void (*nibbles)(int rows, const Nibbles& t) = nullptr;  // null: there is none
+    void (*finish)(const Row& row) = nullptr;
     // Matrix registers: `tile` of bf16 and u8s8 then has matrix_side or twice as many rows, and segments are padded to
     // matrix_side dwords. A thread calls `enter` before such tiles and `leave` after them.
     int matrix_side = 0;  // 0: there are none
@@ -111,14 +113,17 @@ struct Kernels {
     void (*leave)() = nullptr;
 };
 
-const Kernels& kernels_scalar();
-const Kernels& kernels_avx2();
-const Kernels& kernels_avx512();
+// kernels_scalar(), and its like for every other instruction set: from mm_NAME.cpp.
+#define LOWBIT_KERNELS(name, ...) const Kernels& kernels_##name();
+LOWBIT_ISAS(LOWBIT_KERNELS)
+#undef LOWBIT_KERNELS
+
+// What kernels_avx512() chooses from, each built upon the one before.
+const Kernels& kernels_avx512base();
 const Kernels& kernels_avx512vnni();
 const Kernels& kernels_avx512bf16();
 const Kernels& kernels_avx512amx();
 // Asks the operating system, once, to let this process use matrix registers.
 bool allow_amx();
-const Kernels& kernels_neon();
 
 }  // namespace lowbit::cpu::mm

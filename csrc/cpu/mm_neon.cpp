@@ -1,8 +1,7 @@
 // The matrix product for AArch64: four-dword vectors with fused multiply-add.
-#include "cpu/mm_kernels.h"
-
-#if defined(__aarch64__)
 #include <arm_neon.h>
+
+#include "cpu/mm_kernels.h"
 
 namespace lowbit::cpu::mm {
 namespace {
@@ -28,31 +27,10 @@ struct DotS16 {
     }
 };
 
-constexpr Kernels kTable = {
-    "neon",
-    kNr,
-    LOWBIT_MM_ROWS,
-    Kind::s16,
-    false,
-    unpack_any,
-    decode_f32_any,
-    scale_blocks_any,
-    nullptr,
-    nullptr,
-    decode_bytes_any,
-    decode_s16_any,
-    sum_bytes_any,
-    widen_any,
-    transpose_any,
-    run_tile<DotF32, DotS16>,
-    run_dots<DotF32, DotS16>,
-    nullptr,
-    finish_any,
-};
+constexpr Kernels kTable = plain_kernels<DotF32, DotS16>();
 
 }  // namespace
 
 const Kernels& kernels_neon() { return kTable; }
 
 }  // namespace lowbit::cpu::mm
-#endif

@@ -13,29 +13,17 @@ inline VecF fused(VecF a, VecF b, VecF c) { return a * b + c; }
 
 #include "cpu/mm_body.inl"
 #include "cpu/mm_convert.inl"
-#include "cpu/mm_pairs.inl"
 
-constexpr Kernels kTable = {
-    "scalar",
-    kNr,
-    LOWBIT_MM_ROWS,
-    Kind::s16,
-    false,
-    unpack_any,
-    decode_f32_any,
-    scale_blocks_any,
-    nullptr,
-    nullptr,
-    decode_bytes_any,
-    decode_s16_any,
-    sum_bytes_any,
-    widen_any,
-    transpose_any,
-    run_tile<DotF32, DotS16>,
-    run_dots<DotF32, DotS16>,
-    nullptr,
-    finish_any,
+// Pairs without a multiply-add instruction.
+struct DotS16 {
+    using Acc = VecI;
+    static constexpr Kind kind = Kind::s16;
+    static VecI dot(VecI acc, VecI a, VecI b) {
+        return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+    }
 };
+
+constexpr Kernels kTable = plain_kernels<DotF32, DotS16>();
 
 }  // namespace
 

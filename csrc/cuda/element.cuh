@@ -24,7 +24,7 @@ struct Codebook {
     uint32_t zero_code;
 };
 
-// A format as kernels take it. Codebooks are known by their number of bits (csrc/generate_formats.py holds that).
+// A format as kernels take it.
 struct Codec {
     FormatParams format;
     Codebook book;
@@ -33,15 +33,16 @@ struct Codec {
 inline const char* make_codec(const FormatParams& format, Codec* codec) {
     *codec = Codec{format, {}};
     if (format.kind != kKindCodebook) return nullptr;
-    for (const FormatRow& row : kFormats) {
-        if (row.params.kind != kKindCodebook || row.params.bits != format.bits || row.num_thresholds > 15) continue;
-        for (int i = 0; i < row.num_thresholds; ++i) codec->book.thresholds[i] = row.thresholds[i];
-        for (int i = 0; i < (1 << format.bits); ++i) codec->book.values[i] = row.values[i];
-        codec->book.count = row.num_thresholds;
-        codec->book.zero_code = static_cast<uint32_t>(row.zero_code);
-        return nullptr;
+    const FormatRow* row = find_format(format);
+    if (!row || row->num_thresholds > 15) {
+        return "lowbit CUDA kernels know codebooks of the format table with at most 16 entries; use the reference "
+               "backend";
     }
-    return "lowbit CUDA kernels know codebooks of the format table with at most 16 entries; use the reference backend";
+    for (int i = 0; i < row->num_thresholds; ++i) codec->book.thresholds[i] = row->thresholds[i];
+    for (int i = 0; i < (1 << format.bits); ++i) codec->book.values[i] = row->values[i];
+    codec->book.count = row->num_thresholds;
+    codec->book.zero_code = static_cast<uint32_t>(row->zero_code);
+    return nullptr;
 }
 
 // -- elements ----------------------------------------------------------------------------------------------------

@@ -23,9 +23,7 @@ const char* make_side(const MmOperand& from, int64_t k, Side* side) {
 
 bool is_integer(const Side& s) { return s.bits <= 8 && s.blocks.codec.format.kind == kKindInteger; }
 bool is_blocked(const Side& s) { return s.bits <= 8 && s.blocks.block_cols > 1; }
-bool is_format(const Side& s, int index) {
-    return s.bits == 8 && std::memcmp(&s.blocks.codec.format, &kFormats[index].params, sizeof(FormatParams)) == 0;
-}
+bool is_format(const Side& s, int index) { return s.bits == 8 && s.blocks.codec.format == kFormats[index].params; }
 bool is_fp8(const Side& s) { return is_format(s, kIndex_fp8_e4m3) || is_format(s, kIndex_fp8_e5m2); }
 
 // What the bf16 kernel cannot take exactly, or its steps of 16 along K cannot follow.

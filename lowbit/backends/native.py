@@ -47,7 +47,15 @@ def loading_error() -> str | None:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         return f"{LIBRARY} cannot be loaded ({error.__cause__ or error}); rebuild it with this torch: {_REBUILD}"
-    return None
+    return _stale()
+
+
+def _stale() -> str | None:
+    """Why the library that was loaded is not used: it was generated from another table of formats."""
+    ops = torch.ops.lowbit_native
+    if hasattr(ops, "fingerprint") and ops.fingerprint() == formats.fingerprint():
+        return None
+    return f"{LIBRARY.name} was built with another table of formats than lowbit/formats.py has; rebuild: make build"
 
 
 def load() -> Any:

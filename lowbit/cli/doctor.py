@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json as jsonlib
 import os
 import platform
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-import lowbit
 from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
 from lowbit.train.machine import cpu_name
@@ -47,7 +44,9 @@ def examine() -> dict[str, Any]:
     """Everything ``lowbit doctor`` prints."""
     import torch
 
-    native, notice = _native(), _build_notice()
+    from lowbit.backends.native import build_notice
+
+    native, notice = _native(), build_notice()
     backends = _backends()
     precision = torch.get_float32_matmul_precision()
     advice = [
@@ -57,8 +56,8 @@ def examine() -> dict[str, Any]:
         advice.append(f"build: {notice}")
     if precision == "highest":
         advice.append(
-            "torch.set_float32_matmul_precision('medium') lets torch's own fp32 layers round their operands to bf16 where "
-            "that is faster; lowbit's kernels keep fp32 operands either way"
+            "torch.set_float32_matmul_precision('medium') lets torch's own fp32 layers round their operands to bf16 "
+            "where that is faster; lowbit's kernels keep fp32 operands either way"
         )
     return {
         "versions": {
@@ -107,14 +106,6 @@ def _native() -> dict[str, str]:
     except ImportError as error:
         return {"native module": f"missing: {error}"}
     return {key: str(getattr(module, key)()) for key in ("cpu_features", "isa") if callable(getattr(module, key, None))}
-
-
-def _build_notice() -> str:
-    path = Path(lowbit.__file__).parent / "_build.json"
-    try:
-        return str(jsonlib.loads(path.read_text()).get("notice") or "")
-    except (OSError, ValueError):
-        return ""
 
 
 def _version(name: str) -> str:
