@@ -5,10 +5,12 @@ Whether they are there is asked of the library, never of a device: importing low
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lowbit import scaling
+from lowbit import formats, scaling
 from lowbit.backends import native
 from lowbit.backends.registry import Impl
 from lowbit.ops import matmul
@@ -21,6 +23,15 @@ _DEEPEST = (2**31 - 1) // (128 * 128)
 
 #: Blocks along K end where a step of the bf16 tensor cores ends.
 _STEP = 16
+
+
+def _supports(call: Any) -> str | None:
+    """Why the codecs cannot serve the call; csrc/cuda/element.cuh has the same limit."""
+    name = getattr(call, "format", None)
+    format = scaling.scheme(call.scheme).format if hasattr(call, "scheme") else formats.find(name) if name else None
+    if format is not None and format.kind == "codebook" and format.bits > 4:
+        return f"its kernels hold codebooks of at most 16 entries, and {format} has {1 << format.bits}"
+    return None
 
 
 def _operand(side: matmul.Side, cols: int) -> list[object]:
@@ -70,7 +81,7 @@ def supports_mm(call: matmul.ScaledMM) -> str | None:
 _PRIORITY = 60
 
 IMPLS = (
-    *(Impl(op, "cuda", ("cuda",), _PRIORITY, run) for op, run in native.RUN.items()),
+    *(Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports) for op, run in native.RUN.items()),
     Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, _scaled_mm, supports_mm, Numerics("bf16", "fp32")),
 )
 
