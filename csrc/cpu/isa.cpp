@@ -1,5 +1,6 @@
 #include "cpu/isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -59,7 +60,7 @@ struct Processor {
     }
 };
 
-bool present(const Feature& f) {
+bool detected(const Feature& f) {
     static const Processor processor;
     return (processor.words[f.word] >> f.bit & 1) && (processor.state & f.state) == f.state;
 }
@@ -74,7 +75,7 @@ constexpr Feature kFeatures[] = {{"neon"}};
 constexpr Feature kFeatures[] = {{"generic"}};
 #endif
 
-bool present(const Feature&) { return true; }
+bool detected(const Feature&) { return true; }
 #endif
 
 constexpr const Feature* find_feature(std::string_view name) {
@@ -82,6 +83,27 @@ constexpr const Feature* find_feature(std::string_view name) {
         if (f.name == name) return &f;
     }
     return nullptr;
+}
+
+// The features that the environment's LOWBIT_WITHOUT names, separated by commas: tests see an older processor so.
+std::vector<std::string_view> unwanted() {
+    const char* value = std::getenv("LOWBIT_WITHOUT");
+    std::string_view rest = value ? value : "";
+    std::vector<std::string_view> names;
+    while (!rest.empty()) {
+        const std::string_view name = rest.substr(0, rest.find(','));
+        rest.remove_prefix(std::min(rest.size(), name.size() + 1));
+        if (find_feature(name) == nullptr) {
+            throw std::invalid_argument("LOWBIT_WITHOUT: unknown processor feature '" + std::string(name) + "'");
+        }
+        names.push_back(name);
+    }
+    return names;
+}
+
+bool present(const Feature& f) {
+    static const std::vector<std::string_view> without = unwanted();
+    return detected(f) && std::find(without.begin(), without.end(), f.name) == without.end();
 }
 
 // -- instruction sets -------------------------------------------------------------------------------------------------

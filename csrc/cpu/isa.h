@@ -12,7 +12,7 @@
 #define LOWBIT_ISAS(row) \
     row(scalar) \
     row(avx2, "avx2", "fma", "f16c", "bmi2") \
-    row(avx512, "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vbmi")
+    row(avx512, "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512dq", "avx512bw", "avx512vl")
 #elif defined(__aarch64__)
 #define LOWBIT_ISAS(row) row(scalar) row(neon, "neon")
 #else
@@ -41,7 +41,8 @@ Isa current_isa();
 // available, for one that is not.
 void force_isa(const std::string& name);
 
-// Processor features that kernels ask for, as "avx512_bf16", those present only.
+// Processor features that kernels ask for, as "avx512_bf16", those present only. The environment's LOWBIT_WITHOUT takes
+// some away, as "avx512_vnni,avx512_bf16"; std::invalid_argument for a name that is none.
 std::vector<std::string> cpu_features();
 // Throws std::invalid_argument for a name that isa.cpp does not list.
 bool has_feature(const char* name);

@@ -1,4 +1,4 @@
-// Line kernels for AVX-512 (F, BW, DQ, VL, VBMI).
+// Line kernels for AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
 #include "common/numerics.h"

@@ -1,4 +1,4 @@
-// The matrix product for AVX-512 F, BW, DQ, VL and VBMI (Ice Lake, Zen 4 on): fp32, and integers as int16 pairs.
+// The matrix product for AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 on): fp32, and integers as int16 pairs.
 #include <immintrin.h>
 
 // gcc 12 warns of its own headers' _mm512_undefined_epi32.
@@ -12,33 +12,13 @@ namespace {
 
 #include "cpu/mm_avx512.inl"
 #include "cpu/mm_convert.inl"
+#include "cpu/mm_decode_avx512.inl"
 
 struct DotS16 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s16;
     static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 };
-
-// Codes to fp32 by a table of at most 16 entries, the zero point and scale already in it.
-inline void decode_f32_nibbles(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
-    const __m512 values = _mm512_load_ps(t.f32);
-    const __m512 scaled = _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(zero)), _mm512_set1_ps(scale));
-    for (int64_t i = 0; i < n; i += 16) {
-        const auto mask = static_cast<__mmask16>(first(n - i));
-        const __m512i index = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, codes + i));
-        _mm512_mask_storeu_ps(out + i, mask, _mm512_permutexvar_ps(index, scaled));
-    }
-}
-
-inline void decode_f32_bytes(const uint8_t* codes, float* out, int64_t n, bool is_signed, float zero, float scale) {
-    const __m512 z = _mm512_set1_ps(zero), s = _mm512_set1_ps(scale);
-    for (int64_t i = 0; i < n; i += 16) {
-        const auto mask = static_cast<__mmask16>(first(n - i));
-        const __m128i bytes = _mm_maskz_loadu_epi8(mask, codes + i);
-        const __m512i wide = is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
-        _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(wide), z), s));
-    }
-}
 
 // Sixteen rows by sixteen dwords.
 inline void transpose16(const uint32_t* from, int64_t stride, uint32_t* to) {
@@ -73,86 +53,42 @@ inline void transpose16(const uint32_t* from, int64_t stride, uint32_t* to) {
 void unpack(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
     int64_t i = 0;
     if (bits == 6) {
-        // 48 bytes: six to each qword, then eight 6-bit fields of each.
-        alignas(64) static const uint8_t kSpread[64] = {0,  1,  2,  3,  4,  5,  0, 0, 6,  7,  8,  9,  10, 11, 0, 0,
-                                                        12, 13, 14, 15, 16, 17, 0, 0, 18, 19, 20, 21, 22, 23, 0, 0,
-                                                        24, 25, 26, 27, 28, 29, 0, 0, 30, 31, 32, 33, 34, 35, 0, 0,
-                                                        36, 37, 38, 39, 40, 41, 0, 0, 42, 43, 44, 45, 46, 47, 0, 0};
-        const __m512i spread = _mm512_load_si512(kSpread);
-        const __m512i fields = _mm512_set1_epi64(0x2a241e18120c0600);
-        for (; i + 64 <= count; i += 64) {
-            const __m512i bytes = _mm512_maskz_loadu_epi8(first(48), packed + i * 6 / 8);
-            const __m512i codes6 = _mm512_multishift_epi64_epi8(fields, _mm512_permutexvar_epi8(spread, bytes));
-            _mm512_storeu_si512(codes + i, _mm512_and_si512(codes6, _mm512_set1_epi8(63)));
+        for (; i + 16 <= count; i += 8) {  // eight bytes are read for six
+            const auto fields = _pdep_u64(load<uint64_t>(packed + i * 6 / 8), 0x3f3f3f3f3f3f3f3f);
+            store(codes + i, fields);
         }
     } else if (bits == 4) {
-        for (; i + 64 <= count; i += 64) {
-            const __m512i words =
-                _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed + i / 2)));
-            const __m512i both = _mm512_or_si512(words, _mm512_slli_epi16(words, 4));
-            _mm512_storeu_si512(codes + i, _mm512_and_si512(both, _mm512_set1_epi8(15)));
-        }
+        for (; i + 64 <= count; i += 64) unpack_nibbles(packed + i / 2, codes + i);
     }
     unpack_any(packed + i * bits / 8, codes + i, count - i, bits);
 }
 
 // The bf16 values of 64 codes as two vectors of words, in order.
 struct Bf16Decoder {
-    __m512i low[2], high[2], sign;
-    explicit Bf16Decoder(const Table& t)
-        : low{_mm512_load_si512(t.low), _mm512_load_si512(t.low + 64)},
-          high{_mm512_load_si512(t.high), _mm512_load_si512(t.high + 64)},
-          sign(_mm512_set1_epi8(static_cast<char>(t.bits == 8 && t.is_signed ? 0x80 : 0))) {}
-    void operator()(__m512i codes, __m512i* words) const {
-        // The unpacking below interleaves within 128-bit lanes: order the qwords for it.
-        const __m512i v = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
-        const __m512i lows = _mm512_permutex2var_epi8(low[0], v, low[1]);
-        const __m512i magnitude = _mm512_permutex2var_epi8(high[0], v, high[1]);
-        const __m512i highs = _mm512_ternarylogic_epi64(magnitude, v, sign, 0xf8);  // magnitude | (v & sign)
-        words[0] = _mm512_unpacklo_epi8(lows, highs);
-        words[1] = _mm512_unpackhi_epi8(lows, highs);
+    __m512i words[4], sign;
+    explicit Bf16Decoder(const Table& t) : sign(_mm512_set1_epi16(has_sign(t) ? 0x80 : 0)) {
+        for (int i = 0; i < 4; ++i) {
+            const __m512i low = widen_bytes(t.low + 32 * i), high = widen_bytes(t.high + 32 * i);
+            words[i] = _mm512_or_si512(low, _mm512_slli_epi16(high, 8));
+        }
+    }
+    __m512i half(__m256i codes) const {
+        const __m512i v = _mm512_cvtepu8_epi16(codes);
+        const __m512i small = _mm512_permutex2var_epi16(words[0], v, words[1]);
+        const __m512i large = _mm512_permutex2var_epi16(words[2], v, words[3]);
+        const __m512i magnitude = _mm512_mask_mov_epi16(small, _mm512_test_epi16_mask(v, _mm512_set1_epi16(64)), large);
+        return _mm512_or_si512(magnitude, _mm512_slli_epi16(_mm512_and_si512(v, sign), 8));
+    }
+    void operator()(__m512i codes, __m512i* out) const {
+        out[0] = half(_mm512_castsi512_si256(codes));
+        out[1] = half(_mm512_extracti64x4_epi64(codes, 1));
+    }
+
+  private:
+    static __m512i widen_bytes(const uint8_t* bytes) {
+        return _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(bytes)));
     }
 };
-
-void decode_bf16(const Table& t, const uint8_t* codes, uint16_t* out, int64_t n, int zero) {
-    if (t.integer && (t.bits == 8 || zero != 0)) {
-        const int half = t.is_signed ? 1 << (t.bits - 1) : 0;
-        const __m512i flip = _mm512_set1_epi32(half), less = _mm512_set1_epi32(half + zero);
-        for (int64_t i = 0; i < n; i += 16) {
-            const auto mask = static_cast<__mmask16>(first(n - i));
-            const __m512i wide = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, codes + i));
-            const __m512i value = _mm512_sub_epi32(_mm512_xor_si512(wide, flip), less);
-            const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(value));
-            _mm256_mask_storeu_epi16(out + i, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
-        }
-        return;
-    }
-    const Bf16Decoder decode(t);
-    for (int64_t i = 0; i < n; i += 64) {
-        __m512i words[2];
-        decode(_mm512_maskz_loadu_epi8(first(n - i), codes + i), words);
-        _mm512_mask_storeu_epi16(out + i, static_cast<__mmask32>(first(n - i)), words[0]);
-        if (n - i > 32) _mm512_mask_storeu_epi16(out + i + 32, static_cast<__mmask32>(first(n - i - 32)), words[1]);
-    }
-}
-
-void decode_f32(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
-    if (t.bits <= 4) return decode_f32_nibbles(t, codes, out, n, zero, scale);
-    if (t.integer) return decode_f32_bytes(codes, out, n, t.is_signed, zero, scale);
-    if (!t.exact_bf16) return decode_f32_any(t, codes, out, n, zero, scale);
-    const Bf16Decoder decode(t);
-    const __m512 s = _mm512_set1_ps(scale);
-    for (int64_t i = 0; i < n; i += 64) {
-        __m512i words[2];
-        decode(_mm512_maskz_loadu_epi8(first(n - i), codes + i), words);
-        for (int64_t j = 0; j < 64 && i + j < n; j += 16) {
-            const __m512i word = words[j / 32];
-            const __m256i half = j % 32 == 0 ? _mm512_castsi512_si256(word) : _mm512_extracti64x4_epi64(word, 1);
-            const __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-            _mm512_mask_storeu_ps(out + i + j, static_cast<__mmask16>(first(n - i - j)), _mm512_mul_ps(values, s));
-        }
-    }
-}
 
 void scale_bf16_blocks(uint16_t* values, int64_t count, int64_t begin, int64_t block, const float* scales) {
     for (int64_t k = 0, end = begin; k < count; k = end, end += block, ++scales) {
@@ -241,28 +177,27 @@ void nibbles(int rows, const Nibbles& t) {
     }
 }
 
-constexpr Kernels make() {
+Kernels make() {
     Kernels k = plain_kernels<DotF32, DotS16>();
     k.unpack = unpack;
-    k.decode_f32 = decode_f32;
+    k.decode_f32 = decode_f32<Bf16Decoder>;
     k.scale_bf16_blocks = scale_bf16_blocks;
-    k.decode_bf16 = decode_bf16;
+    k.decode_bf16 = decode_bf16<Bf16Decoder>;
     k.widen = widen;
     k.transpose = transpose;
     k.nibbles = nibbles;
+    if (has_feature("avx512_vbmi")) add_avx512vbmi(k);
+    if (has_feature("avx512_vnni")) add_avx512vnni(k);
+    if (has_feature("avx512_vnni") && has_feature("avx512_bf16")) add_avx512bf16(k);
+    if (k.has(Kind::bf16) && has_feature("amx_bf16") && has_feature("amx_int8") && allow_amx()) add_avx512amx(k);
     return k;
 }
-constexpr Kernels kTable = make();
 
 }  // namespace
 
-const Kernels& kernels_avx512base() { return kTable; }
-
 const Kernels& kernels_avx512() {
-    if (!has_feature("avx512_vnni")) return kernels_avx512base();
-    if (!has_feature("avx512_bf16")) return kernels_avx512vnni();
-    if (!has_feature("amx_bf16") || !has_feature("amx_int8") || !allow_amx()) return kernels_avx512bf16();
-    return kernels_avx512amx();
+    static const Kernels table = make();
+    return table;
 }
 
 }  // namespace lowbit::cpu::mm

@@ -111,23 +111,21 @@ void segment(const Tile& t) {
 }
 
 template <bool kBoth>
-void run(Kind kind, bool scaled, const Tile& t) {
-    if (kind == Kind::bf16) return scaled ? segment<SumsBf16, true, kBoth>(t) : resume<kBoth>(t);
-    return scaled ? segment<SumsU8S8, true, kBoth>(t) : segment<SumsU8S8, false, kBoth>(t);
+void run_bf16(bool scaled, const Tile& t) {
+    scaled ? segment<SumsBf16, true, kBoth>(t) : resume<kBoth>(t);
 }
 
-void matrix_tile(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind == Kind::f32) return kernels_avx512bf16().tile(kind, scaled, rows, t);
-    return rows > kSide ? run<true>(kind, scaled, t) : run<false>(kind, scaled, t);
+template <bool kBoth>
+void run_bytes(bool scaled, const Tile& t) {
+    scaled ? segment<SumsU8S8, true, kBoth>(t) : segment<SumsU8S8, false, kBoth>(t);
 }
 
-Kernels make() {
-    Kernels k = kernels_avx512bf16();
-    k.tile = matrix_tile;
-    k.matrix_side = kSide;
-    k.enter = enter;
-    k.leave = leave;
-    return k;
+void tile_bf16(bool scaled, int rows, const Tile& t) {
+    rows > kSide ? run_bf16<true>(scaled, t) : run_bf16<false>(scaled, t);
+}
+
+void tile_bytes(bool scaled, int rows, const Tile& t) {
+    rows > kSide ? run_bytes<true>(scaled, t) : run_bytes<false>(scaled, t);
 }
 
 }  // namespace
@@ -142,9 +140,12 @@ bool allow_amx() {
 #endif
 }
 
-const Kernels& kernels_avx512amx() {
-    static const Kernels table = make();
-    return table;
+void add_avx512amx(Kernels& kernels) {
+    kernels.tile[static_cast<int>(Kind::bf16)] = tile_bf16;
+    kernels.tile[static_cast<int>(Kind::u8s8)] = tile_bytes;
+    kernels.matrix_side = kSide;
+    kernels.enter = enter;
+    kernels.leave = leave;
 }
 
 }  // namespace lowbit::cpu::mm

@@ -15,29 +15,8 @@ struct DotBf16 {
     static VecF dot(VecF acc, VecI a, VecI b) { return (VecF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 };
 
-void tile(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind != Kind::bf16) return kernels_avx512vnni().tile(kind, scaled, rows, t);
-    run_tile<DotBf16>(kind, scaled, rows, t);
-}
-
-void dots(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind != Kind::bf16) return kernels_avx512vnni().dots(kind, scaled, rows, t);
-    run_dots<DotBf16>(kind, scaled, rows, t);
-}
-
-Kernels make() {
-    Kernels k = kernels_avx512vnni();
-    k.has_bf16 = true;
-    k.tile = tile;
-    k.dots = dots;
-    return k;
-}
-
 }  // namespace
 
-const Kernels& kernels_avx512bf16() {
-    static const Kernels table = make();
-    return table;
-}
+void add_avx512bf16(Kernels& kernels) { add_kind<DotBf16>(kernels); }
 
 }  // namespace lowbit::cpu::mm

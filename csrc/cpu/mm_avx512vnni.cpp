@@ -32,30 +32,12 @@ int32_t sum_bytes(const uint8_t* bytes, int64_t n, bool is_signed) {
     return _mm512_reduce_add_epi32(sum);
 }
 
-void tile(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind == Kind::f32) return kernels_avx512base().tile(kind, scaled, rows, t);
-    run_tile<DotU8S8>(kind, scaled, rows, t);
-}
-
-void dots(Kind kind, bool scaled, int rows, const Tile& t) {
-    if (kind == Kind::f32) return kernels_avx512base().dots(kind, scaled, rows, t);
-    run_dots<DotU8S8>(kind, scaled, rows, t);
-}
-
-Kernels make() {
-    Kernels k = kernels_avx512base();
-    k.integer = Kind::u8s8;
-    k.sum_bytes = sum_bytes;
-    k.tile = tile;
-    k.dots = dots;
-    return k;
-}
-
 }  // namespace
 
-const Kernels& kernels_avx512vnni() {
-    static const Kernels table = make();
-    return table;
+void add_avx512vnni(Kernels& kernels) {
+    kernels.integer = Kind::u8s8;
+    kernels.sum_bytes = sum_bytes;
+    add_kind<DotU8S8>(kernels);
 }
 
 }  // namespace lowbit::cpu::mm

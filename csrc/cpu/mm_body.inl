@@ -226,17 +226,19 @@ void dots_of(int rows, const Tile& t) {
         }
 }
 
-// Tables of functions for the kinds of arithmetic that the including file names.
-template <class... Dots>
-void run_tile(Kind kind, bool scaled, int rows, const Tile& t) {
-    (void)((Dots::kind == kind ? (scaled ? tile_of<Dots, true>(rows, t) : tile_of<Dots, false>(rows, t), true)
-                               : false) ||
-           ...);
+template <class Dot>
+void run_tile(bool scaled, int rows, const Tile& t) {
+    scaled ? tile_of<Dot, true>(rows, t) : tile_of<Dot, false>(rows, t);
 }
 
-template <class... Dots>
-void run_dots(Kind kind, bool scaled, int rows, const Tile& t) {
-    (void)((Dots::kind == kind ? (scaled ? dots_of<Dots, true>(rows, t) : dots_of<Dots, false>(rows, t), true)
-                               : false) ||
-           ...);
+template <class Dot>
+void run_dots(bool scaled, int rows, const Tile& t) {
+    scaled ? dots_of<Dot, true>(rows, t) : dots_of<Dot, false>(rows, t);
+}
+
+// The arithmetic that `Dot` stands for, in a table of kernels.
+template <class Dot>
+constexpr void add_kind(Kernels& kernels) {
+    kernels.tile[static_cast<int>(Dot::kind)] = run_tile<Dot>;
+    kernels.dots[static_cast<int>(Dot::kind)] = run_dots<Dot>;
 }

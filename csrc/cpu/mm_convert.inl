@@ -1,4 +1,5 @@
 // Decoding and the epilogue for any instruction set, in loops that compilers vectorise; included after mm_body.inl.
+// Inline, because not every file needs all of them.
 
 inline uint32_t bits_of(float value) { return load<uint32_t>(&value); }
 
@@ -36,7 +37,7 @@ inline float f16_value(uint16_t half) {
     return load<float>(&bits);
 }
 
-void unpack_any(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
+inline void unpack_any(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
     const uint32_t mask = (1u << bits) - 1;
     int64_t i = 0;
     if (bits == 4) {
@@ -54,7 +55,7 @@ void unpack_any(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) 
     }
 }
 
-void decode_f32_any(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
+inline void decode_f32_any(const Table& t, const uint8_t* codes, float* out, int64_t n, float zero, float scale) {
     if (t.integer && t.bits == 8) {
         const int half = t.is_signed ? 128 : 0;
         for (int64_t i = 0; i < n; ++i) out[i] = (static_cast<float>((codes[i] ^ half) - half) - zero) * scale;
@@ -63,28 +64,28 @@ void decode_f32_any(const Table& t, const uint8_t* codes, float* out, int64_t n,
     for (int64_t i = 0; i < n; ++i) out[i] = (t.f32[codes[i]] - zero) * scale;
 }
 
-void scale_blocks_any(float* values, int64_t count, int64_t first, int64_t block, const float* scales) {
+inline void scale_blocks_any(float* values, int64_t count, int64_t first, int64_t block, const float* scales) {
     for (int64_t begin = 0, end = first; begin < count; begin = end, end += block, ++scales) {
         if (end > count) end = count;
         for (int64_t i = begin; i < end; ++i) values[i] *= *scales;
     }
 }
 
-void decode_bytes_any(const uint8_t* codes, uint8_t* out, int64_t n, uint8_t flip, uint8_t shift) {
+inline void decode_bytes_any(const uint8_t* codes, uint8_t* out, int64_t n, uint8_t flip, uint8_t shift) {
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>((codes[i] ^ flip) + shift);
 }
 
-void decode_s16_any(const uint8_t* codes, int16_t* out, int64_t n, int half, int zero) {
+inline void decode_s16_any(const uint8_t* codes, int16_t* out, int64_t n, int half, int zero) {
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int16_t>(((codes[i] ^ half) - half) - zero);
 }
 
-int32_t sum_bytes_any(const uint8_t* bytes, int64_t n, bool is_signed) {
+inline int32_t sum_bytes_any(const uint8_t* bytes, int64_t n, bool is_signed) {
     int32_t sum = 0;
     for (int64_t i = 0; i < n; ++i) sum += bytes[i] ^ (is_signed ? 128 : 0);
     return is_signed ? sum - static_cast<int32_t>(128 * n) : sum;
 }
 
-void widen_any(const void* values, Element dtype, float* out, int64_t n) {
+inline void widen_any(const void* values, Element dtype, float* out, int64_t n) {
     const auto* halves = static_cast<const uint16_t*>(values);
     if (dtype == Element::f32) {
         __builtin_memcpy(out, values, static_cast<uint64_t>(n) * 4);
@@ -98,7 +99,7 @@ void widen_any(const void* values, Element dtype, float* out, int64_t n) {
     }
 }
 
-void transpose_any(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) {
+inline void transpose_any(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) {
     for (int64_t d = 0; d < depth; ++d) {
         for (int n = 0; n < kNr; ++n) panel[d * kNr + n] = rows[n * stride + d];
     }
@@ -150,7 +151,7 @@ void finish_sums(const Row& row) {
     }
 }
 
-void finish_any(const Row& row) {
+inline void finish_any(const Row& row) {
     if (row.sum_kind == 0) return finish_sums<float>(row);
     if (row.sum_kind == 1) return finish_sums<int32_t>(row);
     return finish_sums<int64_t>(row);
@@ -170,8 +171,7 @@ constexpr Kernels plain_kernels() {
     k.sum_bytes = sum_bytes_any;
     k.widen = widen_any;
     k.transpose = transpose_any;
-    k.tile = run_tile<Dots...>;
-    k.dots = run_dots<Dots...>;
+    (add_kind<Dots>(k), ...);
     k.finish = finish_any;
     return k;
 }

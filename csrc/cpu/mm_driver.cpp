@@ -152,17 +152,19 @@ class Task {
         }
         const Segment& last = s_.segments[num_segments - 1];
         kernels_.transpose(s_.b_rows, plan_.stride, s_.b_panel, last.dword + last.dwords);
+        const Multiply tile_kernel = kernels_.tile[static_cast<int>(plan_.kind)];
         for (int64_t row = 0; row < rows_; row += plan_.rows) {
             for (int i = 0; i < num_segments; ++i) {
                 Tile tile = tile_at(sums, row, col, 0, i);
                 tile.b = s_.b_panel + s_.segments[i].dword * kernels_.nr;
-                kernels_.tile(plan_.kind, plan_.scaled, plan_.rows, tile);
+                tile_kernel(plan_.scaled, plan_.rows, tile);
             }
         }
     }
 
     // The same for few rows: b's rows are decoded and multiplied a few at a time, while they are in the nearest cache.
     void multiply_dots(const Loader& b, Sums sums, int64_t col, int64_t valid, int num_segments) {
+        const Multiply dot_kernel = kernels_.dots[static_cast<int>(plan_.kind)];
         for (int64_t n = 0; n < valid; n += kDotCols) {
             const int64_t here = std::min<int64_t>(kDotCols, valid - n);
             if (here < kDotCols) {
@@ -172,7 +174,7 @@ class Task {
             for (int i = 0; i < num_segments; ++i) {
                 Tile tile = tile_at(sums, 0, col + n, 0, i);
                 tile.b = s_.b_rows + s_.segments[i].dword;
-                kernels_.dots(plan_.kind, plan_.scaled, plan_.rows, tile);
+                dot_kernel(plan_.scaled, plan_.rows, tile);
             }
         }
     }

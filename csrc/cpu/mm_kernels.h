@@ -15,6 +15,7 @@ namespace lowbit::cpu::mm {
 // f32: anything. bf16: formats exact in bf16, and bf16 activations. s16: integers less their zero points.
 // u8s8: integers for vpdpbusd, a as unsigned and b as signed bytes, with corrections for the offsets.
 enum class Kind : int { f32 = 0, bf16 = 1, s16 = 2, u8s8 = 3 };
+constexpr int kNumKinds = 4;
 
 constexpr int64_t elements_per_dword(Kind kind) { return kind == Kind::f32 ? 1 : kind == Kind::u8s8 ? 4 : 2; }
 
@@ -77,11 +78,16 @@ struct Nibbles {
     int64_t c_stride = 0;
 };
 
+// Sums of one kind of arithmetic: a register tile of `rows` rows, or as many rows' dot products.
+using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
+
 struct Kernels {
     int nr = 0;                // columns of a tile
     int max_rows = 0;          // rows of a tile, at most
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or u8s8
-    bool has_bf16 = false;     // whether Kind::bf16 is there
+    // By Kind; null where the instruction set has none. f32 and `integer` are always there.
+    Multiply tile[kNumKinds] = {};
+    Multiply dots[kNumKinds] = {};
     // Codes of `bits` bits to one a byte.
     void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) = nullptr;
     // fp32((value - zero) * scale).
@@ -102,10 +108,9 @@ struct Kernels {
     void (*widen)(const void* values, Element dtype, float* out, int64_t count) = nullptr;
     // rows[nr, stride] to panel[depth, nr].
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
-    void (*tile)(Kind kind, bool scaled, int rows, const Tile& tile) = nullptr;
-    void (*dots)(Kind kind, bool scaled, int rows, const Tile& tile) = nullptr;
     void (*nibbles)(int rows, const Nibbles& t) = nullptr;  // null: there is none
     void (*finish)(const Row& row) = nullptr;
+    bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }
     // Matrix registers: `tile` of bf16 and u8s8 then has matrix_side or twice as many rows, and segments are padded to
     // matrix_side dwords. A thread calls `enter` before such tiles and `leave` after them.
     int matrix_side = 0;  // 0: there are none
@@ -118,11 +123,11 @@ struct Kernels {
 LOWBIT_ISAS(LOWBIT_KERNELS)
 #undef LOWBIT_KERNELS
 
-// What kernels_avx512() chooses from, each built upon the one before.
-const Kernels& kernels_avx512base();
-const Kernels& kernels_avx512vnni();
-const Kernels& kernels_avx512bf16();
-const Kernels& kernels_avx512amx();
+// What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp replaces entries.
+void add_avx512vbmi(Kernels& kernels);
+void add_avx512vnni(Kernels& kernels);
+void add_avx512bf16(Kernels& kernels);
+void add_avx512amx(Kernels& kernels);
 // Asks the operating system, once, to let this process use matrix registers.
 bool allow_amx();
 

@@ -60,13 +60,13 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     plan.nibbles = plan.dots && fits_nibbles(p.b, b, kernels) && !(integer(p.a) && integer(p.b));
     if (integer(p.a) && integer(p.b) && (!plan.scaled || shortest >= kMinIntegerSegment)) {
         plan.kind = kernels.integer;
-    } else if (kernels.has_bf16 && !plan.nibbles && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+    } else if (kernels.has(Kind::bf16) && !plan.nibbles && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
                folds_into_bf16(p.a, p.depth) && folds_into_bf16(p.b, p.depth)) {
         plan.kind = Kind::bf16;
         plan.scaled = false;
         plan.a_folded = a > 0;
         plan.b_folded = b > 0;
-    } else if (kernels.has_bf16 && exact_in_bf16(p.a) && exact_in_bf16(p.b) && !plan.nibbles &&
+    } else if (kernels.has(Kind::bf16) && exact_in_bf16(p.a) && exact_in_bf16(p.b) && !plan.nibbles &&
                (!plan.scaled || shortest >= (plan.dots ? kMinBf16DotSegment : kMinBf16Segment))) {
         plan.kind = Kind::bf16;
     } else {

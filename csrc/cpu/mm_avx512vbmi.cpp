@@ -1,0 +1,64 @@
+// What VBMI adds to the matrix product (Ice Lake, Zen 4 on): shuffles of bytes, which look codes up.
+#include <immintrin.h>
+
+// gcc 12 warns of its own headers' _mm512_undefined_epi32.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#include "cpu/mm_kernels.h"
+
+namespace lowbit::cpu::mm {
+namespace {
+
+#include "cpu/mm_avx512.inl"
+#include "cpu/mm_convert.inl"
+#include "cpu/mm_decode_avx512.inl"
+
+void unpack(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
+    int64_t i = 0;
+    if (bits == 6) {
+        // 48 bytes: six to each qword, then eight 6-bit fields of each.
+        alignas(64) static const uint8_t kSpread[64] = {0,  1,  2,  3,  4,  5,  0, 0, 6,  7,  8,  9,  10, 11, 0, 0,
+                                                        12, 13, 14, 15, 16, 17, 0, 0, 18, 19, 20, 21, 22, 23, 0, 0,
+                                                        24, 25, 26, 27, 28, 29, 0, 0, 30, 31, 32, 33, 34, 35, 0, 0,
+                                                        36, 37, 38, 39, 40, 41, 0, 0, 42, 43, 44, 45, 46, 47, 0, 0};
+        const __m512i spread = _mm512_load_si512(kSpread);
+        const __m512i fields = _mm512_set1_epi64(0x2a241e18120c0600);
+        for (; i + 64 <= count; i += 64) {
+            const __m512i bytes = _mm512_maskz_loadu_epi8(first(48), packed + i * 6 / 8);
+            const __m512i codes6 = _mm512_multishift_epi64_epi8(fields, _mm512_permutexvar_epi8(spread, bytes));
+            _mm512_storeu_si512(codes + i, _mm512_and_si512(codes6, _mm512_set1_epi8(63)));
+        }
+    } else if (bits == 4) {
+        for (; i + 64 <= count; i += 64) unpack_nibbles(packed + i / 2, codes + i);
+    }
+    unpack_any(packed + i * bits / 8, codes + i, count - i, bits);
+}
+
+// The bf16 values of 64 codes as two vectors of words, in order.
+struct Bf16Decoder {
+    __m512i low[2], high[2], sign;
+    explicit Bf16Decoder(const Table& t)
+        : low{_mm512_load_si512(t.low), _mm512_load_si512(t.low + 64)},
+          high{_mm512_load_si512(t.high), _mm512_load_si512(t.high + 64)},
+          sign(_mm512_set1_epi8(static_cast<char>(has_sign(t) ? 0x80 : 0))) {}
+    void operator()(__m512i codes, __m512i* words) const {
+        // The unpacking below interleaves within 128-bit lanes: order the qwords for it.
+        const __m512i v = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);
+        const __m512i lows = _mm512_permutex2var_epi8(low[0], v, low[1]);
+        const __m512i magnitude = _mm512_permutex2var_epi8(high[0], v, high[1]);
+        const __m512i highs = _mm512_ternarylogic_epi64(magnitude, v, sign, 0xf8);  // magnitude | (v & sign)
+        words[0] = _mm512_unpacklo_epi8(lows, highs);
+        words[1] = _mm512_unpackhi_epi8(lows, highs);
+    }
+};
+
+}  // namespace
+
+void add_avx512vbmi(Kernels& kernels) {
+    kernels.unpack = unpack;
+    kernels.decode_f32 = decode_f32<Bf16Decoder>;
+    kernels.decode_bf16 = decode_bf16<Bf16Decoder>;
+}
+
+}  // namespace lowbit::cpu::mm
