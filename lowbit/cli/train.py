@@ -16,7 +16,8 @@ from lowbit.memory.rss import reset_peak
 from lowbit.nn.transformer import GPT, GPTConfig
 from lowbit.train import demo, report
 from lowbit.train.data import Corpus
-from lowbit.train.loop import Interrupted, TrainConfig, Trainer
+from lowbit.train.loop import FLOATS, Interrupted, TrainConfig, Trainer
+from lowbit.train.machine import float_precision
 
 EPILOG = """
 **Examples**
@@ -31,13 +32,14 @@ EPILOG = """
 """
 
 _MODEL, _TRAIN = GPTConfig(), TrainConfig()
+_PRECISION = "fp32, bf16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
 
 
 def train(
     context: typer.Context,
     directory: Annotated[Path, typer.Option("--out", help="Where everything goes.")] = Path("out/demo"),
     data: Annotated[Path | None, typer.Option(help="UTF-8 text to train on instead of Python's documentation.")] = None,
-    precision: Annotated[list[str], typer.Option(help="fp32, bf16 or a recipe that trains; repeat.")] = ["bf16", "fp8"],  # noqa: B006
+    precision: Annotated[list[str] | None, typer.Option(help=_PRECISION)] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="Recipe to quantize with; repeat. All by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = _TRAIN.steps,
     batch: Annotated[int, typer.Option(help="Sequences in a step.")] = _TRAIN.batch,
@@ -55,17 +57,19 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away an unfinished run in --out.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report's numbers as JSON.")] = False,
 ) -> None:
-    """Train a small GPT in bf16 and in FP8 on English text, quantize it with every recipe, and report.
+    """Train a small GPT in bf16 (or fp32) and in FP8 on English text, quantize it with every recipe, and report.
 
     Ctrl-C finishes the step and saves; --resume goes on bit-exactly.
     """
+    precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
+    outside = next((name for name in precisions if name in FLOATS), float_precision())
     settings = demo.Settings(
         model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
         train=TrainConfig(
-            steps=steps, batch=batch, context=length, lr=lr, seed=seed,
+            outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
             warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
         ),
-        precisions=tuple(dict.fromkeys(precision)),
+        precisions=precisions,
         recipes=tuple(recipe if recipe is not None else demo.INFERENCE_RECIPES),
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
@@ -158,7 +162,7 @@ def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], direct
     demo.save(trained, corpus.tokenizer, directory / "model")
     with errors.status("measuring") as status:
         rows = demo.measure_recipes(
-            trained, corpus, runs[0].windows, settings.recipes,
+            trained, corpus, runs[0].windows, settings,
             lambda name: status.update(f"measuring {name}"),
         )  # fmt: skip
     path = report.write(directory, settings, corpus, runs, rows, shlex.join(["lowbit", *sys.argv[1:]]))

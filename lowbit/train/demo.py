@@ -25,7 +25,7 @@ from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
 from lowbit.train.data import Corpus
 from lowbit.train.linear import Plan
-from lowbit.train.loop import TrainConfig, Trainer, evaluate
+from lowbit.train.loop import FLOATS, TrainConfig, Trainer, evaluate
 from lowbit.train.tokenizer import Tokenizer
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
@@ -56,7 +56,7 @@ class Settings:
         for name in self.recipes:
             find_recipe(name)
         for name in self.precisions:
-            if name not in ("fp32", "bf16"):
+            if name not in FLOATS:
                 Plan.of(find_recipe(name))
 
     def save(self, directory: Path) -> None:
@@ -86,7 +86,7 @@ class Settings:
 
     def of(self, precision: str) -> TrainConfig:
         """A run's configuration: the same seed and batches; low precision comes with checkpointing."""
-        return replace(self.train, precision=precision, checkpointing=precision not in ("fp32", "bf16"))
+        return replace(self.train, precision=precision, checkpointing=precision not in FLOATS)
 
 
 def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) -> Iterator[Trainer]:
@@ -143,16 +143,17 @@ def plain_copy(trained: GPT) -> GPT:
 
 
 def measure_recipes(
-    trained: GPT, corpus: Corpus, windows: torch.Tensor, recipes: tuple[str, ...], on_row: Callable[[str], None]
+    trained: GPT, corpus: Corpus, windows: torch.Tensor, settings: Settings, on_row: Callable[[str], None]
 ) -> list[Measurement]:
-    """The trained model in fp32 and in bf16, then with each recipe (its other weights in bf16)."""
+    """The trained model in fp32 and in bf16, then with each recipe (its other weights as ``settings`` says)."""
     measured = []
-    for name in ("fp32", "bf16", *recipes):
+    for name in (*FLOATS, *settings.recipes):
         on_row(name)
         model = copy.deepcopy(trained)
-        if name not in ("fp32", "bf16"):
+        if name not in FLOATS:
             quantize_(model, name)
-        measured.append(measure(name, model if name == "fp32" else model.bfloat16(), corpus, windows))
+        plain = (name if name in FLOATS else settings.train.outside) == "fp32"
+        measured.append(measure(name, model if plain else model.bfloat16(), corpus, windows))
     return measured
 
 

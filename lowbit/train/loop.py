@@ -27,14 +27,22 @@ from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
 from lowbit.train.data import Corpus
 
-__all__ = ["History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
+__all__ = ["FLOATS", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
+
+
+#: Precisions that are no recipe.
+FLOATS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``."""
+    """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``.
+
+    ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``.
+    """
 
     precision: str = "bf16"
+    outside: str = "bf16"
     steps: int = 450
     batch: int = 4
     context: int = 256
@@ -53,6 +61,14 @@ class TrainConfig:
         for name in ("steps", "batch", "context", "lr", "clip", "eval_every", "eval_windows", "save_every"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+        if self.outside not in FLOATS:
+            raise ValueError(f"outside must be one of {', '.join(FLOATS)}, got {self.outside!r}")
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe that ``precision`` names, if it is one."""
+        return None if self.precision in FLOATS else self.precision
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up to ``lr``, then a cosine down to ``final_lr * lr`` at the last step."""
@@ -105,9 +121,10 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def precision_context(precision: str) -> Iterator[None]:
-    """bf16 autocast for all but fp32; under a recipe the converted layers keep their own formats inside it."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+def precision_context(config: TrainConfig) -> Iterator[None]:
+    """bf16 autocast unless it is fp32; under a recipe the converted layers keep their own formats inside it."""
+    chosen = config.precision if config.recipe is None else config.outside
+    with torch.autocast("cpu", torch.bfloat16, enabled=chosen == "bf16"):
         yield
 
 
@@ -131,10 +148,10 @@ class Trainer:
     def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path) -> None:
         self.model, self.corpus, self.config = model, corpus, config
         self.path = directory / "checkpoint.pt"
-        if config.precision not in ("fp32", "bf16"):
+        if config.recipe is not None:
             from lowbit.train import prepare_
 
-            prepare_(model, config.precision)
+            prepare_(model, config.recipe)
         if config.checkpointing:
             checkpoint_blocks_(model)
         matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -166,7 +183,7 @@ class Trainer:
     def _train_step(self) -> None:
         config, start = self.config, time.perf_counter()
         inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
-        with precision_context(config.precision):
+        with precision_context(config):
             loss = loss_of(self.model, inputs_BT, targets_BT)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
@@ -188,7 +205,7 @@ class Trainer:
 
     def held_out_loss(self) -> float:
         """The loss on the held-out windows in the run's own precision."""
-        with precision_context(self.config.precision):
+        with precision_context(self.config):
             return evaluate(self.model, self.windows, self.config.batch)
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowbit.files import write_atomically
 from lowbit.train.data import Corpus
 from lowbit.train.demo import Measurement, Settings, as_json
-from lowbit.train.loop import Trainer
+from lowbit.train.loop import FLOATS, Trainer
 from lowbit.train.machine import provenance
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def _markdown(
         "",
         "![perplexity, size and speed of each recipe](recipes.png)",
         "",
-        *_recipes(rows),
+        *_recipes(rows, config.outside),
         "",
         f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
-        "weights without calibration data; embedding, norms and head stay in bf16. Perplexity is per token on the same "
-        f"{len(runs[0].windows)} held-out windows. Speed is of one sequence with a KV cache.",
+        f"weights without calibration data; embedding, norms and head stay in {config.outside}. Perplexity is per "
+        f"token on the same {len(runs[0].windows)} held-out windows. Speed is of one sequence with a KV cache.",
         "",
         "## What they write",
         "",
@@ -119,9 +119,9 @@ def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
         )
         for run in runs[1:]
     ]
-    base = next(row for row in rows if row.recipe == "bf16")
+    base = baseline(rows, first.config.outside)
     return found + [
-        Claim(f"{row.recipe}, perplexity against bf16", change(row, base), PERPLEXITY_TARGETS[row.recipe])
+        Claim(f"{row.recipe}, perplexity against {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe])
         for row in rows
         if row.recipe in PERPLEXITY_TARGETS
     ]
@@ -133,6 +133,11 @@ def _verdicts(runs: list[Trainer], rows: list[Measurement]) -> list[str]:
         for claim in claims(runs, rows)
     ]
     return ["| claim | measured | at most | |", "|---|---:|---:|---|", *lines, ""] if lines else []
+
+
+def baseline(rows: list[Measurement], outside: str) -> Measurement:
+    """The model that is not quantized, in the precision that the quantized ones have elsewhere."""
+    return next(row for row in rows if row.recipe == outside)
 
 
 def change(row: Measurement, base: Measurement) -> float:
@@ -155,10 +160,10 @@ def _runs(corpus: Corpus, runs: list[Trainer]) -> list[str]:
     return lines
 
 
-def _recipes(rows: list[Measurement]) -> list[str]:
-    base = next(row for row in rows if row.recipe == "bf16")
+def _recipes(rows: list[Measurement], outside: str) -> list[str]:
+    base = baseline(rows, outside)
     lines = [
-        "| recipe | blocks, KiB | model, KiB | perplexity | against bf16 | tokens/s |",
+        f"| recipe | blocks, KiB | model, KiB | perplexity | against {outside} | tokens/s |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -193,7 +198,7 @@ def _plots(directory: Path, corpus: Corpus, runs: list[Trainer], rows: list[Meas
         _loss_plot(axes, runs)
         _save(figure, directory / "loss.png")
         figure, axes = plt.subplots(1, 3, figsize=(11, 0.34 * len(rows) + 1.4), sharey=True, layout="constrained")
-        _recipe_plot(axes, rows)
+        _recipe_plot(axes, rows, baseline(rows, runs[0].config.outside))
         _save(figure, directory / "recipes.png")
         plt.close("all")
 
@@ -230,19 +235,18 @@ def _loss_plot(axes: Sequence[Axes], runs: list[Trainer]) -> None:
     bottom.text(0.995, 0.06, "shaded: within 1%", transform=bottom.transAxes, ha="right", color=_GOOD, size=9)
 
 
-def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement]) -> None:
-    base = next(row for row in rows if row.recipe == "bf16")
+def _recipe_plot(axes: Sequence[Axes], rows: list[Measurement], base: Measurement) -> None:
     names = [row.recipe for row in rows]
     worse = [change(row, base) for row in rows]
     allowed = [f"  (at most {PERPLEXITY_TARGETS[n]:+.1%})" if n in PERPLEXITY_TARGETS else "" for n in names]
     sizes, speeds = [row.linear_bytes / 1024 for row in rows], [row.tokens_per_second for row in rows]
     panels = [
-        ("perplexity, against bf16", worse, [f"{w:+.2%}{a}" for w, a in zip(worse, allowed, strict=True)]),
+        (f"perplexity, against {base.recipe}", worse, [f"{w:+.2%}{a}" for w, a in zip(worse, allowed, strict=True)]),
         ("size of the blocks, KiB", sizes, [f"{size:,.0f}" for size in sizes]),
         ("generation, tokens/s", speeds, [f"{speed:,.0f}" for speed in speeds]),
     ]
     for axis, (title, values, labels), colour in zip(axes, panels, _BARS, strict=True):
-        colours = [_PALE if name in ("fp32", "bf16") else colour for name in names]
+        colours = [_PALE if name in FLOATS else colour for name in names]
         bars = axis.barh(names, values, color=colours, height=0.66)
         axis.bar_label(bars, labels, padding=4, size=8.5)
         axis.set_title(title, loc="left", weight="bold", size=10)
