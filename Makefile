@@ -56,7 +56,7 @@ demo: ## Train a small GPT in bf16 and FP8, quantize it with every recipe, write
 bench: ## Measure codecs and products beside torch, its peers and the machine's limits; writes bench/results/
 	$(call setup,bench --optional bench/requirements.txt)
 	$(native)
-	$(RUN) -m bench.run $(ARGS)
+	$(RUN) -m lowbit.cli bench --out bench/results $(ARGS)
 
 lint: ## Every check that needs no test: format, lint, types, C++ format
 	$(call setup,lint)

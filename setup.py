@@ -20,6 +20,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+ADOPTED = ("kernels", "bench")  # folders beside the package that are installed as parts of it (lowbit/checkout.py)
 
 
 def tool(name):
@@ -100,9 +101,8 @@ class BuildNative(build_ext):
 
 
 setup(
-    packages=[*find_packages(include=["lowbit", "lowbit.*"]), "lowbit.kernels"]
-    + [f"lowbit.kernels.{name}" for name in find_packages("kernels")],
-    package_dir={"lowbit.kernels": "kernels"},
+    packages=[*find_packages(include=["lowbit", "lowbit.*"]), *(f"lowbit.{name}" for name in ADOPTED)],
+    package_dir={f"lowbit.{name}": name for name in ADOPTED},
     package_data={"lowbit": ["py.typed", "_build.json"], "lowbit.train": ["*.txt"]},
     ext_modules=[Extension("lowbit._native", sources=[], py_limited_api=False)],
     cmdclass={"build_ext": BuildNative},

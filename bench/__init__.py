@@ -1,1 +1,1 @@
-"""What lowbit measures about itself: ``python -m bench.run`` (``make bench``)."""
+"""What lowbit measures about itself, installed as ``lowbit.bench``; the command is ``lowbit bench``."""

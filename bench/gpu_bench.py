@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
+from lowbit.machine import provenance
 from lowbit.ops import OPS, matmul
 from lowbit.ops.samples import random_matrix
 
@@ -171,21 +172,16 @@ def rows_of(group: str, work: int, unit: str, times: dict[str, float], limit: st
     return [Row(group, who, 1e6 * t, work / t / scale, unit, best / t) for who, t in times.items()]
 
 
-def machine(device: str) -> dict[str, str]:
-    def first(command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
-
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU (dry run)"
-    driver = first(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if device == "cuda" else "-"
-    commit = first(["git", "rev-parse", "--short", "HEAD"])
-    return {
-        "device": name,
-        "driver": driver,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "commit": commit,
-    }
+def about(device: str) -> dict[str, str]:
+    """The device and its driver, and what ``provenance`` says."""
+    if device != "cuda":
+        return {"device": "CPU (dry run)", **provenance()}
+    asked = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    driver = asked.stdout.strip().partition("\n")[0] or "unknown"
+    name = f"{torch.cuda.get_device_name()}, driver {driver}, CUDA {torch.version.cuda}"
+    return {"device": name, **provenance(packages=("triton",))}
 
 
 def table(rows: list[Row]) -> Iterator[str]:
@@ -207,6 +203,7 @@ def main() -> None:
     shape, sizes, rounds = ((64, 256), (64,), 2) if options.dry_run else ((8192, 16384), (4096, 8192), 7)
     rows: list[Row] = []
     options.out.mkdir(parents=True, exist_ok=True)
+    where = about(device)
     for unit, limit, groups in (
         ("TFLOP/s", "bf16", product_groups(device, sizes)),
         ("GB/s", "copy", codec_groups(device, shape)),
@@ -215,10 +212,9 @@ def main() -> None:
         for group, work, cases in groups:
             found = rows_of(group, work, unit, measure(cases, device, rounds), limit)
             rows += found
-            about = machine(device)
-            text = ["# GPU benchmark", "", ", ".join(f"{k} {v}" for k, v in about.items()), "", *table(rows)]
+            text = ["# GPU benchmark", "", ", ".join(f"{k} {v}" for k, v in where.items()), "", *table(rows)]
             (options.out / "gpu.md").write_text("\n".join(text) + "\n")
-            (options.out / "gpu.json").write_text(json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1))
+            (options.out / "gpu.json").write_text(json.dumps({**where, "rows": [asdict(r) for r in rows]}, indent=1))
             if time.monotonic() - start > options.seconds:
                 print(f"stopped after {options.seconds:.0f} s; the groups after {group!r} were not measured")
                 break

@@ -1,15 +1,22 @@
-"""What others offer for the same work. A peer is one function; what is not installed, or refuses, is absent."""
+"""What others offer for the same work. A peer is one function; what is not installed, or refuses, is absent.
+
+``OFFERS`` says which peers a call of an op has.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.timing import Case
+from lowbit import formats, scaling
+from lowbit.bench import probe
+from lowbit.bench.timing import Case
 from lowbit.formats import Format
+from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.scaling import Scheme
 
 #: Packages and why they are looked at; shown with their versions in the report.
@@ -37,6 +44,11 @@ def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
             yield case
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
         return
+
+
+def of(op: str, call: Any) -> Iterator[Case]:
+    """The peers of a call."""
+    return OFFERS[op](call) if op in OFFERS else iter(())
 
 
 # -- encode and decode without scales ----------------------------------------------------------------------------------
@@ -149,3 +161,29 @@ def _bitsandbytes_dequantize(x: Tensor) -> Case | None:
 
     packed, state = quantize_4bit(x, blocksize=64, quant_type="nf4")
     return Case("bitsandbytes", lambda: dequantize_4bit(packed, state))
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+def multipliers(call: ScaledMM) -> Iterator[Case]:
+    """torch's products of operands that are not quantized, and its fp8 product."""
+    m, n, k = call.a.shape[0], call.b.shape[0], call.cols
+    yield probe.linear(m, n, k, torch.float32)
+    if probe.integers(call):
+        yield probe.linear(m, n, k, torch.bfloat16)
+    kinds = [None if side.scheme is None else scaling.scheme(side.scheme).format for side in sides(call)]
+    dtype = _torch_float8(kinds[1]) if kinds[0] is not None and kinds[1] is not None else None
+    # torch 2.13 multiplies fp8 on some CPUs one element at a time (0.03 GFLOP/s): a large product would take minutes.
+    if dtype is not None and m * n * k <= 1 << 24:
+        yield from usable(lambda: probe.scaled_mm(m, n, k, dtype))
+
+
+#: The peers of each op that has any, as cases of a call.
+OFFERS: dict[str, Callable[[Any], Iterator[Case]]] = {
+    "encode": lambda call: encoders(call.x, formats.find(call.format)) if call.rounding == "nearest" else iter(()),
+    "decode": lambda call: decoders(call.codes, formats.find(call.format), call.dtype),
+    "quantize": lambda call: quantizers(call.x, scaling.scheme(call.scheme)),
+    "dequantize": lambda call: dequantizers(
+        torch.randn(call.codes.shape[0], call.cols).to(call.dtype), scaling.scheme(call.scheme), call.dtype
+    ),
+    "scaled_mm": multipliers,
+}

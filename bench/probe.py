@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from bench.timing import Case
+import torch
+
+from lowbit.bench.timing import Case
+from lowbit.ops import Cost
+from lowbit.ops.matmul import ScaledMM, sides
+from lowbit.ops.spec import dtype_name
+from lowbit.scaling import scheme
+
+
+def limit(cost: Cost, call: Any) -> Case:
+    """torch's own product for a product, in int8 where both operands are integers, else bf16; or else a copy."""
+    if not isinstance(call, ScaledMM):
+        return copy_of(cost.bytes)
+    return linear(call.a.shape[0], call.b.shape[0], call.cols, torch.int8 if integers(call) else torch.bfloat16)
+
+
+def integers(call: ScaledMM) -> bool:
+    return all(side.scheme is not None and scheme(side.scheme).format.kind == "integer" for side in sides(call))
 
 
 def copy_of(bytes_moved: int) -> Case:
@@ -23,7 +39,7 @@ def linear(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
         return Case("torch int8", lambda: torch._int_mm(a8, b8.t(), out=out8))
     a, b = (torch.randn(rows, k).to(dtype) for rows in (m, n))
     out = torch.empty(m, n, dtype=dtype)
-    return Case(f"torch {_short(dtype)}", lambda: torch.mm(a, b.t(), out=out))
+    return Case(f"torch {dtype_name(dtype)}", lambda: torch.mm(a, b.t(), out=out))
 
 
 def scaled_mm(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
@@ -33,11 +49,3 @@ def scaled_mm(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
     return Case(
         "torch._scaled_mm", lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-
-
-def nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import csv
-import datetime
-import os
-import platform
-import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-from bench import peers
-from bench.timing import Group
-from lowbit._version import __version__
+from lowbit.bench.timing import Group
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: 
     yield "# CPU benchmark\n"
     if quick:
         yield "**A quick run on tiny inputs, which shows that everything runs. Its figures mean nothing.**\n"
-    yield "Written by `make bench`. A row's entries, its limit among them, took turns in one loop; medians.\n"
+    yield "Written by `lowbit bench`. A row's entries, its limit among them, took turns in one loop; medians.\n"
     for key, value in about.items():
         yield f"- {key}: {value}"
     yield (
@@ -106,37 +98,6 @@ def _in_order(rows: list[Row]) -> list[str]:
     names = list(dict.fromkeys(row.who for row in rows))
     ours = [name for name in names if name.startswith("lowbit")]
     return [*reversed(ours), *(name for name in names if name not in ours)]
-
-
-def machine() -> dict[str, str]:
-    """What the figures depend on; asked before measuring, which is itself a load."""
-    from lowbit.cli.doctor import cpu_name
-
-    seen = torch.backends.cpu.get_cpu_capability()
-    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, torch sees {seen}"
-    versions = {"Python": platform.python_version(), "torch": torch.__version__, "lowbit": __version__}
-    versions |= {name: peers.version(name) for name in peers.PACKAGES}
-    return {
-        "processor": f"{cpu_name()}; {cores}",
-        "system": platform.platform(),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "commit": commit(),
-        "load before": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes)",
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-
-
-def commit() -> str:
-    root = Path(__file__).parent.parent
-    try:
-        git = ["git", "-C", str(root)]
-        name = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown (no git checkout)"
-    return name.strip() + (" with changes" if changed.strip() else "")
 
 
 # -- picture -----------------------------------------------------------------------------------------------------------

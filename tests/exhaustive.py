@@ -31,7 +31,7 @@ from test_scaled_mm import decoded, scales, spread, units_of  # noqa: E402
 from variants import Kernel, forced_isa, isas, kernels  # noqa: E402
 
 import lowbit as lb  # noqa: E402
-from bench.report import commit, machine  # noqa: E402
+from lowbit.machine import provenance  # noqa: E402
 from lowbit.ops import OPS, Numerics  # noqa: E402
 from lowbit.ops.matmul import ScaledMM, is_exact, make_call, sides  # noqa: E402
 from lowbit.ops.samples import element_formats, random_matrix, schemes  # noqa: E402
@@ -253,14 +253,14 @@ def main() -> int:
     if not isas():
         print("the compiled extension is not built; run `make build` first", file=sys.stderr)
         return 2
-    begun = time.perf_counter()
+    about, begun = provenance(), time.perf_counter()
     texts = [None, *(s.name for s in schemes())]
     chunks = [59, 67] if arguments.quick else list(range((1 << 31) // CHUNK))
     parts = {
         "encode: every fp32 pattern": (encode_all(chunks), "patterns"),
         "scaled_mm: every pair of schemes": (multiply_all(texts[::13] if arguments.quick else texts), "products"),
     }
-    about = {**machine(), "commit": commit(), "minutes": f"{(time.perf_counter() - begun) / 60:.1f}"}
+    about = {**about, "minutes": f"{(time.perf_counter() - begun) / 60:.1f}"}
     write(arguments.out, parts, about, arguments.quick)
     return int(any(t.wrong for results, _ in parts.values() for row in results.values() for t in row.values()))
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lowbit"
 
 #: From the bottom up: a module may import its own layer's and lower ones.
 LAYERS = [
-    {"_version", "files"},
+    {"_version", "files", "machine", "checkout"},
     {"formats"},
     {"scaling"},
     {"recipes", "packing", "quantized"},
@@ -36,7 +36,11 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Imported by one backend file each, and by nothing else.
-PRIVATE = {"kernels": {"backends/triton.py"}, "_native": {"backends/native.py", "backends/cpu.py"}}
+PRIVATE = {
+    "kernels": {"backends/triton.py"},
+    "bench": {"cli/bench.py"},
+    "_native": {"backends/native.py", "backends/cpu.py"},
+}
 
 
 def modules() -> list[Path]:

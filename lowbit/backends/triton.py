@@ -6,13 +6,11 @@ so that only ``use_backend("triton")`` picks them. Kernels are imported at the f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,25 +18,12 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.backends.registry import Impl
+from lowbit.checkout import adopt
 from lowbit.ops import codec, matmul
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
-
-def _use_own_kernels() -> None:
-    """In a source checkout, whether installed or not, ``lowbit.kernels`` is the ``kernels/`` beside this package."""
-    folder = Path(__file__).parents[2] / "kernels"
-    if (folder.parent / "setup.py").is_file() and folder.is_dir() and "lowbit.kernels" not in sys.modules:
-        found = spec_from_file_location(
-            "lowbit.kernels", folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert found is not None and found.loader is not None
-        sys.modules["lowbit.kernels"] = module = module_from_spec(found)
-        found.loader.exec_module(module)
-        setattr(sys.modules["lowbit"], "kernels", module)  # noqa: B010  (as an import statement does)
-
-
-_use_own_kernels()
+adopt("kernels")
 _FOUND = find_spec("lowbit.kernels") is not None
 
 #: Whether kernels run in Triton's interpreter.

@@ -8,16 +8,22 @@ from collections.abc import Callable
 
 import typer
 
-from lowbit.cli import doctor, formats, quantize, train
+from lowbit.cli import bench, doctor, formats, quantize, train
 from lowbit.cli.console import errors
 
 __all__ = ["app", "main"]
 
-COMMANDS: tuple[Callable[..., None], ...] = (formats.formats, train.train, quantize.quantize, doctor.doctor)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    formats.formats,
+    train.train,
+    quantize.quantize,
+    bench.bench,
+    doctor.doctor,
+)
 
 app = typer.Typer(
     name="lowbit",
-    help="Low-bit numbers for PyTorch: look at formats, train in FP8, quantize models, check the installation.",
+    help="Low-bit numbers for PyTorch: formats, training in FP8, quantized models, measured kernels.",
     epilog="Begin with: lowbit formats fp8_e4m3   ·   lowbit train   ·   lowbit doctor",
     no_args_is_help=True,
     add_completion=False,

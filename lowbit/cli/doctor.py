@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
-from lowbit.train.machine import cpu_name
+from lowbit.machine import cpu_name
 
 PACKAGES = ("torch", "numpy", "triton", "safetensors", "ml_dtypes", "matplotlib")
 

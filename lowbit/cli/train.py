@@ -12,12 +12,12 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from lowbit.cli.console import errors, out, print_json, size
+from lowbit.machine import float_precision
 from lowbit.memory.rss import reset_peak
 from lowbit.nn.transformer import GPT, GPTConfig
 from lowbit.train import demo, report
 from lowbit.train.data import Corpus
 from lowbit.train.loop import FLOATS, Interrupted, TrainConfig, Trainer
-from lowbit.train.machine import float_precision
 
 EPILOG = """
 **Examples**

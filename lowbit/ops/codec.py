@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit import formats, packing
-from lowbit.ops.samples import element_formats, sample_matrices
-from lowbit.ops.spec import FLOATS, Cost, OpSpec, Out, require, require_codes, require_float, require_rounding
+from lowbit.ops.samples import element_formats, large_matrix, sample_matrices
+from lowbit.ops.spec import (
+    FLOATS,
+    Cost,
+    OpSpec,
+    Out,
+    Workload,
+    dtype_name,
+    require,
+    require_codes,
+    require_float,
+    require_rounding,
+)
 
 
 class Encode(NamedTuple):
@@ -106,22 +118,66 @@ def _pack_outputs(call: Pack) -> list[Out]:
     return [((*call.codes.shape[:-1], packing.packed_cols(call.codes.shape[-1], call.bits)), torch.uint8)]
 
 
+# -- workloads ---------------------------------------------------------------------------------------------------------
+def _encode_workloads(rows: int, cols: int) -> Iterator[Workload]:
+    x = large_matrix(rows, cols)
+    for format in element_formats():
+        yield Workload("", format.name, partial(Encode, x, format.name))
+        if format.kind != "codebook":
+            yield Workload("stochastic", format.name, partial(Encode, x, format.name, "stochastic"))
+
+
+def _some_codes(rows: int, cols: int, bits: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 1 << bits, (rows, cols), dtype=torch.uint8, generator=generator)
+
+
+def _decode_workloads(rows: int, cols: int) -> Iterator[Workload]:
+    def make(format: formats.Format, dtype: torch.dtype) -> Decode:
+        return Decode(_some_codes(rows, cols, format.bits), format.name, dtype)
+
+    for format in element_formats():
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Workload(f"to {dtype_name(dtype)}", format.name, partial(make, format, dtype))
+
+
+def _packed_bits() -> list[int]:
+    return sorted({format.bits for format in element_formats() if format.bits < 8})
+
+
+def _pack_workloads(rows: int, cols: int) -> Iterator[Workload]:
+    def make(bits: int) -> Pack:
+        return Pack(_some_codes(rows, cols, bits), bits)
+
+    for bits in _packed_bits():
+        yield Workload("", f"{bits} bits", partial(make, bits))
+
+
+def _unpack_workloads(rows: int, cols: int) -> Iterator[Workload]:
+    def make(bits: int) -> Unpack:
+        return Unpack(_some_codes(rows, packing.packed_cols(cols, bits), 8), bits, cols)
+
+    for bits in _packed_bits():
+        yield Workload("", f"{bits} bits", partial(make, bits))
+
+
 SPECS = (
     OpSpec(
         "encode", Encode, ("out",), lambda call: [(tuple(call.x.shape), torch.uint8)], _check_encode, _encode_samples,
-        lambda call: Cost(0, call.x.numel() * (call.x.element_size() + 1)),
+        lambda call: Cost(0, call.x.numel() * (call.x.element_size() + 1)), _encode_workloads,
     ),
     OpSpec(
         "decode", Decode, ("out",), lambda call: [(tuple(call.codes.shape), call.dtype)],
         _check_decode, _decode_samples,
-        lambda call: Cost(0, call.codes.numel() * (1 + call.dtype.itemsize)),
+        lambda call: Cost(0, call.codes.numel() * (1 + call.dtype.itemsize)), _decode_workloads,
     ),
     OpSpec(
         "pack", Pack, ("out",), _pack_outputs, _check_pack, _pack_samples,
-        lambda call: Cost(0, call.codes.numel() * (8 + call.bits) // 8),
+        lambda call: Cost(0, call.codes.numel() * (8 + call.bits) // 8), _pack_workloads,
     ),
     OpSpec(
         "unpack", Unpack, ("out",), lambda call: [((*call.packed.shape[:-1], call.cols), torch.uint8)],
         _check_pack, _unpack_samples, lambda call: Cost(0, call.packed.numel() * (8 + call.bits) // call.bits),
+        _unpack_workloads,
     ),
 )  # fmt: skip

@@ -6,16 +6,18 @@ Source: docs/numerics.md section 9. The bound on the error of float products is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit import packing, reference, scaling
-from lowbit.ops.samples import random_matrix, schemes
-from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, require_codes, require_float, require_scales
+from lowbit.ops.samples import large_matrix, random_matrix, schemes
+from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, Workload, require_codes, require_float, require_scales
+from lowbit.recipes import RECIPES
 
 
 class ScaledMM(NamedTuple):
@@ -130,6 +132,32 @@ def _samples(device: str) -> Iterator[ScaledMM]:
             yield make_call(a, b, a_scheme, texts[(index + step) % len(texts)], bias=bias, out_dtype=next(dtypes))
 
 
+#: Rows of a that benchmarks multiply: a token, and a batch of them.
+_BENCHED_ROWS = (1, 256)
+
+
+def _workloads(rows: int, cols: int) -> Iterator[Workload]:
+    """Every recipe's forward product with a weight ``[rows, cols]``; an input that is not quantized is bf16."""
+
+    def make(m: int, a: str | None, b: str | None) -> ScaledMM:
+        return ScaledMM(**_large_side("a", m, cols, a), **_large_side("b", rows, cols, b), cols=cols)
+
+    pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
+    for m in _BENCHED_ROWS:
+        for a, b in pairs:
+            yield Workload(f"{m}x{rows}x{cols}", f"{a or 'bf16'} x {b}", partial(make, m, a, b))
+
+
+def _large_side(name: str, rows: int, cols: int, text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {name: large_matrix(rows, cols, torch.bfloat16)}
+    x, scheme = large_matrix(rows, cols), scaling.scheme(text)
+    outer = torch.ops.lowbit.outer_scale(x, text) if scheme.outer else None
+    codes, scale, zero = torch.ops.lowbit.quantize(x, text, outer)
+    parts = {"_scheme": text, "_scale": scale, "_zero_point": zero if scheme.affine else None, "_outer_scale": outer}
+    return {name: codes, **{name + key: value for key, value in parts.items()}}
+
+
 def _cost(call: ScaledMM) -> Cost:
     m, n = call.a.shape[0], call.b.shape[0]
     moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
@@ -194,6 +222,6 @@ def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
 SPECS = (
     OpSpec(
         "scaled_mm", ScaledMM, ("out",), lambda call: [((call.a.shape[0], call.b.shape[0]), call.out_dtype)],
-        _check, _samples, _cost, _tolerance,
+        _check, _samples, _cost, _workloads, _tolerance,
     ),
 )  # fmt: skip

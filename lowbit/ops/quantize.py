@@ -6,20 +6,23 @@ matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit import packing, reference, scaling
-from lowbit.ops.samples import random_matrix, sample_matrices, schemes
+from lowbit.ops.samples import large_matrix, random_matrix, recipe_schemes, sample_matrices, schemes
 from lowbit.ops.spec import (
     FLOATS,
     Cost,
     OpSpec,
     Out,
+    Workload,
     as_rows,
+    dtype_name,
     matrix_shape,
     require,
     require_codes,
@@ -232,6 +235,37 @@ def _backward_samples(device: str) -> Iterator[FakeQuantizeBackward]:
             yield FakeQuantizeBackward(grad, *call[:5])
 
 
+# -- workloads ---------------------------------------------------------------------------------------------------------
+def _large(
+    make: Callable[[Tensor, scaling.Scheme], Any], only: Callable[[scaling.Scheme], bool] = lambda scheme: True
+) -> Callable[[int, int], Iterator[Workload]]:
+    """Workloads of ``make(x, scheme)`` for fp32 and bf16 matrices and the schemes that recipes use."""
+
+    def workloads(rows: int, cols: int) -> Iterator[Workload]:
+        for scheme in filter(only, recipe_schemes()):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = large_matrix(rows, cols, dtype)
+                yield Workload(dtype_name(dtype), scheme.name, partial(make, x, scheme))
+
+    return workloads
+
+
+def _large_outer(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
+    return torch.ops.lowbit.outer_scale(x, scheme.name) if scheme.outer else None
+
+
+def _large_parts(x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes, scale, zero point and outer scale of ``x``, by whatever kernel serves it."""
+    outer = _large_outer(x, scheme)
+    codes, scale, zero = torch.ops.lowbit.quantize(x, scheme.name, outer)
+    return codes, scale, zero if scheme.affine else None, outer
+
+
+def _large_stored(x: Tensor, scheme: scaling.Scheme) -> Dequantize:
+    codes, scale, zero_point, outer = _large_parts(x, scheme)
+    return Dequantize(codes, scheme.name, x.shape[1], scale, zero_point, outer, x.dtype)
+
+
 # -- cost ------------------------------------------------------------------------------------------------------------
 def _stored(x: Tensor, scheme: scaling.Scheme) -> int:
     return scheme.nbytes(tuple(x.shape))
@@ -259,25 +293,32 @@ SPECS = (
     OpSpec(
         "outer_scale", OuterScale, ("out",), lambda call: [((1, 1), torch.float32)], _check_outer, _outer_samples,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
+        _large(lambda x, s: OuterScale(x, s.name), only=lambda s: s.outer),
     ),
     OpSpec(
         "quantize", Quantize, ("codes", "scale", "zero_point"), _quantize_outputs, _check_quantize,
         _quantize_samples, _quantize_cost,
+        _large(lambda x, s: Quantize(x, s.name, _large_outer(x, s))),
     ),
     OpSpec(
         "quantize_static", QuantizeStatic, ("out",), lambda call: [_codes_out(call.x, scaling.scheme(call.scheme))],
         _check_static, _static_samples, _quantize_cost,
+        _large(lambda x, s: QuantizeStatic(x, s.name, *_large_parts(x, s)[1:])),
     ),
     OpSpec(
         "dequantize", Dequantize, ("out",), lambda call: [((*call.codes.shape[:-1], call.cols), call.dtype)],
         _check_dequantize, _dequantize_samples, _dequantize_cost,
+        _large(_large_stored),
     ),
     OpSpec(
         "fake_quantize", FakeQuantize, ("out",), lambda call: [(tuple(call.x.shape), call.x.dtype)], _check_fake,
         _fake_samples, lambda call: Cost(0, 2 * call.x.numel() * call.x.element_size()),
+        _large(lambda x, s: FakeQuantize(x, s.name, outer_scale=_large_outer(x, s))),
     ),
     OpSpec(
         "fake_quantize_backward", FakeQuantizeBackward, ("grad_x", "grad_scale"), _backward_outputs, _check_fake,
-        _backward_samples, lambda call: Cost(0, 3 * call.x.numel() * call.x.element_size()), _backward_tolerance,
+        _backward_samples, lambda call: Cost(0, 3 * call.x.numel() * call.x.element_size()),
+        _large(lambda x, s: FakeQuantizeBackward(x, x, s.name, outer_scale=_large_outer(x, s))),
+        _backward_tolerance,
     ),
 )  # fmt: skip

@@ -1,14 +1,17 @@
-"""Inputs that tests and benchmarks feed to every kernel of every op."""
+"""Inputs that tests and benchmarks feed to every kernel of every op, made from the tables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import FORMATS, Format, float_format
-from lowbit.scaling import Scheme, scheme
+from lowbit.recipes import RECIPES
+from lowbit.scaling import SCALINGS, Scheme, find_scaling, scheme
 
 #: What breaks numerics: zeros, subnormals, values next to powers of two and to overflow, Inf, NaN of both signs.
 SPECIALS = (
@@ -25,19 +28,26 @@ def element_formats() -> list[Format]:
 
 def schemes() -> list[Scheme]:
     """Every format with every kind of scaling and every option, once each at least."""
-    texts = [f"{f}:{s}" for f in element_formats() if f.signed or f.kind != "integer" for s in _SCALINGS]
-    texts += [f"{f}:{s}:affine" for f in ("int8", "uint8", "int4", "uint4") for s in _SCALINGS[:6]]
+    plain, small = _scalings("fp32"), [f"{s}{turn}" for s in _scalings("e8m0", "fp8_e4m3") for turn in ("", ":T")]
+    elements = element_formats()
+    texts = [f"{f}:{s}" for f in elements if f.signed or f.kind != "integer" for s in (*plain, *small)]
+    texts += [f"{f}:{s}:affine" for f in elements if f.kind == "integer" for s in plain]
     texts += _OPTIONS
     return list(dict.fromkeys(scheme(text) for text in texts))
 
 
-_SCALINGS = ("tensor", "row", "col", "group32", "group7", "block4x8", "block128x128", "mx", "mx:T", "nvfp4", "nvfp4:T")
+def _scalings(*scale_formats: str) -> list[str]:
+    """Rows of the table with such scales; of a family, blocks that vectors divide and ragged ones."""
+    names = dict.fromkeys(re.sub(r"{\w}", size, pattern) for pattern in SCALINGS for size in ("32", "7"))
+    return [name for name in names if (s := find_scaling(name)) and s.scale_format in scale_formats]
+
+
 _OPTIONS = [
     "mxfp8:ceil", "mxfp6:ceil", "mxfp4:ceil", "mxfp4:ceil:T", "fp6_e3m2:mx:ceil", "fp8_e5m2:mx:ceil", "int8:mx:ceil",
     "int8:tensor:e8m0", "int4:row:e8m0:ceil", "fp8_e4m3:row:bf16", "fp8_e5m2:group32:fp16", "int8:group128:bf16",
     "int4:group32:fp16", "uint4:group32:affine:bf16", "uint8:row:affine:fp16", "int4:group32:affine:e8m0",
     "uint4:group16:affine:e8m0:ceil", "nf4:dq", "nf4:group32:bf16", "nf4:group128:dq", "nf4:group64:T",
-    "fp4_e2m1:group32:e8m0",
+    "fp4_e2m1:group32:e8m0", "fp8_e4m3:block128x128",
 ]  # fmt: skip
 
 
@@ -56,6 +66,17 @@ def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, dama
         x.view(-1)[where] = special[torch.randint(0, len(special), where.shape, generator=generator)]
         x[rows // 2] = 0.0
     return x.to(device)
+
+
+def recipe_schemes() -> list[Scheme]:
+    """Every scheme that some recipe gives to a weight or an input: what benchmarks measure."""
+    return list(dict.fromkeys(s for row in RECIPES.values() for s in (row.weight, row.input) if s is not None))
+
+
+@lru_cache(maxsize=4)
+def large_matrix(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gaussian numbers for benchmarks, on the CPU."""
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def sample_matrices(device: str) -> Iterator[Tensor]:

@@ -41,6 +41,14 @@ class Cost(NamedTuple):
     bytes: int
 
 
+class Workload(NamedTuple):
+    """Something that a benchmark measures: what of the op it is ("" or, say, "stochastic"), of what, and the call."""
+
+    variant: str
+    subject: str
+    call: Callable[[], Any]
+
+
 class Numerics(NamedTuple):
     """What a kernel of a float matrix product computes in; its error bound follows."""
 
@@ -54,7 +62,8 @@ class OpSpec:
 
     ``args``: NamedTuple class of the arguments. ``outputs(call)``: shape and dtype of each output, which allocates
     them, is the fake rule, and checks what ``out=`` gives. ``check(call)``: raises for what no kernel could compute.
-    ``samples(device)``: calls that tests and benchmarks run on every kernel. ``cost(call)``: for rooflines.
+    ``samples(device)``: small calls that tests run on every kernel. ``cost(call)``: for rooflines.
+    ``workloads(rows, cols)``: large calls that benchmarks measure.
     ``tolerance(call, numerics)``: elementwise bound on the error, or None where kernels agree in every bit.
     """
 
@@ -65,6 +74,7 @@ class OpSpec:
     check: Callable[[Any], None]
     samples: Callable[[str], Iterator[Any]]
     cost: Callable[[Any], Cost]
+    workloads: Callable[[int, int], Iterator[Workload]]
     tolerance: Callable[[Any, Numerics], Tensor] | None = None
 
     @property
@@ -157,6 +167,11 @@ def require_outer(op: str, scheme: scaling.Scheme, outer: Tensor | None) -> None
 
 
 # -- what kernels need of a call -------------------------------------------------------------------------------------
+def dtype_name(dtype: torch.dtype) -> str:
+    """``fp32``, ``bf16`` or ``fp16``."""
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
 def matrix_shape(x: Tensor) -> tuple[int, int]:
     """``[rows, cols]`` of a tensor of any rank, its last axis being cols; a scalar is ``[1, 1]``."""
     return scaling.as_matrix(tuple(x.shape))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.files import write_atomically
+from lowbit.machine import provenance
 from lowbit.train.data import Corpus
 from lowbit.train.demo import Measurement, Settings, as_json
 from lowbit.train.loop import FLOATS, Trainer
-from lowbit.train.machine import provenance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

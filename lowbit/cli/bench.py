@@ -1,0 +1,79 @@
+"""``lowbit bench``: every op on this CPU, beside its peers and the machine's limits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lowbit.checkout import adopt
+from lowbit.cli.console import errors, out, print_json
+
+if TYPE_CHECKING:
+    from lowbit.bench.report import Row
+
+
+def bench(
+    only: Annotated[
+        str, typer.Option(metavar="REGEX", help="Only what matches, as 'encode fp8' or '^scaled_mm 1x'.")
+    ] = "",
+    directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny inputs: shows that all runs, measures nothing.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
+) -> None:
+    """Measure every op, format and scheme on this CPU, on each instruction set, beside peers that are installed.
+
+    All cases of a group take turns with the machine's limit (a copy of as many bytes; torch's own product). Writes
+    cpu.md, cpu.csv and cpu.png. Minutes in all; leave the machine alone meanwhile.
+    """
+    adopt("bench")
+    from lowbit.bench import run
+
+    items = run.select(only, quick)
+    if list_only:
+        for item in items:
+            out.print(f"{item.label} {item.subject}", soft_wrap=True)
+        return
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
+        console=errors,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("", total=len(items))
+
+        def begin(item: Any) -> None:
+            bar.update(task, description=f"{item.label} {item.subject}", completed=items.index(item))
+
+        path, rows = run.run(items, directory, quick, begin)
+        bar.update(task, completed=len(items))
+    if json:
+        print_json([{**asdict(row), "rate": row.rate, "percent": row.percent} for row in rows])
+        return
+    out.print(_summary(rows))
+    out.print(f"results: {path}", soft_wrap=True)
+
+
+def _summary(rows: list[Row]) -> Table:
+    """The best of lowbit and the best peer of each group."""
+    table = Table(box=None, pad_edge=False)
+    for title, justify in (
+        ("op", "left"),
+        ("of", "left"),
+        ("lowbit", "right"),
+        ("of limit", "right"),
+        ("best peer", "left"),
+    ):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for key in dict.fromkeys((row.op, row.subject) for row in rows):
+        mine = sorted((row for row in rows if (row.op, row.subject) == key), key=lambda row: row.seconds)
+        ours = next(row for row in mine if row.who.startswith("lowbit"))
+        peer = next((row for row in mine if not row.who.startswith("lowbit")), None)
+        unit = "GFLOP/s" if ours.flops else "GB/s"
+        beside = "-" if peer is None else f"{peer.who} {peer.rate:.3g} {unit}, {ours.rate / peer.rate:.2f}x"
+        table.add_row(*key, f"{ours.rate:.3g} {unit}", f"{ours.percent:.0f}%", beside)
+    return table

@@ -1,0 +1,69 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit._version import __version__
+
+__all__ = ["cpu_name", "float_precision", "provenance", "version"]
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def float_precision() -> str:
+    """``"bf16"`` where the processor multiplies bf16 numbers itself; else ``"fp32"``, which is then twice as fast."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return "bf16" if any(has for name, has in capabilities.items() if "bf16" in name) else "fp32"
+
+
+def version(package: str) -> str:
+    """The version of an optional package, or that it is not there."""
+    try:
+        return str(importlib.import_module(package).__version__)
+    except (ImportError, AttributeError):
+        return "not installed"
+
+
+def provenance(command: str | None = None, packages: Iterable[str] = ()) -> dict[str, str]:
+    """The machine, the versions (those of ``packages`` too), the commit and the hour behind a result."""
+    versions = {"lowbit": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    versions |= {name: version(name) for name in packages}
+    isa = torch.backends.cpu.get_cpu_capability()
+    load = os.getloadavg() if hasattr(os, "getloadavg") else ()
+    return {
+        **({} if command is None else {"command": f"`{command}`"}),
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch sees {isa}",
+        "system": platform.platform(),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "commit": _commit(),
+        "load before": " ".join(f"{average:.1f}" for average in load) + " (1, 5, 15 minutes)",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _commit() -> str:
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        told = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown (git is not there)"
+    return told.stdout.strip() or "unknown (not a git checkout)"
