@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import numpy as np  # noqa: E402
 import oracles  # noqa: E402
 import torch  # noqa: E402
+from mm_oracle import decoded, scales, spread, units_of  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn  # noqa: E402
-from test_scaled_mm import decoded, scales, spread, units_of  # noqa: E402
 from variants import Kernel, forced_isa, isas, kernels  # noqa: E402
 
 import lowbit as lb  # noqa: E402

@@ -42,7 +42,20 @@ def test_products_on_an_older_processor(level):
     hidden = tuple(f for f in LEVELS[level] if f in _native.cpu_features())
     if not hidden:
         pytest.skip(f"this processor has none of {', '.join(LEVELS[level])} itself")
-    tests = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_scaled_mm.py", "-k", "avx512"], hidden)
+    tests = run(
+        [
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/test_scaled_mm.py",
+            "tests/test_scaled_mm_api.py",
+            "-k",
+            "avx512",
+        ],
+        hidden,
+    )
     assert tests.returncode == 0 and " passed" in tests.stdout, tests.stdout[-3000:] + tests.stderr[-1000:]
 
 

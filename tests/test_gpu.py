@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits, describe
+from mm_oracle import check
 from test_ops import checked_samples
-from test_scaled_mm import check
 from torch import Tensor
 
 import lowbit as lb
