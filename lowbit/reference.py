@@ -377,7 +377,7 @@ class Operand(NamedTuple):
 
 
 def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a [M, K] @ b [N, K].T``: exact products summed in fp64, then scales, bias and cast in fp32, in that order."""
+    """``a [M, K] @ b [N, K].T``: exact products summed in fp64, then scales, bias and cast in fp32, in that order. NaN is canonical."""
     require_subnormals(a.data)
     whole = a.factors_out and b.factors_out
     total = (a.values(not whole) @ b.values(not whole).T).float()
@@ -385,7 +385,7 @@ def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -
         total = total * (a.row_scale() * b.row_scale().T)
     if bias is not None:
         total = total + bias.float()
-    return cast(total, dtype)
+    return cast(total.masked_fill(total.isnan(), torch.nan), dtype)
 
 
 def unpack(codes: Tensor, scheme: Scheme, cols: int) -> Tensor:

@@ -15,7 +15,7 @@ from variants import isas
 
 #: What an older processor of the same instruction set lacks, youngest first.
 LEVELS = {
-    "without matrix registers": ("amx_bf16", "amx_int8", "amx_tile"),
+    "without matrix registers": ("amx_tile",),
     "Cooper Lake": ("avx512_vbmi",),
     "Ice Lake": ("avx512_bf16",),
     "Cascade Lake": ("avx512_vbmi", "avx512_bf16"),

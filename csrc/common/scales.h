@@ -132,19 +132,21 @@ LOWBIT_HD void write_scale(void* scales, void* zero_points, int64_t index, const
     if (r.affine != 0) static_cast<uint8_t*>(zero_points)[index] = static_cast<uint8_t>(static_cast<int>(s.zero_point));
 }
 
+// Number `index` of scales, as it is stored.
+LOWBIT_HD uint32_t load_scale(const void* scales, int64_t index, int32_t scale_format) {
+    switch (scale_bytes(scale_format)) {
+        case 4:
+            return static_cast<const uint32_t*>(scales)[index];
+        case 2:
+            return static_cast<const uint16_t*>(scales)[index];
+        default:
+            return static_cast<const uint8_t*>(scales)[index];
+    }
+}
+
 LOWBIT_HD BlockScale read_scale(const void* scales, const void* zero_points, const float* outer, int64_t index,
                                 const ScaleRule& r) {
-    BlockScale out = {0, 0.0f, 0.0f};
-    switch (scale_bytes(r.scale_format)) {
-        case 4:
-            out.stored = static_cast<const uint32_t*>(scales)[index];
-            break;
-        case 2:
-            out.stored = static_cast<const uint16_t*>(scales)[index];
-            break;
-        default:
-            out.stored = static_cast<const uint8_t*>(scales)[index];
-    }
+    BlockScale out = {load_scale(scales, index, r.scale_format), 0.0f, 0.0f};
     out.value = scale_value(out.stored, r.scale_format, outer);
     if (r.affine != 0) {
         const uint8_t zero_point = static_cast<const uint8_t*>(zero_points)[index];

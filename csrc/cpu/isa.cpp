@@ -37,10 +37,9 @@ struct Feature {
 
 constexpr Feature kFeatures[] = {
     {"avx2", kB7, 5, kYmm},         {"fma", kC1, 12, kYmm},         {"f16c", kC1, 29, kYmm},
-    {"bmi2", kB7, 8, kGeneral},     {"avx_vnni", kA71, 4, kYmm},    {"avx512f", kB7, 16, kZmm},
-    {"avx512dq", kB7, 17, kZmm},    {"avx512bw", kB7, 30, kZmm},    {"avx512vl", kB7, 31, kZmm},
-    {"avx512_vbmi", kC7, 1, kZmm},  {"avx512_vbmi2", kC7, 6, kZmm}, {"avx512_vnni", kC7, 11, kZmm},
-    {"avx512_bf16", kA71, 5, kZmm}, {"avx512_fp16", kD7, 23, kZmm}, {"amx_tile", kD7, 24, kTiles},
+    {"bmi2", kB7, 8, kGeneral},     {"avx512f", kB7, 16, kZmm},     {"avx512dq", kB7, 17, kZmm},
+    {"avx512bw", kB7, 30, kZmm},    {"avx512vl", kB7, 31, kZmm},    {"avx512_vbmi", kC7, 1, kZmm},
+    {"avx512_vnni", kC7, 11, kZmm}, {"avx512_bf16", kA71, 5, kZmm}, {"amx_tile", kD7, 24, kTiles},
     {"amx_int8", kD7, 25, kTiles},  {"amx_bf16", kD7, 22, kTiles},
 };
 

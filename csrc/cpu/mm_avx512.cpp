@@ -189,7 +189,9 @@ Kernels make() {
     if (has_feature("avx512_vbmi")) add_avx512vbmi(k);
     if (has_feature("avx512_vnni")) add_avx512vnni(k);
     if (has_feature("avx512_vnni") && has_feature("avx512_bf16")) add_avx512bf16(k);
-    if (k.has(Kind::bf16) && has_feature("amx_bf16") && has_feature("amx_int8") && allow_amx()) add_avx512amx(k);
+    if (k.has(Kind::bf16) && has_feature("amx_tile") && has_feature("amx_bf16") && has_feature("amx_int8") &&
+        allow_amx())
+        add_avx512amx(k);
     return k;
 }
 

@@ -139,10 +139,12 @@ void finish_sums(const Row& row) {
     const Sum* sums = static_cast<const Sum*>(row.sum);
     char* out = static_cast<char*>(row.out);
     const int64_t size = row.out_dtype == Element::f32 ? 4 : 2;
+    const VecF nan = (VecF)(VecI{} + 0x7fc00000);  // NaN is canonical, whatever made it
     for (int64_t n = 0; n < row.cols; n += kWidth) {
         VecF v = load_sums(sums + n);
         if (row.scaled) v = v * (broadcast(row.a_scale) * load<VecF>(row.b_scale + n));
         if (row.bias != nullptr) v = v + load<VecF>(row.bias + n);
+        v = v == v ? v : nan;
         if (row.cols - n >= kWidth) {
             narrow(v, out + n * size, row.out_dtype, kWidth);
         } else {

@@ -155,7 +155,7 @@ class Task {
         const Multiply tile_kernel = kernels_.tile[static_cast<int>(plan_.kind)];
         for (int64_t row = 0; row < rows_; row += plan_.rows) {
             for (int i = 0; i < num_segments; ++i) {
-                Tile tile = tile_at(sums, row, col, 0, i);
+                Tile tile = tile_at(sums, row, col, i);
                 tile.b = s_.b_panel + s_.segments[i].dword * kernels_.nr;
                 tile_kernel(plan_.scaled, plan_.rows, tile);
             }
@@ -172,7 +172,7 @@ class Task {
             }
             b.load(col0_ + col + n, here, s_.segments, num_segments, s_.b_rows, sums);
             for (int i = 0; i < num_segments; ++i) {
-                Tile tile = tile_at(sums, 0, col + n, 0, i);
+                Tile tile = tile_at(sums, 0, col + n, i);
                 tile.b = s_.b_rows + s_.segments[i].dword;
                 dot_kernel(plan_.scaled, plan_.rows, tile);
             }
@@ -210,13 +210,13 @@ class Task {
         }
     }
 
-    Tile tile_at(const Sums& sums, int64_t row, int64_t col, int64_t panel_col, int segment) const {
+    Tile tile_at(const Sums& sums, int64_t row, int64_t col, int segment) const {
         Tile t;
         t.a = s_.a + row * plan_.stride + s_.segments[segment].dword;
         t.depth = s_.segments[segment].dwords;
         t.c = s_.c + row * s_.c_stride + col;
         t.c_stride = s_.c_stride;
-        const int64_t a = segment * s_.a_sums.stride + row, b = segment * sums.stride + panel_col;
+        const int64_t a = segment * s_.a_sums.stride + row, b = segment * sums.stride;
         if (sums.scale != nullptr) {
             t.a_scale = s_.a_sums.scale + a;
             t.b_scale = sums.scale + b;

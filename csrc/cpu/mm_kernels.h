@@ -29,8 +29,10 @@ constexpr int64_t kDotDepth = 1024;
 constexpr int64_t kDotStride = kDotDepth + 16;
 constexpr int kDotRows = 4;  // at most this many rows of a
 constexpr int kDotCols = 4;  // exactly this many rows of b
-// Decoders and transposes may write this many bytes past the end of what they were asked for.
+// Decoders may write this many bytes past the end of what they were asked for.
 constexpr int64_t kSlack = 64;
+// Transposes turn 16 dwords of depth at a time: the last ones of a segment may lie past its end, but not the panel's.
+static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
 // Corrections (u8s8): the segment's sum is acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has

@@ -4,17 +4,11 @@
 #include <cstring>
 
 #include "common/numerics.h"
+#include "common/scales.h"
 #include "format_table.h"
 
 namespace lowbit::cpu::mm {
 namespace {
-
-float f16_value(uint16_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-    if (magnitude >= 0x400) return float_of(sign | ((magnitude << 13) + 0x38000000));
-    return float_of(sign | bits_of(static_cast<float>(magnitude) * 0x1p-24f));
-}
 
 template <class T>
 void gather(const T* from, int64_t stride, T* to, int64_t count) {
@@ -22,7 +16,7 @@ void gather(const T* from, int64_t stride, T* to, int64_t count) {
 }
 
 // u8s8 keeps a's elements as unsigned and b's as signed bytes. Codes of fewer than 8 bits lose their zero point here
-// (what is left fits a byte); 8-bit codes keep it, and the sums are corrected for it.
+// where what is left fits a byte; others keep it, and the sums are corrected for it.
 struct ByteForm {
     uint8_t flip, shift;
     int zero;
@@ -34,7 +28,9 @@ ByteForm byte_form(const Operand& x, bool is_a, int zero) {
         return {static_cast<uint8_t>(flips ? 128 : 0), 0, zero + offset};
     }
     const int half = x.table->is_signed ? 1 << (x.table->bits - 1) : 0, lift = is_a ? 128 : 0;
-    return {static_cast<uint8_t>(half), static_cast<uint8_t>(lift - half - zero), lift};
+    const int least = -half - zero, most = least + (1 << x.table->bits) - 1;
+    const int kept = least >= -128 && most <= 127 ? 0 : zero;
+    return {static_cast<uint8_t>(half), static_cast<uint8_t>(lift - half - zero + kept), lift + kept};
 }
 
 }  // namespace
@@ -42,21 +38,16 @@ ByteForm byte_form(const Operand& x, bool is_a, int zero) {
 float float_at(const void* data, Element dtype, int64_t index) {
     if (dtype == Element::f32) return static_cast<const float*>(data)[index];
     const uint16_t half = static_cast<const uint16_t*>(data)[index];
-    return dtype == Element::bf16 ? float_of(static_cast<uint32_t>(half) << 16) : f16_value(half);
+    return float_of(dtype == Element::bf16 ? widen_bf16(half) : widen_fp16(half));
 }
 
 namespace {
 
 // The scale stored at an index, without the outer one.
 float stored_scale(const Operand& x, int64_t at) {
-    if (x.scale_format == kScaleE8m0) {
-        const uint32_t code = static_cast<const uint8_t*>(x.scale)[at];
-        return float_of(code == 255 ? kNan : code == 0 ? 0x00400000u : code << 23);
-    }
-    if (x.scale_format == kScaleE4m3) {
-        return float_of(kFormats[kIndex_fp8_e4m3].values[static_cast<const uint8_t*>(x.scale)[at]]);
-    }
-    return float_at(x.scale, static_cast<Element>(x.scale_format), at);
+    const uint32_t stored = load_scale(x.scale, at, x.scale_format);
+    if (x.scale_format == kScaleE4m3) return float_of(kFormats[kIndex_fp8_e4m3].values[stored]);  // faster: many blocks
+    return scale_value(stored, x.scale_format, nullptr);
 }
 
 }  // namespace
