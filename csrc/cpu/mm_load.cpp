@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "common/numerics.h"
 #include "common/scales.h"
@@ -13,6 +14,28 @@ namespace {
 template <class T>
 void gather(const T* from, int64_t stride, T* to, int64_t count) {
     for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
+}
+
+constexpr int kBytes = 16;
+typedef uint8_t Bytes __attribute__((vector_size(kBytes)));
+template <int... i>
+Bytes interleave(Bytes a, Bytes b, int half, std::integer_sequence<int, i...>) {
+    const Bytes low = {(i / 2 + i % 2 * kBytes)...}, more = {((void)i, kBytes / 2)...};
+    return __builtin_shuffle(a, b, half == 0 ? low : low + more);
+}
+
+// to[j][i] = from[i][j], sixteen by sixteen bytes: four perfect shuffles of the rows.
+void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t pitch) {
+    Bytes v[kBytes], w[kBytes];
+    for (int i = 0; i < kBytes; ++i) std::memcpy(&v[i], from + i * stride, sizeof v[i]);
+    for (int stage = 0; stage < 4; ++stage) {
+        for (int i = 0; i < kBytes / 2; ++i) {
+            w[2 * i] = interleave(v[i], v[i + kBytes / 2], 0, std::make_integer_sequence<int, kBytes>());
+            w[2 * i + 1] = interleave(v[i], v[i + kBytes / 2], 1, std::make_integer_sequence<int, kBytes>());
+        }
+        std::memcpy(v, w, sizeof v);
+    }
+    for (int j = 0; j < kBytes; ++j) std::memcpy(to + j * pitch, &v[j], sizeof v[j]);
 }
 
 // u8s8 keeps a's elements as unsigned and b's as signed bytes. Codes of fewer than 8 bits lose their zero point here
@@ -100,6 +123,18 @@ const void* Loader::fetch(int64_t row, int64_t begin, int64_t end) const {
     return raw;
 }
 
+// The same for `rows` rows (a multiple of kBytes) of a transposed matrix of bytes, turned_pitch apart in `raw`.
+void Loader::fetch_turned(int64_t row, int64_t rows, int64_t begin, int64_t end) const {
+    const int64_t stride = operand.col_stride, count = end - begin, pitch = turned_pitch(count);
+    const int64_t whole = count - count % kBytes;
+    const auto* from = static_cast<const uint8_t*>(operand.data) + row + begin * stride;
+    for (int64_t k = 0; k < whole; k += kBytes) {
+        for (int64_t i = 0; i < rows; i += kBytes) turn(from + k * stride + i, stride, raw + i * pitch + k, pitch);
+    }
+    for (int64_t i = 0; i < rows; ++i)
+        gather(from + whole * stride + i, stride, raw + i * pitch + whole, count - whole);
+}
+
 void Loader::decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const {
     const Operand& x = operand;
     if (!folded()) {
@@ -175,8 +210,18 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
     const bool dense =
         operand.zero_point == nullptr && last.begin - begin == last.dword * elements_per_dword(plan.kind);
     const Segment all{begin, end - begin, 0, last.dword + last.dwords};
+    // Few rows are not worth it; they are dots, whose chunks are longer than `raw` allows for.
+    const bool transposed = !plan.dots && operand.has_codes() && operand.table->bits == 8 && operand.row_stride == 1 &&
+                            operand.col_stride != 1;
+    const int64_t turned = transposed ? count - count % kBytes : 0;
     for (int64_t r = 0; r < count; ++r, out += plan.stride) {
-        const void* stored = fetch(row + r, begin, end);
+        const void* stored = nullptr;
+        if (r < turned) {
+            if (r % kTurned == 0) fetch_turned(row + r, std::min(kTurned, turned - r), begin, end);
+            stored = raw + r % kTurned * turned_pitch(end - begin);
+        } else {
+            stored = fetch(row + r, begin, end);
+        }
         if (dense) {
             decode(row + r, stored, begin, all, out);
         } else {

@@ -6,7 +6,10 @@
 namespace lowbit::cpu::mm {
 
 // Room that a loader needs besides its output: a chunk's codes or strided floats.
-constexpr int64_t kRawBytes = kDotDepth * 16 + 4 * kSlack;
+// Rows of a transposed matrix of bytes are fetched as many at a time as a cache line holds.
+constexpr int64_t kTurned = 64;
+constexpr int64_t turned_pitch(int64_t count) { return count + kSlack; }
+constexpr int64_t kRawBytes = kTurned * turned_pitch(kTileDepth * 4) + kDotDepth * 16 + 4 * kSlack;
 
 // Blocks of one row within a chunk, at most, and the part that begins before it.
 constexpr int64_t kMaxBlocks = kDotDepth * 4 + 16;
@@ -36,6 +39,7 @@ struct Loader {
 
   private:
     const void* fetch(int64_t row, int64_t begin, int64_t end) const;
+    void fetch_turned(int64_t row, int64_t count, int64_t begin, int64_t end) const;
     void decode(int64_t row, const void* stored, int64_t begin, const Segment& segment, uint32_t* out) const;
     void decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const;
     void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
