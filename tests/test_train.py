@@ -301,3 +301,18 @@ def test_peak_memory_sees_a_large_tensor():
     held = torch.ones(64 << 20, dtype=torch.uint8)
     assert peak_bytes() >= before + (60 << 20) if before else peak_bytes() > 0
     del held
+
+
+@pytest.mark.parametrize("moment", ["in the last step", "while the last state is written"])
+def test_a_signal_in_the_last_step_stops_too(corpus, tmp_path, monkeypatch, moment):
+    trainer = made(corpus, tmp_path, precision="fp32", steps=2)
+    last = lambda now: now.step == now.config.steps and signal.raise_signal(signal.SIGINT)
+    write = trainer.save
+    if moment != "in the last step":
+        monkeypatch.setattr(trainer, "save", lambda: (write(), last(trainer)))
+    with pytest.raises(Interrupted) as stop:
+        trainer.run(last if moment == "in the last step" else lambda now: None)
+    assert stop.value.step == trainer.config.steps
+    resumed = made(corpus, tmp_path, precision="fp32", steps=2)
+    resumed.load()
+    assert resumed.run().train == trainer.history.train

@@ -27,11 +27,14 @@ from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
 from lowbit.train.data import Corpus
 
-__all__ = ["FLOATS", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
+__all__ = ["FLOATS", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
 
 
 #: Precisions that are no recipe.
 FLOATS = ("fp32", "bf16")
+
+#: The file of a run's state, in its directory.
+STATE = "checkpoint.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path) -> None:
         self.model, self.corpus, self.config = model, corpus, config
-        self.path = directory / "checkpoint.pt"
+        self.path = directory / STATE
         if config.recipe is not None:
             from lowbit.train import prepare_
 
@@ -165,8 +168,8 @@ class Trainer:
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
         """Train to ``config.steps``, calling ``on_step`` after each.
 
-        Raises: Interrupted after SIGINT or SIGTERM, with everything saved; FloatingPointError for a loss that is not
-        finite.
+        Raises: Interrupted after SIGINT or SIGTERM, also in the last step, with everything saved; FloatingPointError
+        for a loss that is not finite.
         """
         if self.step == 0:
             torch.manual_seed(self.config.seed)
@@ -174,10 +177,13 @@ class Trainer:
             while self.step < self.config.steps:
                 self._train_step()
                 on_step(self)
-                if stopped() or self.step % self.config.save_every == 0 or self.step == self.config.steps:
+                stop = stopped()  # asked once: what comes while a state is written ends the run after the next one
+                if stop or self.step % self.config.save_every == 0 or self.step == self.config.steps:
                     self.save()
-                if stopped() and self.step < self.config.steps:
-                    raise Interrupted(self.step, self.path)
+                if stop:
+                    break
+        if stopped():
+            raise Interrupted(self.step, self.path)
         return self.history
 
     def _train_step(self) -> None:
