@@ -172,3 +172,39 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
 
 def test_sigterm_saves_as_well(tmp_path):
     assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
+
+
+# -- what a new run may remove -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["report.md", "report.json", "loss.png", "model/notes.txt", "bf16/checkpoint.pt"])
+def test_train_overwrites_no_file_that_it_did_not_write(run, tmp_path, name):
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    for options in ([], ["--overwrite"]):
+        told = run("train", "--out", str(tmp_path), *TINY, *options, code=1)
+        assert "no settings.json beside it" in told and "another --out" in told
+    assert mine.read_text() == "mine" and not (tmp_path / "settings.json").exists()
+
+
+def test_train_refuses_the_settings_of_something_else(run, tmp_path):
+    for text in ('{"editor.tabSize": 4}', "[]", "no json", "\xff"):
+        (tmp_path / "settings.json").write_bytes(text.encode("latin-1"))
+        (tmp_path / "report.md").write_text("mine")
+        told = run("train", "--out", str(tmp_path), *TINY, "--overwrite", code=1)
+        assert "is not what this lowbit train writes" in told and "another --out" in told
+        assert (tmp_path / "report.md").read_text() == "mine"
+
+
+def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
+    from lowbit.cli import train
+    from lowbit.train import demo
+
+    settings = demo.Settings(precisions=("bf16", "fp8"))
+    train._begin(settings, tmp_path, overwrite=False)
+    for name in ("bf16", "fp8", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.pt").write_text(name)
+    with pytest.raises(ValueError, match="holds an unfinished run"):
+        train._begin(settings, tmp_path, overwrite=False)
+    train._begin(demo.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
+    assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]

@@ -92,16 +92,33 @@ train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 
 def _begin(settings: demo.Settings, directory: Path, overwrite: bool) -> None:
-    """Make ``directory`` ready for a new run, unless that would throw away an unfinished one."""
-    begun = (directory / "settings.json").exists()
-    if begun and not (directory / "report.md").exists() and not overwrite:
-        raise ValueError(
-            f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over"
-        )
-    (directory / "report.md").unlink(missing_ok=True)
-    for checkpoint in directory.glob("*/checkpoint.pt"):
-        checkpoint.unlink()
+    """Make ``directory`` ready for a new run. What goes is what the settings found there say an earlier run wrote.
+
+    Raises: ValueError where that would throw away an unfinished run, or files that no run of this command wrote.
+    """
+    if not (directory / "settings.json").exists():
+        _refuse_strangers(settings, directory)
+    else:
+        before = demo.Settings.load(directory)
+        if not (directory / "report.md").exists() and not overwrite:
+            raise ValueError(
+                f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over"
+            )
+        (directory / "report.md").unlink(missing_ok=True)
+        for precision in before.precisions:
+            demo.state_path(directory, precision).unlink(missing_ok=True)
     settings.save(directory)
+
+
+def _refuse_strangers(settings: demo.Settings, directory: Path) -> None:
+    """Without settings beside them, files with the names that a run writes are somebody's."""
+    states = [demo.state_path(directory, precision) for precision in settings.precisions]
+    for path in (*(directory / name for name in (*report.FILES, "model")), *states):
+        if path.exists():
+            raise ValueError(
+                f"{path} would be overwritten, and no settings.json beside it says that lowbit train wrote it; "
+                "move it away, or give another --out"
+            )
 
 
 def _resumed(context: typer.Context, asked: demo.Settings, directory: Path) -> demo.Settings:

@@ -25,7 +25,7 @@ from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
 from lowbit.train.data import Corpus
 from lowbit.train.linear import Plan
-from lowbit.train.loop import FLOATS, TrainConfig, Trainer, evaluate
+from lowbit.train.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
 from lowbit.train.tokenizer import Tokenizer
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
@@ -78,8 +78,10 @@ class Settings:
                 recipes=tuple(saved["recipes"]),
                 data=saved["data"],
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not what lowbit train wrote ({error}); start over with --overwrite") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not what this lowbit train writes ({error}); move it away, or give another --out"
+            ) from None
 
     def corpus(self) -> Corpus:
         return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
@@ -87,6 +89,11 @@ class Settings:
     def of(self, precision: str) -> TrainConfig:
         """A run's configuration: the same seed and batches; low precision comes with checkpointing."""
         return replace(self.train, precision=precision, checkpointing=precision not in FLOATS)
+
+
+def state_path(directory: Path, precision: str) -> Path:
+    """Where the run in ``precision`` keeps its state."""
+    return directory / precision / STATE
 
 
 def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) -> Iterator[Trainer]:

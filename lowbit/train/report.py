@@ -25,6 +25,9 @@ __all__ = ["claims", "require_plots", "write"]
 LOSS_TARGET = 0.01
 PERPLEXITY_TARGETS = {"int8": 0.005, "int4-weight-only:group32": 0.05}
 
+#: What ``write`` writes.
+FILES = ("report.md", "report.json", "loss.png", "recipes.png")
+
 _INK, _PALE, _GOOD = "#1f2933", "#9aa5b1", "#2b8a3e"
 _LINES = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c", "#0b7285", "#5f3dc4")
 _BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
