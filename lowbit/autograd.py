@@ -1,5 +1,7 @@
 """Gradients of the ops that have one: straight-through for fake_quantize, through the decoded operand for scaled_mm.
 
+Both can be differentiated again; what has no gradient raises.
+
 A backward pass runs on the backend that served its forward, also where ``use_backend`` has ended meanwhile.
 """
 
@@ -20,8 +22,18 @@ def _wanted(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad
 
 
+def _refuse(op: str, **constants: Tensor | None) -> None:
+    """Raises for a scale or zero point that requires grad and would silently get none."""
+    for name, value in constants.items():
+        if _wanted(value):
+            raise RuntimeError(
+                f"lowbit.{op}: {name} requires grad, and there is no gradient with respect to it; give {name}.detach()"
+            )
+
+
 def _fake_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = OPS["fake_quantize"].args(*inputs)
+    _refuse("fake_quantize", outer_scale=call.outer_scale)
     ctx.backend, ctx.scheme = forced(), call.scheme
     ctx.learned = _wanted(call.scale)
     ctx.save_for_backward(call.x, call.scale, call.zero_point, call.outer_scale)
@@ -34,9 +46,39 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, grad_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
 
 
+def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    call = OPS["fake_quantize_backward"].args(*inputs)
+    _refuse("fake_quantize_backward", outer_scale=call.outer_scale)
+    ctx.set_materialize_grads(False)
+    ctx.backend, ctx.scheme = forced(), call.scheme
+    ctx.wanted = (_wanted(call.grad), _wanted(call.x), _wanted(call.scale))
+    ctx.save_for_backward(call.x, call.scale, call.zero_point, call.outer_scale)
+
+
+def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The mask that selected ``grad`` selects its gradient; nearly everywhere it does not change with x and scale."""
+    x, scale, zero_point, outer = ctx.saved_tensors
+    if grad_of_scale is not None and scale is not None:
+        raise RuntimeError(
+            "lowbit.fake_quantize: the gradient of its scale has no derivative; take second derivatives of x's alone, "
+            "or give scale.detach()"
+        )
+    wants_grad, wants_x, wants_scale = ctx.wanted
+    masked = None
+    if wants_grad and grad is not None:
+        with use_backend(ctx.backend):
+            masked = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)[0]
+    zero_x, zero_scale = (torch.zeros_like(t) if wants else None for t, wants in ((x, wants_x), (scale, wants_scale)))
+    return masked, zero_x, None, zero_scale, None, None
+
+
 def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Each operand is saved only for the gradient of the other: a frozen weight leaves the activation free."""
     call = OPS["scaled_mm"].args(*inputs)
+    _refuse(
+        "scaled_mm", a_scale=call.a_scale, a_outer_scale=call.a_outer_scale,
+        b_scale=call.b_scale, b_outer_scale=call.b_outer_scale,
+    )  # fmt: skip
     ctx.backend, ctx.cols = forced(), call.cols
     ctx.schemes = (call.a_scheme, call.b_scheme)
     ctx.dtypes = (call.a.dtype, call.b.dtype)
@@ -69,6 +111,7 @@ def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torc
 
 def _register() -> None:
     torch.library.register_autograd("lowbit::fake_quantize", _fake_backward, setup_context=_fake_setup)
+    torch.library.register_autograd("lowbit::fake_quantize_backward", _mask_backward, setup_context=_mask_setup)
     torch.library.register_autograd("lowbit::scaled_mm", _mm_backward, setup_context=_mm_setup)
 
 

@@ -33,15 +33,18 @@ def _rng(
             raise ValueError(
                 "stochastic rounding inside torch.compile needs seed= (and step=): a compiled call draws none"
             )
-        seed = int(torch.empty((), dtype=torch.int64).random_()) if rounding == "stochastic" else 0
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if rounding == "stochastic" else 0
     words = crc32(stream.encode()) if isinstance(stream, str) else stream
-    return (_signed(seed), step, words, _signed(offset), None if pitch is None else _signed(pitch))
+    return (
+        _word("seed", seed, 64), _word("step", step, 32), _word("stream", words, 32), _word("offset", offset, 64),
+        None if pitch is None else _word("pitch", pitch, 64),
+    )  # fmt: skip
 
 
-def _signed(word: int) -> int:
-    """A 64-bit word as the signed integer that op schemas carry."""
-    if not -(1 << 63) <= word < 1 << 64:
-        raise ValueError(f"expected an integer of 64 bits, got {word}")
+def _word(name: str, word: int, bits: int) -> int:
+    """A word of 32 or 64 bits, signed or not, as the signed 64-bit integer that op schemas carry."""
+    if not -(1 << bits - 1) <= word < 1 << bits:
+        raise ValueError(f"{name}: expected an integer of {bits} bits, got {word}; take it modulo 2**{bits}")
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
@@ -207,11 +210,19 @@ def fake_quantize(
     The gradient passes where the element was in range (integers: ``qmin <= rint(x/s) + zp <= qmax``; floats:
     ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
     grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
+
+    Raises RuntimeError where an ``outer_scale``, or a scale that is stored as codes, requires grad: it would get none.
     Source: docs/numerics.md section 10.
     """
     kind = find_scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
     scales = _given(kind, matrix, scale, zero_point, outer_scale)
+    learned = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
+    if learned and scales[0] is not None and not scales[0].is_floating_point():
+        raise RuntimeError(
+            f"fake_quantize: scale requires grad, but {kind} stores scales as {kind.scale_format.name} codes, "
+            "which have no gradient; give scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
+        )
     rng = _rng(rounding, seed, step, stream, offset, pitch)
     y: Tensor = torch.ops.lowbit.fake_quantize(matrix, kind.name, *scales, rounding, *rng)
     return y.reshape(x.shape)

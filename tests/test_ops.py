@@ -374,3 +374,62 @@ def test_empty_calls_are_served_whatever_backend_is_asked_for():
         with lb.use_backend(backend):
             assert lb.quantize(torch.randn(0, 32), "int8:row").dequantize().shape == (0, 32)
             assert lb.explain("quantize", torch.randn(0, 32), "int8:row").chosen.name == "reference"
+
+
+# -- second derivatives, and what has no gradient ----------------------------------------------------------------------
+def second(f, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the squared norm of all gradients."""
+    grads = torch.autograd.grad(f(*inputs), inputs, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+
+
+def test_second_derivatives_of_fake_quantize():
+    x = torch.tensor([[0.5, -3.0, 500.0, 2.0]], requires_grad=True)
+    y = lb.fake_quantize(2 * x, "fp8_e4m3:tensor", scale=1.0)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert grad.tolist() == [[4.0, -24.0, 0.0, 16.0]]  # 1000 is out of range
+    assert torch.autograd.grad(grad.sum(), x)[0].tolist() == [[8.0, 8.0, 0.0, 8.0]]
+    (grad,) = torch.autograd.grad(lb.fake_quantize(x, "int8:row").sum(), x, create_graph=True)
+    assert torch.autograd.grad(grad.sum(), x)[0].tolist() == [[0.0] * 4]
+
+
+def test_second_derivatives_with_a_learned_scale():
+    x, scale = torch.tensor([[0.5, -3.0, 500.0, 2.0]], requires_grad=True), torch.ones(1, 1, requires_grad=True)
+    y = lb.fake_quantize(x, "int8:tensor", scale=scale)
+    grad, grad_scale = torch.autograd.grad(y.square().sum(), (x, scale), create_graph=True)
+    by_x, by_scale = torch.autograd.grad(grad.sum(), (x, scale), retain_graph=True)
+    assert by_x.tolist() == [[2.0, 2.0, 0.0, 2.0]] and by_scale.tolist() == [[-1.0]]
+    with pytest.raises(RuntimeError, match=r"gradient of its scale has no derivative; .*scale.detach\(\)"):
+        torch.autograd.grad(grad_scale.sum(), x)
+
+
+def test_second_derivatives_of_scaled_mm():
+    a, bias = (random_matrix(rows, 32, seed=rows).div_(4096).requires_grad_() for rows in (3, 1))
+    w = lb.quantize(random_matrix(32, 32, seed=9), "mxfp4")
+    mine = second(lambda a, c: lb.scaled_mm(a, w, c[0], out_dtype=torch.float32).pow(3).sum(), a, bias)
+    torchs = second(lambda a, c: (a @ w.dequantize().T + c[0]).pow(3).sum(), a, bias)
+    b = w.dequantize().requires_grad_()
+    both = second(lambda a, b: lb.scaled_mm(a, b, out_dtype=torch.float32).pow(3).sum(), a, b)
+    expected = second(lambda a, b: (a @ b.T).pow(3).sum(), a, b)
+    for got, want in zip((*mine, *both), (*torchs, *expected), strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_opcheck_of_the_second_derivative():
+    x, grad = (random_matrix(3, 40, seed=s).requires_grad_() for s in (1, 2))
+    torch.library.opcheck(torch.ops.lowbit.fake_quantize_backward.default, (grad, x, "mxfp8"))
+
+
+def test_scales_that_would_get_no_gradient_are_refused():
+    x, one = torch.randn(2, 32), torch.ones((), requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"outer_scale requires grad.*outer_scale.detach"):
+        lb.fake_quantize(x, "nvfp4", outer_scale=one)
+    with pytest.raises(RuntimeError, match=r"scale requires grad, but .* stores scales as e8m0 codes"):
+        lb.fake_quantize(x, "mxfp8", scale=one)
+    with torch.no_grad():
+        lb.fake_quantize(x, "nvfp4", outer_scale=one)
+        lb.fake_quantize(x, "mxfp8", scale=one)
+    q = lb.quantize(x, "int8:row").map(lambda part: part.clone())
+    q.scale.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"lowbit.scaled_mm: b_scale requires grad.*b_scale.detach"):
+        lb.scaled_mm(x, q)
