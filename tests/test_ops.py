@@ -433,3 +433,30 @@ def test_scales_that_would_get_no_gradient_are_refused():
     q.scale.requires_grad_()
     with pytest.raises(RuntimeError, match=r"lowbit.scaled_mm: b_scale requires grad.*b_scale.detach"):
         lb.scaled_mm(x, q)
+
+
+# -- outputs that are given --------------------------------------------------------------------------------------------
+def test_an_output_that_overlaps_an_input_is_refused():
+    memory = torch.randn(4, 32)
+    a, b = memory, torch.randn(32, 32)
+    for out in (memory, memory[1:3].view(2, 32)):
+        with pytest.raises(ValueError, match=r"lowbit.scaled_mm: out shares memory with a, .* give another tensor"):
+            lb.scaled_mm(a[: len(out)] if out is memory else a[:2], b, out_dtype=torch.float32, out=out)
+    q = lb.quantize(b, "int8:row")
+    with pytest.raises(ValueError, match="out shares memory with b_scale"):
+        lb.scaled_mm(a[:1], q, out_dtype=torch.float32, out=q.scale.t())
+    codes = torch.zeros(4, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="zero_point shares memory with codes"):
+        zero_point = codes.view(-1)[100:104].view(4, 1)
+        torch.ops.lowbit.quantize_out(a, "uint8:row:affine", codes=codes, scale=torch.ones(4, 1), zero_point=zero_point)
+
+
+def test_an_output_beside_or_between_its_inputs_is_filled():
+    memory, b = torch.randn(8, 64), torch.randn(32, 32)
+    a = memory[:4, :32]
+    expected = lb.scaled_mm(a.clone(), b, out_dtype=torch.float32)
+    for out in (memory[4:].view(-1)[:128].view(4, 32), memory[:4, 32:], memory[4:, :32]):
+        lb.scaled_mm(a, b, out_dtype=torch.float32, out=out)
+        assert_same_bits(out, expected)
+    empty = torch.empty(0, 32)
+    lb.scaled_mm(empty, b, out_dtype=torch.float32, out=empty)

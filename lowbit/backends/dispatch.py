@@ -74,12 +74,38 @@ def _out(spec: OpSpec, run: Runner) -> Callable[..., None]:
         spec.check(call)
         _check_outs(spec, call, device, outs)
         straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
+        if run is _run:
+            _check_overlap(spec, call, straight)
         run(spec, call, device, straight)
         for out, filled in zip(outs, straight, strict=True):
             if out is not filled:
                 out.copy_(filled)
 
     return kernel
+
+
+def _check_overlap(spec: OpSpec, call: Any, outs: tuple[Tensor, ...]) -> None:
+    """Raises where an output that is filled in place shares bytes with an input or another output."""
+    filled: list[tuple[str, int, int]] = []
+    for name, out in zip(spec.returns, outs, strict=True):
+        start, end = _bytes_of(out)
+        others = [(field, *_bytes_of(t)) for field, t in zip(call._fields, call, strict=True) if isinstance(t, Tensor)]
+        for other, first, last in (*others, *filled):
+            if first < end and start < last:
+                raise ValueError(
+                    f"lowbit.{spec.name}: {name} shares memory with {other}, which would be overwritten while it is "
+                    f"read; give another tensor for {name}, or a copy of {other}"
+                )
+        filled.append((name, start, end))
+
+
+def _bytes_of(t: Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin and end in memory; nothing for an empty one."""
+    if t.numel() == 0:
+        return 0, 0
+    start = t.data_ptr()
+    last = sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)])
+    return start, start + (last + 1) * t.element_size()
 
 
 def _check_outs(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
