@@ -460,3 +460,25 @@ def test_an_output_beside_or_between_its_inputs_is_filled():
         assert_same_bits(out, expected)
     empty = torch.empty(0, 32)
     lb.scaled_mm(empty, b, out_dtype=torch.float32, out=empty)
+
+
+@pytest.mark.parametrize("scheme", ["int4:row:affine", "uint4:group32:affine"])
+def test_ops_take_any_zero_point_that_its_dtype_holds(scheme):
+    x = random_matrix(16, 64, seed=4, damage=True)
+    q = lb.quantize(x, scheme)
+    info = torch.iinfo(q.zero_point.dtype)
+    zero = torch.linspace(info.min, info.max, q.zero_point.numel()).round().to(q.zero_point.dtype).view_as(q.scale)
+    scale = torch.ones_like(q.scale)
+    results = []
+    for backend in dict.fromkeys(impl.backend for impl in lb.impls("fake_quantize")):
+        with lb.use_backend(backend):
+            codes = torch.ops.lowbit.quantize_static(x, scheme, scale, zero)
+            results.append((
+                codes, torch.ops.lowbit.dequantize(codes, scheme, 64, scale, zero),
+                torch.ops.lowbit.fake_quantize(x, scheme, scale, zero),
+            ))  # fmt: skip
+        assert_same_bits(results[-1][1], results[-1][2])
+        for got, want in zip(results[-1], results[0], strict=True):
+            assert_same_bits(got, want, backend)
+    with pytest.raises(ValueError, match="zero_point must be integers in"):
+        lb.quantize(x, scheme, scale=scale, zero_point=zero)

@@ -18,9 +18,6 @@ from lowbit.ops.spec import Numerics
 
 __all__ = ["IMPLS", "supports_mm", "unavailable"]
 
-#: Products of int8 that an int32 holds for certain.
-_DEEPEST = (2**31 - 1) // (128 * 128)
-
 #: Blocks along K end where a step of the bf16 tensor cores ends.
 _STEP = 16
 
@@ -72,8 +69,8 @@ def supports_mm(call: matmul.ScaledMM) -> str | None:
         return reason
     a, b = scaling.scheme(call.a_scheme), scaling.scheme(call.b_scheme)
     whole = all(s.block_of(d.shape[0], call.cols)[1] >= call.cols for s, d in ((a, call.a), (b, call.b)))
-    if whole and a.format.kind == b.format.kind == "integer" and call.cols > _DEEPEST:
-        return f"int32 holds at most {_DEEPEST} products of int8, got K = {call.cols}"
+    if whole and a.format.kind == b.format.kind == "integer" and call.cols > matmul.INT32_DEPTH:
+        return f"int32 holds at most {matmul.INT32_DEPTH} products of int8, got K = {call.cols}"
     return None
 
 

@@ -32,9 +32,6 @@ INTERPRETED = _FOUND and import_module("lowbit.kernels.spec").INTERPRETED
 #: Positions along an axis are 32-bit in kernels, and the last tile may reach beyond the end.
 _LONGEST = 2**31 - 2**18
 
-#: Products of int8 that an int32 holds for certain.
-_DEEPEST = (2**31 - 1) // (128 * 128)
-
 
 @cache
 def _launch() -> Any:
@@ -157,8 +154,8 @@ def _supports_mm(call: matmul.ScaledMM) -> str | None:
     for scheme, codes in ((a, call.a), (b, call.b)):
         if scheme.block_of(codes.shape[0], call.cols)[1] < call.cols:
             return f"its kernel applies scales to whole rows, but {scheme} changes scale within a row"
-    if kind == "integer" and call.cols > _DEEPEST:
-        return f"int32 holds at most {_DEEPEST} products of int8, got K = {call.cols}"
+    if kind == "integer" and call.cols > matmul.INT32_DEPTH:
+        return f"int32 holds at most {matmul.INT32_DEPTH} products of int8, got K = {call.cols}"
     return _fits(call.a) or _fits(call.b)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit import packing, reference, scaling
 from lowbit.ops.samples import large_matrix, random_matrix, schemes
 from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, Workload, require_codes, require_float, require_scales
+from lowbit.quantized import zero_dtype
 from lowbit.recipes import RECIPES
 
 
@@ -164,6 +165,9 @@ def _cost(call: ScaledMM) -> Cost:
     return Cost(2 * m * n * call.cols, moved + m * n * call.out_dtype.itemsize)
 
 
+#: Products of int8 that an int32 holds for certain, whatever their codes: the depth up to which it need not be emptied.
+INT32_DEPTH = (2**31 - 1) // (128 * 128)
+
 #: Unit roundoff, and the least normal number (below which an operand may be flushed), of what kernels compute in.
 _UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "int": 0.0}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
@@ -204,11 +208,17 @@ def _largest_code_product(call: ScaledMM) -> float:
     """The largest product of two unscaled codes; 0 where one operand is a float matrix, whose scale is 1."""
     if call.a_scheme is None or call.b_scheme is None:
         return 0.0
-    spans = (
-        s.format.qmax - s.format.qmin if s.affine else -s.format.qmin if s.format.kind == "integer" else s.format.max
-        for s in map(scaling.scheme, (call.a_scheme, call.b_scheme))
-    )
-    return float(prod(spans))
+    return float(prod(_largest_code(scaling.scheme(name)) for name in (call.a_scheme, call.b_scheme)))
+
+
+def _largest_code(scheme: scaling.Scheme) -> float:
+    """The largest ``|value - zero point|``, the zero point being any number of its dtype."""
+    if scheme.format.kind != "integer":
+        return scheme.format.max
+    if not scheme.affine:
+        return max(-scheme.format.qmin, scheme.format.qmax)
+    zero = torch.iinfo(zero_dtype(scheme))
+    return max(zero.max - scheme.format.qmin, scheme.format.qmax - zero.min)
 
 
 def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
