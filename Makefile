@@ -50,10 +50,10 @@ demo: ## Train a small GPT in bf16 and FP8, quantize it with every recipe, write
 	$(native)
 	$(RUN) -m lowbit.cli train $(ARGS)
 
-bench: ## Measure codecs and products beside torch, its peers and the machine's limits; writes bench/results/
+bench: ## Measure every op beside its peers and the machine's limits; writes bench/results/ (with ARGS: out/bench/)
 	$(call setup,bench --optional bench/requirements.txt)
 	$(native)
-	$(RUN) -m lowbit.cli bench --out bench/results $(ARGS)
+	$(RUN) -m lowbit.cli bench $(or $(strip $(ARGS)),--out bench/results)
 
 lint: ## Every check that needs no test: format, lint, types, C++ format
 	$(call setup,lint)
