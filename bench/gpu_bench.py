@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
+from lowbit.backends.cpu import processor
 from lowbit.machine import provenance
 from lowbit.ops import OPS, matmul
 from lowbit.ops.samples import random_matrix
@@ -175,7 +176,7 @@ def rows_of(group: str, work: int, unit: str, times: dict[str, float], limit: st
 def about(device: str) -> dict[str, str]:
     """The device and its driver, and what ``provenance`` says."""
     if device != "cuda":
-        return {"device": "CPU (dry run)", **provenance()}
+        return {"device": "CPU (dry run)", **provenance(kernels=processor())}
     asked = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lowbit.backends.cpu import processor
 from lowbit.bench import peers, report, work
 from lowbit.bench.timing import Budget, measure
 from lowbit.machine import provenance
@@ -37,7 +38,7 @@ def run(
 
     ``quick``: tiny inputs and few samples, which only show that everything runs.
     """
-    about = provenance(packages=peers.PACKAGES)  # before measuring, which is itself a load
+    about = provenance(packages=peers.PACKAGES, kernels=processor())  # before measuring, which is itself a load
     budget = Budget(3, 0.0, 0.1) if quick else Budget()
     rows: list[report.Row] = []
     for item in items:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowbit.backends import registry
+from lowbit.backends import cpu, registry
 from lowbit.bench import peers, probe
 from lowbit.bench.timing import Case, Group
 from lowbit.ops import OPS, OpSpec
@@ -42,11 +42,7 @@ def _group(spec: OpSpec, label: str, work: Workload) -> Group:
 
 def isas() -> list[str]:
     """Instruction sets of the compiled kernels, best last; one empty name where there are none to choose from."""
-    try:
-        from lowbit import _native
-    except ImportError:
-        return [""]
-    return list(_native.isas()) if hasattr(torch.ops.lowbit_native, "force_isa") else [""]
+    return cpu.isas() if cpu.unavailable() is None else [""]
 
 
 def _ours(spec: OpSpec, call: Any) -> Iterator[Case]:

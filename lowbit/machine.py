@@ -7,9 +7,8 @@ import importlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,9 +29,17 @@ def cpu_name() -> str:
 
 
 def float_precision() -> str:
-    """``"bf16"`` where the processor multiplies bf16 numbers itself; else ``"fp32"``, which is then twice as fast."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return "bf16" if any(has for name, has in capabilities.items() if "bf16" in name) else "fp32"
+    """``"bf16"`` where the processor multiplies bf16 numbers itself; else ``"fp32"``, which is then the faster one."""
+    return "bf16" if _multiplies_bf16() else "fp32"
+
+
+def _multiplies_bf16() -> bool:
+    asked = getattr(torch.cpu, "get_capabilities", None)
+    if asked is not None:
+        return any(has for name, has in asked().items() if "bf16" in name)
+    if platform.machine() in ("aarch64", "arm64"):  # elsewhere this is true where bf16 is emulated too
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def version(package: str) -> str:
@@ -43,8 +50,13 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def provenance(command: str | None = None, packages: Iterable[str] = ()) -> dict[str, str]:
-    """The machine, the versions (those of ``packages`` too), the commit and the hour behind a result."""
+def provenance(
+    command: str | None = None, packages: Iterable[str] = (), kernels: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The machine, the versions (those of ``packages`` too), the commit and the hour behind a result.
+
+    ``kernels``: what lowbit's kernels see of the machine (``lowbit.backends.cpu.processor``).
+    """
     versions = {"lowbit": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     versions |= {name: version(name) for name in packages}
     isa = torch.backends.cpu.get_cpu_capability()
@@ -52,6 +64,7 @@ def provenance(command: str | None = None, packages: Iterable[str] = ()) -> dict
     return {
         **({} if command is None else {"command": f"`{command}`"}),
         "machine": f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch sees {isa}",
+        **({} if kernels is None else {"kernels": "; ".join(f"{key} {value}" for key, value in kernels.items())}),
         "system": platform.platform(),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "commit": _commit(),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,3 +209,48 @@ def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
         train._begin(settings, tmp_path, overwrite=False)
     train._begin(demo.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
     assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]
+
+
+# -- when something is wrong -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("variable", ["LOWBIT_ISA", "LOWBIT_WITHOUT"])
+def test_doctor_shows_a_setting_that_the_kernels_refuse(variable):
+    pytest.importorskip("lowbit._native")
+    command = [sys.executable, "-m", "lowbit.cli", "doctor"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, variable: "sse9", "COLUMNS": "200"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'sse9'" in done.stdout and "unusable: " in done.stdout and f"{variable}" in done.stdout
+    assert "correct or unset LOWBIT_ISA and LOWBIT_WITHOUT" in done.stdout.split("advice")[1]
+
+
+def test_results_say_what_the_kernels_saw():
+    from lowbit.backends.cpu import processor
+    from lowbit.machine import provenance
+
+    seen = processor()
+    told = provenance(kernels=seen)["kernels"]
+    assert all(f"{key} {value}" in told for key, value in seen.items())
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_float_precision_is_known_without_capabilities(monkeypatch, has):
+    """As on versions of torch that tell by another function."""
+    import platform
+    from types import SimpleNamespace
+
+    from lowbit.machine import float_precision
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch, "cpu", SimpleNamespace(_is_avx512_bf16_supported=lambda: has))
+    assert float_precision() == ("bf16" if has else "fp32")
+
+
+@pytest.mark.parametrize(("given", "recorded"), [("", True), ("--quick", False), ("--only encode", False)])
+def test_make_bench_records_whole_runs_alone(given, recorded):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    command = ["make", "-n", "bench", f"PYTHON={sys.executable}", f"ARGS={given}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=60)
+    assert done.returncode == 0 and given in done.stdout, done.stderr
+    assert ("bench/results" in done.stdout) == recorded

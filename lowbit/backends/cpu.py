@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lowbit.backends import cpu_mm, native
 from lowbit.backends.registry import Impl
 
-__all__ = ["IMPLS", "isa", "isas", "unavailable"]
+__all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
 IMPLS = tuple(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native.RUN.items()) + cpu_mm.IMPLS
@@ -25,6 +25,26 @@ def unavailable() -> str | None:
 def isas() -> list[str]:
     """The instruction sets that this processor runs and the build contains, ``scalar`` first."""
     return list(native.load().isas())
+
+
+def processor() -> dict[str, str]:
+    """The processor features that kernels see and the instruction set they use; for what cannot be told, the reason."""
+    try:
+        from lowbit import _native  # type: ignore[attr-defined]
+    except ImportError as error:
+        return {"native module": f"missing: {error}"}
+    asked: dict[str, Callable[[], str]] = {
+        "cpu features": lambda: " ".join(_native.cpu_features()),
+        "instruction set": _native.isa,
+    }
+    return {key: _told(ask) for key, ask in asked.items()}
+
+
+def _told(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except ValueError as error:  # LOWBIT_ISA or LOWBIT_WITHOUT names what is not there
+        return f"unusable: {error}; correct or unset LOWBIT_ISA and LOWBIT_WITHOUT"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import sys
@@ -44,14 +43,16 @@ def examine() -> dict[str, Any]:
     """Everything ``lowbit doctor`` prints."""
     import torch
 
+    from lowbit.backends.cpu import processor
     from lowbit.backends.native import build_notice
 
-    native, notice = _native(), build_notice()
+    native, notice = processor(), build_notice()
     backends = _backends()
     precision = torch.get_float32_matmul_precision()
     advice = [
         f"{name}: {state.removeprefix('missing: ')}" for name, state in backends.items() if state.startswith("missing")
     ]
+    advice += [state.removeprefix("unusable: ") for state in native.values() if state.startswith("unusable")]
     if notice:
         advice.append(f"build: {notice}")
     if precision == "highest":
@@ -100,14 +101,6 @@ def _backends() -> dict[str, str]:
     return found
 
 
-def _native() -> dict[str, str]:
-    try:
-        module = importlib.import_module("lowbit._native")
-    except ImportError as error:
-        return {"native module": f"missing: {error}"}
-    return {key: str(getattr(module, key)()) for key in ("cpu_features", "isa") if callable(getattr(module, key, None))}
-
-
 def _version(name: str) -> str:
     if name in sys.modules and hasattr(sys.modules[name], "__version__"):
         return str(sys.modules[name].__version__)
@@ -119,4 +112,4 @@ def _version(name: str) -> str:
 
 def _mark(value: Any) -> str:
     text = str(value)
-    return f"[yellow]{text}[/]" if text.startswith(("missing", "not installed")) else text
+    return f"[yellow]{text}[/]" if text.startswith(("missing", "unusable", "not installed")) else text

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lowbit.backends.cpu import processor
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.train.data import Corpus
@@ -95,7 +96,7 @@ def _markdown(
         *[line for row in rows for line in (f"**{row.recipe}**", "", f"> {_quoted(row.sample)}", "")],
         "## How it was made",
         "",
-        *[f"- {key}: {value}" for key, value in provenance(command).items()],
+        *[f"- {key}: {value}" for key, value in provenance(command, kernels=processor()).items()],
     ]
 
 
