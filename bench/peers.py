@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,13 +25,6 @@ _ML_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp6_e3m2": "float6_e3m2fn", "fp6_e2m3": "float6_e2m3fn",
     "fp4_e2m1": "float4_e2m1fn", "int4": "int4",
 }  # fmt: skip
-
-
-def version(name: str) -> str:
-    try:
-        return str(importlib.import_module(name).__version__)
-    except ImportError:
-        return "not installed"
 
 
 def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
@@ -172,7 +164,7 @@ def multipliers(call: ScaledMM) -> Iterator[Case]:
         yield probe.linear(m, n, k, torch.bfloat16)
     kinds = [None if side.scheme is None else scaling.scheme(side.scheme).format for side in sides(call)]
     dtype = _torch_float8(kinds[1]) if kinds[0] is not None and kinds[1] is not None else None
-    # torch 2.13 multiplies fp8 on some CPUs one element at a time (0.03 GFLOP/s): a large product would take minutes.
+    # torch multiplies fp8 on some CPUs one element at a time: a large product would take minutes.
     if dtype is not None and m * n * k <= 1 << 24:
         yield from usable(lambda: probe.scaled_mm(m, n, k, dtype))
 

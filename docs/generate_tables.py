@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lowbit.formats import FORMATS, Format
+from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
@@ -27,18 +27,8 @@ def _markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
 
 def _number(value: float) -> str:
     """Short and exact: a power of two where it is one and far from 1."""
-    magnitude, exponent = 1.0, 0
-    while magnitude < abs(value):
-        magnitude, exponent = magnitude * 2, exponent + 1
-    while magnitude > abs(value):
-        magnitude, exponent = magnitude / 2, exponent - 1
-    if magnitude == abs(value) and not -3 <= exponent <= 6:
-        return f"2^{exponent}"
-    return f"{value:.7g}"
-
-
-def _layout(row: Format) -> str:
-    return f"{int(row.signed)}-{row.exponent}-{row.mantissa}" if row.kind in ("float", "exponent") else row.kind
+    exponent = power_of_two(value)
+    return f"{value:.7g}" if exponent is None or -3 <= exponent <= 6 else f"2^{exponent}"
 
 
 def formats() -> str:
@@ -47,7 +37,7 @@ def formats() -> str:
         "format | bits | layout | bias | max | least normal | least | Inf, NaN | source",
         (
             (
-                f"`{f.name}`", f.bits, _layout(f), f.bias if f.kind in ("float", "exponent") else "", _number(f.max),
+                f"`{f.name}`", f.bits, f.layout, f.bias if f.kind in ("float", "exponent") else "", _number(f.max),
                 _number(f.min_normal), _number(f.min_subnormal), special[f.nan], f.source,
             )
             for f in FORMATS.values()

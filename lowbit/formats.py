@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
-from math import inf, isnan, nan
+from math import frexp, inf, isnan, nan
 
-__all__ = ["FORMATS", "Format", "find", "float_format", "fp32_bits", "fp32_value"]
+__all__ = ["FORMATS", "Format", "find", "float_format", "fp32_bits", "fp32_value", "power_of_two"]
 
 #: Numbers by which kernels know a format's kind; generated into the C++ header.
 KINDS = {"float": 0, "integer": 1, "codebook": 2, "exponent": 3}
@@ -26,6 +26,12 @@ KINDS = {"float": 0, "integer": 1, "codebook": 2, "exponent": 3}
 def fp32_bits(value: float) -> int:
     """The 32 bits of ``value`` rounded to fp32 (nearest even)."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def power_of_two(value: float) -> int | None:
+    """``e`` where ``|value|`` is ``2**e``; None where it is no power of two."""
+    fraction, exponent = frexp(abs(value))
+    return exponent - 1 if fraction == 0.5 else None
 
 
 def fp32_value(bits: int) -> float:
@@ -53,6 +59,13 @@ class Format:
     codebook: tuple[float, ...] = ()
     torch_dtype: str | None = None
     source: str = ""
+
+    @property
+    def layout(self) -> str:
+        """Bits of sign, exponent and mantissa, as ``1-4-3``; of other kinds, the kind."""
+        if self.kind not in ("float", "exponent"):
+            return self.kind
+        return f"{int(self.signed)}-{self.exponent}-{self.mantissa}"
 
     def __str__(self) -> str:
         return self.name

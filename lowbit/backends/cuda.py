@@ -33,9 +33,12 @@ def _supports(call: Any) -> str | None:
 
 def _operand(side: matmul.Side, cols: int) -> list[object]:
     data = side.data if side.data.shape[1] <= 1 or side.data.stride(1) == 1 else side.data.contiguous()
-    params = [] if side.scheme is None else scaling.scheme(side.scheme).params(data.shape[0], cols)
     parts = (side.scale, side.zero_point, side.outer_scale)
-    return [data, params, *(None if t is None else t.contiguous() for t in parts)]
+    return [
+        data,
+        native.scheme_params(side.scheme, data.shape[0], cols),
+        *(None if t is None else t.contiguous() for t in parts),
+    ]
 
 
 def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:

@@ -20,7 +20,7 @@ from lowbit.ops import codec
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import as_rows
 
-__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error"]
+__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error", "scheme_params"]
 
 #: The torch ops, built by CMake into the package.
 LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
@@ -73,8 +73,9 @@ def _format(name: str) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def _scheme(name: str, rows: int, cols: int) -> list[int]:
-    return scaling.scheme(name).params(rows, cols)
+def scheme_params(name: str | None, rows: int, cols: int) -> list[int]:
+    """A scheme of a matrix as native ops take it; of a float matrix, which has none, nothing."""
+    return [] if name is None else scaling.scheme(name).params(rows, cols)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -122,15 +123,15 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
 
 def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
     x = _matrix(call.x)
-    torch.ops.lowbit_native.outer_scale(x, outs[0], _scheme(call.scheme, *x.shape))
+    torch.ops.lowbit_native.outer_scale(x, outs[0], scheme_params(call.scheme, *x.shape))
 
 
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     x = _matrix(call.x)
     zero_point = outs[2] if outs[2].dim() == 2 else None
     torch.ops.lowbit_native.quantize(
-        x, call.outer_scale, _filled(outs[0]), outs[1], zero_point, _scheme(call.scheme, *x.shape), _stochastic(call),
-        _rng(call, x.shape[1]),
+        x, call.outer_scale, _filled(outs[0]), outs[1], zero_point, scheme_params(call.scheme, *x.shape),
+        _stochastic(call), _rng(call, x.shape[1]),
     )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
     x = _matrix(call.x)
     torch.ops.lowbit_native.quantize_static(
         x, call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        _scheme(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
+        scheme_params(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
     y = _filled(outs[0])
     torch.ops.lowbit_native.dequantize(
         _filled(call.codes.contiguous()), call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, y,
-        _scheme(call.scheme, *y.shape),
+        scheme_params(call.scheme, *y.shape),
     )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
     x = _matrix(call.x)
     torch.ops.lowbit_native.fake_quantize(
         x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        _scheme(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
+        scheme_params(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
     x = _matrix(call.x)
     torch.ops.lowbit_native.fake_quantize_backward(
         _matrix(call.grad), x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        None if call.scale is None else outs[1], _scheme(call.scheme, *x.shape),
+        None if call.scale is None else outs[1], scheme_params(call.scheme, *x.shape),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowbit.cli.console import out, print_json
-from lowbit.formats import FORMATS, Format, find
+from lowbit.formats import FORMATS, Format, find, power_of_two
 from lowbit.scaling import SHORT_NAMES, Scheme, scheme
 
 EPILOG = """
@@ -49,11 +49,10 @@ formats.__doc__ = f"{formats.__doc__}\n{EPILOG}"
 
 def properties(row: Format) -> dict[str, Any]:
     """What follows from a format's row."""
-    layout = f"{int(row.signed)}-{row.exponent}-{row.mantissa}" if row.kind in ("float", "exponent") else row.kind
     return {
         "name": row.name,
         "bits": row.bits,
-        "layout": layout,
+        "layout": row.layout,
         "bias": row.bias if row.kind in ("float", "exponent") else None,
         "max": row.max,
         "min": -row.max if row.kind == "float" else row.codebook[0] if row.codebook else float(min(row.qmin, 0)),
@@ -78,10 +77,9 @@ def split_bits(row: Format, code: int) -> str:
 
 def number(value: float) -> str:
     """A value exactly, as a power of two where it is a small or a large one."""
-    if value and math.isfinite(value) and not 2**-6 <= abs(value) <= 2**20:
-        fraction, exponent = math.frexp(abs(value))
-        if fraction == 0.5:
-            return f"{'-' if value < 0 else ''}2^{exponent - 1}"
+    exponent = power_of_two(value)
+    if exponent is not None and not -6 <= exponent <= 20:
+        return f"{'-' if value < 0 else ''}2^{exponent}"
     return "NaN" if math.isnan(value) else repr(value).removesuffix(".0").replace("inf", "Inf")
 
 
