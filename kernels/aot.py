@@ -1,7 +1,7 @@
 """Compile every kernel for every architecture without a GPU, and check what came out.
 
-    python -m lowbit.kernels.aot                      # every kernel on sm_90, some on every architecture: a minute
-    python -m lowbit.kernels.aot --full --arch 80 90  # every case, on these
+    python -m lowbit.kernels.aot                   # some cases on sm_90, every kernel on every architecture: a minute
+    python -m lowbit.kernels.aot --full --arch 90  # every format and scheme, on this one: a quarter of an hour
 
 The interpreter cannot see how a GPU divides, flushes or contracts; the PTX shows it. Codecs must divide with
 ``div.rn``, keep subnormals, and contract nothing; products of matrices must run on tensor cores.
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -26,24 +27,18 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.ops.samples import element_formats, schemes
 from lowbit.quantized import scale_dtype, zero_dtype
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
-#: One scheme for each path through the kernels: kinds of format, scale formats, block shapes, levels, packing.
-SCHEMES = (
+#: A scheme for each path through the kernels, which a quick run compiles: kinds of format, scale formats, blocks,
+#: levels, packing. A full run compiles those of ``lowbit.ops.samples`` after them.
+QUICK_SCHEMES = (
     "fp8_e4m3:row", "int8:row", "mxfp4", "nvfp4", "nf4", "uint4:group128:affine", "fp8_e4m3:tensor",
-    "fp8_e5m2:block128x128", "mxfp6:ceil", "int8:col", "mxfp8:T", "nf4:dq", "fp8_e4m3:row:bf16", "int8:group32:fp16",
-    "uint8:tensor:affine", "int4:group32:affine:e8m0:ceil", "e2m1b3:group7", "e3m3n:block4x8",
+    "fp8_e5m2:block128x128", "mxfp6:ceil",
 )  # fmt: skip
-FORMATS = (
-    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "uint8", "int4", "uint4", "nf4",
-    "e2m1b3", "e3m3n",
-)  # fmt: skip
-PRODUCTS = (
-    ("int8:row", "int8:row"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e5m2:tensor", "fp8_e4m3:tensor"),
-    ("int8:row", "int4:row:bf16"), ("fp8_e4m3:row", "fp4_e2m1:row"),
-)  # fmt: skip
+QUICK_PRODUCTS = (("int8:row", "int8:row"), ("fp8_e4m3:row", "fp8_e4m3:row"))
 
 #: What PTX may not hold: division and functions that are not correctly rounded, flushed subnormals, contraction.
 FORBIDDEN = re.compile(
@@ -76,8 +71,8 @@ def _rounding(stochastic: bool) -> launch.Rounding:
 
 def _codec_cases() -> Iterator[Case]:
     x, codes = _meta(64, 4096, dtype=torch.float32), _meta(64, 4096)
-    for index, name in enumerate(FORMATS):
-        format = formats.find(name)
+    for index, format in enumerate(element_formats()):
+        name = format.name
         dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
         yield Case(f"encode {name}", launch.encode(x.to(dtype), codes, format, True, _rounding(False)), index < 6)
         yield Case(f"decode {name}", launch.decode(codes, _meta(64, 4096, dtype=dtype), format), index < 6)
@@ -92,8 +87,9 @@ def _codec_cases() -> Iterator[Case]:
 
 
 def _scheme_cases() -> Iterator[Case]:
-    for index, name in enumerate(SCHEMES):
-        scheme = scaling.scheme(name)
+    listed = dict.fromkeys([*map(scaling.scheme, QUICK_SCHEMES), *schemes()])
+    for index, scheme in enumerate(listed):
+        name = scheme.name
         rows, cols = 2048, 4096
         dtype = (torch.float32, torch.bfloat16, torch.float16)[(index + 1) % 3]
         x, y = _meta(rows, cols, dtype=dtype), _meta(rows, cols, dtype=dtype)
@@ -102,7 +98,7 @@ def _scheme_cases() -> Iterator[Case]:
         zero = _meta(*scale.shape, dtype=zero_dtype(scheme)) if scheme.affine else None
         outer = _meta(1, 1, dtype=torch.float32) if scheme.outer else None
         near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
-        fast = index < 9
+        fast = index < len(QUICK_SCHEMES)
         yield Case(f"quantize {name}", launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, near), fast)
         yield Case(f"dequantize {name}", launch.dequantize(packed, scheme, scale, zero, outer, y), fast)
         made = launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, some)
@@ -118,19 +114,36 @@ def _scheme_cases() -> Iterator[Case]:
             yield Case(f"outer_scale {name}", launch.outer_scale(x, outer, scheme), fast)
 
 
+def _products() -> list[tuple[scaling.Scheme, scaling.Scheme]]:
+    """Pairs that the kernel multiplies: quick ones, then each scheme of the samples with the next one of its kind."""
+    pairs = [(scaling.scheme(a), scaling.scheme(b)) for a, b in QUICK_PRODUCTS]
+    for kind in ("integer", "float"):
+        whole = [
+            s
+            for s in schemes()
+            if s.format.kind == kind and not s.affine and s.scale_shape(512, 4096) in ((512, 1), (1, 1))
+        ]
+        pairs += zip(whole, [*whole[1:], *whole[:1]], strict=True)
+    return pairs
+
+
 def _product_cases() -> Iterator[Case]:
-    for index, pair in enumerate(PRODUCTS):
+    for index, pair in enumerate(_products()):
         arguments: list[Any] = []
-        for text in pair:
-            scheme = scaling.scheme(text)
+        for scheme in pair:
             scale = _meta(*scheme.scale_shape(512, 4096), dtype=scale_dtype(scheme))
             arguments += [_meta(512, scheme.packed_cols(4096)), scheme, scale, None]
         bias, out = _meta(512, dtype=torch.bfloat16), _meta(512, 512, dtype=torch.bfloat16)
-        yield Case(f"scaled_mm {pair[0]} x {pair[1]}", launch.scaled_mm(*arguments, bias, out, 4096), index < 2)
+        yield Case(
+            f"scaled_mm {pair[0]} x {pair[1]}",
+            launch.scaled_mm(*arguments, bias, out, 4096),
+            index < len(QUICK_PRODUCTS),
+        )
 
 
+@cache
 def cases() -> list[Case]:
-    """Every case: kernels x representative formats, schemes and options."""
+    """Every case: kernels x formats of the table, schemes of the samples, and options."""
     return [*_codec_cases(), *_scheme_cases(), *_product_cases()]
 
 
@@ -206,7 +219,9 @@ def jobs(full: bool, architectures: tuple[int, ...]) -> list[tuple[int, int]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lowbit.kernels.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="compute capabilities, as 90")
-    parser.add_argument("--full", action="store_true", help="every case on every architecture (several minutes)")
+    parser.add_argument(
+        "--full", action="store_true", help="every case on every architecture (long; narrow it with --arch)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     options = parser.parse_args(argv)
     if INTERPRETED:
