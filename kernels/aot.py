@@ -1,7 +1,7 @@
 """Compile every kernel for every architecture without a GPU, and check what came out.
 
     python -m lowbit.kernels.aot                   # some cases on sm_90, every kernel on every architecture: a minute
-    python -m lowbit.kernels.aot --full --arch 90  # every format and scheme, on this one: a quarter of an hour
+    python -m lowbit.kernels.aot --full --arch 90  # every format and scheme, on this one (long)
 
 The interpreter cannot see how a GPU divides, flushes or contracts; the PTX shows it. Codecs must divide with
 ``div.rn``, keep subnormals, and contract nothing; products of matrices must run on tensor cores.
