@@ -377,7 +377,10 @@ class Operand(NamedTuple):
 
 
 def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a [M, K] @ b [N, K].T``: exact products summed in fp64, then scales, bias and cast in fp32, in that order. NaN is canonical."""
+    """``a [M, K] @ b [N, K].T``: exact products summed in fp64, then scales, bias and cast in fp32, in that order.
+
+    NaN is canonical.
+    """
     require_subnormals(a.data)
     whole = a.factors_out and b.factors_out
     total = (a.values(not whole) @ b.values(not whole).T).float()
