@@ -21,7 +21,7 @@ __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "se
 
 @dataclass(frozen=True)
 class Impl:
-    """One backend's kernel for one op. ``run(outs, call)`` fills contiguous outputs it is given."""
+    """One kernel for one op. ``run(outs, call)`` fills contiguous outputs it is given; ``backend`` is its family."""
 
     op: str
     name: str
@@ -33,8 +33,7 @@ class Impl:
 
     @property
     def backend(self) -> str:
-        """The backend that it belongs to, whose name it has."""
-        return self.name
+        return self.name.split("_")[0]
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     ``None`` gives the choice back. Backward passes run on the backend of their forward.
     """
-    known = {impl.backend for rows in _table.values() for impl in rows}
+    known = {impl.backend for rows in _table.values() for impl in rows} | {i.name for r in _table.values() for i in r}
     if name is not None and name not in known:
         why = _absent.get(name, f"known backends: {', '.join(sorted(known | set(_absent)))}")
         raise BackendError(f"backend {name!r} is not available: {why}")
@@ -135,7 +134,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 def candidates(op: str, device: str) -> list[Impl]:
     backend = _forced.get()
     rows = _table.get((op, device), [])
-    return rows if backend is None else [impl for impl in rows if impl.backend == backend]
+    return rows if backend is None else [impl for impl in rows if backend in (impl.backend, impl.name)]
 
 
 def select(op: str, device: str, call: Any, empty: bool) -> Impl:
