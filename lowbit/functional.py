@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowbit import formats, reference
 from lowbit.backends import registry
+from lowbit.backends.dispatch import call
 from lowbit.ops.spec import as_rows
 from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.scaling import Scheme, as_matrix
@@ -74,7 +75,7 @@ def encode(
     """
     args = (formats.find(format).name, rounding, saturate, *_rng(rounding, seed, step, stream, offset, pitch))
     if out is None:
-        made: Tensor = torch.ops.lowbit.encode(x, *args)
+        made: Tensor = call("encode", x, *args)
         return made
     torch.ops.lowbit.encode_out(x, *args, out=out)
     return out
@@ -90,7 +91,7 @@ def decode(
     """
     name = formats.find(format).name
     if out is None:
-        made: Tensor = torch.ops.lowbit.decode(codes, name, dtype)
+        made: Tensor = call("decode", codes, name, dtype)
         return made
     torch.ops.lowbit.decode_out(codes, name, dtype, out=out)
     return out
@@ -101,7 +102,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Source: docs/numerics.md section 8.
     """
-    packed: Tensor = torch.ops.lowbit.pack(codes, bits)
+    packed: Tensor = call("pack", codes, bits)
     return packed
 
 
@@ -109,7 +110,7 @@ def unpack(packed: Tensor, bits: int, shape: tuple[int, ...] | torch.Size) -> Te
     """Codes of ``shape`` (at least one axis), one a byte, from what ``pack`` made of them."""
     if not isinstance(shape, (tuple, list)) or not shape:
         raise ValueError(f"unpack: shape must be that of the codes that were packed, such as (4, 64), got {shape!r}")
-    codes: Tensor = torch.ops.lowbit.unpack(packed, bits, shape[-1])
+    codes: Tensor = call("unpack", packed, bits, shape[-1])
     if codes.numel() != torch.Size(shape).numel():
         raise ValueError(
             f"unpack: {list(packed.shape)} holds {list(codes.shape)} codes of {bits} bits, not {list(shape)}"
@@ -166,7 +167,7 @@ def _quantize_dynamic(
 ) -> Any:
     args = (x, scheme.name, outer, rounding, *rng)
     if not parts:
-        return torch.ops.lowbit.quantize(*args)
+        return call("quantize", *args)
     zero = parts.get("zero_point")
     if zero is None:
         zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
@@ -181,7 +182,7 @@ def _quantize_static(
 ) -> Any:
     args = (x, scheme.name, *scales, rounding, *rng)
     if not parts:
-        return torch.ops.lowbit.quantize_static(*args)
+        return call("quantize_static", *args)
     torch.ops.lowbit.quantize_static_out(*args, out=parts["codes"])
     return parts["codes"]
 
@@ -224,7 +225,7 @@ def fake_quantize(
             "which have no gradient; give scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
         )
     rng = _rng(rounding, seed, step, stream, offset, pitch)
-    y: Tensor = torch.ops.lowbit.fake_quantize(matrix, kind.name, *scales, rounding, *rng)
+    y: Tensor = call("fake_quantize", matrix, kind.name, *scales, rounding, *rng)
     return y.reshape(x.shape)
 
 
@@ -248,19 +249,20 @@ def scaled_mm(
         raise ValueError(f"scaled_mm: b must be a matrix [N, K], got shape {list(b.shape)}")
     if len(a.shape) < 1 or a.shape[-1] != b.shape[-1]:
         raise ValueError(f"scaled_mm: a {list(a.shape)} and b {list(b.shape)} must end in the same K; b is [N, K]")
-    left, right = _operand("a", a), _operand("b", b)
-    args = {"cols": a.shape[-1], "bias": bias, "out_dtype": torch.float32 if out_scheme is not None else out_dtype}
+    (a_data, a_scheme, *a_scales), (b_data, b_scheme, *b_scales) = _operand(a), _operand(b)
+    dtype = torch.float32 if out_scheme is not None else out_dtype
+    args = (a_data, b_data, a.shape[-1], a_scheme, b_scheme, *a_scales, *b_scales, bias, dtype)
     shape = (*a.shape[:-1], b.shape[0])
     if out_scale is not None and out_scheme is None:
         raise ValueError("scaled_mm: out_scale is the scale of an out_scheme; give that too, or leave out_scale out")
     if out is not None:
-        _check_out(out, shape, out_scheme, (*left.values(), *right.values(), bias))
+        _check_out(out, shape, out_scheme, args)
     if isinstance(out, Tensor):
         viewed = out.dim() == 2 or out.is_contiguous()
         matrix = as_rows(out) if viewed else out.new_empty((out.shape[:-1].numel(), out.shape[-1]))
-        torch.ops.lowbit.scaled_mm_out(**left, **right, **args, out=matrix)
+        torch.ops.lowbit.scaled_mm_out(*args, out=matrix)
         return out if viewed else out.copy_(matrix.reshape(shape))
-    y: Tensor = torch.ops.lowbit.scaled_mm(**left, **right, **args).reshape(shape)
+    y: Tensor = call("scaled_mm", *args).reshape(shape)
     return y if out_scheme is None else quantize(y, out_scheme, scale=out_scale, out=out)
 
 
@@ -280,16 +282,11 @@ def _check_out(out: Tensor | Quantized, shape: tuple[int, ...], out_scheme: Any,
         )
 
 
-def _operand(name: str, x: Quantized | Tensor) -> dict[str, Any]:
+def _operand(x: Quantized | Tensor) -> tuple[Any, ...]:
+    """The matrix, its scheme, scale, zero point and outer scale."""
     if isinstance(x, Tensor):
-        return {name: as_rows(x)}
-    return {
-        name: as_rows(x.codes),
-        f"{name}_scheme": x.scheme.name,
-        f"{name}_scale": x.scale,
-        f"{name}_zero_point": x.zero_point,
-        f"{name}_outer_scale": x.outer_scale,
-    }
+        return as_rows(x), None, None, None, None
+    return as_rows(x.codes), x.scheme.name, x.scale, x.zero_point, x.outer_scale
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
@@ -334,7 +331,7 @@ def _given(
     elif kind.outer:
         if scale is not None:
             raise ValueError(f"{kind}: a given scale needs its outer_scale too, since the two decode together")
-        level = torch.ops.lowbit.outer_scale(x.detach(), kind.name)
+        level = call("outer_scale", x.detach(), kind.name)
     return made, zero, level
 
 

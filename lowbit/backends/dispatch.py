@@ -1,24 +1,27 @@
 """Makes every ``OpSpec`` a torch op: ``torch.ops.lowbit.NAME`` and ``NAME_out``, with fakes, on every device.
 
-One kernel per (op, device) checks the arguments once, asks the registry, allocates the outputs and runs the choice.
+One kernel per (op, device) checks the arguments, asks the registry, allocates the outputs and runs the choice. All but
+the last two follow from shapes, dtypes, strides, devices and words, so they are worked out once for each (``Plan``).
+``call`` goes straight to that kernel where nothing watches the call; torch's dispatcher costs more than a small op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.backends import registry
 from lowbit.ops import OPS, OpSpec
-
-#: Fills the outputs of a checked call.
-Runner = Callable[[OpSpec, Any, torch.device, tuple[Tensor, ...]], None]
+from lowbit.ops.spec import Out
 
 _DEVICES = ("cpu", "cuda")
 _library = torch.library.Library("lowbit", "DEF")
+
+#: The kernel of each op, by name.
+_kernels: dict[str, Callable[..., Any]] = {}
 
 
 def register_all() -> None:
@@ -26,11 +29,90 @@ def register_all() -> None:
         functional, out = spec.schemas
         _library.define(functional, tags=torch.Tag.needs_fixed_stride_order)
         _library.define(out)
+        _kernels[spec.name] = _functional(spec)
         for device in _DEVICES:
-            _library.impl(spec.name, _functional(spec, _run), device.upper())
-            _library.impl(f"{spec.name}_out", _out(spec, _run), device.upper())
-        torch.library.register_fake(f"lowbit::{spec.name}", _functional(spec, _pretend), lib=_library)
-        torch.library.register_fake(f"lowbit::{spec.name}_out", _out(spec, _pretend), lib=_library)
+            _library.impl(spec.name, _kernels[spec.name], device.upper())
+            _library.impl(f"{spec.name}_out", _out(spec), device.upper())
+        torch.library.register_fake(f"lowbit::{spec.name}", _fake(spec), lib=_library)
+        torch.library.register_fake(f"lowbit::{spec.name}_out", _fake_out(spec), lib=_library)
+
+
+# -- a call without torch's dispatcher ---------------------------------------------------------------------------------
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.lowbit.NAME(*args)``; straight to its kernel where no autograd, mode or transform watches it."""
+    if torch.compiler.is_compiling() or _watched(args):
+        return getattr(torch.ops.lowbit, name)(*args)
+    return _kernels[name](*args)
+
+
+#: Types of arguments that a kernel takes as they are. Subclasses of Tensor have their own ideas of an op.
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_WORDS = frozenset({str, int, bool, type(None), torch.dtype})
+
+
+def _watched(args: tuple[Any, ...]) -> bool:
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    grad = torch.is_grad_enabled()
+    for value in args:
+        kind = type(value)
+        if kind in _TENSORS:
+            if (grad and value.requires_grad) or not (value.is_cpu or value.is_cuda) or value.is_neg():
+                return True
+        elif kind not in _WORDS and isinstance(value, Tensor):
+            return True
+    return False
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+class Plan(NamedTuple):
+    """What follows from a call's metadata: where it runs, what it returns, and the kernel; None: nothing to compute."""
+
+    device: torch.device
+    outs: list[Out]
+    kernel: Callable[[tuple[Tensor, ...], Any], None] | None
+
+
+#: Plans by op, forced backend and metadata. Forgotten all at once, lest shapes that never come back pile up.
+_plans: dict[tuple[Any, ...], Plan] = {}
+_MOST_PLANS = 8192
+
+#: The first of the arguments that say which random bits are drawn: they come last, and no plan depends on them.
+_RANDOM = "seed"
+
+
+def _planner(spec: OpSpec) -> Callable[[Any], Plan]:
+    fields = spec.args._fields
+    decisive = fields.index(_RANDOM) if _RANDOM in fields else len(fields)
+
+    def plan_of(call: Any) -> Plan:
+        if registry.asking():
+            return _make_plan(spec, call)
+        seen = [
+            (value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else value
+            for value in call[:decisive]
+        ]
+        key = (spec.name, registry.forced(), *seen)
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _make_plan(spec, call)
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+        return plan
+
+    return plan_of
+
+
+def _make_plan(spec: OpSpec, call: Any) -> Plan:
+    device = _device_of(spec, call)
+    spec.check(call)
+    outs = spec.outputs(call)
+    sizes = [torch.Size(shape).numel() for shape, _ in outs]
+    impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
+    return Plan(device, outs, impl.run if any(sizes) else None)
 
 
 def _device_of(spec: OpSpec, call: Any) -> torch.device:
@@ -44,42 +126,60 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
     return device
 
 
-def _run(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
-    impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or outs[0].numel() == 0)
-    if any(out.numel() for out in outs):
-        impl.run(outs, call)
+# -- kernels -----------------------------------------------------------------------------------------------------------
+def _functional(spec: OpSpec) -> Callable[..., Any]:
+    plan_of = _planner(spec)
 
-
-def _pretend(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
-    """Fakes: checks and outputs are all there is."""
-
-
-def _functional(spec: OpSpec, run: Runner) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = spec.args(*args, **kwargs)
-        device = _device_of(spec, call)
-        spec.check(call)
-        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs(call)])
-        run(spec, call, device, outs)
+        device, shapes, run = plan_of(call)
+        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+        if run is not None:
+            run(outs, call)
         return outs if len(outs) > 1 else outs[0]
 
     return kernel
 
 
-def _out(spec: OpSpec, run: Runner) -> Callable[..., None]:
+def _fake(spec: OpSpec) -> Callable[..., Any]:
+    """Checks and outputs are all there is."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        call = spec.args(*args, **kwargs)
+        device = _device_of(spec, call)
+        spec.check(call)
+        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs(call)])
+        return outs if len(outs) > 1 else outs[0]
+
+    return kernel
+
+
+def _out(spec: OpSpec) -> Callable[..., None]:
+    plan_of = _planner(spec)
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        outs = tuple([kwargs.pop(name) for name in spec.returns])
+        call = spec.args(*args, **kwargs)
+        device, shapes, run = plan_of(call)
+        _check_outs(spec, shapes, device, outs)
+        straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
+        _check_overlap(spec, call, straight)
+        if run is not None:
+            run(straight, call)
+        for out, filled in zip(outs, straight, strict=True):
+            if out is not filled:
+                out.copy_(filled)
+
+    return kernel
+
+
+def _fake_out(spec: OpSpec) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
         device = _device_of(spec, call)
         spec.check(call)
-        _check_outs(spec, call, device, outs)
-        straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
-        if run is _run:
-            _check_overlap(spec, call, straight)
-        run(spec, call, device, straight)
-        for out, filled in zip(outs, straight, strict=True):
-            if out is not filled:
-                out.copy_(filled)
+        _check_outs(spec, spec.outputs(call), device, outs)
 
     return kernel
 
@@ -108,8 +208,8 @@ def _bytes_of(t: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * t.element_size()
 
 
-def _check_outs(spec: OpSpec, call: Any, device: torch.device, outs: tuple[Tensor, ...]) -> None:
-    for name, out, (shape, dtype) in zip(spec.returns, outs, spec.outputs(call), strict=True):
+def _check_outs(spec: OpSpec, shapes: list[Out], device: torch.device, outs: tuple[Tensor, ...]) -> None:
+    for name, out, (shape, dtype) in zip(spec.returns, outs, shapes, strict=True):
         if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
             raise ValueError(
                 f"lowbit.{spec.name}: {name} must be {dtype} {list(shape)} on {device}, "

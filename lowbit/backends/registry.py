@@ -114,6 +114,11 @@ def forced() -> str | None:
     return _forced.get()
 
 
+def asking() -> bool:
+    """Whether ``explaining`` waits for an op to pick its kernel."""
+    return bool(_asked.get())
+
+
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
     """Serve every lowbit op inside from one backend (``reference``, ``cpu``, ``cuda``, ``triton``), or raise.
