@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import grad_oracle
 import pytest
 import torch
 from bits import assert_same_bits, describe
@@ -71,17 +72,58 @@ def test_native_kernels_do_not_depend_on_the_number_of_threads(kernel: Kernel):
             check_kernel(kernel, every=11)
 
 
-@pytest.mark.parametrize("kernel", params(kernels("fake_quantize_backward")))
-def test_gradients_equal_the_reference_and_those_of_scales_within_their_bound(kernel: Kernel):
-    spec = OPS[kernel.op]
-    for call, (grad_x, grad_scale) in expected(kernel.op)[:: 23 if kernel.variant.interpreted else 1]:
+# -- gradients of scales -----------------------------------------------------------------------------------------------
+BACKWARD = next(impl for impl in lb.impls("fake_quantize_backward", "cpu") if impl.name == "reference")
+WITH_REFERENCE = [Kernel("fake_quantize_backward", BACKWARD, Variant("reference")), *kernels("fake_quantize_backward")]
+
+
+@pytest.mark.parametrize("kernel", params(WITH_REFERENCE))
+def test_gradients_equal_the_reference_and_those_of_scales_are_within_their_bound(kernel: Kernel):
+    served = 0
+    for call, (grad_x, _) in expected(kernel.op)[:: 23 if kernel.variant.interpreted else 1]:
         got = kernel.run(moved(call, kernel.variant.device))
         if got is None:
             continue
+        served += 1
         assert_same_bits(got[0].cpu(), grad_x, f"{kernel}: {describe(call)}")
-        error, bound = (got[1].cpu() - grad_scale).abs(), spec.tolerance(call, kernel.impl.numerics)
-        same = (error <= bound) | (got[1].cpu() == grad_scale) | (got[1].cpu().isnan() & grad_scale.isnan())
-        assert bool(same.all()), f"{kernel}: scales of {describe(call)}"
+        if call.scale is not None:
+            grad_oracle.check(got[1], call, str(kernel))
+    assert served, f"{kernel} refuses every sample"
+
+
+def test_a_gradient_of_a_scale_beyond_its_bound_is_refused():
+    """In every block, by twice the bound either way; half of it passes. The bound is that of the oracle."""
+    refused = 0
+    for call, _ in expected("fake_quantize_backward"):
+        if call.scale is None:
+            continue
+        exact, bound = map(torch.from_numpy, grad_oracle.scale_gradient(call))
+        assert grad_oracle.same_bound(call), describe(call)
+        grad_oracle.check(exact + 0.5 * bound.nan_to_num(posinf=0.0), call, "half")
+        for at in (bound.isfinite() & (bound > 1e-9 * exact.abs())).nonzero()[:: 1 + bound.numel() // 3].tolist():
+            for factor in (-2, 2):
+                wrong = exact.clone()
+                wrong[tuple(at)] += factor * bound[tuple(at)]
+                with pytest.raises(AssertionError, match="bound"):
+                    grad_oracle.check(wrong, call, "twice")
+                refused += 1
+    assert refused > 100
+
+
+def test_damage_shows_in_the_gradient_of_its_block_alone():
+    x = random_matrix(4, 96, seed=2) / 64
+    x[1, 40], grad = torch.nan, torch.ones(4, 96)
+    grad[2, 70] = torch.inf
+    call = OPS["fake_quantize_backward"].args(grad, x, "fp8_e4m3:group32", torch.rand(4, 3) + 0.5)
+    bound = OPS["fake_quantize_backward"].tolerance(call, BACKWARD.numerics)
+    exact, _ = grad_oracle.scale_gradient(call)
+    broken = torch.zeros(4, 3, dtype=torch.bool)
+    broken[1, 1] = broken[2, 2] = True
+    assert torch.equal(~torch.from_numpy(exact).isfinite(), broken) and torch.equal(bound == 0, broken)
+    whole = torch.from_numpy(exact).where(~broken, 0.0)
+    with pytest.raises(AssertionError, match="bound"):
+        grad_oracle.check(whole, call, "damage lost")
+    assert not OPS["fake_quantize_backward"].tolerance(call._replace(scale=None), BACKWARD.numerics).any()
 
 
 @pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group24", "int4:col", "nf4"])

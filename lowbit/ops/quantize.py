@@ -7,6 +7,7 @@ matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -281,12 +282,25 @@ def _dequantize_cost(call: Dequantize) -> Cost:
 
 
 def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
-    """The gradient of x is exact; sums over a block of n terms may differ by n * 2**-24 of the sum of magnitudes."""
-    scheme = scaling.scheme(call.scheme)
-    rows, cols = matrix_shape(call.x)
-    count = min(rows * cols, 1 << 22)
-    magnitude = as_rows(call.grad).float().abs().nan_to_num().sum() * 2 * max(abs(scheme.format.max), 1.0)
-    return (magnitude * count * 2.0**-24).reshape(())
+    """Bound on |grad_scale - exact|, fp64 ``[R, C]``; 0 where no scale is given. The gradient of x is exact.
+
+    With u = 2^-24, the difference and the product that make a term cost 2 u, and the sum of a block's n terms in any
+    order n - 1 more: gamma_{n+1} times the sum of |terms|, gamma_n = n u / (1 - n u) (Higham 2002, section 3.1). A
+    term that is subnormal loses 2^-150. Where a partial sum could overflow the bound is infinite; where a term is Inf
+    or NaN it is 0: every order gives the same Inf or NaN.
+    """
+    if call.scale is None:
+        return torch.zeros((), dtype=torch.float64)
+    scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
+    block, each = scheme.block_of(*x.shape), replace(scheme, block=(1, 1))
+    scale = reference.spread(call.scale, block, *x.shape)
+    zero = None if call.zero_point is None else reference.spread(call.zero_point, block, *x.shape)
+    _, terms = reference.fake_quantize_backward(as_rows(call.grad), x, each, scale, zero, call.outer_scale)
+    count, size = (reference.in_blocks(t.double().abs(), scheme).sum((1, 3)) for t in (torch.ones_like(terms), terms))
+    roundings = (count + 1) * 2.0**-24
+    bound = size * roundings / (1 - roundings) + count * 2.0**-150
+    bound = bound.where(size + bound < torch.finfo(torch.float32).max, torch.inf)
+    return bound.where(size.isfinite(), 0.0)
 
 
 SPECS = (
