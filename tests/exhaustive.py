@@ -3,10 +3,10 @@
 1. encode: all 2**32 fp32 patterns, each element format, saturating and not, on every instruction set, against the table
    of exact rounding boundaries (tests/oracles.py, itself held against rationals and ml_dtypes in the tests).
 2. scaled_mm: the full product of schemes (and float matrices) and shapes, on every instruction set, against fp64 within
-   the op's bound; integers in every bit.
+   the bound of section 9 (tests/mm_oracle.py); integers in every bit.
 
-``python tests/exhaustive.py [--quick]``, or ``make exhaustive``; writes bench/results/exhaustive.md and .json. Exit
-status 1 if anything differed. About half an hour on 2 cores.
+``python tests/exhaustive.py [--quick]``, or ``make exhaustive``; writes exhaustive.md and .json to bench/results, or
+to out/exhaustive where only a part is run. Exit status 1 if anything differed. About half an hour on 2 cores.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import mm_oracle  # noqa: E402
 import numpy as np  # noqa: E402
 import oracles  # noqa: E402
 import torch  # noqa: E402
-from mm_oracle import decoded, scales, spread, units_of  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn  # noqa: E402
 from variants import Kernel, forced_isa, isas, kernels  # noqa: E402
 
 import lowbit as lb  # noqa: E402
 from lowbit.machine import provenance  # noqa: E402
-from lowbit.ops import OPS, Numerics  # noqa: E402
-from lowbit.ops.matmul import ScaledMM, is_exact, make_call, sides  # noqa: E402
+from lowbit.ops.matmul import ScaledMM, make_call  # noqa: E402
 from lowbit.ops.samples import element_formats, random_matrix, schemes  # noqa: E402
 
 CHUNK = 1 << 24
@@ -110,27 +109,18 @@ def _encode_chunk(x: Any, out: Any, expected: Any, f: lb.Format, saturate: bool,
 
 
 # -- scaled_mm ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """One quantized side, with what the oracle needs of it."""
+class Side(NamedTuple):
+    """One side's arguments, without the name of the side, and what the oracle makes of them."""
 
     parts: dict[str, Any]
-    exact: np.ndarray
-    units: np.ndarray | None
-    row_scale: np.ndarray | None
+    known: mm_oracle.Operand
 
 
 @cache
-def operand(text: str | None, rows: int, cols: int, seed: int) -> Operand:
-    x = random_matrix(rows, cols, seed=seed)
-    call = make_call(x, torch.zeros(1, cols), text, None)
+def side(text: str | None, rows: int, cols: int, seed: int) -> Side:
+    call = make_call(random_matrix(rows, cols, seed=seed), torch.zeros(1, cols), text, None)
     names = ("", "_scheme", "_scale", "_zero_point", "_outer_scale")
-    parts = {name: getattr(call, f"a{name}") for name in names}
-    if text is None:
-        return Operand(parts, decoded(call, 0), None, None)
-    s, side = lb.scheme(text), sides(call)[0]
-    row_scale = spread(scales(s, side), s, (rows, 1)).astype(np.float32)
-    return Operand(parts, decoded(call, 0), units_of(side, s, cols), row_scale)
+    return Side({name: getattr(call, f"a{name}") for name in names}, mm_oracle.operand(call, 0))
 
 
 def multiply_all(texts: list[str | None]) -> Results:
@@ -143,25 +133,20 @@ def multiply_all(texts: list[str | None]) -> Results:
             bias = random_matrix(1, n, seed=3)[0]
             for i, left in enumerate(texts):
                 for j, right in enumerate(texts):
-                    a, b = operand(left, m, k, i), operand(right, n, k, 1000 + j)
+                    a, b = side(left, m, k, i), side(right, n, k, 1000 + j)
                     parts = {f"a{name}": v for name, v in a.parts.items()} | {
                         f"b{name}": v for name, v in b.parts.items()
                     }
                     call = ScaledMM(
                         **parts, cols=k, bias=bias if (i + j) % 2 else None, out_dtype=DTYPES[(i + 2 * j) % 3]
                     )
-                    _check_product(call, a, b, rows, results, f"{m}x{n}x{k}")
+                    _check_product(mm_oracle.Wanted(call, a.known, b.known), rows, results, f"{m}x{n}x{k}")
                     bar.advance(task)
     return results
 
 
-def _check_product(call: ScaledMM, a: Operand, b: Operand, rows: list[Kernel], results: Results, shape: str) -> None:
-    exact = is_exact(call)
-    bounds: dict[Numerics, np.ndarray] = {}
-    if exact:
-        wanted = _integers(call, a, b).double().numpy()
-    else:
-        wanted = a.exact @ b.exact.T + (0 if call.bias is None else call.bias.double().numpy())
+def _check_product(wanted: mm_oracle.Wanted, rows: list[Kernel], results: Results, shape: str) -> None:
+    call = wanted.call
     for kernel in rows:
         begun = time.perf_counter()
         outs = kernel.run(call)
@@ -171,28 +156,9 @@ def _check_product(call: ScaledMM, a: Operand, b: Operand, rows: list[Kernel], r
         tally.seconds += time.perf_counter() - begun
         tally.compared += 1
         assert kernel.impl is not None
-        numerics = kernel.impl.numerics
-        if numerics not in bounds:
-            bounds[numerics] = (
-                0 if exact else OPS["scaled_mm"].tolerance(call, numerics).numpy() + 2.0**-45 * abs(wanted)
-            )
-        got = outs[0].double().numpy()
-        bound = bounds[numerics]
-        over = (
-            np.isinf(got) & (np.sign(got) == np.sign(wanted)) & (abs(wanted) + bound > torch.finfo(call.out_dtype).max)
-        )
-        with np.errstate(invalid="ignore"):
-            right = (got == wanted) | (abs(got - wanted) <= bound) | over
-        if not right.all():
-            tally.note(1, f"{call.a_scheme} x {call.b_scheme} to {call.out_dtype}: {(~right).sum()} elements")
-
-
-def _integers(call: ScaledMM, a: Operand, b: Operand) -> torch.Tensor:
-    """Section 9: exact sum, fp32, times fp32(scale * scale), bias, cast."""
-    assert a.units is not None and b.units is not None and a.row_scale is not None and b.row_scale is not None
-    total = (a.units.astype(np.int64) @ b.units.astype(np.int64).T).astype(np.float32)
-    y = torch.from_numpy(total * (a.row_scale * b.row_scale.T))
-    return (y if call.bias is None else y + call.bias).to(call.out_dtype)
+        wrong, _ = wanted.wrong(outs[0], kernel.impl.numerics)
+        if wrong.any():
+            tally.note(1, f"{call.a_scheme} x {call.b_scheme} to {call.out_dtype}: {wrong.sum()} elements")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -248,8 +214,9 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a sixty-fourth of the patterns and a few schemes: half a minute"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="where the results go")
+    parser.add_argument("--out", type=Path, help="where the results go: bench/results, or out/exhaustive if --quick")
     arguments = parser.parse_args()
+    directory = arguments.out or ROOT / ("out/exhaustive" if arguments.quick else "bench/results")
     if not isas():
         print("the compiled extension is not built; run `make build` first", file=sys.stderr)
         return 2
@@ -261,7 +228,7 @@ def main() -> int:
         "scaled_mm: every pair of schemes": (multiply_all(texts[::13] if arguments.quick else texts), "products"),
     }
     about = {**about, "minutes": f"{(time.perf_counter() - begun) / 60:.1f}"}
-    write(arguments.out, parts, about, arguments.quick)
+    write(directory, parts, about, arguments.quick)
     return int(any(t.wrong for results, _ in parts.values() for row in results.values() for t in row.values()))
 
 

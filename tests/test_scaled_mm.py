@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, describe
 from covering import pairwise
-from mm_oracle import check
+from mm_oracle import Wanted, check
 from torch import Tensor
 from variants import ALL, NATIVE, Kernel, Variant, kernels, params, threads
 
@@ -137,6 +138,46 @@ def samples() -> list[ScaledMM]:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_samples_of_the_op(kernel: Kernel):
     check_kernel(kernel, samples()[:: 12 if kernel.variant.interpreted else 1])
+
+
+# -- the check itself --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("bf16", "fp32")], ids=str)
+def test_the_bound_of_the_op_is_that_of_section_9(numerics: Numerics):
+    """Which the oracle works out from its own operands: neither may be a hundredth larger than the other."""
+    for call in [*covering()[::3], *samples()[::3]]:
+        wanted, stated = Wanted(call), SPEC.tolerance(call, numerics).numpy()
+        if wanted.integers:
+            assert not stated.any()
+            continue
+        derived, smallest = wanted.bound(numerics), torch.finfo(call.out_dtype).smallest_normal
+        worst = np.abs(stated - derived) - 0.01 * np.minimum(stated, derived)
+        assert (worst <= 2.0**-20 * smallest).all(), f"{describe(call)}: {worst.max()}"
+
+
+def test_a_product_beyond_its_bound_is_refused():
+    """Any element off by twice the bound, any bit of an integer product; half the bound passes."""
+    refused = 0
+    for call in [*covering()[::5], make_call(random_matrix(2, 33000), random_matrix(3, 33000, seed=1), None, None)]:
+        wanted = Wanted(call)
+        if wanted.integers:
+            off = wanted.bits.clone()
+            off[-1, -1] = torch.nextafter(off[-1, -1], torch.tensor(torch.inf, dtype=off.dtype))
+            with pytest.raises(AssertionError, match="outside the bound"):
+                check(off, call, Numerics(), "a bit")
+            continue
+        call = call._replace(out_dtype=torch.float32)
+        wanted = Wanted(call)
+        exact, bound = torch.from_numpy(wanted.product), torch.from_numpy(wanted.bound(Numerics()))
+        check((exact + 0.5 * bound).float(), call, Numerics(), "half")
+        for sign in (-1, 1):
+            off = exact.float()
+            off[0, -1] = (exact + 2 * sign * bound)[0, -1]
+            with pytest.raises(AssertionError, match="outside the bound"):
+                check(off, call, Numerics(), "twice")
+            refused += 1
+        with pytest.raises(AssertionError, match="outside the bound"):
+            check(torch.zeros_like(off), call, Numerics(), "zeros")
+    assert refused > 50
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from torch import Tensor
 from lowbit import packing, reference, scaling
 from lowbit.ops.samples import large_matrix, random_matrix, schemes
 from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, Workload, require_codes, require_float, require_scales
-from lowbit.quantized import zero_dtype
 from lowbit.recipes import RECIPES
 
 
@@ -190,35 +189,27 @@ def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     """
     if is_exact(call):
         return torch.zeros((), dtype=torch.float64)
-    a, b = (operand(side, call.cols).values(scaled=True).abs() for side in sides(call))
+    left, right = (operand(side, call.cols).values(scaled=True) for side in sides(call))
+    a, b = left.abs(), right.abs()
     unit = _UNIT[numerics.accumulator]
     rounded = (1 + _UNIT[numerics.operand]) ** _rounded_operands(call, numerics)
     relative = rounded * (1 + (call.cols + 6) * unit / (1 - (call.cols + 6) * unit)) - 1
     size = a @ b.T
-    bias = 0.0 if call.bias is None else call.bias.double().abs()
+    bias = torch.zeros(1, device=a.device) if call.bias is None else call.bias.double()
     flushed = 2.0**-126 * (a.sum(1, keepdim=True) + b.sum(1, keepdim=True).T + call.cols * 2.0**-126)
     flushed = flushed + call.cols * (2.0**-126 + _largest_code_product(call) * 2.0**-150)
     dtype = str(call.out_dtype).removeprefix("torch.")
     cast = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    total = size * relative + flushed + bias * 2 * 2.0**-24
-    return total + (size + bias + total) * cast + _TINY[call.out_dtype]
+    total = size * relative + flushed + bias.abs() * 2 * 2.0**-24
+    return total + ((left @ right.T + bias).abs().nan_to_num(torch.inf) + total) * cast + _TINY[call.out_dtype]
 
 
 def _largest_code_product(call: ScaledMM) -> float:
     """The largest product of two unscaled codes; 0 where one operand is a float matrix, whose scale is 1."""
     if call.a_scheme is None or call.b_scheme is None:
         return 0.0
-    return float(prod(_largest_code(scaling.scheme(name)) for name in (call.a_scheme, call.b_scheme)))
-
-
-def _largest_code(scheme: scaling.Scheme) -> float:
-    """The largest ``|value - zero point|``, the zero point being any number of its dtype."""
-    if scheme.format.kind != "integer":
-        return scheme.format.max
-    if not scheme.affine:
-        return max(-scheme.format.qmin, scheme.format.qmax)
-    zero = torch.iinfo(zero_dtype(scheme))
-    return max(zero.max - scheme.format.qmin, scheme.format.qmax - zero.min)
+    values = (operand(side, call.cols).values(scaled=False) for side in sides(call))
+    return prod(float(v.where(v.isfinite(), 0.0).abs().max()) if v.numel() else 0.0 for v in values)
 
 
 def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
