@@ -6,6 +6,7 @@ The oracle decodes with exact rationals and multiplies in fp64. The full product
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import lowbit as lb
 from lowbit.ops import OPS, Numerics
 from lowbit.ops.matmul import ScaledMM, make_call
 from lowbit.ops.samples import element_formats, random_matrix
+from lowbit.scaling import SCALINGS as TABLE
 from lowbit.scaling import Scheme
 
 SPEC = OPS["scaled_mm"]
@@ -30,9 +32,9 @@ everywhere = pytest.mark.parametrize("variant", ALL)
 
 # -- a pairwise covering array -----------------------------------------------------------------------------------------
 FORMATS = ["float32", "bfloat16", "float16", *(f.name for f in element_formats())]
-SCALINGS = ["tensor", "row", "col", "group32", "group7", "block4x8", "mx", "mx:ceil:T", "nvfp4", "row:bf16",
-            "tensor:e8m0",
-            "row:affine", "tensor:affine", "group32:affine", "block64x1:dq"]  # fmt: skip
+OPTIONS = ["mx:ceil:T", "row:bf16", "row:fp16", "tensor:e8m0", "row:affine", "group32:affine", "block64x1:dq"]
+#: Every scaling of the table, families with blocks that vectors divide and ragged ones; and every option.
+SCALINGS = list(dict.fromkeys([*(re.sub(r"{\w}", size, name) for name in TABLE for size in ("32", "7")), *OPTIONS]))
 FACTORS: dict[str, list[Any]] = {
     "a_format": FORMATS,
     "a_scaling": SCALINGS,
@@ -98,6 +100,10 @@ def test_the_array_covers_every_pair():
     }
     formats = [None, *(f.name for f in element_formats())]
     assert met == {(a, b) for a in formats for b in formats}
+    for scheme in ([c.a_scheme for c in calls], [c.b_scheme for c in calls]):
+        for scaling in SCALINGS:
+            named = [f"{f}:{scaling}" for f in formats[1:] if allowed({"a_format": f, "a_scaling": scaling})]
+            assert {lb.scheme(text).name for text in named} & set(scheme), scaling
     assert 200 < len(calls) < 600
 
 
@@ -234,6 +240,41 @@ def test_extreme_codes_of_every_pair_of_integers(kernel: Kernel):
         extreme_call(a, b, 5, 7, k, bias=torch.randn(7)) for a in INTEGERS for b in INTEGERS for k in (1, 31, 128, 259)
     ]
     check_kernel(kernel, calls[:: 8 if kernel.variant.interpreted else 1])
+
+
+def at_the_ends(call: ScaledMM) -> ScaledMM:
+    """The call with zero points at both ends of the dtype that they are stored in, one block after another."""
+    for name in ("a_zero_point", "b_zero_point"):
+        zero = getattr(call, name)
+        if zero is not None:
+            ends = torch.tensor([torch.iinfo(zero.dtype).min, torch.iinfo(zero.dtype).max], dtype=zero.dtype)
+            call = call._replace(**{name: ends[torch.arange(zero.numel()) % 2].reshape(zero.shape)})
+    return call
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_zero_points_at_the_ends_of_their_dtype(kernel: Kernel):
+    """A zero point that is given may be any that its byte holds: codes of 4 bits less it then need 9 bits."""
+    others = ["int8:row", "uint8:row:affine", "int4:row", "uint4:row:affine", "int4:group32:affine", "fp8_e4m3:row",
+              "mxfp4", "nf4", None]  # fmt: skip
+    calls = []
+    for text in (
+        "int4:row:affine",
+        "uint4:row:affine",
+        "int4:group32:affine",
+        "uint4:tensor:affine",
+        "int4:col:affine",
+    ):
+        for other in others:
+            for left, right in ((text, other), (other, text)):
+                m, n, k = [(1, 19, 96), (5, 7, 33), (17, 40, 130)][len(calls) % 3]
+                a, b = random_matrix(m, k, seed=1), random_matrix(n, k, seed=2)
+                calls.append(at_the_ends(make_call(a, b, left, right, out_dtype=torch.float32)))
+    calls = calls[:: 8 if kernel.variant.interpreted else 1]
+    reasons = [kernel.impl.supports(call) for call in calls]
+    if all(reasons):
+        pytest.skip(str(reasons[0]))
+    check_kernel(kernel, calls)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
