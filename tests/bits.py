@@ -31,7 +31,7 @@ def assert_same_bits(
     assert tuple(actual.shape) == tuple(expected.shape), (
         f"{what}: {list(actual.shape)}, expected {list(expected.shape)}"
     )
-    if actual.dtype == expected.dtype and actual.device == expected.device and _equal(actual, expected):
+    if actual.device == expected.device and same_bits(actual, expected):
         return
     a, e = pattern(actual), pattern(expected) if expected.dtype != torch.int64 else expected
     wrong = (a != e).nonzero()
@@ -41,7 +41,10 @@ def assert_same_bits(
         )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bits (so NaN equals itself and -0 differs from 0)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
     a, b = a.detach().contiguous(), b.detach().contiguous()
     view = _VIEWS[a.element_size()]
     return torch.equal(a.view(view), b.view(view)) if a.numel() else True

@@ -14,13 +14,6 @@ from lowbit.ops.matmul import ScaledMM
 TRAINING = tuple(name for name, row in lb.RECIPES.items() if row.training is not None)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bytes (so NaN equals itself and -0 differs from 0)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def exact(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:
     """``a @ b.T + bias`` in fp64 of what the operands decode to."""
     left, right = (x.double() if isinstance(x, Tensor) else x.dequantize(torch.float32).double() for x in (a, b))

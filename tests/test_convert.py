@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
+from bits import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import same_bits
 from torch import nn
 
 import lowbit as lb

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grad_oracle
+import mm_oracle
 import pytest
 import torch
+from bits import assert_same_bits
 from cuda_emulator.library import Emulated, compiler, view
 from torch import Tensor
 
@@ -42,12 +44,6 @@ def reference_rng(call: object) -> reference.Rng | None:
     return reference.Rng(call.seed, call.step, call.stream, call.offset, call.pitch)  # type: ignore[attr-defined]
 
 
-def same_bits(actual: Tensor, expected: Tensor, what: object) -> None:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    a, b = (t.contiguous().view(kinds[t.element_size()]) for t in (actual, expected))
-    assert actual.dtype == expected.dtype and torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} differ"
-
-
 def poison(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.full(shape, 0x5A, dtype=torch.uint8).repeat_interleave(dtype.itemsize, -1).view(dtype)
 
@@ -67,7 +63,7 @@ def test_encode_of_all_16_bit_patterns(cuda: Emulated, format: formats.Format, d
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(64, 1024)
     for saturate in (True, False):
         out = encode(cuda, Encode(x, format.name, saturate=saturate))
-        same_bits(out, reference.encode(x, format, None, saturate), f"saturate={saturate}")
+        assert_same_bits(out, reference.encode(x, format, None, saturate), f"saturate={saturate}")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +71,7 @@ def test_encode_of_all_16_bit_patterns(cuda: Emulated, format: formats.Format, d
 )
 def test_encode(cuda: Emulated, call: Encode) -> None:
     expected = reference.encode(matrix(call.x), formats.find(call.format), reference_rng(call), call.saturate)
-    same_bits(encode(cuda, call), expected, call.format)
+    assert_same_bits(encode(cuda, call), expected, call.format)
 
 
 def test_decode(cuda: Emulated) -> None:
@@ -83,7 +79,7 @@ def test_decode(cuda: Emulated) -> None:
         format = formats.find(call.format)
         out = poison(*call.codes.shape, dtype=call.dtype)
         cuda("decode", view(call.codes), view(out), format.params())
-        same_bits(out, reference.decode(call.codes, format, call.dtype), call.format)
+        assert_same_bits(out, reference.decode(call.codes, format, call.dtype), call.format)
 
 
 def test_pack_and_unpack(cuda: Emulated) -> None:
@@ -91,9 +87,9 @@ def test_pack_and_unpack(cuda: Emulated) -> None:
         codes = matrix(call.codes)
         packed, back = poison(codes.shape[0], packing.packed_cols(codes.shape[1], call.bits)), poison(*codes.shape)
         cuda("pack", view(codes), view(packed, codes.shape[1]), call.bits)
-        same_bits(packed, packing.pack(codes, call.bits), f"pack {call.bits}")
+        assert_same_bits(packed, packing.pack(codes, call.bits), f"pack {call.bits}")
         cuda("unpack", view(packed, codes.shape[1]), view(back), call.bits)
-        same_bits(back, codes, f"unpack {call.bits}")
+        assert_same_bits(back, codes, f"unpack {call.bits}")
 
 
 # -- schemes ---------------------------------------------------------------------------------------------------------
@@ -123,33 +119,33 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
         out, scale_out = poison(*stored.shape), poison(*scale.shape, dtype=scale.dtype)
         zero_out = None if zero is None else poison(*zero.shape, dtype=zero.dtype)
         cuda("quantize", view(x), view(out, cols), scale_out, zero_out, outer, params, rounding, rng, 1)
-        same_bits(scale_out, scale, f"{what} scale")
+        assert_same_bits(scale_out, scale, f"{what} scale")
         if zero is not None and zero_out is not None:
-            same_bits(zero_out, zero, f"{what} zero_point")
-        same_bits(out, stored, f"{what} codes")
+            assert_same_bits(zero_out, zero, f"{what} zero_point")
+        assert_same_bits(out, stored, f"{what} codes")
 
         y, expected = (
             poison(rows, cols, dtype=x.dtype),
             reference.dequantize(codes, scheme, scale, zero, outer, x.dtype),
         )
         cuda("dequantize", view(stored, cols), view(y), scale, zero, outer, params)
-        same_bits(y, expected, f"{what} dequantize")
+        assert_same_bits(y, expected, f"{what} dequantize")
         y = poison(rows, cols, dtype=x.dtype)
         cuda("fake_quantize", view(x), view(y), None, None, outer, params, rounding, rng)
-        same_bits(y, expected, f"{what} fake_quantize")
+        assert_same_bits(y, expected, f"{what} fake_quantize")
 
         other = random_matrix(rows, cols, seed=77)
         scale, zero = reference.block_scales(other, scheme, outer)
         codes = reference.quantize_static(x, scheme, scale, zero, outer, reference_rng(call))
         out = poison(*stored.shape)
         cuda("quantize", view(x), view(out, cols), scale, zero, outer, params, rounding, rng, 0)
-        same_bits(out, packing.pack(codes, scheme.format.bits), f"{what} static codes")
+        assert_same_bits(out, packing.pack(codes, scheme.format.bits), f"{what} static codes")
         y, expected = (
             poison(rows, cols, dtype=x.dtype),
             reference.dequantize(codes, scheme, scale, zero, outer, x.dtype),
         )
         cuda("fake_quantize", view(x), view(y), scale, zero, outer, params, rounding, rng)
-        same_bits(y, expected, f"{what} static fake_quantize")
+        assert_same_bits(y, expected, f"{what} static fake_quantize")
 
 
 @pytest.mark.parametrize("scheme", schemes(), ids=str)
@@ -162,13 +158,13 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
         expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
         out, params = poison(*x.shape, dtype=grad.dtype), scheme.params(*x.shape)
         cuda("fake_quantize_backward", view(grad), view(x), view(out), None, None, outer, None, params)
-        same_bits(out, expected, f"{scheme} dynamic")
+        assert_same_bits(out, expected, f"{scheme} dynamic")
 
         scale, zero = reference.block_scales(random_matrix(*x.shape, seed=77), scheme, outer)
         expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
         out, got = poison(*x.shape, dtype=grad.dtype), poison(*sums.shape, dtype=torch.float32)
         cuda("fake_quantize_backward", view(grad), view(x), view(out), scale, zero, outer, got, params)
-        same_bits(out, expected, f"{scheme} static")
+        assert_same_bits(out, expected, f"{scheme} static")
         grad_oracle.check(got, FakeQuantizeBackward(grad, x, scheme.name, scale, zero, outer), f"{scheme}")
 
 
@@ -183,7 +179,7 @@ def test_outer_scale(cuda: Emulated, name: str) -> None:
     ):
         out = poison(1, 1, dtype=torch.float32)
         cuda("outer_scale", view(x), out, scheme.params(*x.shape))
-        same_bits(out, reference.outer_scale(x, scheme), name)
+        assert_same_bits(out, reference.outer_scale(x, scheme), name)
 
 
 # -- matrix product --------------------------------------------------------------------------------------------------
@@ -218,14 +214,8 @@ def test_scaled_mm(cuda: Emulated, a_scheme: str | None, b_scheme: str | None) -
         a, b = (x if scheme else x.bfloat16() for x, scheme in ((a, a_scheme), (b, b_scheme)))
         bias = random_matrix(1, n, seed=7)[0] if index % 2 == 0 else None
         call = matmul.make_call(a, b, a_scheme, b_scheme, bias=bias, out_dtype=FLOATS[index])
-        left, right = (matmul.operand(side, k) for side in matmul.sides(call))
-        expected = reference.scaled_mm(left, right, bias, call.out_dtype)
-        tolerance = OPS["scaled_mm"].tolerance
-        assert tolerance is not None
-        bound = tolerance(call, Numerics("bf16", "fp32"))
         for major in (8, 9):
-            error = (product(cuda, call, major).double() - expected.double()).abs()
-            assert bool((error <= bound).all()), f"[{m}, {n}, {k}] error {float(error.max())}"
+            mm_oracle.check(product(cuda, call, major), call, Numerics("bf16", "fp32"), f"as on {major}.0")
 
 
 @pytest.mark.parametrize("scheme", ["uint8:row:affine", "nf4", "fp8_e4m3:group24"])

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
+from bits import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import bound, exact, same_bits
+from layers import bound, exact
 from torch import nn
 
 import lowbit as lb

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import same_bits
+from bits import same_bits
 from torch import nn
 
 import lowbit as lb

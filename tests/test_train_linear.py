@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from layers import TRAINING, bound, exact, same_bits
+from bits import same_bits
+from layers import TRAINING, bound, exact
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
