@@ -1,5 +1,6 @@
 """The command line: published examples, JSON, errors without tracebacks, and Ctrl-C that loses nothing."""
 
+import importlib
 import json
 import os
 import re
@@ -169,6 +170,37 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
     model = lb.load_model(made["out"])
     assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 300)
     assert "exists" in run(*quantize, code=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "precisions", "outside"),
+    [
+        ([], "{default} fp8", "{default}"),
+        (["--precision", "fp8"], "fp8", "{default}"),
+        (["--precision", "fp32", "--precision", "mxfp8"], "fp32 mxfp8", "fp32"),
+        (["--precision", "fp8", "--precision", "bf16"], "fp8 bf16", "bf16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("default", ["bf16", "fp32"])
+def test_the_precision_of_a_run_is_the_processors_unless_given(
+    run, monkeypatch, tmp_path, default, given, precisions, outside
+):
+    """Stopped before the first step, which leaves the settings that the run would have had."""
+    pytest.importorskip("matplotlib")
+    from lowbit.train.demo import Settings
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = importlib.import_module("lowbit.cli.train")  # the package has a function of that name
+    monkeypatch.setattr(command, "float_precision", lambda: default)
+    monkeypatch.setattr(command, "_train", stop)
+    run("train", "--out", str(tmp_path), "--data", str(ENGLISH), "--vocab", "300", *given, code=130)
+    settings = Settings.load(tmp_path)
+    assert settings.precisions == tuple(precisions.format(default=default).split())
+    assert settings.train.outside == outside.format(default=default)
+    assert {settings.of("fp8").outside, settings.of("fp8").precision} == {settings.train.outside, "fp8"}
 
 
 def test_sigterm_saves_as_well(tmp_path):

@@ -161,19 +161,21 @@ def test_training_learns(corpus, tmp_path):
     assert history.peak_bytes > 0 and history.seconds > 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision):
-    checkpointing = precision == "fp8"
-    straight = made(corpus, tmp_path / "a", precision=precision, checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    ("precision", "outside"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp32")]
+)
+def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision, outside):
+    changes = {"precision": precision, "outside": outside, "checkpointing": precision == "fp8"}
+    straight = made(corpus, tmp_path / "a", **changes)
     straight.run()
 
-    stopped = made(corpus, tmp_path / "b", precision=precision, checkpointing=checkpointing)
+    stopped = made(corpus, tmp_path / "b", **changes)
     with pytest.raises(Interrupted) as stop:
         stopped.run(lambda now: os.kill(os.getpid(), signal.SIGINT) if now.step == 10 else None)
     assert stop.value.step == 10 and stop.value.path.exists()
 
     torch.rand(7)  # another process would not have this one's generator
-    resumed = made(corpus, tmp_path / "b", precision=precision, checkpointing=checkpointing)
+    resumed = made(corpus, tmp_path / "b", **changes)
     resumed.load()
     assert resumed.step == 10
     resumed.run()
@@ -184,6 +186,21 @@ def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tm
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     mine, other = (t.optimizer.state_dict()["state"] for t in (resumed, straight))
     assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
+
+
+def test_outside_is_what_a_recipes_run_computes_in_beside_its_linear_layers(corpus, tmp_path):
+    """It changes the run of a recipe, not one in fp32 or bf16; a checkpoint is of one or the other."""
+
+    def losses(precision: str, outside: str) -> list[float]:
+        return made(corpus, tmp_path / precision / outside, precision=precision, outside=outside, steps=3).run().train
+
+    assert losses("fp8", "fp32") != losses("fp8", "bf16")
+    for plain in ("fp32", "bf16"):
+        assert losses(plain, "fp32") == losses(plain, "bf16")
+    with pytest.raises(ValueError, match=r"another run \(outside fp32 -> bf16\)"):
+        made(corpus, tmp_path / "fp8" / "fp32", precision="fp8", outside="bf16", steps=3).load()
+    with pytest.raises(ValueError, match="outside must be one of fp32, bf16, got 'fp16'"):
+        TrainConfig(outside="fp16")
 
 
 def test_a_checkpoint_of_something_else_is_refused(corpus, tmp_path):
