@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowbit import formats, reference
 from lowbit.backends import registry
@@ -34,12 +35,21 @@ def _rng(
             raise ValueError(
                 "stochastic rounding inside torch.compile needs seed= (and step=): a compiled call draws none"
             )
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if rounding == "stochastic" else 0
+        drawn = rounding == "stochastic" and not registry.asking()  # ``explain`` leaves the generator alone
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if drawn else 0
     words = crc32(stream.encode()) if isinstance(stream, str) else stream
     return (
         _word("seed", seed, 64), _word("step", step, 32), _word("stream", words, 32), _word("offset", offset, 64),
         None if pitch is None else _word("pitch", pitch, 64),
     )  # fmt: skip
+
+
+def _refuse_tangents(op: str, *arguments: Any) -> None:
+    """Forward-mode derivatives (torch.func.jvp, dual numbers) would be lost without a word."""
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", -1) < 0:
+        return
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
+        raise NotImplementedError(f"{op} has no forward-mode derivative; use reverse mode, for instance torch.func.vjp")
 
 
 def _word(name: str, word: int, bits: int) -> int:
@@ -66,6 +76,7 @@ def encode(
     ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
     the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
     Without ``seed``, each call draws one from torch's CPU generator; a fullgraph ``torch.compile`` cannot, and raises.
+    Under ``torch.vmap`` every sample is a call of its own, which counts from ``offset`` again.
     Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
     NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its
     sign.
@@ -212,9 +223,11 @@ def fake_quantize(
     ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
     grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
 
-    Raises RuntimeError where an ``outer_scale``, or a scale that is stored as codes, requires grad: it would get none.
+    Raises RuntimeError where an ``outer_scale``, or a scale that is stored as codes, requires grad: it would get none;
+    NotImplementedError for forward-mode derivatives.
     Source: docs/numerics.md section 10.
     """
+    _refuse_tangents("fake_quantize", x, scale)
     kind = find_scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
     scales = _given(kind, matrix, scale, zero_point, outer_scale)
@@ -243,12 +256,14 @@ def scaled_mm(
     Each operand is Quantized or a float tensor. ``bias [N]`` is added in fp32, then one cast to ``out_dtype``; with
     ``out_scheme`` the fp32 result is quantized instead (with ``out_scale``, or a new scale), and Quantized is returned.
 
-    Raises ValueError where shapes or devices do not fit. Source: docs/numerics.md section 9.
+    Raises ValueError where shapes or devices do not fit, NotImplementedError for forward-mode derivatives.
+    Source: docs/numerics.md section 9.
     """
     if len(b.shape) != 2:
         raise ValueError(f"scaled_mm: b must be a matrix [N, K], got shape {list(b.shape)}")
     if len(a.shape) < 1 or a.shape[-1] != b.shape[-1]:
         raise ValueError(f"scaled_mm: a {list(a.shape)} and b {list(b.shape)} must end in the same K; b is [N, K]")
+    _refuse_tangents("scaled_mm", a, b, bias)
     (a_data, a_scheme, *a_scales), (b_data, b_scheme, *b_scales) = _operand(a), _operand(b)
     dtype = torch.float32 if out_scheme is not None else out_dtype
     args = (a_data, b_data, a.shape[-1], a_scheme, b_scheme, *a_scales, *b_scales, bias, dtype)

@@ -136,3 +136,22 @@ def test_ops_take_any_zero_point_that_its_dtype_holds(scheme):
             assert_same_bits(got, want, backend)
     with pytest.raises(ValueError, match="zero_point must be integers in"):
         lb.quantize(x, scheme, scale=scale, zero_point=zero)
+
+
+def test_forward_mode_derivatives_are_refused():
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    for function in (lambda t: lb.fake_quantize(t, "int8:row"), lambda t: lb.scaled_mm(t, w)):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative; use reverse mode"):
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    assert torch.func.jvp(lambda t: (t * lb.scaled_mm(w, w).sum()).sum(), (x,), (torch.ones_like(x),))[1] != 0
+
+
+def test_explain_draws_no_seed():
+    before = torch.get_rng_state()
+    lb.explain("encode", torch.randn(3), "fp8_e4m3", rounding="stochastic")
+    torch.rand(0)
+    lb.explain("quantize", torch.ones(3, 4), "int8:row", rounding="stochastic")
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.randn(3)
+    assert torch.equal(torch.get_rng_state(), after)

@@ -123,7 +123,8 @@ def asking() -> bool:
 def use_backend(name: str | None) -> Iterator[None]:
     """Serve every lowbit op inside from one backend (``reference``, ``cpu``, ``cuda``, ``triton``), or raise.
 
-    ``None`` gives the choice back. Backward passes run on the backend of their forward.
+    ``None`` gives the choice back. It holds for this thread (and asyncio task) alone: others choose for themselves, but
+    backward passes, whatever thread they run on, use the backend of their forward.
     """
     known = {impl.backend for rows in _table.values() for impl in rows} | {i.name for r in _table.values() for i in r}
     if name is not None and name not in known:
