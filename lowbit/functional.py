@@ -26,17 +26,23 @@ from lowbit.scaling import scheme as find_scheme
 __all__ = ["decode", "encode", "explain", "fake_quantize", "pack", "quantize", "scaled_mm", "unpack"]
 
 
+#: Seed, step, stream, offset and pitch of what draws no random bits.
+_NO_RANDOM_BITS = (0, 0, 0, 0, None)
+
+
 def _rng(
     rounding: str, seed: int | None, step: int, stream: int | str, offset: int, pitch: int | None
 ) -> tuple[Any, ...]:
     """What ops take for rounding; without a seed, stochastic rounding draws one from torch's generator."""
+    if rounding != "stochastic":
+        return _NO_RANDOM_BITS
     if seed is None:
-        if rounding == "stochastic" and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             raise ValueError(
                 "stochastic rounding inside torch.compile needs seed= (and step=): a compiled call draws none"
             )
-        drawn = rounding == "stochastic" and not registry.asking()  # ``explain`` leaves the generator alone
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if drawn else 0
+        asking = registry.asking()  # ``explain`` leaves the generator alone
+        seed = 0 if asking else int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     words = crc32(stream.encode()) if isinstance(stream, str) else stream
     return (
         _word("seed", seed, 64), _word("step", step, 32), _word("stream", words, 32), _word("offset", offset, 64),
@@ -333,6 +339,8 @@ def _given(
     kind: Scheme, x: Tensor, scale: Tensor | float | None, zero_point: Tensor | int | None, outer: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Scale, zero point and outer scale as ops take them; a two-level scheme's outer scale is made where not given."""
+    if scale is None and zero_point is None and outer is None and not kind.outer:
+        return None, None, None
     shape = kind.scale_shape(*as_matrix(tuple(x.shape)))
     if zero_point is not None and scale is None:
         raise ValueError(f"{kind}: a zero_point needs its scale; give both, or neither for dynamic ones")
