@@ -5,7 +5,7 @@ A backend that cannot be here (a GPU's) stands in the list with its reason, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.backends import registry
+from lowbit.backends import dispatch, registry
 from lowbit.ops import OPS
 
 HAS_GPU = torch.cuda.is_available()
@@ -42,6 +42,28 @@ def forced_isa(name: str) -> Iterator[None]:
         yield
     finally:
         torch.ops.lowbit_native.force_isa("")
+
+
+@contextmanager
+def serving() -> Iterator[dict[str, str]]:
+    """The kernel that each op inside is given. Plans are set aside: one that is kept chooses nothing."""
+    served: dict[str, str] = {}
+    select = registry.select
+
+    def noted(op: str, *args: Any, **kwargs: Any) -> registry.Impl:
+        impl = select(op, *args, **kwargs)
+        served[op] = impl.name
+        return impl
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_plans", {})
+        patch.setattr(registry, "select", noted)
+        yield served
+
+
+def best(ops: Iterable[str]) -> dict[str, str]:
+    """The kernel of each op that serves CPU tensors where no backend is asked for."""
+    return {op: lb.impls(op, "cpu")[0].name for op in ops}
 
 
 @contextmanager
