@@ -64,7 +64,8 @@ class OpSpec:
     them, is the fake rule, and checks what ``out=`` gives. ``check(call)``: raises for what no kernel could compute.
     ``samples(device)``: small calls that tests run on every kernel. ``cost(call)``: for rooflines.
     ``workloads(rows, cols)``: large calls that benchmarks measure.
-    ``tolerance(call, numerics)``: elementwise bound on the error, or None where kernels agree in every bit.
+    ``tolerance(call, numerics)``: elementwise bound on the error of the last output (the others are exact), or
+    None where kernels agree in every bit.
     """
 
     name: str
