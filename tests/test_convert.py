@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-from lowbit.nn import QuantConv2d, QuantLinear, QuantMultiheadAttention
+from lowbit.nn import QuantConv2d, QuantLinear
 from lowbit.nn.convert import matches
 
 TINY = torch.finfo(torch.float32).eps
@@ -255,86 +255,6 @@ def test_conv2d(options, padding_mode):
     for shape in ((2, 3, 9, 8), (3, 9, 8)):
         x = torch.randn(shape)
         torch.testing.assert_close(model(x), oracle(x), rtol=1e-5, atol=1e-5)
-
-
-def attention(**options) -> tuple[nn.Module, nn.Module]:
-    model = nn.Sequential(nn.MultiheadAttention(16, 4, **options))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape) * 0.3)
-    oracle = decoded_(copy.deepcopy(model))
-    lb.quantize_(model, "int8-weight-only")
-    assert type(model[0]) is QuantMultiheadAttention
-    return model[0], oracle[0]
-
-
-@pytest.mark.parametrize("mode", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"batch_first": True}, {"bias": False}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True, "add_zero_attn": True}],
-    ids=str,
-)
-def test_attention(options, mode):
-    made, oracle = (m.train(mode) for m in attention(**options))
-    B, T, S = 3, 5, 7
-    query, key, value = torch.randn(B, T, 16), torch.randn(B, S, made.kdim), torch.randn(B, S, made.vdim)
-    if not made.batch_first:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    hidden = torch.arange(S) >= torch.tensor([7, 5, 3])[:, None]
-    causal = torch.ones(T, S, dtype=torch.bool).triu(1)
-    masks = [
-        {}, {"key_padding_mask": hidden}, {"attn_mask": causal}, {"attn_mask": causal, "is_causal": True},
-        {"attn_mask": causal, "key_padding_mask": hidden}, {"attn_mask": torch.randn(T, S)},
-        {"attn_mask": torch.randn(B * 4, T, S), "key_padding_mask": torch.randn(B, S)},
-    ]  # fmt: skip
-    if made.bias_k is not None:
-        # torch takes the hint for the mask here, and so hides the added positions; without weights only.
-        masks = [mask for mask in masks if "is_causal" not in mask]
-    for mask in masks:
-        for weights in ({"need_weights": False}, {"need_weights": True}, {"average_attn_weights": False}):
-            y, w = made(query, key, value, **mask, **weights)
-            expected, expected_w = oracle(query, key, value, **mask, **weights)
-            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
-            assert (w is None) == (expected_w is None)
-            if w is not None:
-                torch.testing.assert_close(w, expected_w, rtol=1e-4, atol=1e-5)
-    one = (query[0], key[0], value[0]) if made.batch_first else (query[:, 0], key[:, 0], value[:, 0])
-    for mask in ({}, {"key_padding_mask": hidden[1], "attn_mask": causal}):
-        for a, b in zip(made(*one, **mask), oracle(*one, **mask), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_refuses_what_it_cannot_do():
-    made, _ = attention()
-    x = torch.randn(3, 2, 16)
-    with pytest.raises(ValueError, match="give the mask too"):
-        made(x, x, x, is_causal=True)
-    nested = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
-    with pytest.raises(TypeError, match="nested"):
-        made(nested, nested, nested)
-
-
-@pytest.mark.parametrize("skip", [(), ("self_attn",), ("linear*",)], ids=str)
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_transformer_encoder_never_takes_the_fused_kernel(skip):
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    oracle = copy.deepcopy(model)
-    for name, module in oracle.named_modules():
-        if not any(matches(pattern, name) for pattern in skip) and not name.endswith("out_proj"):
-            if isinstance(module, nn.Linear):
-                decoded_(module)
-            elif isinstance(module, nn.MultiheadAttention):
-                decoded_(module)
-    report = lb.quantize_(model, "int8-weight-only", skip=skip)
-    assert len(report.converted) == 6 - 2 * len(skip) * (2 if skip == ("linear*",) else 1)
-    x, hidden = torch.randn(3, 6, 16), torch.arange(6) >= torch.tensor([6, 4, 1])[:, None]
-    shown = ~hidden[..., None]
-    with torch.no_grad():
-        for mask in ({}, {"src_key_padding_mask": hidden}):
-            y, expected = model(x, **mask), oracle(x, **mask)
-            keep = shown if mask else torch.ones_like(shown)
-            torch.testing.assert_close(y * keep, expected * keep, rtol=1e-4, atol=1e-5)
 
 
 def test_transformers_conv1d_is_known_by_its_name():

@@ -5,6 +5,8 @@ Shape suffixes: B sequences, T queries, S keys, H heads, D width of a head, E wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +20,9 @@ class QuantMultiheadAttention(nn.Module):
     """``nn.MultiheadAttention`` with quantized projections ``q_proj``, ``k_proj``, ``v_proj``, ``out_proj``.
 
     Takes and returns what the layer it replaces does (arguments, masks, ``batch_first``, unbatched input), nested
-    tensors aside, which it refuses with a TypeError. Attention itself runs in the dtype of the projections' result.
+    tensors aside. Attention itself runs in the dtype of the projections' result.
+    Raises, where that layer raises too: ValueError for inputs and masks of other shapes (nothing is broadcast) and for
+    ``is_causal`` without a mask, TypeError for masks that are neither bool nor floating-point; and for nested tensors.
     """
 
     #: What nn.TransformerEncoder reads to see whether its fused kernel, which takes plain weights, may run: never.
@@ -55,15 +59,16 @@ class QuantMultiheadAttention(nn.Module):
             raise TypeError("QuantMultiheadAttention takes padded tensors and a key_padding_mask, not nested tensors")
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, as in nn.MultiheadAttention: give the mask too")
+        self._check_inputs(query, key, value)
         batched = query.dim() == 3
+        self._check_masks(query, key, key_padding_mask, attn_mask)
         if not batched:
             query, key, value = query[None], key[None], value[None]
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
         q_BTE, k_BSE, v_BSE = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        mask = self._mask(attn_mask, key_padding_mask, q_BTE, k_BSE.shape[1])
+        mask = self._mask(attn_mask, key_padding_mask, q_BTE, k_BSE)
         k_BSE, v_BSE, mask = self._extend(k_BSE, v_BSE, mask)
         q_BHTD, k_BHSD, v_BHSD = (self._heads(x) for x in (q_BTE, k_BSE, v_BSE))
         dropout = self.dropout if self.training else 0.0
@@ -83,17 +88,51 @@ class QuantMultiheadAttention(nn.Module):
             return y[0], None if weights_BHTS is None else weights_BHTS[0]
         return y if self.batch_first else y.transpose(0, 1), weights_BHTS
 
-    def _heads(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE.reshape(*x_BTE.shape[:2], self.num_heads, -1).transpose(1, 2)
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        dim = query.dim()
+        if dim not in (2, 3) or key.dim() != dim or value.dim() != dim:
+            raise ValueError(
+                f"query, key, value must be all 3-D (a batch) or all 2-D (one sequence); {_got(query, key, value)}"
+            )
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        if (query.shape[-1], key.shape[-1], value.shape[-1]) != widths:
+            raise ValueError(
+                f"query, key, value must have the widths {', '.join(map(str, widths))}; {_got(query, key, value)}"
+            )
+        batch = 0 if self.batch_first else 1
+        if key.shape[:-1] != value.shape[:-1] or (dim == 3 and key.shape[batch] != query.shape[batch]):
+            axes = "" if dim == 2 else f", and axis {batch}, the batch (batch_first={self.batch_first}), query's"
+            raise ValueError(
+                f"key and value must have the same positions{axes}; {_got(query, key, value)}; expand them"
+            )
 
-    def _mask(self, attn: Tensor | None, padding: Tensor | None, q_BTE: Tensor, keys: int) -> Tensor | None:
-        """Both masks as one that is added to the scores and broadcasts to [B, H, T, S]; True means hidden."""
-        total = None
+    def _check_masks(self, query: Tensor, key: Tensor, padding: Tensor | None, attn: Tensor | None) -> None:
+        heads = self.num_heads
+        if query.dim() == 2:
+            queries, keys = query.shape[0], key.shape[0]
+            paddings: dict[str, tuple[int, ...]] = {"keys": (keys,)}
+            both = {"queries, keys": (queries, keys), "heads, queries, keys": (heads, queries, keys)}
+        else:
+            axis = 0 if self.batch_first else 1
+            batch, queries, keys = query.shape[axis], query.shape[1 - axis], key.shape[1 - axis]
+            paddings = {"batch, keys": (batch, keys)}
+            both = {"queries, keys": (queries, keys), "batch * heads, queries, keys": (batch * heads, queries, keys)}
+        if padding is not None:
+            _check_mask("key_padding_mask", padding, paddings)
         if attn is not None:
-            attn = attn.reshape(-1, self.num_heads, *attn.shape[1:]) if attn.dim() == 3 else attn
+            _check_mask("attn_mask", attn, both)
+
+    def _heads(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE.reshape(*x_BTE.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _mask(self, attn: Tensor | None, padding: Tensor | None, q_BTE: Tensor, k_BSE: Tensor) -> Tensor | None:
+        """Both masks as one that is added to the scores and broadcasts to [B, H, T, S]; True means hidden."""
+        total, batch, keys = None, *k_BSE.shape[:2]
+        if attn is not None:
+            attn = attn.reshape(batch, self.num_heads, *attn.shape[1:]) if attn.dim() == 3 else attn
             total = _additive(attn, q_BTE.dtype)
         if padding is not None:
-            hidden = _additive(padding.reshape(-1, 1, 1, keys), q_BTE.dtype)
+            hidden = _additive(padding.reshape(batch, 1, 1, keys), q_BTE.dtype)
             total = hidden if total is None else total + hidden
         return total
 
@@ -115,3 +154,18 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+
+
+def _got(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"got query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+
+def _check_mask(name: str, mask: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"{name} must be bool (True hides) or floating-point (added to the scores), got {mask.dtype}; "
+            f"where its ones hide, pass {name}.bool()"
+        )
+    if not any(mask.shape == shape for shape in shapes.values()):
+        expected = " or ".join(f"[{axes}] = {list(shape)}" for axes, shape in shapes.items())
+        raise ValueError(f"{name} must have shape {expected}, got {list(mask.shape)}; masks are not broadcast")
