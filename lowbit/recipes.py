@@ -5,7 +5,7 @@ A recipe's name may carry a scaling for the weight: ``"int4-weight-only:group32"
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from lowbit.scaling import Scheme, find_scaling, scheme
 
@@ -26,9 +26,12 @@ class Training:
     grad_weight: tuple[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Recipe:
-    """Schemes by role; ``input`` None leaves activations alone, ``training`` None means inference only."""
+    """Schemes by role, or their names; ``input`` None leaves activations alone, ``training`` None: inference only.
+
+    Raises ValueError for an unknown scheme, TypeError for what is none, a name that is no string, or another training.
+    """
 
     name: str
     weight: Scheme
@@ -36,46 +39,60 @@ class Recipe:
     training: Training | None = None
     about: str = ""
 
+    def __init__(
+        self,
+        name: str,
+        weight: Scheme | str,
+        input: Scheme | str | None = None,
+        training: Training | None = None,
+        about: str = "",
+    ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"a recipe's name must be a string, got {type(name).__name__}")
+        if training is not None and not isinstance(training, Training):
+            raise TypeError(f"recipe {name!r}: training must be a Training or None, got {type(training).__name__}")
+        held = (name, scheme(weight), None if input is None else scheme(input), training, about)
+        for field, value in zip(fields(self), held, strict=True):
+            object.__setattr__(self, field.name, value)
+
     def __str__(self) -> str:
         return self.name
-
-
-def _row(name: str, weight: str, input: str | None = None, training: Training | None = None, about: str = "") -> Recipe:
-    return Recipe(name, scheme(weight), scheme(input) if input else None, training, about)
 
 
 #: Every named recipe. Names are API.
 RECIPES: dict[str, Recipe] = {
     row.name: row
     for row in (
-        _row("int8", "int8:row", "int8:row", about="8-bit weights and activations (dynamic, a scale a token)"),
-        _row("int8-weight-only", "int8:row", about="8-bit weights"),
-        _row("int4-weight-only", "int4:group128", about="4-bit weights, a scale for 128; say :group32 for finer ones"),
-        _row("nf4", "nf4", about="4-bit NormalFloat weights (QLoRA)"),
-        _row(
+        Recipe("int8", "int8:row", "int8:row", about="8-bit weights and activations (dynamic, a scale a token)"),
+        Recipe("int8-weight-only", "int8:row", about="8-bit weights"),
+        Recipe(
+            "int4-weight-only", "int4:group128", about="4-bit weights, a scale for 128; say :group32 for finer ones",
+        ),
+        Recipe("nf4", "nf4", about="4-bit NormalFloat weights (QLoRA)"),
+        Recipe(
             "fp8", "fp8_e4m3:row", "fp8_e4m3:row",
             Training(("fp8_e5m2:row", "fold"), ("fp8_e5m2:col", "fold")), "FP8, a scale a row; trains",
         ),
-        _row(
+        Recipe(
             "fp8-tensor", "fp8_e4m3:tensor", "fp8_e4m3:tensor",
             Training(("fp8_e5m2:tensor", "keep"), ("fp8_e5m2:tensor", "keep")), "FP8, a scale a tensor; trains",
         ),
-        _row(
+        Recipe(
             "fp8-block", "fp8_e4m3:block128x128", "fp8_e4m3:group128",
             Training(
                 ("fp8_e4m3:group128", "keep"), ("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
             ),
             "FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
         ),
-        _row("fp8-weight-only", "fp8_e4m3:row", about="FP8 weights"),
-        _row(
+        Recipe("fp8-weight-only", "fp8_e4m3:row", about="FP8 weights"),
+        Recipe(
             "mxfp8", "mxfp8", "mxfp8",
             Training(("mxfp8:ceil", "mxfp8:ceil:T"), ("mxfp8:ceil:T", "mxfp8:ceil:T")), "OCP MX, FP8 elements; trains",
         ),
-        _row("mxfp6", "mxfp6", "mxfp6", about="OCP MX, FP6 (E2M3) elements"),
-        _row("mxfp4", "mxfp4", "mxfp4", about="OCP MX, FP4 elements"),
-        _row("nvfp4", "nvfp4", "nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor"),
-        _row("w4a8", "int4:group128", "int8:row", about="4-bit weights, 8-bit activations"),
+        Recipe("mxfp6", "mxfp6", "mxfp6", about="OCP MX, FP6 (E2M3) elements"),
+        Recipe("mxfp4", "mxfp4", "mxfp4", about="OCP MX, FP4 elements"),
+        Recipe("nvfp4", "nvfp4", "nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor"),
+        Recipe("w4a8", "int4:group128", "int8:row", about="4-bit weights, 8-bit activations"),
     )
 }  # fmt: skip
 
@@ -84,10 +101,12 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
 
     Raises ValueError for an unknown name, listing the known ones, and for another scaling of a recipe that trains or
-    whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format).
+    whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format). TypeError for what is neither.
     """
     if isinstance(name, Recipe):
         return name if group is None else _rescaled(name, f"group{group}")
+    if not isinstance(name, str):
+        raise TypeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}; got {type(name).__name__}")
     base, _, scaling = name.partition(":")
     if base not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; expected one of {', '.join(RECIPES)}")
@@ -108,7 +127,7 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
         raise ValueError(
             f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and another scaling would make it "
             f"another format; use one with fp32 scales, such as int4-weight-only:{scaling}, "
-            f"or Recipe('mine', scheme({plain!r}))"
+            f"or Recipe('mine', {plain!r})"
         )
     affine = ":affine" if base.weight.affine and "affine" not in scaling.split(":") else ""
     weight = scheme(f"{base.weight.format.name}:{scaling}{affine}")
