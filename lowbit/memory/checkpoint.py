@@ -46,14 +46,24 @@ def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = No
     Backward recomputes a block with the same autocast, random state and backend (``use_backend``; inside torch.compile
     each call chooses its backend anew), so losses and gradients keep their bits.
     Without gradients nothing changes. Parameter names stay as they are; a block already checkpointed is left alone.
+    Blocks may be converted before or after (``quantize_``, ``train.prepare_``, ``train.convert_``): one that is a layer
+    itself runs what its class computes at the time of the call, or the forward that it was given for itself.
 
     Raises: ValueError when no blocks are found.
     """
     found = find_blocks(model) if blocks is None else list(blocks)
     for block in found:
-        if not isinstance(block.forward, partial):
-            block.forward = partial(_recomputed, block.forward)  # type: ignore[method-assign]
+        own = vars(block).get("forward")
+        if own is None:
+            block.forward = partial(recomputed, block)  # type: ignore[method-assign]
+        elif not (isinstance(own, partial) and own.func in (recomputed, _recomputed)):
+            block.forward = partial(_recomputed, own)  # type: ignore[method-assign]
     return len(found)
+
+
+def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of ``block``'s class, looked up now; lowbit.nn.converters knows this function by its name."""
+    return _recomputed(partial(type(block).forward, block), *args, **kwargs)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

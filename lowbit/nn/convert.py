@@ -7,86 +7,24 @@ model as it was.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lowbit.functional import quantize
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.conv import QuantConv2d
+from lowbit.nn.converters import CONVERTERS, Make, class_name
 from lowbit.nn.linear import QuantLinear, empty
+from lowbit.nn.select import DEFAULT_SKIP, left_lines, nothing_found, select
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["CONVERTERS", "DEFAULT_SKIP", "Conversion", "Converter", "model_bytes", "quantize_", "quantized_layers"]
-
-#: Left in high precision unless the caller says otherwise: the output projection of language models.
-DEFAULT_SKIP = ("lm_head",)
-
-#: Makes a QuantLinear of a parameter, the matrix [out, in] that the layer computes with (a view or a copy of it, or of
-#: part of it), and a bias.
-Make = Callable[[Tensor, Tensor, Any], QuantLinear]
-
-
-class Converter(NamedTuple):
-    """One kind of layer: what becomes of it, and a reason why one of them must stay as it is (None: none)."""
-
-    convert: Callable[[Any, Make], nn.Module]
-    refuses: Callable[[Any], str | None]
-
-
-def _computed_weight(layer: nn.Module) -> str | None:
-    if "weight" in layer._parameters:
-        return None
-    return "its weight is computed from other tensors (weight_norm, pruning); make it a plain parameter first"
-
-
-def _refuses_conv(layer: nn.Conv2d) -> str | None:
-    return (
-        f"it has {layer.groups} groups, and one matrix product serves one"
-        if layer.groups > 1
-        else _computed_weight(layer)
-    )
-
-
-def _attention(layer: nn.MultiheadAttention, make: Make) -> QuantMultiheadAttention:
-    packed = layer.in_proj_weight
-    weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else packed.chunk(3)
-    biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.detach().chunk(3)
-    q, k, v = (
-        make(
-            weight if packed is None else packed,
-            weight,
-            None if bias is None else nn.Parameter(bias.clone(), layer.in_proj_bias.requires_grad),
-        )
-        for weight, bias in zip(weights, biases, strict=True)
-    )
-    out = layer.out_proj
-    return QuantMultiheadAttention(layer, q, k, v, make(out.weight, out.weight, out.bias))
-
-
-#: What is converted, by the full name of its exact class: subclasses may compute something else, and are left alone.
-CONVERTERS: dict[str, Converter] = {
-    "torch.nn.modules.linear.Linear": Converter(
-        lambda layer, make: make(layer.weight, layer.weight, layer.bias), _computed_weight
-    ),
-    "torch.nn.modules.conv.Conv2d": Converter(
-        lambda layer, make: QuantConv2d(layer, make(layer.weight, layer.weight.flatten(1), layer.bias)), _refuses_conv
-    ),
-    "torch.nn.modules.activation.MultiheadAttention": Converter(_attention, lambda layer: None),
-    "transformers.pytorch_utils.Conv1D": Converter(
-        lambda layer, make: make(layer.weight, layer.weight.t(), layer.bias), _computed_weight
-    ),
-}
-
-#: Layers that must be turned back before they can be quantized, and how.
-_UNREADY = {
-    "lowbit.train.linear.TrainLinear": "is being trained in low precision; call lowbit.train.convert_(model) first",
-}
+__all__ = ["Conversion", "class_name", "model_bytes", "quantize_", "quantized_layers", "uncompiled"]
 
 #: Where nn.Module keeps the hooks on a layer's calls.
 _HOOKS = (
@@ -118,7 +56,7 @@ class Conversion:
         if self.bytes_before:
             lines[0] += f", {self.bytes_before / 2**20:.2f} -> {self.bytes_after / 2**20:.2f} MiB"
         lines += [f"  skipped: {', '.join(self.skipped)}"] if self.skipped else []
-        lines += [f"  left {name}: {reason}" for name, reason in self.left.items()]
+        lines += [f"  {line}" for line in left_lines(self.left)]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -135,11 +73,13 @@ def quantize_(
     Converted: layers whose class is exactly nn.Linear, nn.Conv2d (``groups=1``), nn.MultiheadAttention or transformers'
     Conv1D (``CONVERTERS``). ``skip``: names of modules to leave, with wildcards; ``"lm_head"`` also means
     ``"model.lm_head"`` and all below it. ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``.
-    Layers that share a weight share one Quantized; an embedding keeps its own. Hooks and train/eval mode are kept.
+    Layers that share a weight share one Quantized; an embedding keeps its own. Hooks and train/eval mode are kept, and
+    so is the checkpointing of blocks. ``left`` names, with the reason, layers that hold more than their class does or a
+    forward of their own, and other modules with weight matrices (embeddings and norms aside).
 
     Raises ValueError, with the model untouched: nothing to convert, layers quantized or (each by itself) compiled
-    already, a weight with NaN or Inf, a skip pattern without a match, an unknown recipe. TypeError for weights that are
-    not fp32, bf16 or fp16.
+    already, a weight with NaN or Inf or without a shape yet, a skip pattern without a match, an unknown recipe.
+    TypeError for weights that are not fp32, bf16 or fp16, and for a model or a recipe that is none.
     """
     if calibration is not None:
         raise ValueError(
@@ -161,6 +101,12 @@ def quantize_(
     )
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile was given, if ``model`` is what it made of it."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantLinear | QuantConv2d | QuantMultiheadAttention]:
     """The quantized layers of ``model`` by name (every name, where one has several), outermost ones only."""
     found: dict[str, QuantLinear | QuantConv2d | QuantMultiheadAttention] = {}
@@ -169,108 +115,6 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLinear | QuantConv2d | 
         if isinstance(module, QuantLinear | QuantConv2d | QuantMultiheadAttention) and not inside:
             found[name] = module
     return found
-
-
-# -- choosing --------------------------------------------------------------------------------------------------------
-@dataclass
-class Selection:
-    """The layers to convert by (first) name, the names that were skipped, and why others are left as they are."""
-
-    layers: dict[str, Any] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that torch.compile was given, if ``model`` is what it made of it."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
-
-
-def class_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` names the module ``name`` or one that it is inside of, in full or from any dot on."""
-    words = name.split(".")
-    spans = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
-    return any(fnmatchcase(span, pattern) for span in spans)
-
-
-def select(model: nn.Module, skip: Iterable[str], table: dict[str, Converter], inside_only: bool = True) -> Selection:
-    """The layers of ``model`` that ``table`` converts and ``skip`` does not name. Raises as ``quantize_`` does."""
-    if isinstance(skip, str):
-        raise TypeError(f"skip must be a collection of patterns, got the string {skip!r}; write skip=({skip!r},)")
-    names: dict[int, list[str]] = {}
-    modules: dict[int, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
-    patterns = tuple(skip)
-    every = [name for several in names.values() for name in several]
-    for pattern in patterns:
-        if pattern not in DEFAULT_SKIP and not any(matches(pattern, name) for name in every):
-            raise ValueError(f"skip pattern {pattern!r} matches no module; names are such as {_examples(every)}")
-    found, inside = Selection(), set[str]()
-    for key, module in modules.items():
-        first = names[key][0]
-        kind = class_name(module)
-        if any(first.startswith(f"{outer}.") for outer in inside):
-            continue
-        quantized = isinstance(module, QuantLinear | QuantConv2d | QuantMultiheadAttention)
-        if not (kind in table or kind in _UNREADY or quantized or isinstance(module, nn.Linear)):
-            continue
-        inside.add(first)
-        if any(matches(pattern, name) for pattern in patterns for name in names[key]):
-            found.skipped.append(first)
-        elif kind in table and inside_only and any(name.split(".")[-1] == "_orig_mod" for name in names[key]):
-            raise ValueError(
-                f"{first} is compiled by itself, and its compiled code would go on with the layer as it is; "
-                f"quantize first, then compile"
-            )
-        elif kind in table:
-            reason = table[kind].refuses(module)
-            if reason is None:
-                found.layers[first] = module
-            else:
-                found.left[first] = reason
-        elif quantized:
-            raise ValueError(
-                f"{first or 'the model'} is quantized already (recipe {module.recipe}); "
-                f"quantize the original model, or name the layers to leave in skip=..."
-            )
-        elif kind in _UNREADY:
-            raise ValueError(f"{first or 'the model'} {_UNREADY[kind]}")
-        else:
-            found.left[first] = f"a {type(module).__name__} is not exactly nn.Linear, and may compute something else"
-    if inside_only and "" in found.layers:
-        raise ValueError(
-            f"the model itself is a {type(model).__name__}, which cannot be replaced in place; "
-            f"convert nn.Sequential(model) instead"
-        )
-    return found
-
-
-def _examples(names: list[str], most: int = 4) -> str:
-    leaves = [name for name in names if name and not any(other.startswith(f"{name}.") for other in names)]
-    return ", ".join(repr(name) for name in leaves[:most]) or "none (the model has no modules inside)"
-
-
-def nothing_found(model: nn.Module, found: Selection, what: str, converted: str) -> str:
-    """Why a conversion found nothing to do, and what to try."""
-    kinds = Counter(
-        type(module).__name__
-        for module in model.modules()
-        if any(p is not None and p.dim() > 1 for p in module._parameters.values())
-    )
-    seen = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) or "no layer with a weight matrix"
-    lines = [f"{what} found nothing to convert: it converts layers of class {converted}, and the model has {seen}"]
-    lines += (
-        [f"skipped as asked: {', '.join(found.skipped)}; pass skip=() to convert these too"] if found.skipped else []
-    )
-    lines += [f"left {name}: {reason}" for name, reason in found.left.items()]
-    return "\n".join(lines)
 
 
 # -- making ----------------------------------------------------------------------------------------------------------
@@ -322,6 +166,9 @@ def _convert(name: str, layer: Any, make: Make) -> nn.Module:
     # The very dictionaries, because the handles that remove a hook refer to them.
     for hooks in _HOOKS:
         setattr(made, hooks, getattr(layer, hooks))
+    forward = vars(layer).get("forward")
+    if forward is not None:  # a checkpointed block's, since all others are refused
+        vars(made)["forward"] = partial(forward.func, made)
     return made
 
 
@@ -339,6 +186,9 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
             raise ValueError(f"the model has no module {name!r}")
         if class_name(layer) not in CONVERTERS:
             raise ValueError(f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart")
+        reason = CONVERTERS[class_name(layer)].refuses(layer)
+        if reason is not None:
+            raise ValueError(f"{name!r} cannot be replaced by a quantized layer: {reason}")
         if id(layer) not in made:
             maker = makers.setdefault(recipe, _Maker(recipe, _allocated))
             made[id(layer)] = _convert(name, layer, maker)
@@ -393,5 +243,5 @@ def _untied(model: nn.Module, layers: dict[str, Any]) -> tuple[str, ...]:
 
 def model_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared storage counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

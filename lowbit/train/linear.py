@@ -16,16 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowbit.functional import quantize, scaled_mm
-from lowbit.nn.convert import (
-    CONVERTERS,
-    DEFAULT_SKIP,
-    Conversion,
-    leave_fused_kernels,
-    nothing_found,
-    restore_fused_kernels,
-    select,
-)
+from lowbit.nn.convert import Conversion, leave_fused_kernels, restore_fused_kernels
+from lowbit.nn.converters import CONVERTERS, foreign_forward
 from lowbit.nn.linear import backend_now, on_backend, result_dtype
+from lowbit.nn.select import DEFAULT_SKIP, nothing_found, select
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -181,9 +175,10 @@ def _operands(g: Tensor, saved: Quantized, product: Product, along_rows: bool) -
 def prepare_(model: nn.Module, recipe: str | Recipe = "fp8", skip: Iterable[str] = DEFAULT_SKIP) -> Conversion:
     """Make the layers of ``model`` that are exactly nn.Linear train in low precision, in place.
 
-    Parameters, names, hooks and optimizers that hold them stay as they are. ``skip`` as for ``quantize_``.
+    Parameters, names, hooks, checkpointing and optimizers that hold them stay as they are. ``skip`` and what is left
+    as for ``quantize_``.
     Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
-    prepared or quantized already, a skip pattern without a match.
+    prepared or quantized already or whose weight has no shape yet, a skip pattern without a match.
     """
     chosen = find_recipe(recipe)
     plan = Plan.of(chosen)
@@ -199,8 +194,17 @@ def prepare_(model: nn.Module, recipe: str | Recipe = "fp8", skip: Iterable[str]
 
 
 def convert_(model: nn.Module) -> tuple[str, ...]:
-    """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned; return their names."""
+    """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned; return their names.
+
+    Raises ValueError, with the model untouched, where a layer has got a forward of its own since.
+    """
     prepared: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) is TrainLinear}
+    hooked = [name or "the model" for name, layer in prepared.items() if foreign_forward(layer)]
+    if hooked:
+        raise ValueError(
+            f"the forward of {', '.join(hooked)} was replaced on the layer itself (accelerate's hooks do so), and "
+            f"would go on in low precision; remove that first, then call convert_ again"
+        )
     for layer in prepared.values():
         del layer.recipe, layer._plan
         layer.__class__ = nn.Linear
