@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layers import bound, exact
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from variants import serving
 
 import lowbit as lb
@@ -133,6 +134,23 @@ def test_an_adapter_learns_around_a_quantized_layer():
     y = made(x + first) + up(down(x + first))
     y.sum().backward()
     assert first.grad.abs().sum() > 0 and down.weight.grad.abs().sum() > 0 and made.bias.grad is None
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_of_the_floating_point_parameters_keeps_the_bits_of_the_others(use_buffers):
+    ema = get_ema_multi_avg_fn(0.9)
+    model = nn.Sequential(layer("nvfp4", 40, 33), nn.Linear(33, 5))
+    averaged = AveragedModel(
+        model, multi_avg_fn=lambda a, b, n: ema(a, b, n) if a[0].is_floating_point() else None, use_buffers=use_buffers
+    )
+    first = model[1].weight.detach().clone()
+    for _ in range(3):
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            model[1].weight.add_(1.0)
+    for name, part in model[0].weight.parts.items():
+        assert same_bits(averaged.module[0].weight.parts[name], part)
+    torch.testing.assert_close(averaged.module[1].weight.detach(), first + 0.1 * 0.9 + 0.2)
 
 
 def test_dynamic_layers_save_no_activation():

@@ -71,7 +71,10 @@ class QuantLinear(nn.Module):
 
     Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``outer_scale`` (two-level schemes); floating
     scales are kept as the integers of their bits, and ``.weight`` shows them as the numbers they are. Integers have no
-    gradient, so torch raises for ``model.requires_grad_(True)``; set it on the floating-point parameters instead.
+    gradient, so torch raises for ``model.requires_grad_(True)``; set it on the floating-point parameters instead. What
+    averages parameters (``AveragedModel``) would average these integers too, which moves the scales a little at every
+    update: average the floating-point ones only, for instance with
+    ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
     ``state_dict`` also holds the scheme's name, as ``_extra_state``: ASCII in a uint8 tensor, which every container of
     tensors keeps (safetensors, distributed checkpoints). ``load_state_dict`` refuses codes of another scheme, since
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
