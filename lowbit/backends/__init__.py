@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from lowbit.backends import dispatch, registry
+from lowbit.backends import dispatch, native, registry
 
 #: Modules of this package, each a backend.
 BACKENDS = ("reference", "cpu", "cuda", "triton")
@@ -15,7 +15,7 @@ def _load() -> None:
         module = import_module(f"lowbit.backends.{name}")
         reason = module.unavailable()
         if reason is None:
-            registry.add(module.IMPLS)
+            registry.add(native.with_warning(module.IMPLS) if name == "reference" else module.IMPLS)
         else:
             registry.set_absent(name, reason)
     dispatch.register_all()

@@ -7,7 +7,9 @@ tensors of any rank and stride become that.  Schemas: csrc/ops.cpp.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,26 +18,36 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
+from lowbit.backends.registry import Impl, forced
 from lowbit.ops import codec
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import as_rows
 
-__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error", "scheme_params"]
+__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error", "scheme_params", "with_warning"]
 
 #: The torch ops, built by CMake into the package.
 LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
 
-_REBUILD = "install a C++ compiler and torch, then reinstall lowbit (`pip install -v .` shows the build)"
+_REBUILD = (
+    "with a C++ compiler there, run `make build` in a checkout, or install lowbit again: "
+    "`pip install -v --force-reinstall --no-deps --no-cache-dir .` in the folder of its sources"
+)
 
 
 # -- the library -------------------------------------------------------------------------------------------------------
 def build_notice() -> str | None:
     """What the build of the native code had to leave out, and how to get it; None where nothing is missing."""
-    record = LIBRARY.with_name("_build.json")
-    if not record.exists():
+    record = _record()
+    if record is None:
         return f"the native code was not built; {_REBUILD}"
-    notice = json.loads(record.read_text())["notice"]
+    notice = record["notice"]
     return None if notice is None else str(notice)
+
+
+def _record() -> dict[str, Any] | None:
+    """What setup.py wrote of the build."""
+    path = LIBRARY.with_name("_build.json")
+    return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 @cache
@@ -46,7 +58,7 @@ def loading_error() -> str | None:
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        return f"{LIBRARY} cannot be loaded ({error.__cause__ or error}); rebuild it with this torch: {_REBUILD}"
+        return f"{LIBRARY} cannot be loaded ({error.__cause__ or error}); build it for this torch: {_REBUILD}"
     return _stale()
 
 
@@ -56,6 +68,35 @@ def _stale() -> str | None:
     if hasattr(ops, "fingerprint") and ops.fingerprint() == formats.fingerprint():
         return None
     return f"{LIBRARY.name} was built with another table of formats than lowbit/formats.py has; rebuild: make build"
+
+
+def with_warning(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``rows`` of the reference; where the native library is absent and was wanted, they warn once on the CPU.
+
+    pip shows no notices of a build, so this is the first that a user hears of it. Silent under ``use_backend``.
+    """
+    if loading_error() is None or not (_record() or {}).get("wanted", True):
+        return rows
+    return tuple(replace(row, run=_warning(row.run)) for row in rows)
+
+
+def _warning(run: Callable[[tuple[Tensor, ...], Any], None]) -> Callable[[tuple[Tensor, ...], Any], None]:
+    def run_and_say(outs: tuple[Tensor, ...], call: Any) -> None:
+        if outs[0].device.type == "cpu" and forced() is None:
+            _warn()
+        run(outs, call)
+
+    return run_and_say
+
+
+@cache
+def _warn() -> None:
+    warnings.warn(
+        f"lowbit runs on its reference, which is slow: {loading_error()}. To be silent: install with LOWBIT_NATIVE=0, "
+        "or warnings.filterwarnings('ignore', 'lowbit runs on its reference')",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def load() -> Any:

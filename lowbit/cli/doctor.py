@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
         f"{name}: {state.removeprefix('missing: ')}" for name, state in backends.items() if state.startswith("missing")
     ]
     advice += [state.removeprefix("unusable: ") for state in native.values() if state.startswith("unusable")]
-    if notice:
+    if notice and not any(notice in line for line in advice):
         advice.append(f"build: {notice}")
     if precision == "highest":
         advice.append(
