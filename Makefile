@@ -48,7 +48,7 @@ exhaustive: ## Every fp32 pattern through every format, every pair of schemes (h
 demo: ## Train a small GPT in bf16 and FP8, quantize it with every recipe, write out/demo/report.md (minutes)
 	$(call setup,demo)
 	$(native)
-	$(RUN) -m lowbit.cli train $(ARGS)
+	$(RUN) -m lowbit.cli train $(or $(strip $(ARGS)),$(if $(wildcard out/demo/report.md),--overwrite))
 
 bench: ## Measure every op beside its peers and the machine's limits; writes bench/results/ (with ARGS: out/bench/)
 	$(call setup,bench --optional bench/requirements.txt)

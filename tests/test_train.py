@@ -227,6 +227,30 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
     assert not trainer.path.exists(), "a broken state must not be saved"
 
 
+@pytest.mark.parametrize(("precision", "advised"), [("fp32", False), ("bf16", True), ("fp8", True)])
+def test_a_wider_format_is_advised_where_there_is_one(corpus, tmp_path, precision, advised):
+    trainer = made(corpus, tmp_path, precision=precision)
+    with torch.no_grad():
+        trainer.model.embed.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.run()
+    assert (f"wider format than {precision}" in str(caught.value)) == advised
+
+
+def test_a_gpt_of_one_block_is_checkpointed(corpus, tmp_path):
+    model = GPT(GPTConfig(vocab=300, context=32, layers=1, heads=2, dim=32, hidden=64))
+    config = TrainConfig(**{**vars(SHORT), "steps": 2, "precision": "fp8", "checkpointing": True})
+    trainer = Trainer(model, corpus, config, tmp_path)
+    assert "forward" in vars(model.blocks[0]), "its forward is replaced by one that recomputes"
+    assert len(trainer.run().train) == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_settings_that_are_no_numbers_are_refused(value):
+    with pytest.raises(ValueError, match="lr must be positive and finite"):
+        TrainConfig(lr=value)
+
+
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, lambda file: file.write(b"old"))

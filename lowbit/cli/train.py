@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_json, size
 from lowbit.machine import float_precision
@@ -54,7 +56,7 @@ def train(
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = _TRAIN.save_every,
     eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away an unfinished run in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report's numbers as JSON.")] = False,
 ) -> None:
     """Train a small GPT in bf16 (or fp32) and in FP8 on English text, quantize it with every recipe, and report.
@@ -77,6 +79,7 @@ def train(
     report.require_plots()
     corpus = settings.corpus()
     if not resume:
+        demo.check(settings, corpus, directory)
         _begin(settings, directory, overwrite)
     again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
     try:
@@ -94,20 +97,38 @@ train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 def _begin(settings: demo.Settings, directory: Path, overwrite: bool) -> None:
     """Make ``directory`` ready for a new run. What goes is what the settings found there say an earlier run wrote.
 
-    Raises: ValueError where that would throw away an unfinished run, or files that no run of this command wrote.
+    Raises: ValueError where that would throw away a run without ``overwrite``, or files that no run of this command
+    wrote; OSError where nothing can be written.
     """
+    _make(directory)
     if not (directory / "settings.json").exists():
         _refuse_strangers(settings, directory)
     else:
         before = demo.Settings.load(directory)
-        if not (directory / "report.md").exists() and not overwrite:
+        if not overwrite:
+            finished = (directory / "report.md").exists()
+            state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to go on with it, ")
             raise ValueError(
-                f"{directory} holds an unfinished run; add --resume to go on with it or --overwrite to start over"
+                f"{directory} holds {state} run; add {resume}--overwrite to start over, or give another --out"
             )
         (directory / "report.md").unlink(missing_ok=True)
         for precision in before.precisions:
             demo.state_path(directory, precision).unlink(missing_ok=True)
     settings.save(directory)
+
+
+def _make(directory: Path) -> None:
+    """The directory. Raises: OSError where there can be none, or nothing can be written to it."""
+    if directory.is_file():
+        raise NotADirectoryError(f"{directory} is a file; give a directory with --out")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise type(error)(
+            f"cannot write to {directory} ({error.strerror}); give another directory with --out"
+        ) from None
 
 
 def _refuse_strangers(settings: demo.Settings, directory: Path) -> None:
@@ -145,7 +166,7 @@ def _flat(settings: demo.Settings) -> dict[str, Any]:
 
 def _train(settings: demo.Settings, corpus: Corpus, directory: Path, resume: bool) -> list[Trainer]:
     bar = Progress(
-        TextColumn("[bold]{task.description:<6}[/]"), BarColumn(None), TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description:<6}", "bold"), BarColumn(None), TextColumn("{task.completed}/{task.total}"),
         TextColumn("{task.fields[status]}"), TimeRemainingColumn(compact=True), console=errors,
     )  # fmt: skip
     runs = []
@@ -187,8 +208,8 @@ def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], direct
         print_json(demo.as_json(settings, corpus, runs, rows))
     else:
         for claim in report.claims(runs, rows):
-            verdict = "holds" if claim.holds else "[bold red]fails[/]"
-            out.print(f"{claim.name}: {claim.measured:+.2%}, at most {claim.allowed:+.1%}: {verdict}", soft_wrap=True)
+            verdict = "holds" if claim.holds else Text("fails", "bold red")
+            out.print(f"{claim.name}: {claim.measured:+.2%}, at most {claim.allowed:+.1%}:", verdict, soft_wrap=True)
         out.print(f"report: {path}", soft_wrap=True)
         out.print(
             f"model:  {directory / 'model'}   (quantize it: lowbit quantize {directory / 'model'} int4-weight-only)",

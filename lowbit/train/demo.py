@@ -36,7 +36,7 @@ INFERENCE_RECIPES = tuple(
 )
 
 PROMPT = "This module provides"
-SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
+SAMPLE_TOKENS, WARM_UP_TOKENS, TEMPERATURE = 120, 2, 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,20 @@ def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) 
         yield trainer
 
 
+def check(settings: Settings, corpus: Corpus, directory: Path) -> None:
+    """Meet before training, and before anything is written, what would end a run later.
+
+    Raises: ValueError for a text too short for the context, a context too short for the sample, or a model that a
+    recipe cannot train.
+    """
+    context = settings.train.context
+    for trainer in trainers(settings, corpus, directory, resume=False):
+        corpus.batch(0, 1, context, trainer.config.seed)
+    needed = len(corpus.tokenizer.encode(PROMPT)) + WARM_UP_TOKENS
+    if context < needed:
+        raise ValueError(f"a context of {context} is too short for the sample text; it must be {needed} or more")
+
+
 def save(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
     """``save_model``, with the tokenizer beside it."""
     save_model(model, directory)
@@ -123,7 +137,10 @@ def load(directory: Path) -> tuple[GPT, Tokenizer]:
     model = load_model(directory)
     if not isinstance(model, GPT):
         raise ValueError(f"{directory} holds a {type(model).__name__}, and this command quantizes GPTs of lowbit train")
-    return model.eval(), Tokenizer.from_json(path.read_text())
+    try:
+        return model.eval(), Tokenizer.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy the whole directory again, or train anew") from None
 
 
 @dataclass(frozen=True)
@@ -168,7 +185,7 @@ def measure(name: str, model: GPT, corpus: Corpus, windows: torch.Tensor) -> Mea
     loss = evaluate(model, windows)
     prompt = torch.tensor([corpus.tokenizer.encode(PROMPT)])
     wanted = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
-    list(generate(model, prompt, 2))  # first calls set up caches and threads
+    list(generate(model, prompt, WARM_UP_TOKENS))  # first calls set up caches and threads
     start = time.perf_counter()
     tokens = [int(token) for token in generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1)]
     seconds = time.perf_counter() - start

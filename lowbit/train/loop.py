@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lowbit.files import write_atomically
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
+from lowbit.nn.transformer import GPT
 from lowbit.train.data import Corpus
 
 __all__ = ["FLOATS", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
@@ -62,9 +63,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "lr", "clip", "eval_every", "eval_windows", "save_every"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
         if self.outside not in FLOATS:
             raise ValueError(f"outside must be one of {', '.join(FLOATS)}, got {self.outside!r}")
 
@@ -156,7 +158,7 @@ class Trainer:
 
             prepare_(model, config.recipe)
         if config.checkpointing:
-            checkpoint_blocks_(model)
+            checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -199,10 +201,9 @@ class Trainer:
         self.optimizer.zero_grad()
         self.history.train.append(loss.item())
         if not math.isfinite(self.history.train[-1]):
-            raise FloatingPointError(
-                f"the loss at step {self.step} is {self.history.train[-1]}; lower the learning rate ({config.lr}) "
-                f"or train in a wider format than {config.precision}"
-            )
+            wider = "" if config.precision == "fp32" else f" or train in a wider format than {config.precision}"
+            lower = f"lower the learning rate ({config.lr}){wider}"
+            raise FloatingPointError(f"the loss at step {self.step} is {self.history.train[-1]}; {lower}")
         self.step += 1
         self.history.seconds += time.perf_counter() - start
         self.history.peak_bytes = max(self.history.peak_bytes, peak_bytes())

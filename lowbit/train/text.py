@@ -102,10 +102,12 @@ def standard_library() -> list[Document]:
 def file_documents(path: Path, section: int = 4096) -> list[Document]:
     """A text file of one's own, cut at empty lines into documents of at least ``section`` characters.
 
-    Raises: ValueError when the file is not UTF-8 text.
+    Raises: ValueError when the file cannot be read or is not UTF-8 text.
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a file of UTF-8 text") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. iconv -t utf-8") from None
     found: list[Document] = []
