@@ -110,7 +110,13 @@ def test_doctor_names_every_backend(run):
     ("arguments", "message"),
     [
         (["formats", "fp9"], "unknown format 'fp9'"),
-        (["formats", "int8", "--scale", "x"], "--scale takes a number"),
+        *[
+            (["formats", "int8", f"--scale={scale}"], f"real number or power, such as 0.25 or 2^-3, got '{scale}'")
+            for scale in ("x", "1^", "nan", "-8^0.5", "10^400", "0^-1")
+        ],
+        (["formats", "[/foo]"], "unknown format '[/foo]'"),
+        (["quantize", "my[run]", "int8"], "my[run]/tokenizer.json does not exist"),
+        (["quantize", "[/foo]", "int8"], "[/foo]/tokenizer.json does not exist"),
         (["formats", "int4:row:e9m9"], "unknown or repeated option"),
         (["quantize", "/nowhere", "int9"], "unknown recipe 'int9'"),
         (["quantize", "/nowhere", "int8"], "does not exist"),
@@ -118,7 +124,13 @@ def test_doctor_names_every_backend(run):
         (["train", "--out", "{tmp}", "--dim", "33"], "multiple of 2 * heads"),
         (["train", "--out", "{tmp}", "--recipe", "int9"], "unknown recipe"),
         (["train", "--out", "{tmp}", "--precision", "int8"], "for inference only"),
-        (["train", "--out", "{tmp}", "--data", "/nowhere"], "No such file"),
+        (["train", "--out", "{tmp}", "--data", "/nowhere"], "/nowhere cannot be read (No such file or directory)"),
+        (["train", "--out", "{tmp}", *TINY, "--lr", "nan"], "lr must be positive and finite, got nan"),
+        (["train", "--out", "{tmp}", *TINY, "--seed", "-1"], "seed must be from 0"),
+        (["train", "--out", "{tmp}", *TINY, "--context", "1000000"], "do not fill one window of 1000000"),
+        (["train", "--out", "{tmp}", *TINY, "--context", "8"], "too short for the sample text"),
+        (["train", "--out", str(ENGLISH), *TINY], "english.txt is a file; give a directory with --out"),
+        (["train", "--out", "/dev/null/run", *TINY], "give another directory with --out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -126,6 +138,28 @@ def test_mistakes_are_one_message(run, tmp_path, arguments, message):
     told = run(*(a.format(tmp=tmp_path / "run") for a in arguments), code=1)
     assert told.startswith("error: ") and message in told
     assert not (tmp_path / "run").exists(), "a mistake must leave nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Expecting value"),
+        ("[]", "a list of merges"),
+        ("{}", "a list of merges"),
+        ('{"merges": 3}', "a list of merges"),
+        ('{"merges": [[1, 2], [257, 1]]}', "token 257 must be a pair of earlier tokens, got [257, 1]"),
+        ('{"merges": [[1, -2]]}', "pair of earlier tokens"),
+        ('{"merges": [[1, "a"]]}', "pair of earlier tokens"),
+        ('{"merges": [7]}', "token 256 must be a pair of earlier tokens, got 7"),
+    ],
+)
+def test_a_damaged_tokenizer_is_one_message(run, tmp_path, text, why):
+    from lowbit.nn.transformer import GPT, GPTConfig
+
+    lb.save_model(GPT(GPTConfig(vocab=256, context=4, layers=1, heads=1, dim=2, hidden=2)), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(text)
+    told = run("quantize", str(tmp_path / "model"), "int8", code=1)
+    assert "tokenizer.json is damaged" in told and why in told and "copy the whole directory" in told
 
 
 # -- train -----------------------------------------------------------------------------------------------------------
@@ -237,7 +271,10 @@ def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     for name in ("bf16", "fp8", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "checkpoint.pt").write_text(name)
-    with pytest.raises(ValueError, match="holds an unfinished run"):
+    with pytest.raises(ValueError, match="holds an unfinished run; add --resume to go on with it, --overwrite to"):
+        train._begin(settings, tmp_path, overwrite=False)
+    (tmp_path / "report.md").write_text("of this run")
+    with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or give another --out"):
         train._begin(settings, tmp_path, overwrite=False)
     train._begin(demo.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
     assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]
@@ -276,6 +313,22 @@ def test_float_precision_is_known_without_capabilities(monkeypatch, has):
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch, "cpu", SimpleNamespace(_is_avx512_bf16_supported=lambda: has))
     assert float_precision() == ("bf16" if has else "fp32")
+
+
+@pytest.mark.parametrize(
+    ("given", "finished", "replaces"), [("", True, True), ("", False, False), ("--steps 9", True, False)]
+)
+def test_make_demo_replaces_its_own_report_alone(tmp_path, given, finished, replaces):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    if finished:
+        (tmp_path / "out/demo").mkdir(parents=True)
+        (tmp_path / "out/demo/report.md").write_text("")
+    makefile = Path(__file__).parents[1] / "Makefile"
+    command = ["make", "-n", "-f", str(makefile), "demo", f"PYTHON={sys.executable}", f"ARGS={given}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and given in done.stdout, done.stderr
+    assert ("train --overwrite" in done.stdout) == replaces
 
 
 @pytest.mark.parametrize(("given", "recorded"), [("", True), ("--quick", False), ("--only encode", False)])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import typer
+from rich.text import Text
 
 from lowbit.cli import bench, doctor, formats, quantize, train
 from lowbit.cli.console import errors
@@ -42,7 +43,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError) as error:
-        errors.print(f"[bold red]error:[/] {str(error) or type(error).__name__}", highlight=False, soft_wrap=True)
+        told = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
+        errors.print(told, highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         errors.print("stopped", highlight=False)

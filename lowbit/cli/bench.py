@@ -40,8 +40,8 @@ def bench(
             out.print(f"{item.label} {item.subject}", soft_wrap=True)
         return
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
-        console=errors,
+        TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True), console=errors,
     )  # fmt: skip
     with bar:
         task = bar.add_task("", total=len(items))

@@ -10,8 +10,9 @@ from rich.console import Console
 
 __all__ = ["errors", "out", "print_json", "size"]
 
-out = Console(highlight=False)
-errors = Console(stderr=True)
+#: No markup: paths and names in messages may hold brackets. What is styled is a ``Text``, or has a ``style``.
+out = Console(highlight=False, markup=False)
+errors = Console(stderr=True, markup=False)
 
 
 def print_json(value: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
@@ -29,12 +30,12 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         return
     for title, values in report.items():
         if isinstance(values, dict):
-            out.print(f"\n[bold]{title}[/]")
+            out.print(f"\n{title}", style="bold")
             table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
             for key, value in values.items():
                 table.add_row(f"  {key}", _mark(value))
             out.print(table)
-    out.print("\n[bold]advice[/]")
+    out.print("\nadvice", style="bold")
     for line in report["advice"] or ["none: everything that this machine can have is there"]:
         out.print(f"  - {line}", soft_wrap=True)
 
@@ -110,6 +111,6 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _mark(value: Any) -> str:
+def _mark(value: Any) -> Text:
     text = str(value)
-    return f"[yellow]{text}[/]" if text.startswith(("missing", "unusable", "not installed")) else text
+    return Text(text, "yellow" if text.startswith(("missing", "unusable", "not installed")) else "")

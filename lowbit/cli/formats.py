@@ -6,8 +6,8 @@ import math
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lowbit.cli.console import out, print_json
 from lowbit.formats import FORMATS, Format, find, power_of_two
@@ -93,9 +93,12 @@ def codes(row: Format, scale: float) -> list[dict[str, Any]]:
 def _number(text: str) -> float:
     base, _, power = text.partition("^")
     try:
-        return float(base) ** float(power) if power else float(text)
-    except ValueError:
-        raise ValueError(f"--scale takes a number or a power such as 2^-3, got {text!r}") from None
+        found = float(base) ** float(power) if power else float(text)
+    except (ValueError, ArithmeticError):  # no number; beyond fp64; a negative power of zero
+        found = math.nan
+    if isinstance(found, complex) or not math.isfinite(found):
+        raise ValueError(f"--scale takes a finite real number or power, such as 0.25 or 2^-3, got {text!r}")
+    return found
 
 
 def _one(row: Format, scale: float, json: bool) -> None:
@@ -108,12 +111,14 @@ def _one(row: Format, scale: float, json: bool) -> None:
         out.print(f"\n{row.name} has 2^{row.bits} codes, too many to list.")
         return
     times = "" if scale == 1 else f" x {number(scale)}"
-    out.print(f"\n[bold]code  {'bits':<{row.bits + 2}}  value{times}[/]")
+    out.print(f"\ncode  {'bits':<{row.bits + 2}}  value{times}", style="bold")
     for line in listed:
         exact = number(line["value"])
         plain = repr(line["value"])
-        note = f"  [dim]{plain}[/]" if "^" in exact else ""
-        out.print(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}{note}", soft_wrap=True)
+        told = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
+        if "^" in exact:
+            told.append(f"  {plain}", "dim")
+        out.print(told, soft_wrap=True)
 
 
 def _describe(made: Scheme) -> dict[str, Any]:
@@ -135,11 +140,11 @@ def _describe(made: Scheme) -> dict[str, Any]:
 def _pairs(values: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     for key, value in values.items():
-        table.add_row(f"[bold]{key.replace('_', ' ')}[/]", escape(_cell(value)))
+        table.add_row(Text(key.replace("_", " "), "bold"), _cell(value))
     return table
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]]) -> Text:
     """The table in plain text, so that it fits 80 columns and can be searched."""
     shown = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
     cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "epsilon", "finite", "special"]]
@@ -152,7 +157,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         for line in cells
     ]
     about = "normal, least: least normal value and least of all; codes: lowbit formats NAME"
-    return "\n".join([f"[bold]{lines[0]}[/]", *lines[1:], "", f"[dim]{about}[/]"])
+    return Text.assemble((lines[0], "bold"), "\n", "\n".join(lines[1:]), "\n\n", (about, "dim"))
 
 
 def _cell(value: Any) -> str:

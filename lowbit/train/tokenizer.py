@@ -80,7 +80,15 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
-        return cls(json.loads(text)["merges"])
+        """What ``to_json`` made. Raises: ValueError for anything else."""
+        saved = json.loads(text)
+        merges = saved.get("merges") if isinstance(saved, dict) else None
+        if not isinstance(merges, list):
+            raise ValueError("expected an object with a list of merges")
+        for token, pair in enumerate(merges, 256):
+            if not (isinstance(pair, list) and len(pair) == 2 and all(type(k) is int and 0 <= k < token for k in pair)):
+                raise ValueError(f"token {token} must be a pair of earlier tokens, got {pair!r}")
+        return cls(merges)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``."""
