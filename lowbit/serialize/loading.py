@@ -1,23 +1,8 @@
-"""save_model and load_model: a directory with ``config.json`` and one safetensors file.
-
-The weights' file is named after its content, and ``config.json``, which names it with its SHA-256, is replaced last and
-in one step: a save that is interrupted anywhere leaves the model that was there before. A save removes one file, the
-weights that the config before it named; what a killed save leaves (``.weights.PID.tmp``, or weights that no config
-names) stays, because it cannot be told from another program's files. Loading checks everything (files, hash, layers,
-names, shapes) before it touches the model.
-
-Tensors are those of ``state_dict``: QuantLinear's ``codes`` are packed rows of uint8 (docs/numerics.md section 8), its
-scales the integers of their bits.
-"""
+"""``load_model``: everything is read and checked before the model is touched."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from collections.abc import Callable
-from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,165 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.files import put_in_place, temporary_for, write_atomically
-from lowbit.nn.convert import class_name, quantized_layers, replacements, swap, uncompiled
+from lowbit.nn.convert import quantized_layers, replacements, swap, uncompiled
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import scheme
+from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
 
-__all__ = ["load_model", "save_model"]
-
-FORMAT, VERSION = "lowbit-model", 1
-_CONFIG = "config.json"
+__all__ = ["load_model"]
 
 
-class Rebuild(NamedTuple):
-    """How a model of ours is described in ``config.json``, and built again from that."""
-
-    describe: Callable[[Any], dict[str, Any]]
-    build: Callable[[dict[str, Any]], nn.Module]
-
-
-def _build_gpt(described: dict[str, Any]) -> nn.Module:
-    gpt = import_module("lowbit.nn.transformer")
-    model: nn.Module = gpt.GPT(gpt.GPTConfig(**described))
-    return model
-
-
-#: Models that ``load_model`` can build by itself, by full class name.
-REBUILD: dict[str, Rebuild] = {
-    "lowbit.nn.transformer.GPT": Rebuild(lambda model: asdict(model.config), _build_gpt),
-}
-
-
-# -- saving ----------------------------------------------------------------------------------------------------------
-def save_model(model: nn.Module, directory: str | Path) -> None:
-    """Write ``model``, quantized or not, to ``directory``; what was saved there before stays whole until this is done.
-
-    Tensors that several names share are written once. A compiled model is saved as the one that was compiled, and
-    loaded before it is compiled again. A model of class ``lowbit.nn.transformer.GPT`` can be loaded
-    without giving one; others are loaded into a model of the same architecture, quantized or not.
-    Raises ValueError for a directory that holds another program's ``config.json``; TypeError for state that is no plain
-    tensor (sharded tensors: gather them first; extra state).
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    config_path = directory / _CONFIG
-    before = _ours(config_path) if config_path.exists() else {}
-    if before is None:
-        raise ValueError(f"{config_path} was not written by lowbit, and would be lost; save to another directory")
-    model = uncompiled(model)
-    tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
-    file, digest, size = _store(directory, tensors)
-    rebuild = REBUILD.get(class_name(model))
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "lowbit": __version__,
-        "weights": {"file": file, "sha256": digest, "bytes": size},
-        "tied": tied,
-        "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
-        "model": None if rebuild is None else {"class": class_name(model), "config": rebuild.describe(model)},
-    }
-    text = json.dumps(config, indent=2).encode()
-    write_atomically(config_path, lambda out: out.write(text + b"\n"))
-    stale = _named_weights(before)
-    if stale not in (None, file):
-        (directory / stale).unlink(missing_ok=True)
-
-
-def _ours(config_path: Path) -> dict[str, Any] | None:
-    """The config, if lowbit wrote it."""
-    try:
-        config = json.loads(config_path.read_bytes())
-    except ValueError:
-        return None
-    return config if isinstance(config, dict) and config.get("format") == FORMAT else None
-
-
-def _named_weights(config: dict[str, Any]) -> str | None:
-    """The weights' file that a config names, if it is a name that a save makes."""
-    weights = config.get("weights")
-    file = weights.get("file") if isinstance(weights, dict) else None
-    return file if isinstance(file, str) and re.fullmatch(r"weights-[0-9a-f]{16}\.safetensors", file) else None
-
-
-def _plain(name: str) -> str:
-    """A name without what torch.compile adds for each compiled module on the way."""
-    return ".".join(word for word in name.split(".") if word != "_orig_mod")
-
-
-def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to write, and for each name that shares one of them, the name it is written under."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for name, value in state.items():
-        if type(value) not in (Tensor, nn.Parameter):
-            kind = type(value).__name__
-            raise TypeError(
-                f"save_model: {name!r} is a {kind}, not a plain tensor; gather sharded tensors, drop extra state"
-            )
-        if value.is_meta:
-            raise TypeError(f"save_model: {name!r} is on the meta device and holds no numbers; load the model first")
-        first = seen.setdefault(_identity(value), name)
-        if first == name:
-            # A copy of its own: safetensors refuses tensors that share storage, as views of one parameter do.
-            tensors[name] = value.detach().cpu().contiguous().clone() if _is_part(value) else value.detach().cpu()
-        else:
-            tied[name] = first
-    return tensors, tied
-
-
-def _identity(value: Tensor) -> Any:
-    return (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)
-
-
-def _is_part(value: Tensor) -> bool:
-    return not value.is_contiguous() or value.untyped_storage().nbytes() != value.numel() * value.element_size()
-
-
-def _store(directory: Path, tensors: dict[str, Tensor]) -> tuple[str, str, int]:
-    """Write the weights' file; its name, SHA-256 and size."""
-    temporary = temporary_for(directory / "weights")
-    try:
-        _safetensors().save_file(tensors, temporary, metadata={"format": "pt"})
-        digest, size = _sha256(temporary), temporary.stat().st_size
-        file = f"weights-{digest[:16]}.safetensors"
-        put_in_place(temporary, directory / file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file, digest, size
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _describe(layer: Any) -> dict[str, Any]:
-    dtypes = {str(m.weight_dtype).removeprefix("torch.") for m in layer.modules() if isinstance(m, QuantLinear)}
-    return {"recipe": _describe_recipe(layer.recipe), "dtype": sorted(dtypes)[0]}
-
-
-def _describe_recipe(recipe: Recipe) -> str | dict[str, Any]:
-    """The name, where that is enough to find the recipe again."""
-    try:
-        if find_recipe(recipe.name) == recipe:
-            return recipe.name
-    except ValueError:
-        pass
-    return {
-        "name": recipe.name, "weight": recipe.weight.name, "input": None if recipe.input is None else recipe.input.name,
-    }  # fmt: skip
-
-
-# -- loading ---------------------------------------------------------------------------------------------------------
 class Layer(NamedTuple):
     """A quantized layer as the file has it; ``dtype`` is that of the weight before quantization."""
 
@@ -262,7 +98,7 @@ def _materialized(saved: Saved, expected: dict[str, Tensor], cast: bool) -> dict
 
 
 def _read(directory: Path) -> Saved:
-    path = directory / _CONFIG
+    path = directory / CONFIG
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: {directory} is not a directory that save_model wrote")
     try:
@@ -310,24 +146,16 @@ def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
 def _read_tensors(directory: Path, file: str, digest: str, size: int) -> dict[str, Tensor]:
     path = directory / file
     if Path(file).name != file:
-        raise ValueError(f"{directory / _CONFIG} is damaged: the weights' file {file!r} is not a plain name")
+        raise ValueError(f"{directory / CONFIG} is damaged: the weights' file {file!r} is not a plain name")
     if not path.exists():
-        raise FileNotFoundError(f"{path}, which {_CONFIG} names, does not exist; copy the whole directory")
+        raise FileNotFoundError(f"{path}, which {CONFIG} names, does not exist; copy the whole directory")
     actual = path.stat().st_size
     if actual != size:
         raise ValueError(f"{path} is truncated or altered: {actual} bytes instead of {size}; copy or save it again")
-    if _sha256(path) != digest:
-        raise ValueError(f"{path} is altered: its SHA-256 is not the one in {_CONFIG}; copy or save it again")
-    tensors: dict[str, Tensor] = _safetensors().load_file(path)
+    if sha256(path) != digest:
+        raise ValueError(f"{path} is altered: its SHA-256 is not the one in {CONFIG}; copy or save it again")
+    tensors: dict[str, Tensor] = safetensors().load_file(path)
     return tensors
-
-
-def _safetensors() -> Any:
-    """Imported when it is needed, so that lowbit imports on machines that load no models."""
-    try:
-        return import_module("safetensors.torch")
-    except ImportError:
-        raise ImportError("saving and loading models needs safetensors: pip install safetensors") from None
 
 
 def _build(saved: Saved) -> nn.Module:
@@ -407,7 +235,7 @@ def _check_tensors(saved: Saved, expected: dict[str, Tensor]) -> None:
 
 def _falsely_tied(saved: Saved, expected: dict[str, Tensor], names: list[str]) -> list[str]:
     first: dict[Any, str] = {}
-    pairs = ((first.setdefault(_identity(expected[name]), name), name) for name in names)
+    pairs = ((first.setdefault(identity(expected[name]), name), name) for name in names)
     source = saved.tied
     return [f"{a} and {b}" for a, b in pairs if source.get(a, a) != source.get(b, b)]
 
