@@ -42,10 +42,11 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
 
     ``model``: of the architecture that was saved, with layers in high precision (on any device, meta included) or
     quantized with the same recipes; other tensors are converted to its dtypes. What it has on the meta device is made
-    anew, on the CPU, tied where the file is. None: the model is built anew, which
-    works for ``lowbit.nn.transformer.GPT``.
+    anew, on the CPU, tied where the file is; its non-persistent buffers, which no file holds, must be elsewhere.
+    None: the model is built anew, which works for ``lowbit.nn.transformer.GPT``.
     Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated or altered file,
-    another format version, an unknown recipe, or a model that does not fit (the message lists the differences).
+    another format version, an unknown recipe, a model that does not fit (the message lists the differences), or
+    non-persistent buffers on the meta device.
     """
     saved = _read(Path(directory))
     built = model is None
@@ -63,6 +64,7 @@ def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
     made = _check_layers(model, saved)
     expected = _expected(model, saved, made)
     _check_tensors(saved, expected)
+    _check_buffers(model, saved, expected, made)
     swap(model, made)
     if any(value.is_meta for value in expected.values()):
         model.load_state_dict(_materialized(saved, expected, cast=not built), assign=True)
@@ -116,6 +118,10 @@ def _read(directory: Path) -> Saved:
         layers = {name: _layer(path, name, entry) for name, entry in config["layers"].items()}
         file, digest, size = (config["weights"][key] for key in ("file", "sha256", "bytes"))
         tied, described = dict(config["tied"]), config["model"]
+        if not all(isinstance(source, str) for source in tied.values()):
+            raise TypeError(f"tied names must be strings, got {tied}")
+        if described is not None and not isinstance(described["class"], str):
+            raise TypeError(f"the model's class must be a string, got {described['class']!r}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
     tensors = _read_tensors(directory, str(file), digest, size)
@@ -168,7 +174,7 @@ def _build(saved: Saved) -> nn.Module:
     try:
         with torch.device("meta"):
             return REBUILD[described["class"]].build(described["config"])
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{saved.path}: cannot build {described['class']}: {error}") from None
 
 
@@ -231,6 +237,21 @@ def _check_tensors(saved: Saved, expected: dict[str, Tensor]) -> None:
     problems += _listed("the model shares one tensor where the file has two:", _falsely_tied(saved, expected, both))
     if problems:
         raise ValueError(f"{saved.path} does not fit this model:\n  " + "\n  ".join(problems))
+
+
+def _check_buffers(model: nn.Module, saved: Saved, expected: dict[str, Tensor], made: dict[int, nn.Module]) -> None:
+    """Raises ValueError for buffers on the meta device that get no values, because files do not hold them."""
+    lost = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, value in made.get(id(module), module).named_buffers(prefix, recurse=False):
+            if value.is_meta and own not in expected:
+                lost.append(own)
+    if lost:
+        (names,) = _listed("the file does not hold", lost)
+        raise ValueError(
+            f"{saved.path} does not fit this model: {names}, non-persistent buffers that it has on the meta device; "
+            "build the model on a real device, or give these buffers values before loading"
+        )
 
 
 def _falsely_tied(saved: Saved, expected: dict[str, Tensor], names: list[str]) -> list[str]:

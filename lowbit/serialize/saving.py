@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
@@ -26,16 +30,30 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     Tensors that several names share are written once. A compiled model is saved as the one that was compiled, and
     loaded before it is compiled again. A model of class ``lowbit.nn.transformer.GPT`` can be loaded
     without giving one; others are loaded into a model of the same architecture, quantized or not.
-    Raises ValueError for a directory that holds another program's ``config.json``; TypeError for state that is no plain
-    tensor (sharded tensors: gather them first; extra state).
+    Raises ValueError for a directory that holds another program's ``config.json``, or a damaged one; TypeError for
+    state that is no plain dense tensor (sharded tensors: gather them first; extra state); OSError where the directory
+    cannot be written.
     """
-    directory = Path(directory)
+    with _writing(Path(directory)):
+        _save(uncompiled(model), Path(directory))
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Errors of the system say what could not be written, and what became of it."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(
+            f"the model cannot be saved to {directory} ({error.strerror or error}); mend that, or save to another "
+            "directory. A model that was saved there before is whole"
+        ) from error
+
+
+def _save(model: nn.Module, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config_path = directory / CONFIG
     before = _ours(config_path) if config_path.exists() else {}
-    if before is None:
-        raise ValueError(f"{config_path} was not written by lowbit, and would be lost; save to another directory")
-    model = uncompiled(model)
     tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
     file, digest, size = _store(directory, tensors)
     rebuild = REBUILD.get(class_name(model))
@@ -55,13 +73,18 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
         (directory / stale).unlink(missing_ok=True)
 
 
-def _ours(config_path: Path) -> dict[str, Any] | None:
-    """The config, if lowbit wrote it."""
+def _ours(config_path: Path) -> dict[str, Any]:
+    """The config that lowbit wrote. Raises: ValueError for another, or where that cannot be told."""
     try:
         config = json.loads(config_path.read_bytes())
-    except ValueError:
-        return None
-    return config if isinstance(config, dict) and config.get("format") == FORMAT else None
+    except ValueError as error:
+        raise ValueError(
+            f"{config_path} is damaged ({error}), so that whose it is cannot be told; remove it, or save to another "
+            "directory"
+        ) from None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{config_path} was not written by lowbit, and would be lost; save to another directory")
+    return config
 
 
 def _named_weights(config: dict[str, Any]) -> str | None:
@@ -89,6 +112,12 @@ def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
             )
         if value.is_meta:
             raise TypeError(f"save_model: {name!r} is on the meta device and holds no numbers; load the model first")
+        if value.layout != torch.strided or value.is_quantized:
+            kind = value.dtype if value.is_quantized else value.layout
+            raise TypeError(
+                f"save_model: {name!r} is {kind}, and files hold dense tensors; make it dense (to_dense(), "
+                "dequantize()), or register the buffer with persistent=False"
+            )
         first = seen.setdefault(identity(value), name)
         if first == name:
             # A copy of its own: safetensors refuses tensors that share storage, as views of one parameter do.
@@ -106,7 +135,7 @@ def _store(directory: Path, tensors: dict[str, Tensor]) -> tuple[str, str, int]:
     """Write the weights' file; its name, SHA-256 and size."""
     temporary = temporary_for(directory / "weights")
     try:
-        safetensors().save_file(tensors, temporary, metadata={"format": "pt"})
+        _write(tensors, temporary)
         digest, size = sha256(temporary), temporary.stat().st_size
         file = f"weights-{digest[:16]}.safetensors"
         put_in_place(temporary, directory / file)
@@ -114,6 +143,18 @@ def _store(directory: Path, tensors: dict[str, Tensor]) -> tuple[str, str, int]:
         temporary.unlink(missing_ok=True)
         raise
     return file, digest, size
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    """``safetensors``, with its errors made ours. Raises: OSError, TypeError."""
+    library = safetensors()
+    try:
+        library.save_file(tensors, path, metadata={"format": "pt"})
+    except import_module("safetensors").SafetensorError as error:
+        raise OSError(str(error)) from error
+    except KeyError as error:  # of its table of dtypes
+        names = ", ".join(name for name, value in tensors.items() if value.dtype == error.args[0])
+        raise TypeError(f"save_model: safetensors cannot hold {error.args[0]} ({names}); convert it") from None
 
 
 def _describe(layer: Any) -> dict[str, Any]:
