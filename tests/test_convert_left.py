@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from layers import same_bits
+from bits import same_bits
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
