@@ -66,9 +66,19 @@ def _docstrings(path: Path) -> str:
     except (SyntaxError, ValueError):
         return ""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [node for node in _statements(tree) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
     return "\n\n".join(doc for node in nodes if (doc := ast.get_docstring(node)))
+
+
+def _statements(tree: ast.AST) -> list[ast.AST]:
+    """A module and the statements in it at any depth. ``ast.walk`` visits every expression too."""
+    found = [tree]
+    for node in found:
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            inner = getattr(node, name, None)
+            found += inner if isinstance(inner, list) else ()
+    return found
 
 
 def _library_sources() -> Iterator[tuple[str, str]]:
