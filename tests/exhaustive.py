@@ -1,7 +1,7 @@
 """Everything that is too much for a test run: every fp32 pattern through every format, every pair of schemes.
 
 1. encode: all 2**32 fp32 patterns, each element format, saturating and not, on every instruction set, against the table
-   of exact rounding boundaries (tests/oracles.py, itself held against rationals and ml_dtypes in the tests).
+   of exact rounding boundaries (tests/boundaries.py, itself held against rationals and ml_dtypes in the tests).
 2. scaled_mm: the full product of schemes (and float matrices) and shapes, on every instruction set, against fp64 within
    the bound of section 9 (tests/mm_oracle.py); integers in every bit.
 
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import boundaries  # noqa: E402
 import mm_oracle  # noqa: E402
 import numpy as np  # noqa: E402
-import oracles  # noqa: E402
 import torch  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn  # noqa: E402
 from variants import Kernel, forced_isa, isas, kernels  # noqa: E402
@@ -86,7 +86,7 @@ def encode_all(chunks: list[int]) -> Results:
                 )
                 for f in formats:
                     for saturate in (True, False):
-                        oracles.segments(f, saturate, negative).fill(expected, start)
+                        boundaries.segments(f, saturate, negative).fill(expected, start)
                         _encode_chunk(x, out, torch.from_numpy(expected), f, saturate, results)
                 bar.advance(task)
     return results

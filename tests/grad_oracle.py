@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import boundaries
 import numpy as np
 import oracles
 import torch
@@ -33,7 +34,7 @@ def levels(v: np.ndarray, zero: np.ndarray, s: Scheme) -> tuple[np.ndarray, np.n
         q = np.rint(v) + zero.astype(np.float32)
         return np.where(np.isnan(q), 0.0, np.clip(q, low, high).astype(np.float64) - zero), (low <= q) & (q <= high)
     table = np.array([float(oracles.value_of(f, code)) for code in range(1 << f.bits)])
-    codes = oracles.expected_codes(f, True, np.ascontiguousarray(v).view(np.uint32))
+    codes = boundaries.expected_codes(f, True, np.ascontiguousarray(v).view(np.uint32))
     return table[codes], np.abs(v) <= float(oracles.largest(f))
 
 

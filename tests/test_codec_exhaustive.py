@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import boundaries
 import numpy as np
 import oracles
 import pytest
@@ -48,7 +49,7 @@ def fp32_sample(f: lb.Format) -> tuple[torch.Tensor, np.ndarray]:
     spread = np.random.default_rng(6).standard_normal(1 << 15).astype(np.float32) * np.float32(
         float(oracles.largest(f)) / 3
     )
-    bits = np.concatenate([oracles.boundary_neighbourhood(f), random, spread.view(np.uint32)])
+    bits = np.concatenate([boundaries.neighbourhood(f), random, spread.view(np.uint32)])
     return torch.from_numpy(bits.view(np.float32)), bits
 
 
@@ -64,9 +65,9 @@ def test_widening_of_fp16_in_the_oracle():
 @BOTH
 @every(element_formats())
 def test_boundaries_equal_rationals(f, saturate):
-    bits = np.concatenate([oracles.boundary_neighbourhood(f), fp32_sample(f)[1][-3000::3]])
+    bits = np.concatenate([boundaries.neighbourhood(f), fp32_sample(f)[1][-3000::3]])
     expected = np.array([oracles.encode(f, int(b), saturate) for b in bits], np.uint8)
-    assert_same_bits(torch.from_numpy(oracles.expected_codes(f, saturate, bits)), expected, str(f))
+    assert_same_bits(torch.from_numpy(boundaries.expected_codes(f, saturate, bits)), expected, str(f))
 
 
 @BOTH
@@ -75,16 +76,16 @@ def test_boundaries_equal_ml_dtypes(f, saturate):
     for bits in (all_16bit(torch.bfloat16)[1], all_16bit(torch.float16)[1], fp32_sample(f)[1]):
         numbers = bits[(bits & 0x7FFFFFFF) <= oracles.F32_INF]
         expected = oracles.ml_encode(f.name, numbers.view(np.float32), saturate)
-        assert_same_bits(torch.from_numpy(oracles.expected_codes(f, saturate, numbers)), expected, str(f))
+        assert_same_bits(torch.from_numpy(boundaries.expected_codes(f, saturate, numbers)), expected, str(f))
 
 
 def test_segments_fill_equals_lookup():
     f = FORMATS["fp8_e4m3"]
     for begin in (0, 0x3B7FF000, 0x43DFFF00, 0x7F7FFF00):
         filled = np.zeros(8192, np.uint8)
-        oracles.segments(f, False, True).fill(filled, begin)
+        boundaries.segments(f, False, True).fill(filled, begin)
         bits = (np.arange(begin, begin + 8192, dtype=np.int64).astype(np.uint32)) | np.uint32(SIGN)
-        assert (filled == oracles.expected_codes(f, False, bits)).all()
+        assert (filled == boundaries.expected_codes(f, False, bits)).all()
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def check_encode(variant: Variant, f: lb.Format, saturate: bool, x: torch.Tensor
         pytest.skip(reason)
     with variant.use():
         codes = lb.encode(x, f, saturate=saturate)
-    assert_same_bits(codes.cpu(), oracles.expected_codes(f, saturate, bits), f"{f} on {variant}", source=x.cpu())
+    assert_same_bits(codes.cpu(), boundaries.expected_codes(f, saturate, bits), f"{f} on {variant}", source=x.cpu())
 
 
 @BOTH

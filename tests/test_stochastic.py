@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 
+import boundaries
 import numpy as np
 import oracles
 import pytest
@@ -92,7 +93,7 @@ def test_every_bit_of_the_noise(variant: Variant, rng):
 @everywhere
 @pytest.mark.parametrize("f", ROUNDED, ids=str)
 def test_codes_equal_exact_rationals(variant: Variant, f):
-    near = oracles.boundary_neighbourhood(f)[::7]
+    near = boundaries.neighbourhood(f)[::7]
     random = np.random.default_rng(3).standard_normal(200).astype(np.float32) * np.float32(f.max / 2)
     bits = np.concatenate([near, random.view(np.uint32), specials().view(torch.int32).numpy().view(np.uint32)])
     x = torch.from_numpy(bits.view(np.int32)).view(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,10 +14,10 @@ from lowbit.formats import FORMATS, Format, float_format
 from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, Scheme, find_scaling, scheme
 
-#: What breaks numerics: zeros, subnormals, values next to powers of two and to overflow, Inf, NaN of both signs.
+#: What breaks numerics in any format: zeros, subnormals, values next to powers of two, the ends of fp32.
 SPECIALS = (
-    0.0, -0.0, 1e-45, -1e-39, 2.0**-126, 2.0**-127, 1.0, -1.0, 0.9999999, 1.0000001, 447.9, 448.0, 464.0, 464.1, -480.0,
-    57344.0, 61440.0, 61441.0, 6.0, 7.0, -7.0, 2.5, 3.5, 0.25, 3.4028235e38, -3.4028235e38,
+    0.0, -0.0, 1e-45, -1e-39, 2.0**-126, 2.0**-127, 1.0, -1.0, 0.9999999, 1.0000001, 2.5, 3.5, 0.25,
+    torch.finfo(torch.float32).max, torch.finfo(torch.float32).min,
 )  # fmt: skip
 
 
@@ -51,8 +52,19 @@ _OPTIONS = [
 ]  # fmt: skip
 
 
+def overflows() -> list[float]:
+    """Around each format's largest number: itself, where overflow begins, and just beyond, of either sign."""
+    found: list[float] = []
+    for format in element_formats():
+        if format.kind != "codebook":
+            before, last = sorted(v for v in format.table if math.isfinite(v))[-2:]
+            middle = last + (last - before) / 2
+            found += [last, middle, -middle, middle * (1 + 2.0**-12)]
+    return list(dict.fromkeys(found))
+
+
 def specials(device: str = "cpu") -> Tensor:
-    return torch.tensor([*SPECIALS, torch.inf, -torch.inf, torch.nan, -torch.nan], device=device)
+    return torch.tensor([*SPECIALS, *overflows(), torch.inf, -torch.inf, torch.nan, -torch.nan], device=device)
 
 
 def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, damage: bool = False) -> Tensor:
