@@ -1,14 +1,16 @@
 // Schemas of the private ops lowbit_native::*, one set for CPU and CUDA, through LibTorch's stable ABI.
 //
 // Every op writes into tensors it is given and returns nothing. Matrices are [rows, cols] with unit column stride;
-// `fmt` is Format.params(), `scheme` Scheme.params(rows, cols), `rng` [seed, step, stream, offset, pitch]; `rounding`
-// is 0 (nearest) or 1 (stochastic). The Python wrappers in lowbit/backends/native.py check and allocate.
+// `format` and `scheme` are numbers that keep() gave for Format.params() and Scheme.params(); `rng` is [seed, step,
+// stream, offset, pitch] for stochastic rounding, or empty. The Python wrappers in lowbit/backends/native.py check and
+// allocate.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "cpu/isa.h"
 #include "cpu/threads.h"
 #include "format_table.h"
+#include "ops_params.h"
 
 namespace {
 
@@ -17,6 +19,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Chunk 
 }
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
+int64_t keep(std::vector<int64_t> numbers) { return lowbit::keep(numbers); }
 void force_isa(std::string name) { lowbit::cpu::force_isa(name); }
 std::string isa() { return lowbit::cpu::isa_name(lowbit::cpu::current_isa()); }
 std::string fingerprint() { return lowbit::kFingerprint; }
@@ -26,30 +29,31 @@ std::vector<std::string> isas() { return lowbit::cpu::isas(); }
 
 STABLE_TORCH_LIBRARY(lowbit_native, m) {
     lowbit::cpu::set_parallel_for(parallel_for, num_threads);
-    m.def("encode(Tensor x, Tensor(a!) out, int[] fmt, int rounding, bool saturate, int[] rng) -> ()");
-    m.def("decode(Tensor codes, Tensor(a!) out, int[] fmt) -> ()");
+    m.def("encode(Tensor x, Tensor(a!) out, int format, bool saturate, int[] rng) -> ()");
+    m.def("decode(Tensor codes, Tensor(a!) out, int format) -> ()");
     m.def("pack(Tensor codes, Tensor(a!) out, int bits) -> ()");
     m.def("unpack(Tensor packed, Tensor(a!) out, int bits) -> ()");
-    m.def("outer_scale(Tensor x, Tensor(a!) out, int[] scheme) -> ()");
+    m.def("outer_scale(Tensor x, Tensor(a!) out, int scheme) -> ()");
     m.def(
-        "quantize(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int[] scheme, "
-        "int rounding, int[] rng) -> ()");
+        "quantize(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, "
+        "int[] rng) -> ()");
     m.def(
-        "quantize_static(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int[] scheme, "
-        "int rounding, int[] rng) -> ()");
+        "quantize_static(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int scheme, "
+        "int[] rng) -> ()");
     m.def(
-        "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme) -> "
+        "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme) -> "
         "()");
     m.def(
-        "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int[] scheme, "
-        "int rounding, int[] rng) -> ()");
+        "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme, "
+        "int[] rng) -> ()");
     m.def(
         "fake_quantize_backward(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, "
-        "Tensor(a!) grad_x, Tensor(b!)? grad_scale, int[] scheme) -> ()");
+        "Tensor(a!) grad_x, Tensor(b!)? grad_scale, int scheme) -> ()");
     m.def(
-        "scaled_mm(Tensor a, int[] a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, "
-        "Tensor b, int[] b_scheme, Tensor? b_scale, Tensor? b_zero_point, Tensor? b_outer, "
+        "scaled_mm(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, "
+        "Tensor b, int b_scheme, Tensor? b_scale, Tensor? b_zero_point, Tensor? b_outer, "
         "Tensor? bias, Tensor(a!) out, int cols) -> ()");
+    m.def("keep(int[] numbers) -> int");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");
     m.def("isas() -> str[]");
@@ -57,6 +61,7 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
+    m.impl("keep", TORCH_BOX(&keep));
     m.impl("force_isa", TORCH_BOX(&force_isa));
     m.impl("isa", TORCH_BOX(&isa));
     m.impl("isas", TORCH_BOX(&isas));

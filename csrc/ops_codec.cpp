@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/codec.h"
+#include "ops_params.h"
 
 namespace {
 
@@ -60,20 +61,6 @@ uint8_t* new_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what
     return const_cast<uint8_t*>(bytes(t, rows, cols, what));
 }
 
-FormatParams format_of(const Ints& p) {
-    STD_TORCH_CHECK(p.size() == kFormatParams, "a format is ", kFormatParams, " integers, got ", p.size());
-    return format_params(p.data());
-}
-SchemeParams scheme_of(const Ints& p) {
-    STD_TORCH_CHECK(p.size() == kSchemeParams, "a scheme is ", kSchemeParams, " integers, got ", p.size());
-    return scheme_params(p.data());
-}
-Rng rng_of(const Ints& p) {
-    STD_TORCH_CHECK(p.size() == 5, "rng is [seed, step, stream, offset, pitch], got ", p.size(), " integers");
-    return rng_params(p.data());
-}
-Rounding rounding_of(int64_t r) { return r ? kStochastic : kNearest; }
-
 // Scales (and zero points) hold one entry a block, in the scheme's scale format.
 const void* scale_data(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
     const char* what = zero_point ? "zero_point" : "scale";
@@ -108,13 +95,13 @@ cpu::Scales scales_of(const std::optional<Tensor>& scale, const std::optional<Te
             zero_point ? scale_data(*zero_point, shape, s, true) : nullptr, outer_data(outer)};
 }
 
-void encode(Tensor x, Tensor out, Ints fmt, int64_t rounding, bool saturate, Ints rng) {
-    cpu::encode(values(x), shape_of(x), format_of(fmt), rounding_of(rounding), saturate, rng_of(rng),
+void encode(Tensor x, Tensor out, int64_t format, bool saturate, Ints rng) {
+    cpu::encode(values(x), shape_of(x), kept_format(format), rounding_of(rng), saturate, rng_of(rng),
                 new_bytes(out, x.size(0), x.size(1), "out"));
 }
 
-void decode(Tensor codes, Tensor out, Ints fmt) {
-    cpu::decode(bytes(codes, out.size(0), out.size(1), "codes"), shape_of(out), format_of(fmt), results(out));
+void decode(Tensor codes, Tensor out, int64_t format) {
+    cpu::decode(bytes(codes, out.size(0), out.size(1), "codes"), shape_of(out), kept_format(format), results(out));
 }
 
 void pack(Tensor codes, Tensor out, int64_t bits) {
@@ -131,52 +118,54 @@ void unpack(Tensor packed, Tensor out, int64_t bits) {
                 new_bytes(out, shape.rows, shape.cols, "out"));
 }
 
-void outer_scale(Tensor x, Tensor out, Ints scheme) {
+void outer_scale(Tensor x, Tensor out, int64_t scheme) {
     STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.numel() == 1, "out must be one float32");
-    *static_cast<float*>(out.mutable_data_ptr()) = cpu::outer_scale(values(x), shape_of(x), scheme_of(scheme));
+    *static_cast<float*>(out.mutable_data_ptr()) =
+        cpu::outer_scale(values(x), shape_of(x), kept_scheme(scheme, x.size(0), x.size(1)));
 }
 
 void quantize(Tensor x, std::optional<Tensor> outer, Tensor codes, Tensor scale, std::optional<Tensor> zero_point,
-              Ints scheme, int64_t rounding, Ints rng) {
-    const SchemeParams s = scheme_of(scheme);
+              int64_t scheme, Ints rng) {
     const cpu::Shape shape = shape_of(x);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
     STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
     const cpu::NewScales to{new_scale_data(scale, shape, s, false),
                             zero_point ? new_scale_data(*zero_point, shape, s, true) : nullptr, outer_data(outer)};
-    cpu::quantize(values(x), shape, s, to, rounding_of(rounding), rng_of(rng),
+    cpu::quantize(values(x), shape, s, to, rounding_of(rng), rng_of(rng),
                   new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
 void quantize_static(Tensor x, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                     Tensor codes, Ints scheme, int64_t rounding, Ints rng) {
-    const SchemeParams s = scheme_of(scheme);
+                     Tensor codes, int64_t scheme, Ints rng) {
     const cpu::Shape shape = shape_of(x);
-    cpu::quantize_static(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rounding),
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
+    cpu::quantize_static(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rng),
                          rng_of(rng),
                          new_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
 void dequantize(Tensor codes, Tensor scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer, Tensor out,
-                Ints scheme) {
-    const SchemeParams s = scheme_of(scheme);
+                int64_t scheme) {
     const cpu::Shape shape = shape_of(out);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
     cpu::dequantize(bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"), shape, s,
                     scales_of(scale, zero_point, outer, shape, s), results(out));
 }
 
 void fake_quantize(Tensor x, std::optional<Tensor> scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                   Tensor out, Ints scheme, int64_t rounding, Ints rng) {
-    const SchemeParams s = scheme_of(scheme);
+                   Tensor out, int64_t scheme, Ints rng) {
     const cpu::Shape shape = shape_of(x);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
     STD_TORCH_CHECK(out.size(0) == shape.rows && out.size(1) == shape.cols, "out must have x's shape");
-    cpu::fake_quantize(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rounding),
+    cpu::fake_quantize(values(x), shape, s, scales_of(scale, zero_point, outer, shape, s), rounding_of(rng),
                        rng_of(rng), results(out));
 }
 
 void fake_quantize_backward(Tensor grad, Tensor x, std::optional<Tensor> scale, std::optional<Tensor> zero_point,
-                            std::optional<Tensor> outer, Tensor grad_x, std::optional<Tensor> grad_scale, Ints scheme) {
-    const SchemeParams s = scheme_of(scheme);
+                            std::optional<Tensor> outer, Tensor grad_x, std::optional<Tensor> grad_scale,
+                            int64_t scheme) {
     const cpu::Shape shape = shape_of(x);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
     for (const Tensor& t : {grad, grad_x}) {
         STD_TORCH_CHECK(t.size(0) == shape.rows && t.size(1) == shape.cols, "gradients must have x's shape");
     }

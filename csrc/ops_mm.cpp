@@ -4,10 +4,9 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <optional>
-#include <vector>
 
-#include "common/params.h"
 #include "cpu/mm.h"
+#include "ops_params.h"
 
 namespace {
 
@@ -28,23 +27,20 @@ mm::Element element_of(const Tensor& x, const char* name) {
     }
 }
 
-mm::Operand operand_of(const char* name, const Tensor& data, const std::vector<int64_t>& scheme,
-                       const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
-                       const std::optional<Tensor>& outer, int64_t cols) {
+mm::Operand operand_of(const char* name, const Tensor& data, int64_t scheme, const std::optional<Tensor>& scale,
+                       const std::optional<Tensor>& zero_point, const std::optional<Tensor>& outer, int64_t cols) {
     STD_TORCH_CHECK(data.dim() == 2, "scaled_mm: ", name, " must be a matrix");
     mm::Operand x;
     x.data = data.const_data_ptr();
     x.rows = data.size(0);
     x.row_stride = data.stride(0);
     x.col_stride = data.stride(1);
-    if (scheme.empty()) {
+    if (scheme < 0) {
         x.dtype = element_of(data, name);
         STD_TORCH_CHECK(data.size(1) == cols, "scaled_mm: ", name, " must have ", cols, " columns, got ", data.size(1));
         return x;
     }
-    STD_TORCH_CHECK(scheme.size() == lowbit::kSchemeParams, "scaled_mm: ", name, "'s scheme must be ",
-                    lowbit::kSchemeParams, " integers, got ", scheme.size());
-    const lowbit::SchemeParams params = lowbit::scheme_params(scheme.data());
+    const lowbit::SchemeParams params = lowbit::kept_scheme(scheme, x.rows, cols);
     const int64_t packed = (cols * params.format.bits + 7) / 8;
     STD_TORCH_CHECK(data.element_size() == 1 && data.size(1) == packed, "scaled_mm: ", name, " must hold rows of ",
                     packed, " bytes, got ", data.size(1), " of ", data.element_size());
@@ -72,10 +68,10 @@ mm::Operand operand_of(const char* name, const Tensor& data, const std::vector<i
     return x;
 }
 
-void scaled_mm(const Tensor& a, std::vector<int64_t> a_scheme, std::optional<Tensor> a_scale,
-               std::optional<Tensor> a_zero_point, std::optional<Tensor> a_outer, const Tensor& b,
-               std::vector<int64_t> b_scheme, std::optional<Tensor> b_scale, std::optional<Tensor> b_zero_point,
-               std::optional<Tensor> b_outer, std::optional<Tensor> bias, Tensor out, int64_t cols) {
+void scaled_mm(const Tensor& a, int64_t a_scheme, std::optional<Tensor> a_scale, std::optional<Tensor> a_zero_point,
+               std::optional<Tensor> a_outer, const Tensor& b, int64_t b_scheme, std::optional<Tensor> b_scale,
+               std::optional<Tensor> b_zero_point, std::optional<Tensor> b_outer, std::optional<Tensor> bias,
+               Tensor out, int64_t cols) {
     mm::Problem p;
     p.a = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_outer, cols);
     p.b = operand_of("b", b, b_scheme, b_scale, b_zero_point, b_outer, cols);

@@ -154,10 +154,10 @@ class Scheme:
         scales = prod(self.scale_shape(rows, cols)) * self.scale_bits // 8
         return rows * self.packed_cols(cols) + scales + 4 * self.outer
 
-    def params(self, rows: int, cols: int) -> list[int]:
-        """The plain integers by which kernels know a scheme; the order is that of ``SchemeParams`` in csrc."""
+    def params(self) -> list[int]:
+        """The plain integers by which kernels know a scheme (a whole axis is a block of 0), as ``SchemeParams`` in csrc."""
         return [
-            *self.format.params(), *self.block_of(rows, cols),
+            *self.format.params(), *(extent or 0 for extent in self.block),
             self.scale_format.id, int(self.ceil), int(self.affine), int(self.outer),
         ]  # fmt: skip
 

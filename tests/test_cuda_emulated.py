@@ -105,6 +105,12 @@ def quantize_calls(scheme: scaling.Scheme) -> Iterator[Quantize]:
             yield Quantize(x, scheme.name, outer, "stochastic", (9 << 33) + 5, 2, 9, (1 << 33) + 3, 4099)
 
 
+def numbers(scheme: scaling.Scheme, rows: int, cols: int) -> list[int]:
+    """A scheme as kernels take it: blocks that span an axis have its length."""
+    first = len(scheme.format.params())
+    return [*scheme.params()[:first], *scheme.block_of(rows, cols), *scheme.params()[first + 2 :]]
+
+
 @pytest.mark.parametrize("scheme", schemes(), ids=str)
 def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """quantize, quantize_static, dequantize and fake_quantize, dynamic and static."""
@@ -114,7 +120,7 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
         what = f"{scheme} {x.dtype} [{rows}, {cols}] {call.rounding}"
         codes, scale, zero = reference.quantize(x, scheme, outer, reference_rng(call))
         stored = packing.pack(codes, scheme.format.bits)
-        params, rng, rounding = scheme.params(rows, cols), rng_of(call, cols), int(call.rounding == "stochastic")
+        params, rng, rounding = numbers(scheme, rows, cols), rng_of(call, cols), int(call.rounding == "stochastic")
 
         out, scale_out = poison(*stored.shape), poison(*scale.shape, dtype=scale.dtype)
         zero_out = None if zero is None else poison(*zero.shape, dtype=zero.dtype)
@@ -156,7 +162,7 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
         grad = random_matrix(*x.shape, seed=5, damage=index == 1).to(FLOATS[(index + len(scheme.name)) // 2 % 3])
         scale, zero = reference.block_scales(x, scheme, outer)
         expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
-        out, params = poison(*x.shape, dtype=grad.dtype), scheme.params(*x.shape)
+        out, params = poison(*x.shape, dtype=grad.dtype), numbers(scheme, *x.shape)
         cuda("fake_quantize_backward", view(grad), view(x), view(out), None, None, outer, None, params)
         assert_same_bits(out, expected, f"{scheme} dynamic")
 
@@ -178,7 +184,7 @@ def test_outer_scale(cuda: Emulated, name: str) -> None:
         torch.full((2, 2), torch.nan),
     ):
         out = poison(1, 1, dtype=torch.float32)
-        cuda("outer_scale", view(x), out, scheme.params(*x.shape))
+        cuda("outer_scale", view(x), out, numbers(scheme, *x.shape))
         assert_same_bits(out, reference.outer_scale(x, scheme), name)
 
 
@@ -190,7 +196,7 @@ def product(cuda: Emulated, call: matmul.ScaledMM, major: int) -> Tensor:
         if side.scheme is None:
             sides += [view(side.data), None, None, None]
         else:
-            params = scaling.scheme(side.scheme).params(side.data.shape[0], call.cols)
+            params = numbers(scaling.scheme(side.scheme), side.data.shape[0], call.cols)
             sides += [view(side.data, call.cols), params, side.scale, side.outer_scale]
     cuda("scaled_mm", *sides, view(out), view(call.bias), call.cols, major)
     return out

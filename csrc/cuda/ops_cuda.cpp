@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/launch.h"
+#include "ops_params.h"
 
 namespace {
 
@@ -81,22 +82,11 @@ lb::Codes codes_of(const Tensor& x, const char* name, int64_t rows, int64_t cols
     return {static_cast<uint8_t*>(x.data_ptr()), rows, cols, x.stride(0)};
 }
 
-lowbit::FormatParams format_of(const Ints& numbers) {
-    STD_TORCH_CHECK(numbers.size() == lowbit::kFormatParams, "lowbit: a format is ", lowbit::kFormatParams,
-                    " integers, got ", numbers.size());
-    return lowbit::format_params(numbers.data());
+lowbit::SchemeParams scheme_of(int64_t number, const lb::Matrix& x) {
+    return lowbit::kept_scheme(number, x.rows, x.cols);
 }
 
-lowbit::SchemeParams scheme_of(const Ints& numbers) {
-    STD_TORCH_CHECK(numbers.size() == lowbit::kSchemeParams, "lowbit: a scheme is ", lowbit::kSchemeParams,
-                    " integers, got ", numbers.size());
-    return lowbit::scheme_params(numbers.data());
-}
-
-lowbit::Rng rng_of(const Ints& numbers) {
-    STD_TORCH_CHECK(numbers.size() == 5, "lowbit: rng is [seed, step, stream, offset, pitch], got ", numbers.size());
-    return lowbit::rng_params(numbers.data());
-}
+int rounding_of(const Ints& rng) { return lowbit::rounding_of(rng); }
 
 lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
                      const lowbit::SchemeParams& scheme, int64_t rows, int64_t cols) {
@@ -124,17 +114,18 @@ Tensor scratch_of(const Tensor& like, int64_t bytes) {
 
 // -- ops ---------------------------------------------------------------------------------------------------------
 
-void encode(const Tensor& x, Tensor out, Ints fmt, int64_t rounding, bool saturate, Ints rng) {
+void encode(const Tensor& x, Tensor out, int64_t format, bool saturate, Ints rng) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
-    done(lb::launch_encode(from, codes_of(out, "out", from.rows, from.cols, 8), format_of(fmt), saturate,
-                           static_cast<int>(rounding), rng_of(rng), on.stream()));
+    done(lb::launch_encode(from, codes_of(out, "out", from.rows, from.cols, 8), lowbit::kept_format(format), saturate,
+                           rounding_of(rng), lowbit::rng_of(rng), on.stream()));
 }
 
-void decode(const Tensor& codes, Tensor out, Ints fmt) {
+void decode(const Tensor& codes, Tensor out, int64_t format) {
     const On on(codes);
     const lb::Matrix to = matrix_of(out, "out");
-    done(lb::launch_decode(codes_of(codes, "codes", to.rows, to.cols, 8), to, format_of(fmt), on.stream()));
+    done(
+        lb::launch_decode(codes_of(codes, "codes", to.rows, to.cols, 8), to, lowbit::kept_format(format), on.stream()));
 }
 
 void pack(const Tensor& codes, Tensor out, int64_t bits) {
@@ -153,63 +144,65 @@ void unpack(const Tensor& packed, Tensor out, int64_t bits) {
                            static_cast<int>(bits), on.stream()));
 }
 
-void outer_scale(const Tensor& x, Tensor out, Ints scheme) {
-    const On on(x);
-    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch());
-    done(lb::launch_outer_scale(matrix_of(x, "x"), static_cast<float*>(out.data_ptr()), scheme_of(scheme),
-                                scratch.data_ptr(), on.stream()));
-}
-
-void quantize(const Tensor& x, MaybeTensor outer, Tensor codes, Tensor scale, MaybeTensor zero_point, Ints scheme,
-              int64_t rounding, Ints rng) {
+void outer_scale(const Tensor& x, Tensor out, int64_t scheme) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
-    const lowbit::SchemeParams params = scheme_of(scheme);
+    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch());
+    done(lb::launch_outer_scale(from, static_cast<float*>(out.data_ptr()), scheme_of(scheme, from), scratch.data_ptr(),
+                                on.stream()));
+}
+
+void quantize(const Tensor& x, MaybeTensor outer, Tensor codes, Tensor scale, MaybeTensor zero_point, int64_t scheme,
+              Ints rng) {
+    const On on(x);
+    const lb::Matrix from = matrix_of(x, "x");
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
     const Tensor scratch = scratch_of(x, lb::quantize_scratch(params, from.rows, from.cols));
     done(lb::launch_quantize(from, scales, codes_of(codes, "codes", from.rows, from.cols, params.format.bits), params,
-                             static_cast<int>(rounding), rng_of(rng), scratch.data_ptr(), on.stream()));
+                             rounding_of(rng), lowbit::rng_of(rng), scratch.data_ptr(), on.stream()));
 }
 
 void quantize_static(const Tensor& x, Tensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor codes,
-                     Ints scheme, int64_t rounding, Ints rng) {
+                     int64_t scheme, Ints rng) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
-    const lowbit::SchemeParams params = scheme_of(scheme);
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
     done(lb::launch_quantize_static(from, scales, codes_of(codes, "codes", from.rows, from.cols, params.format.bits),
-                                    params, static_cast<int>(rounding), rng_of(rng), on.stream()));
+                                    params, rounding_of(rng), lowbit::rng_of(rng), on.stream()));
 }
 
-void dequantize(const Tensor& codes, Tensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor out, Ints scheme) {
+void dequantize(const Tensor& codes, Tensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor out,
+                int64_t scheme) {
     const On on(codes);
     const lb::Matrix to = matrix_of(out, "out");
-    const lowbit::SchemeParams params = scheme_of(scheme);
+    const lowbit::SchemeParams params = scheme_of(scheme, to);
     done(lb::launch_dequantize(codes_of(codes, "codes", to.rows, to.cols, params.format.bits),
                                scales_of(scale, zero_point, outer, params, to.rows, to.cols), to, params, on.stream()));
 }
 
 void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor out,
-                   Ints scheme, int64_t rounding, Ints rng) {
+                   int64_t scheme, Ints rng) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x"), to = matrix_of(out, "out");
     STD_TORCH_CHECK(from.rows == to.rows && from.cols == to.cols && from.dtype == to.dtype,
                     "lowbit: out must have x's shape and dtype");
-    const lowbit::SchemeParams params = scheme_of(scheme);
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
     const Tensor scratch = scratch_of(x, scale.has_value() ? 0 : lb::quantize_scratch(params, from.rows, from.cols));
-    done(lb::launch_fake_quantize(from, scales, to, params, static_cast<int>(rounding), rng_of(rng), scratch.data_ptr(),
+    done(lb::launch_fake_quantize(from, scales, to, params, rounding_of(rng), lowbit::rng_of(rng), scratch.data_ptr(),
                                   on.stream()));
 }
 
 void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer,
-                            Tensor grad_x, MaybeTensor grad_scale, Ints scheme) {
+                            Tensor grad_x, MaybeTensor grad_scale, int64_t scheme) {
     const On on(grad);
     const lb::Matrix come = matrix_of(grad, "grad"), from = matrix_of(x, "x"), to = matrix_of(grad_x, "grad_x");
     STD_TORCH_CHECK(from.rows == to.rows && from.cols == to.cols && from.rows == come.rows && from.cols == come.cols &&
                         come.dtype == to.dtype,
                     "lowbit: gradients must have x's shape, and one dtype");
-    const lowbit::SchemeParams params = scheme_of(scheme);
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
     float* slopes = nullptr;
     if (grad_scale.has_value()) {
@@ -227,21 +220,21 @@ lb::MmOperand operand_of(const char* name, const Tensor& data, const Ints& schem
                          const MaybeTensor& zero_point, const MaybeTensor& outer, int64_t cols) {
     require_rows(data, name);
     lb::MmOperand side = {};
-    side.coded = !scheme.empty();
+    side.coded = scheme >= 0;
     if (!side.coded) {
         STD_TORCH_CHECK(data.scalar_type() == ScalarType::BFloat16 && data.size(1) == cols,
                         "lowbit: scaled_mm on CUDA takes ", name, " as codes or as bfloat16 [rows, ", cols, "]");
         side.codes = {static_cast<uint8_t*>(data.data_ptr()), data.size(0), cols, 2 * data.stride(0)};
         return side;
     }
-    side.scheme = scheme_of(scheme);
+    side.scheme = lowbit::kept_scheme(scheme, data.size(0), cols);
     side.codes = codes_of(data, name, data.size(0), cols, side.scheme.format.bits);
     side.scales = scales_of(scale, zero_point, outer, side.scheme, data.size(0), cols);
     return side;
 }
 
-void scaled_mm(const Tensor& a, Ints a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point, MaybeTensor a_outer,
-               const Tensor& b, Ints b_scheme, MaybeTensor b_scale, MaybeTensor b_zero_point, MaybeTensor b_outer,
+void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point, MaybeTensor a_outer,
+               const Tensor& b, int64_t b_scheme, MaybeTensor b_scale, MaybeTensor b_zero_point, MaybeTensor b_outer,
                MaybeTensor bias, Tensor out, int64_t cols) {
     const On on(a);
     const lb::MmOperand left = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_outer, cols);

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import scheme_params
+from lowbit.backends.native import scheme_number
 from lowbit.backends.registry import Impl
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import Numerics
@@ -26,9 +26,9 @@ def _whole_rows(data: Tensor, scheme: str | None) -> Tensor:
 
 def _run(outs: tuple[Tensor, ...], call: ScaledMM) -> None:
     torch.ops.lowbit_native.scaled_mm(
-        _whole_rows(call.a, call.a_scheme), scheme_params(call.a_scheme, call.a.shape[0], call.cols),
+        _whole_rows(call.a, call.a_scheme), scheme_number(call.a_scheme),
         call.a_scale, call.a_zero_point, call.a_outer_scale,
-        _whole_rows(call.b, call.b_scheme), scheme_params(call.b_scheme, call.b.shape[0], call.cols),
+        _whole_rows(call.b, call.b_scheme), scheme_number(call.b_scheme),
         call.b_scale, call.b_zero_point, call.b_outer_scale,
         call.bias, outs[0], call.cols,
     )  # fmt: skip

@@ -31,18 +31,18 @@ def _supports(call: Any) -> str | None:
     return None
 
 
-def _operand(side: matmul.Side, cols: int) -> list[object]:
+def _operand(side: matmul.Side) -> list[object]:
     data = side.data if side.data.shape[1] <= 1 or side.data.stride(1) == 1 else side.data.contiguous()
     parts = (side.scale, side.zero_point, side.outer_scale)
     return [
         data,
-        native.scheme_params(side.scheme, data.shape[0], cols),
+        native.scheme_number(side.scheme),
         *(None if t is None else t.contiguous() for t in parts),
     ]
 
 
 def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    a, b = (_operand(side, call.cols) for side in matmul.sides(call))
+    a, b = (_operand(side) for side in matmul.sides(call))
     bias = None if call.bias is None else call.bias.contiguous()
     torch.ops.lowbit_native.scaled_mm(*a, *b, bias, outs[0], call.cols)
 

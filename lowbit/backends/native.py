@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lowbit.ops import codec
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import as_rows
 
-__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error", "scheme_params", "with_warning"]
+__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error", "scheme_number", "with_warning"]
 
 #: The torch ops, built by CMake into the package.
 LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
@@ -108,15 +108,18 @@ def load() -> Any:
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=1024)
-def _format(name: str) -> list[int]:
-    return formats.find(name).params()
+@cache
+def _format(name: str) -> int:
+    """A format as native ops take it: the number under which they keep it."""
+    number: int = torch.ops.lowbit_native.keep(formats.find(name).params())
+    return number
 
 
-@lru_cache(maxsize=4096)
-def scheme_params(name: str | None, rows: int, cols: int) -> list[int]:
-    """A scheme of a matrix as native ops take it; of a float matrix, which has none, nothing."""
-    return [] if name is None else scaling.scheme(name).params(rows, cols)
+@cache
+def scheme_number(name: str | None) -> int:
+    """The same of a scheme; of a float matrix, which has none, -1."""
+    number: int = -1 if name is None else torch.ops.lowbit_native.keep(scaling.scheme(name).params())
+    return number
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -135,18 +138,17 @@ def _dense(t: Tensor | None) -> Tensor | None:
 
 
 def _rng(call: Any, cols: int) -> list[int]:
+    """Where the random bits of stochastic rounding come from; nothing asks for rounding to nearest."""
+    if call.rounding == "nearest":
+        return []
     return [call.seed, call.step, call.stream, call.offset, cols if call.pitch is None else call.pitch]
-
-
-def _stochastic(call: Any) -> int:
-    return int(call.rounding == "stochastic")
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
     x = _matrix(call.x)
     torch.ops.lowbit_native.encode(
-        x, _filled(outs[0]), _format(call.format), _stochastic(call), call.saturate, _rng(call, x.shape[1])
+        x, _filled(outs[0]), _format(call.format), call.saturate, _rng(call, x.shape[1])
     )
 
 
@@ -164,15 +166,15 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
 
 def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
     x = _matrix(call.x)
-    torch.ops.lowbit_native.outer_scale(x, outs[0], scheme_params(call.scheme, *x.shape))
+    torch.ops.lowbit_native.outer_scale(x, outs[0], scheme_number(call.scheme))
 
 
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     x = _matrix(call.x)
     zero_point = outs[2] if outs[2].dim() == 2 else None
     torch.ops.lowbit_native.quantize(
-        x, call.outer_scale, _filled(outs[0]), outs[1], zero_point, scheme_params(call.scheme, *x.shape),
-        _stochastic(call), _rng(call, x.shape[1]),
+        x, call.outer_scale, _filled(outs[0]), outs[1], zero_point, scheme_number(call.scheme),
+        _rng(call, x.shape[1]),
     )  # fmt: skip
 
 
@@ -180,7 +182,7 @@ def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
     x = _matrix(call.x)
     torch.ops.lowbit_native.quantize_static(
         x, call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        scheme_params(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
+        scheme_number(call.scheme), _rng(call, x.shape[1]),
     )  # fmt: skip
 
 
@@ -188,7 +190,7 @@ def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
     y = _filled(outs[0])
     torch.ops.lowbit_native.dequantize(
         _filled(call.codes.contiguous()), call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, y,
-        scheme_params(call.scheme, *y.shape),
+        scheme_number(call.scheme),
     )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
     x = _matrix(call.x)
     torch.ops.lowbit_native.fake_quantize(
         x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        scheme_params(call.scheme, *x.shape), _stochastic(call), _rng(call, x.shape[1]),
+        scheme_number(call.scheme), _rng(call, x.shape[1]),
     )  # fmt: skip
 
 
@@ -204,7 +206,7 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
     x = _matrix(call.x)
     torch.ops.lowbit_native.fake_quantize_backward(
         _matrix(call.grad), x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        None if call.scale is None else outs[1], scheme_params(call.scheme, *x.shape),
+        None if call.scale is None else outs[1], scheme_number(call.scheme),
     )  # fmt: skip
 
 
