@@ -53,6 +53,9 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
         "scaled_mm(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, "
         "Tensor b, int b_scheme, Tensor? b_scale, Tensor? b_zero_point, Tensor? b_outer, "
         "Tensor? bias, Tensor(a!) out, int cols) -> ()");
+    m.def(
+        "linear(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, "
+        "Tensor? bias, Tensor(a!) out) -> ()");
     m.def("keep(int[] numbers) -> int");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");

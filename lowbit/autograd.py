@@ -1,6 +1,6 @@
-"""Gradients of the ops that have one: straight-through for fake_quantize, through the decoded operand for scaled_mm.
+"""Gradients of the ops that have one: straight-through for fake_quantize, through decoded operands for the products.
 
-Both can be differentiated again; what has no gradient raises.
+All can be differentiated again; what has no gradient raises.
 
 A backward pass runs on the backend that served its forward, also where ``use_backend`` has ended meanwhile.
 """
@@ -8,6 +8,7 @@ A backward pass runs on the backend that served its forward, also where ``use_ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,18 @@ from torch import Tensor
 
 from lowbit.backends.registry import forced, use_backend
 from lowbit.ops import OPS
+
+__all__ = ["backend_now", "on_backend"]
+
+
+def backend_now() -> str | None:
+    """The backend that a forward pass was forced to, for its backward (compiled code leaves it to each call)."""
+    return None if torch.compiler.is_compiling() else forced()
+
+
+def on_backend(name: str | None) -> AbstractContextManager[None]:
+    """Within, lowbit ops run on what ``backend_now`` answered in forward."""
+    return nullcontext() if torch.compiler.is_compiling() else use_backend(name)
 
 
 def _wanted(x: Tensor | None) -> bool:
@@ -101,6 +114,28 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_a, grad_b, *[None] * 9, grad_bias, None
 
 
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves no activation: the gradient of ``x`` needs the weight alone, and passes straight through x's rounding."""
+    call = OPS["linear"].args(*inputs)
+    _refuse("linear", scale=call.scale, outer_scale=call.outer_scale)
+    ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
+    ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
+    weight = (call.weight, call.scale, call.zero_point, call.outer_scale)
+    ctx.save_for_backward(*(weight if _wanted(call.x) else [None] * 4))
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight = ctx.saved_tensors
+    rows, grad_x, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None
+    if weight[0] is not None:
+        with use_backend(ctx.backend):
+            decoded = _decoded(weight, ctx.scheme, ctx.x_shape[-1], grad.dtype)
+        grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
+    if ctx.bias_dtype is not None:
+        grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return grad_x, *[None] * 5, grad_bias, None, None
+
+
 def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torch.dtype) -> Tensor:
     data, *scales = saved
     if scheme is None:
@@ -113,6 +148,7 @@ def _register() -> None:
     torch.library.register_autograd("lowbit::fake_quantize", _fake_backward, setup_context=_fake_setup)
     torch.library.register_autograd("lowbit::fake_quantize_backward", _mask_backward, setup_context=_mask_setup)
     torch.library.register_autograd("lowbit::scaled_mm", _mm_backward, setup_context=_mm_setup)
+    torch.library.register_autograd("lowbit::linear", _linear_backward, setup_context=_linear_setup)
 
 
 _register()

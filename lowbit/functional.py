@@ -1,4 +1,4 @@
-"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, explain.
+"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, linear, explain.
 
 Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are
 ``[ceil(rows/r), ceil(cols/c)]`` for blocks ``(r, c)``.
@@ -23,7 +23,7 @@ from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as find_scheme
 
-__all__ = ["decode", "encode", "explain", "fake_quantize", "pack", "quantize", "scaled_mm", "unpack"]
+__all__ = ["decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack"]
 
 
 #: Seed, step, stream, offset and pitch of what draws no random bits.
@@ -296,9 +296,13 @@ def _check_out(out: Tensor | Quantized, shape: tuple[int, ...], out_scheme: Any,
         )
     if tuple(out.shape) != shape:
         raise ValueError(f"scaled_mm: out must be of shape {list(shape)}, got {list(out.shape)}")
+    _refuse_grad_of_out("scaled_mm", inputs)
+
+
+def _refuse_grad_of_out(op: str, inputs: tuple[Any, ...]) -> None:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(
-            "scaled_mm: out= does not support automatic differentiation, but an argument requires grad; "
+            f"{op}: out= does not support automatic differentiation, but an argument requires grad; "
             "leave out= away, or work under torch.no_grad()"
         )
 
@@ -308,6 +312,41 @@ def _operand(x: Quantized | Tensor) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
         return as_rows(x), None, None, None, None
     return as_rows(x.codes), x.scheme.name, x.scale, x.zero_point, x.outer_scale
+
+
+def linear(
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None = None,
+    input: str | Scheme | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x [..., K] @ weight [N, K].T + bias [N]`` for float ``x``, which ``input`` quantizes on the way: one op.
+
+    The bits are those of ``scaled_mm(quantize(x, input), weight, bias, out_dtype)``; ``out_dtype`` is x's where not
+    given. The gradient of ``x`` passes straight through its rounding: ``grad @ weight.dequantize()``.
+
+    Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit, NotImplementedError for forward-mode
+    derivatives. Source: docs/numerics.md sections 3, 5 and 9.
+    """
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"linear: x {list(x.shape)} and weight {list(weight.shape)} must end in the same K; weight is [N, K]"
+        )
+    _refuse_tangents("linear", x, bias)
+    args = (
+        x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
+        None if input is None else find_scheme(input).name, x.dtype if out_dtype is None else out_dtype,
+    )  # fmt: skip
+    if out is None:
+        y: Tensor = call("linear", *args)
+        return y
+    if tuple(out.shape) != (*x.shape[:-1], weight.shape[0]):
+        raise ValueError(f"linear: out must be of shape {[*x.shape[:-1], weight.shape[0]]}, got {list(out.shape)}")
+    _refuse_grad_of_out("linear", args)
+    torch.ops.lowbit.linear_out(*args, out=out)
+    return out
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:
@@ -331,6 +370,7 @@ _EXPLAINED: dict[str, tuple[Any, ...]] = {
     "dequantize": (Quantized.dequantize,),
     "fake_quantize": (fake_quantize,),
     "scaled_mm": (scaled_mm,),
+    "linear": (linear,),
 }
 
 

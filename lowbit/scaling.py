@@ -155,7 +155,7 @@ class Scheme:
         return rows * self.packed_cols(cols) + scales + 4 * self.outer
 
     def params(self) -> list[int]:
-        """The plain integers by which kernels know a scheme (a whole axis is a block of 0), as ``SchemeParams`` in csrc."""
+        """The plain integers by which kernels know a scheme, in csrc's order; a block that spans its axis is 0."""
         return [
             *self.format.params(), *(extent or 0 for extent in self.block),
             self.scale_format.id, int(self.ceil), int(self.affine), int(self.outer),

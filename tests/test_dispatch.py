@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit as lb
 from lowbit.backends import dispatch
+from lowbit.ops import OPS
 
 
 class Watch(TorchDispatchMode):
@@ -30,13 +31,22 @@ class Sub(Tensor):
 
 @pytest.fixture
 def straight(monkeypatch):
-    """The names of the kernels that were called without the dispatcher."""
-    called = []
+    """The names of the ops that ran without the dispatcher; those that it runs ask for their plan first."""
+    called, through = [], []
+    names = {spec.args: name for name, spec in OPS.items()}
+    plan_of, run = dispatch._plan_of, dispatch._run
 
-    def noting(name, kernel):
-        return lambda *args: (called.append(name), kernel(*args))[1]
+    def noting_plan(spec, call):
+        through.append(call)
+        return plan_of(spec, call)
 
-    monkeypatch.setattr(dispatch, "_kernels", {n: noting(n, k) for n, k in dispatch._kernels.items()})
+    def noting_run(plan, call):
+        if not any(call is other for other in through):
+            called.append(names[type(call)])
+        return run(plan, call)
+
+    monkeypatch.setattr(dispatch, "_plan_of", noting_plan)
+    monkeypatch.setattr(dispatch, "_run", noting_run)
     return called
 
 

@@ -55,7 +55,7 @@ def products():
 
 def differentiable(op: str, call: Any) -> Any:
     """Float inputs that have a gradient ask for it, so that opcheck sees the backward too."""
-    fields = {"fake_quantize": ("x",), "scaled_mm": ("a", "bias")}.get(op, ())
+    fields = {"fake_quantize": ("x",), "scaled_mm": ("a", "bias"), "linear": ("x", "bias")}.get(op, ())
     changed = {
         name: value.detach().clone().requires_grad_()
         for name in fields
@@ -117,7 +117,7 @@ def test_costs_are_positive():
     for op, spec in OPS.items():
         for call in checked_samples(op, 5):
             cost = spec.cost(call)
-            assert cost.bytes > 0 and (cost.flops > 0) == (op == "scaled_mm")
+            assert cost.bytes > 0 and (cost.flops > 0) == (op in ("scaled_mm", "linear"))
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

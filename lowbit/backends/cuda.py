@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.backends import native
+from lowbit.backends import composed, native
 from lowbit.backends.registry import Impl
 from lowbit.ops import matmul
 from lowbit.ops.spec import Numerics
@@ -80,10 +80,11 @@ def supports_mm(call: matmul.ScaledMM) -> str | None:
 #: Above Triton's: these need no compilation at the first call.
 _PRIORITY = 60
 
-IMPLS = (
+_ROWS = (
     *(Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports) for op, run in native.RUN.items()),
     Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, _scaled_mm, supports_mm, Numerics("bf16", "fp32")),
 )
+IMPLS = _ROWS + composed.linear(_ROWS)
 
 
 def unavailable() -> str | None:

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.backends import registry
+from lowbit.backends.registry import Run
 from lowbit.ops import OPS, OpSpec
 from lowbit.ops.spec import Out
 
 _DEVICES = ("cpu", "cuda")
 _library = torch.library.Library("lowbit", "DEF")
-
-#: The kernel of each op, by name.
-_kernels: dict[str, Callable[..., Any]] = {}
 
 
 def register_all() -> None:
@@ -29,41 +27,11 @@ def register_all() -> None:
         functional, out = spec.schemas
         _library.define(functional, tags=torch.Tag.needs_fixed_stride_order)
         _library.define(out)
-        _kernels[spec.name] = _functional(spec)
         for device in _DEVICES:
-            _library.impl(spec.name, _kernels[spec.name], device.upper())
+            _library.impl(spec.name, _functional(spec), device.upper())
             _library.impl(f"{spec.name}_out", _out(spec), device.upper())
         torch.library.register_fake(f"lowbit::{spec.name}", _fake(spec), lib=_library)
         torch.library.register_fake(f"lowbit::{spec.name}_out", _fake_out(spec), lib=_library)
-
-
-# -- a call without torch's dispatcher ---------------------------------------------------------------------------------
-def call(name: str, *args: Any) -> Any:
-    """``torch.ops.lowbit.NAME(*args)``; straight to its kernel where no autograd, mode or transform watches it."""
-    if torch.compiler.is_compiling() or _watched(args):
-        return getattr(torch.ops.lowbit, name)(*args)
-    return _kernels[name](*args)
-
-
-#: Types of arguments that a kernel takes as they are. Subclasses of Tensor have their own ideas of an op.
-_TENSORS = frozenset({Tensor, nn.Parameter})
-_WORDS = frozenset({str, int, bool, type(None), torch.dtype})
-
-
-def _watched(args: tuple[Any, ...]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    grad = torch.is_grad_enabled()
-    for value in args:
-        kind = type(value)
-        if kind in _TENSORS:
-            if (grad and value.requires_grad) or not (value.is_cpu or value.is_cuda) or value.is_neg():
-                return True
-        elif kind not in _WORDS and isinstance(value, Tensor):
-            return True
-    return False
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -72,38 +40,37 @@ class Plan(NamedTuple):
 
     device: torch.device
     outs: list[Out]
-    kernel: Callable[[tuple[Tensor, ...], Any], None] | None
+    kernel: Run | None
 
 
-#: Plans by op, forced backend and metadata. Forgotten all at once, lest shapes that never come back pile up.
+#: Plans by op, choice of backend and metadata. Forgotten all at once, lest shapes that never come back pile up.
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MOST_PLANS = 8192
 
 #: The first of the arguments that say which random bits are drawn: they come last, and no plan depends on them.
 _RANDOM = "seed"
 
+#: How many of an op's arguments its plan depends on.
+_decisive: dict[str, int] = {
+    name: spec.args._fields.index(_RANDOM) if _RANDOM in spec.args._fields else len(spec.args._fields)
+    for name, spec in OPS.items()
+}
 
-def _planner(spec: OpSpec) -> Callable[[Any], Plan]:
-    fields = spec.args._fields
-    decisive = fields.index(_RANDOM) if _RANDOM in fields else len(fields)
 
-    def plan_of(call: Any) -> Plan:
-        if registry.asking():
-            return _make_plan(spec, call)
-        seen = [
-            (value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else value
-            for value in call[:decisive]
-        ]
-        key = (spec.name, registry.forced(), *seen)
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _make_plan(spec, call)
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-        return plan
+def _plan_of(spec: OpSpec, call: Any) -> Plan:
+    key: list[Any] = [spec.name, registry.forced()]
+    for value in call[: _decisive[spec.name]]:
+        key.append((value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else value)
+    plan = None if registry.asking() else _plans.get(tuple(key))
+    return _add_plan(spec, call, tuple(key)) if plan is None else plan
 
-    return plan_of
+
+def _add_plan(spec: OpSpec, call: Any, key: tuple[Any, ...]) -> Plan:
+    plan = _make_plan(spec, call)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
 
 
 def _make_plan(spec: OpSpec, call: Any) -> Plan:
@@ -112,7 +79,7 @@ def _make_plan(spec: OpSpec, call: Any) -> Plan:
     outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
-    return Plan(device, outs, impl.run if any(sizes) else None)
+    return Plan(device, outs, impl.bind(call) if any(sizes) else None)
 
 
 def _device_of(spec: OpSpec, call: Any) -> torch.device:
@@ -126,17 +93,61 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
     return device
 
 
+# -- a call without torch's dispatcher ---------------------------------------------------------------------------------
+#: Types of arguments that a kernel takes as they are. Subclasses of Tensor have their own ideas of an op.
+_TENSORS = frozenset({Tensor, nn.Parameter})
+
+#: What stands between a call and its kernel: modes, and the transforms of torch.func.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.lowbit.NAME(*args)``; straight to its kernel where no autograd, mode or transform watches it."""
+    if torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None:
+        return getattr(torch.ops.lowbit, name)(*args)
+    grad = torch.is_grad_enabled()
+    key: list[Any] = [name, registry.forced()]
+    for value in args[: _decisive[name]]:
+        if type(value) in _TENSORS:
+            dtype = value.dtype
+            if dtype.is_floating_point and (value.is_neg() or (grad and value.requires_grad)):
+                return getattr(torch.ops.lowbit, name)(*args)
+            key.append((value.shape, dtype, value.stride(), value.device))
+        elif isinstance(value, Tensor):
+            return getattr(torch.ops.lowbit, name)(*args)
+        else:
+            key.append(value)
+    spec = OPS[name]
+    call = spec.args(*args)
+    plan = None if registry.asking() else _plans.get(tuple(key))
+    if plan is None:
+        if args[0].device.type not in _DEVICES:
+            return getattr(torch.ops.lowbit, name)(*args)
+        plan = _add_plan(spec, call, tuple(key))
+    return _run(plan, call)
+
+
+def _run(plan: Plan, call: Any) -> Any:
+    device, shapes, run = plan
+    if len(shapes) == 1:
+        shape, dtype = shapes[0]
+        out = torch.empty(shape, dtype=dtype, device=device)
+        if run is not None:
+            run((out,), call)
+        return out
+    outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+    if run is not None:
+        run(outs, call)
+    return outs
+
+
 # -- kernels -----------------------------------------------------------------------------------------------------------
 def _functional(spec: OpSpec) -> Callable[..., Any]:
-    plan_of = _planner(spec)
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = spec.args(*args, **kwargs)
-        device, shapes, run = plan_of(call)
-        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
-        if run is not None:
-            run(outs, call)
-        return outs if len(outs) > 1 else outs[0]
+        return _run(_plan_of(spec, call), call)
 
     return kernel
 
@@ -155,12 +166,10 @@ def _fake(spec: OpSpec) -> Callable[..., Any]:
 
 
 def _out(spec: OpSpec) -> Callable[..., None]:
-    plan_of = _planner(spec)
-
     def kernel(*args: Any, **kwargs: Any) -> None:
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
-        device, shapes, run = plan_of(call)
+        device, shapes, run = _plan_of(spec, call)
         _check_outs(spec, shapes, device, outs)
         straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
         _check_overlap(spec, call, straight)

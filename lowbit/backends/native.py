@@ -147,9 +147,7 @@ def _rng(call: Any, cols: int) -> list[int]:
 # -- ops ---------------------------------------------------------------------------------------------------------------
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
     x = _matrix(call.x)
-    torch.ops.lowbit_native.encode(
-        x, _filled(outs[0]), _format(call.format), call.saturate, _rng(call, x.shape[1])
-    )
+    torch.ops.lowbit_native.encode(x, _filled(outs[0]), _format(call.format), call.saturate, _rng(call, x.shape[1]))
 
 
 def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit import formats, packing, reference, scaling
+from lowbit.backends import composed
 from lowbit.backends.registry import Impl
 from lowbit.ops import codec, matmul
 from lowbit.ops import quantize as q
@@ -112,10 +113,11 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "scaled_mm": _scaled_mm,
 }
 
-IMPLS = tuple(
+_ROWS = tuple(
     Impl(op, "reference", ("cpu", "cuda"), priority=0, run=run, numerics=Numerics("fp32", "fp32"))
     for op, run in _RUN.items()
 )
+IMPLS = _ROWS + composed.linear(_ROWS)
 
 
 def unavailable() -> str | None:

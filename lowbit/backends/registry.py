@@ -19,17 +19,29 @@ from lowbit.ops import OPS, Numerics
 __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "select", "use_backend"]
 
 
+#: Fills contiguous outputs that it is given.
+Run = Callable[[tuple[Tensor, ...], Any], None]
+
+
 @dataclass(frozen=True)
 class Impl:
-    """One kernel for one op. ``run(outs, call)`` fills contiguous outputs it is given; ``backend`` is its family."""
+    """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
+
+    ``prepare(call)`` gives a ``run`` for every call with the metadata of that one, to do once what follows from it.
+    """
 
     op: str
     name: str
     devices: tuple[str, ...]
     priority: int
-    run: Callable[[tuple[Tensor, ...], Any], None]
+    run: Run
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
+    prepare: Callable[[Any], Run] | None = None
+
+    def bind(self, call: Any) -> Run:
+        """What runs calls with the metadata (shapes, dtypes, strides, devices, words) of this one."""
+        return self.run if self.prepare is None else self.prepare(call)
 
     @property
     def backend(self) -> str:

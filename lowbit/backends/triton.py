@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
+from lowbit.backends import composed
 from lowbit.backends.registry import Impl
 from lowbit.checkout import adopt
 from lowbit.ops import codec, matmul
@@ -175,11 +176,12 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
 
 _NUMERICS = Numerics("bf16", "fp32")
 
-IMPLS = tuple(
+_IMPLS = tuple(
     Impl(op, "triton", (device,), priority, run, supports, _NUMERICS)
     for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
+IMPLS = _IMPLS + composed.linear(_IMPLS)
 
 
 def unavailable() -> str | None:

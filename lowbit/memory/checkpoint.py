@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.nn.linear import backend_now, on_backend
+from lowbit.autograd import backend_now, on_backend
 
 __all__ = ["checkpoint_blocks_", "find_blocks"]
 

@@ -7,19 +7,17 @@ neither ``model.bfloat16()`` nor a mixed-precision policy casts integers, so no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.backends.registry import forced, use_backend
-from lowbit.functional import quantize, scaled_mm
+from lowbit.functional import linear
 from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
 
-__all__ = ["QuantLinear", "backend_now", "empty", "on_backend", "result_dtype"]
+__all__ = ["QuantLinear", "empty", "result_dtype"]
 
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -31,16 +29,6 @@ def result_dtype(x: Tensor) -> torch.dtype:
     if not torch.amp.is_autocast_available(kind):  # the meta device, for one
         return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def backend_now() -> str | None:
-    """The backend that a forward pass was forced to, for its backward (compiled code leaves it to each call)."""
-    return None if torch.compiler.is_compiling() else forced()
-
-
-def on_backend(name: str | None) -> AbstractContextManager[None]:
-    """Within, lowbit ops run on what ``backend_now`` answered in forward."""
-    return nullcontext() if torch.compiler.is_compiling() else use_backend(name)
 
 
 def empty(
@@ -99,12 +87,29 @@ class QuantLinear(nn.Module):
             part = weight.parts.get(name)
             self.register_parameter(name, None if part is None else _as_integers(part))
         self._scale_dtype: torch.dtype = weight.scale.dtype
+        self._shown: Quantized | None = None
         self.register_parameter("bias", bias)
 
     @property
     def weight(self) -> Quantized:
-        """The weight; views of this layer's parameters."""
+        """The weight; views of this layer's parameters, made anew where these have moved."""
         held: dict[str, Any] = self._parameters  # each attribute would be looked up three times, on every call
+        codes, scale, outer = held["codes"], held["scale"], held["outer_scale"]
+        if torch.compiler.is_compiling():
+            return self._show(held)
+        shown = self._shown
+        if (
+            shown is None
+            or shown.codes is not codes
+            or shown.zero_point is not held["zero_point"]
+            or shown.dtype is not self.weight_dtype
+            or shown.scale.data_ptr() != scale.data_ptr()
+            or (outer is not None and shown.outer_scale.data_ptr() != outer.data_ptr())  # type: ignore[union-attr]
+        ):
+            shown = self._shown = self._show(held)
+        return shown
+
+    def _show(self, held: dict[str, Any]) -> Quantized:
         scale, outer = held["scale"], held["outer_scale"]
         if scale.dtype != self._scale_dtype:
             scale = scale.view(self._scale_dtype)
@@ -113,18 +118,19 @@ class QuantLinear(nn.Module):
         shape = torch.Size((self.out_features, self.in_features))
         return Quantized(held["codes"], scale, held["zero_point"], outer, self.scheme, shape, self.weight_dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shown": None}
+
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
         for name in other.weight.parts:
             self._parameters[name] = other._parameters[name]
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = result_dtype(x)
-        if self.recipe.input is None:
-            return cast(Tensor, scaled_mm(x.to(dtype), self.weight, self.bias, out_dtype=dtype))
-        if x.requires_grad and torch.is_grad_enabled():
-            return _straight_through(x, self.bias, self.weight, self.recipe.input, dtype)
-        return cast(Tensor, scaled_mm(quantize(x, self.recipe.input), self.weight, self.bias, out_dtype=dtype))
+        dtype, input = result_dtype(x), self.recipe.input
+        if input is None and x.dtype != dtype:
+            x = x.to(dtype)
+        return linear(x, self.weight, self._parameters["bias"], input, dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -184,35 +190,3 @@ class QuantLinear(nn.Module):
 def _as_integers(part: Tensor) -> nn.Parameter:
     held = part.detach()
     return nn.Parameter(held.view(_BITS[held.dtype]) if held.is_floating_point() else held, requires_grad=False)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The layer's product where its input needs a gradient; quantizing the input counts as the identity.
-
-    Saves no activation: the input's gradient needs the weight alone.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, bias: Tensor | None, weight: Quantized, input: Scheme, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.backend = backend_now()
-        ctx.save_for_backward(weight.codes, weight.scale, weight.zero_point, weight.outer_scale)
-        ctx.about = (weight.scheme, weight.shape, x.dtype, None if bias is None else bias.dtype)
-        return cast(Tensor, scaled_mm(quantize(x, input), weight, bias, out_dtype=dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scheme, shape, x_dtype, bias_dtype = ctx.about
-        codes, scale, zero_point, outer = ctx.saved_tensors
-        weight = Quantized(codes, scale, zero_point, outer, scheme, shape, grad.dtype)
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            with on_backend(ctx.backend):
-                grad_x = (grad @ weight.dequantize()).to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, shape[0]).sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_bias, None, None, None
-
-
-_straight_through = cast(Callable[..., Tensor], _StraightThrough.apply)

@@ -1,6 +1,6 @@
 """scaled_mm: ``a [M, K] @ b [N, K].T`` for every pair of schemes and float matrices.
 
-Source: docs/numerics.md section 9. The bound on the error of float products is derived in ``_tolerance``.
+Source: docs/numerics.md section 9. The bound on the error of float products is derived in ``tolerance``.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def is_exact(call: ScaledMM) -> bool:
     return all(o.factors_out and o.scheme is not None and o.scheme.format.kind == "integer" for o in both)
 
 
-def _tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
+def tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     """Elementwise bound on |y - exact|, fp64 ``[M, N]``.
 
     Let A and B be the decoded operands and u the accumulator's unit roundoff. A sum of K rounded products in any order
@@ -223,6 +223,6 @@ def _rounded_operands(call: ScaledMM, numerics: Numerics) -> int:
 SPECS = (
     OpSpec(
         "scaled_mm", ScaledMM, ("out",), lambda call: [((call.a.shape[0], call.b.shape[0]), call.out_dtype)],
-        _check, _samples, _cost, _workloads, _tolerance,
+        _check, _samples, _cost, _workloads, tolerance,
     ),
 )  # fmt: skip

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lowbit.autograd import backend_now, on_backend
 from lowbit.functional import quantize, scaled_mm
 from lowbit.nn.convert import Conversion, leave_fused_kernels, restore_fused_kernels
 from lowbit.nn.converters import CONVERTERS, foreign_forward
-from lowbit.nn.linear import backend_now, on_backend, result_dtype
+from lowbit.nn.linear import result_dtype
 from lowbit.nn.select import DEFAULT_SKIP, nothing_found, select
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Recipe

@@ -1,0 +1,63 @@
+"""Ops that a backend has no kernel of its own for, made of its other kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowbit import scaling
+from lowbit.backends.registry import Impl
+from lowbit.ops import OPS
+from lowbit.ops import quantize as q
+from lowbit.ops.linear import Linear, Scales, product
+from lowbit.ops.spec import as_rows
+
+__all__ = ["linear"]
+
+
+def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``linear`` on every device where ``rows`` of one backend quantize and multiply."""
+    made = []
+    for mm in rows:
+        if mm.op == "scaled_mm":
+            parts = {row.op: row for row in rows if row.devices == mm.devices}
+            run, supports = partial(_run, parts), partial(_supports, parts)
+            made.append(Impl("linear", mm.name, mm.devices, mm.priority, run, supports, mm.numerics))
+    return tuple(made)
+
+
+def _run(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: Linear) -> None:
+    x = as_rows(call.x)
+    left = product(call, x) if call.input is None else product(call, *_quantize(parts, x, scaling.scheme(call.input)))
+    parts["scaled_mm"].run((as_rows(outs[0]),), left)
+
+
+def _quantize(parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Scales]:
+    outer = None
+    if scheme.outer:
+        asked = q.OuterScale(x, scheme.name)
+        (outer,) = _empty("outer_scale", asked, x.device)
+        parts["outer_scale"].run((outer,), asked)
+    call = q.Quantize(x, scheme.name, outer)
+    codes, scale, zero = outs = _empty("quantize", call, x.device)
+    parts["quantize"].run(outs, call)
+    return codes, Scales(scale, zero if scheme.affine else None, outer)
+
+
+def _empty(op: str, call: object, device: torch.device | str) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in OPS[op].outputs(call))
+
+
+def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
+    """Asks the kernels in turn, of codes that are not made yet."""
+    x = as_rows(call.x)
+    if call.input is None:
+        return parts["scaled_mm"].supports(product(call, x))
+    scheme = scaling.scheme(call.input)
+    outer = x.new_empty((1, 1), dtype=torch.float32) if scheme.outer else None
+    asked = q.Quantize(x, scheme.name, outer)
+    codes, scale, zero = _empty("quantize", asked, "meta")
+    scales = Scales(scale, zero if scheme.affine else None, outer)
+    return parts["quantize"].supports(asked) or parts["scaled_mm"].supports(product(call, codes, scales))

@@ -1,0 +1,166 @@
+"""linear: a layer's forward pass in one op, from float input to float output.
+
+``x`` is quantized on the way where an ``input`` scheme is given; then it is ``scaled_mm``, in every bit.
+Source: docs/numerics.md sections 3, 5 and 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit import packing, reference, scaling
+from lowbit.ops import matmul
+from lowbit.ops.matmul import ScaledMM
+from lowbit.ops.samples import large_matrix, random_matrix, schemes
+from lowbit.ops.spec import (
+    FLOATS,
+    Cost,
+    Numerics,
+    OpSpec,
+    Out,
+    Workload,
+    as_rows,
+    require,
+    require_codes,
+    require_float,
+    require_scales,
+)
+from lowbit.recipes import RECIPES
+
+
+class Linear(NamedTuple):
+    """``x [..., K]`` float; ``weight``: stored codes ``[N, packed K]`` with their scales; ``input``: x's scheme."""
+
+    x: Tensor
+    weight: Tensor
+    scheme: str
+    scale: Tensor
+    zero_point: Tensor | None = None
+    outer_scale: Tensor | None = None
+    bias: Tensor | None = None
+    input: str | None = None
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+class Scales(NamedTuple):
+    """What decodes the codes of ``x``; nothing where it stays float."""
+
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    outer_scale: Tensor | None = None
+
+
+_NONE = Scales()
+
+
+def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
+    """The product that is left once ``x`` is ``a``: its rows, or with ``input`` their codes with scales."""
+    return ScaledMM(
+        a, call.weight, call.x.shape[-1], call.input, call.scheme,
+        scales.scale, scales.zero_point, scales.outer_scale,
+        call.scale, call.zero_point, call.outer_scale, call.bias, call.out_dtype,
+    )  # fmt: skip
+
+
+def quantized(call: Linear) -> ScaledMM:
+    """The product with ``x`` as the reference quantizes it."""
+    x = as_rows(call.x)
+    if call.input is None:
+        return product(call, x)
+    scheme = scaling.scheme(call.input)
+    outer = reference.outer_scale(x, scheme) if scheme.outer else None
+    codes, scale, zero = reference.quantize(x, scheme, outer, None)
+    return product(call, packing.pack(codes, scheme.format.bits), Scales(scale, zero, outer))
+
+
+def _outputs(call: Linear) -> list[Out]:
+    return [((*call.x.shape[:-1], call.weight.shape[0]), call.out_dtype)]
+
+
+def _check(call: Linear) -> None:
+    require_float("linear", "x", call.x)
+    require(call.x.dim() >= 1, "lowbit.linear: x needs at least one axis")
+    require_codes("linear", "weight", call.weight)
+    scheme, cols = scaling.scheme(call.scheme), call.x.shape[-1]
+    expected = scheme.packed_cols(cols)
+    if call.weight.dim() != 2 or call.weight.shape[1] != expected:
+        raise ValueError(
+            f"lowbit.linear: for x {list(call.x.shape)}, the weight in {scheme} must be [out features, {expected}] "
+            f"bytes, got {list(call.weight.shape)}"
+        )
+    require_scales("linear", scheme, call.weight.shape[0], cols, call.scale, call.zero_point, call.outer_scale)
+    if call.out_dtype not in FLOATS:
+        raise ValueError(f"lowbit.linear: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
+    if call.bias is not None:
+        require_float("linear", "bias", call.bias)
+        if tuple(call.bias.shape) != (call.weight.shape[0],):
+            raise ValueError(f"lowbit.linear: bias must be [{call.weight.shape[0]}], got {list(call.bias.shape)}")
+
+
+def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
+    """A call on the reference's quantization of a float weight ``[N, K]`` (tests, benchmarks)."""
+    b = matmul.make_call(weight, weight, None, scheme)
+    arguments = {"bias": None, "input": input, **more}
+    return Linear(x, b.b, scheme, b.b_scale, b.b_zero_point, b.b_outer_scale, **arguments)  # type: ignore[arg-type]
+
+
+def _samples(device: str) -> Iterator[Linear]:
+    """Every scheme as a weight's and as an input's; inputs of any rank."""
+    texts = [s.name for s in schemes()]
+    shapes = cycle([((1, 33), 5), ((2, 3, 64), 19), ((130,), 3), ((17, 7), 33), ((2, 2, 4, 96), 16)])
+    dtypes = cycle(FLOATS)
+    for step in (None, 0, 5, 44):
+        for index, scheme in enumerate(texts):
+            shape, n = next(shapes)
+            x = random_matrix(torch.Size(shape[:-1]).numel(), shape[-1], device, seed=index).reshape(shape)
+            weight = random_matrix(n, shape[-1], device, seed=index + 1000)
+            bias = random_matrix(1, n, device, seed=7)[0] if index % 2 else None
+            given = None if step is None else texts[(index + step) % len(texts)]
+            dtype = next(dtypes)
+            yield make_call(x.to(dtype), weight, given, scheme, bias=bias, out_dtype=dtype)
+
+
+#: Rows of x that benchmarks multiply: tokens as they are generated, and a batch of them.
+_BENCHED_ROWS = (1, 4, 16, 512)
+
+
+def _workloads(rows: int, cols: int) -> Iterator[Workload]:
+    """Every recipe's layer with a weight ``[rows, cols]`` on bf16 input, and on fp32 where the input is quantized."""
+
+    def make(m: int, dtype: torch.dtype, input: str | None, scheme: str) -> Linear:
+        weight, kind = large_matrix(rows, cols), scaling.scheme(scheme)
+        outer = torch.ops.lowbit.outer_scale(weight, scheme) if kind.outer else None
+        codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, outer)
+        x = large_matrix(m, cols, dtype)
+        return Linear(x, codes, scheme, scale, zero if kind.affine else None, outer, None, input, dtype)
+
+    pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
+    for m in _BENCHED_ROWS:
+        for input, scheme in pairs:
+            for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+                if dtype == torch.bfloat16 or input is not None:
+                    arrow = f" -> {input}" if input else ""
+                    yield Workload(
+                        f"{m}x{rows}x{cols}", f"{name}{arrow} x {scheme}", partial(make, m, dtype, input, scheme)
+                    )
+
+
+def _cost(call: Linear) -> Cost:
+    m, n, k = call.x.shape[:-1].numel(), call.weight.shape[0], call.x.shape[-1]
+    moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
+    return Cost(2 * m * n * k, moved + m * n * call.out_dtype.itemsize)
+
+
+def _tolerance(call: Linear, numerics: Numerics) -> Tensor:
+    """That of the product."""
+    bound = matmul.tolerance(quantized(call), numerics)
+    return bound.reshape(_outputs(call)[0][0]) if bound.dim() else bound
+
+
+SPECS = (OpSpec("linear", Linear, ("out",), _outputs, _check, _samples, _cost, _workloads, _tolerance),)

@@ -1,0 +1,159 @@
+"""linear: one op from float input to float output, with the bits of quantize and scaled_mm and scaled_mm's bound."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from bits import assert_same_bits, describe
+from mm_oracle import check
+from torch import Tensor
+from variants import ALL, NATIVE, Kernel, Variant, kernels, params, threads
+
+import lowbit as lb
+from lowbit.functional import linear
+from lowbit.ops import OPS
+from lowbit.ops.linear import Linear, make_call, quantized
+from lowbit.ops.samples import random_matrix
+
+SPEC = OPS["linear"]
+everywhere = pytest.mark.parametrize("variant", ALL)
+native = pytest.mark.parametrize("variant", NATIVE)
+REFERENCE = Kernel("linear", next(i for i in lb.impls("linear") if i.name == "reference"), Variant("reference"))
+
+
+@functools.cache
+def samples() -> list[Linear]:
+    return list(SPEC.samples("cpu"))
+
+
+def moved(call: Linear, device: str) -> Linear:
+    return Linear(*(v.to(device) if isinstance(v, Tensor) else v for v in call))
+
+
+@pytest.mark.parametrize("kernel", params([REFERENCE, *kernels("linear")]))
+def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
+    served, reasons = 0, set()
+    for call in samples()[:: 31 if kernel.variant.interpreted else 2]:
+        on_device = moved(call, kernel.variant.device)
+        outs = kernel.run(on_device)
+        if outs is None:
+            reasons.add(kernel.impl.supports(on_device))
+            continue
+        served += 1
+        assert outs[0].shape == (*call.x.shape[:-1], call.weight.shape[0])
+        check(outs[0].reshape(-1, outs[0].shape[-1]), quantized(call), kernel.impl.numerics, str(kernel))
+    assert all(isinstance(reason, str) and reason for reason in reasons), "a refusal without a reason"
+    assert served, f"{kernel} refuses every sample: {reasons}"
+
+
+@everywhere
+def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant):
+    served = 0
+    for call in samples()[:: 67 if variant.interpreted else 5]:
+        if variant.refuses("linear", call.x, weight_of(call), call.bias, call.input, call.out_dtype):
+            continue
+        served += 1
+        with variant.use():
+            y = linear(call.x, weight_of(call), call.bias, call.input, call.out_dtype)
+            a = call.x if call.input is None else lb.quantize(call.x, call.input)
+            two = lb.scaled_mm(a, weight_of(call), call.bias, call.out_dtype)
+        assert_same_bits(y, two, f"{variant}: {describe(call)}")
+    assert served
+
+
+def weight_of(call: Linear) -> lb.Quantized:
+    return lb.Quantized(
+        call.weight, call.scale, call.zero_point, call.outer_scale, lb.scheme(call.scheme),
+        torch.Size((call.weight.shape[0], call.x.shape[-1])), torch.float32,
+    )  # fmt: skip
+
+
+@native
+@pytest.mark.parametrize("input", ["int8:row", "fp8_e4m3:block32x32", "uint8:tensor:affine", "nvfp4", "mxfp8:T"])
+def test_rows_beyond_one_piece(variant: Variant, input: str):
+    """Codes are made some rows at a time, where blocks allow."""
+    x, w = random_matrix(2100, 9000, seed=1), lb.quantize(random_matrix(3, 9000, seed=2), "int8:row")
+    with variant.use():
+        y = linear(x, w, None, input)
+        assert_same_bits(y, lb.scaled_mm(lb.quantize(x, input), w, out_dtype=torch.float32), input)
+
+
+@native
+def test_threads_do_not_change_a_bit(variant: Variant):
+    x, w = random_matrix(70, 515, seed=1), lb.quantize(random_matrix(130, 515, seed=2), "int4:group32")
+    found = []
+    for count in (1, 2, 3):
+        with threads(count), variant.use():
+            found.append(linear(x, w, None, "int8:row"))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
+@everywhere
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (2, 0, 7), (7,), (2, 3, 7)])
+def test_any_rank_and_nothing_at_all(variant: Variant, shape: tuple[int, ...]):
+    x, w = torch.randn(shape), lb.quantize(torch.randn(5, shape[-1]), "int8:row")
+    bias = torch.arange(5.0)
+    with variant.use():
+        y = linear(x, w, bias, "int8:row")
+    assert y.shape == (*shape[:-1], 5)
+    if shape[-1] == 0:
+        assert_same_bits(y, bias.expand(y.shape).contiguous())
+
+
+@native
+def test_strides_of_x(variant: Variant):
+    w = lb.quantize(random_matrix(5, 40, seed=1), "fp8_e4m3:row")
+    wide = random_matrix(6, 80, seed=2)
+    for x in (wide[:, :40], wide[:, ::2], wide[::2, 40:], wide.t()[:40, :6].t(), wide.view(2, 3, 80)[:, :, 40:]):
+        for input in (None, "fp8_e4m3:row"):
+            with variant.use():
+                assert_same_bits(linear(x, w, None, input), linear(x.contiguous(), w, None, input), str(x.stride()))
+
+
+def test_out_is_filled():
+    x, w = torch.randn(2, 3, 40), lb.quantize(torch.randn(5, 40), "int8:row")
+    out = torch.empty(2, 3, 5)
+    assert linear(x, w, None, "int8:row", out=out) is out
+    assert_same_bits(out, linear(x, w, None, "int8:row"))
+    with pytest.raises(ValueError, match=r"linear: out must be of shape \[2, 3, 5\], got \[6, 5\]"):
+        linear(x, w, None, "int8:row", out=torch.empty(6, 5))
+    with pytest.raises(RuntimeError, match="linear: out= does not support automatic differentiation"):
+        linear(x.requires_grad_(), w, None, "int8:row", out=out)
+
+
+def test_the_gradient_passes_straight_through():
+    x = torch.randn(2, 3, 40, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True)
+    w = lb.quantize(torch.randn(5, 40), "int4:group8")
+    grad = torch.randn(2, 3, 5)
+    linear(x, w, bias, "int8:row").backward(grad)
+    torch.testing.assert_close(x.grad, grad @ w.dequantize())
+    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+    call = make_call(torch.randn(3, 8), torch.randn(5, 8), None, "int8:row")
+    with pytest.raises(RuntimeError, match="scale requires grad"):
+        torch.ops.lowbit.linear(*call._replace(scale=call.scale.clone().requires_grad_()))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"weight": torch.zeros(5, 9, dtype=torch.uint8)},
+            ValueError,
+            r"the weight in int8:row must be \[out features",
+        ),
+        ({"weight": torch.zeros(5, 8)}, TypeError, "weight must be uint8 codes"),
+        ({"x": torch.zeros(3, 8, dtype=torch.float64)}, TypeError, "x must be float32, bfloat16 or float16"),
+        ({"scale": torch.ones(5)}, ValueError, r"keeps the scales of a \[5, 8\] matrix"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias must be \[5\], got \[4\]"),
+        ({"out_dtype": torch.float64}, ValueError, "out_dtype must be a 16- or 32-bit float"),
+        ({"input": "int9:row"}, ValueError, "int9"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    call = make_call(torch.randn(3, 8), torch.randn(5, 8), "int8:row", "int8:row")
+    with pytest.raises(error, match=message):
+        torch.ops.lowbit.linear(*call._replace(**change))
