@@ -216,7 +216,7 @@ void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, May
     done(lb::launch_fake_quantize_backward(come, from, scales, to, slopes, params, scratch.data_ptr(), on.stream()));
 }
 
-lb::MmOperand operand_of(const char* name, const Tensor& data, const Ints& scheme, const MaybeTensor& scale,
+lb::MmOperand operand_of(const char* name, const Tensor& data, int64_t scheme, const MaybeTensor& scale,
                          const MaybeTensor& zero_point, const MaybeTensor& outer, int64_t cols) {
     require_rows(data, name);
     lb::MmOperand side = {};
