@@ -6,6 +6,7 @@ typedef float VecF __attribute__((vector_size(64)));
 typedef int32_t VecI __attribute__((vector_size(64)));
 
 inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline void stream(void* to, VecF v) { _mm512_stream_ps(static_cast<float*>(to), (__m512)v); }
 
 #include "cpu/mm_body.inl"
 

@@ -62,11 +62,11 @@ inline void add_sums(const Tile& t, int row, int column, typename Dot::Acc acc) 
     if constexpr (kScaled) {
         const VecF scale = broadcast(t.a_scale[row]) * load<VecF>(t.b_scale + column);
         const VecF term = to_float(acc) * scale;
-        store(at, load<VecF>(at) + term);
+        store(at, t.fresh ? term : load<VecF>(at) + term);
     } else if constexpr (__is_same(Acc, VecF)) {
         store(at, acc);  // it started from c
     } else {
-        store(at, load<VecI>(at) + acc);
+        store(at, t.fresh ? acc : load<VecI>(at) + acc);
     }
 }
 
@@ -80,10 +80,9 @@ void tile(const Tile& t) {
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
+            acc[r][v] = Acc{};
             if constexpr (kResume) {
-                acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
-            } else {
-                acc[r][v] = Acc{};
+                if (!t.fresh) acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
             }
         }
     }

@@ -145,12 +145,32 @@ void finish_sums(const Row& row) {
         if (row.scaled) v = v * (broadcast(row.a_scale) * load<VecF>(row.b_scale + n));
         if (row.bias != nullptr) v = v + load<VecF>(row.bias + n);
         v = v == v ? v : nan;
-        if (row.cols - n >= kWidth) {
+        const bool whole = row.cols - n >= kWidth;
+        if (whole && row.stream && size == 4 && reinterpret_cast<uintptr_t>(out + n * size) % sizeof v == 0) {
+            stream(out + n * size, v);
+        } else if (whole) {
             narrow(v, out + n * size, row.out_dtype, kWidth);
         } else {
             narrow(v, out + n * size, row.out_dtype, row.cols - n);
         }
     }
+}
+
+template <class Sum>
+void finish_all(const Rows& rows) {
+    Row row = rows.row;
+    for (int64_t r = 0; r < rows.count; ++r) {
+        row.a_scale = rows.a_scales == nullptr ? 1.0f : rows.a_scales[r];
+        finish_sums<Sum>(row);
+        row.sum = static_cast<const char*>(row.sum) + rows.sum_stride;
+        row.out = static_cast<char*>(row.out) + rows.out_stride;
+    }
+}
+
+inline void finish_rows_any(const Rows& rows) {
+    if (rows.row.sum_kind == 0) return finish_all<float>(rows);
+    if (rows.row.sum_kind == 1) return finish_all<int32_t>(rows);
+    return finish_all<int64_t>(rows);
 }
 
 inline void finish_any(const Row& row) {
@@ -175,5 +195,6 @@ constexpr Kernels plain_kernels() {
     k.transpose = transpose_any;
     (add_kind<Dots>(k), ...);
     k.finish = finish_any;
+    k.finish_rows = finish_rows_any;
     return k;
 }

@@ -3,11 +3,11 @@
 // Every output element is summed in the order of K by one thread, and how K is cut depends on the product alone; so
 // the number of threads never changes a bit.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
+#include "cpu/mm_arena.h"
 #include "cpu/mm_load.h"
+#include "cpu/mm_tiles.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
@@ -25,30 +25,9 @@ const Kernels& kernels_in_use() {
     return kTables[static_cast<int>(current_isa())]();
 }
 
-// Memory that a thread keeps from one product to the next: fresh pages would cost more than small products do.
-class Arena {
-  public:
-    ~Arena() { std::free(base_); }
-    void reserve(size_t bytes) {
-        if (bytes <= size_) return;
-        std::free(base_);
-        size_ = (bytes + 4095) / 4096 * 4096;
-        base_ = static_cast<uint8_t*>(std::aligned_alloc(64, size_));
-        if (base_ == nullptr) {
-            size_ = 0;
-            throw std::bad_alloc();
-        }
-    }
-    uint8_t* base() const { return base_; }
-
-  private:
-    uint8_t* base_ = nullptr;
-    size_t size_ = 0;
-};
-
 // What one task works in. `place` runs twice: to find how much is needed, and to hand it out.
 struct Scratch {
-    uint32_t *a, *b_rows, *b_panel;
+    uint32_t *a, *b_rows;
     uint32_t* c;    // [tile_rows, c_stride]: fp32 or int32
     int64_t* wide;  // [tile_rows, c_stride]
     Segment* segments;
@@ -65,11 +44,10 @@ struct Scratch {
             pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + used);
             used += (static_cast<size_t>(count) * sizeof(*pointer) + 2 * kSlack - 1) / kSlack * kSlack;
         };
-        const int64_t rows = plan.tile_rows, segs = plan.scaled ? plan.chunk_dwords : 1;
+        const int64_t rows = plan.rows, segs = plan.scaled ? plan.chunk_dwords : 1;
         c_stride = plan.tile_cols + 16;
         take(a, rows * plan.stride);
         take(b_rows, nr * plan.stride);
-        take(b_panel, plan.dots ? 0 : nr * kTileStride);
         take(c, rows * c_stride);
         take(wide, plan.wide ? rows * c_stride : 0);
         take(segments, segs);
@@ -97,13 +75,13 @@ class Task {
           kernels_(kernels),
           plan_(plan),
           s_(scratch),
-          row0_(index % plan.row_tiles * plan.tile_rows),
-          col0_(index / plan.row_tiles * plan.tile_cols),
-          rows_(std::min(plan.tile_rows, problem.a.rows - row0_)),
+          row0_(0),
+          col0_(index * plan.tile_cols),
+          rows_(problem.a.rows),
           cols_(std::min(plan.tile_cols, problem.b.rows - col0_)) {}
 
     void run() {
-        const int64_t padded = plan_.tile_rows;
+        const int64_t padded = plan_.rows;
         std::memset(s_.c, 0, static_cast<size_t>(padded * s_.c_stride) * 4);
         if (plan_.wide) std::memset(s_.wide, 0, static_cast<size_t>(padded * s_.c_stride) * 8);
         // Rows that pad the last register tile stay zero; no result of theirs is stored.
@@ -145,21 +123,7 @@ class Task {
         Sums sums = s_.b_sums;
         sums.any_zero = &any_zero;
         const Loader b{p_.b, kernels_, plan_, false, s_.raw, s_.levels};
-        if (plan_.dots) return multiply_dots(b, sums, col, valid, num_segments);
-        b.load(col0_ + col, valid, s_.segments, num_segments, s_.b_rows, sums);
-        for (int64_t r = valid; r < kernels_.nr; ++r) {
-            std::memset(s_.b_rows + r * plan_.stride, 0, static_cast<size_t>(plan_.stride) * 4);
-        }
-        const Segment& last = s_.segments[num_segments - 1];
-        kernels_.transpose(s_.b_rows, plan_.stride, s_.b_panel, last.dword + last.dwords);
-        const Multiply tile_kernel = kernels_.tile[static_cast<int>(plan_.kind)];
-        for (int64_t row = 0; row < rows_; row += plan_.rows) {
-            for (int i = 0; i < num_segments; ++i) {
-                Tile tile = tile_at(sums, row, col, i);
-                tile.b = s_.b_panel + s_.segments[i].dword * kernels_.nr;
-                tile_kernel(plan_.scaled, plan_.rows, tile);
-            }
-        }
+        multiply_dots(b, sums, col, valid, num_segments);
     }
 
     // The same for few rows: b's rows are decoded and multiplied a few at a time, while they are in the nearest cache.
@@ -232,8 +196,8 @@ class Task {
 
     void widen_sums() {
         auto* narrow = reinterpret_cast<int32_t*>(s_.c);
-        for (int64_t i = 0; i < plan_.tile_rows * s_.c_stride; ++i) s_.wide[i] += narrow[i];
-        std::memset(narrow, 0, static_cast<size_t>(plan_.tile_rows * s_.c_stride) * 4);
+        for (int64_t i = 0; i < plan_.rows * s_.c_stride; ++i) s_.wide[i] += narrow[i];
+        std::memset(narrow, 0, static_cast<size_t>(plan_.rows * s_.c_stride) * 4);
     }
 
     // Whether an operand leaves a scale to the epilogue: one that is constant along K, or the outer scale of folded
@@ -284,15 +248,13 @@ void multiply(const Problem& problem) {
     const Kernels& kernels = kernels_in_use();
     const bool small = problem.a.rows * problem.b.rows * std::max<int64_t>(problem.depth, 1) < kSmallProduct;
     const Plan plan = make_plan(problem, kernels, small ? 1 : num_threads());
-    const int64_t tasks = plan.row_tiles * plan.col_tiles;
+    if (!plan.dots) return multiply_tiles(problem, kernels, plan, small);
+    const int64_t tasks = plan.col_tiles;
     parallel_for(tasks, small ? tasks : 1, [&](int64_t begin, int64_t end) {
         thread_local Arena arena;
         Scratch scratch{};
-        arena.reserve(scratch.place(plan, kernels.nr, nullptr));
-        scratch.place(plan, kernels.nr, arena.base());
-        if (plan.matrix) kernels.enter();
+        scratch.place(plan, kernels.nr, arena.reserve(scratch.place(plan, kernels.nr, nullptr)));
         for (int64_t i = begin; i < end; ++i) Task(problem, kernels, plan, scratch, i).run();
-        if (plan.matrix) kernels.leave();
     });
 }
 

@@ -44,6 +44,7 @@ struct Tile {
     int64_t depth = 0;
     void* c = nullptr;
     int64_t c_stride = 0;
+    bool fresh = false;  // c holds nothing yet: it is stored, not added to
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
     const int32_t* a_zero = nullptr;
@@ -63,6 +64,15 @@ struct Row {
     void* out = nullptr;
     Element out_dtype = Element::f32;
     int64_t cols = 0;
+    bool stream = false;  // past the caches
+};
+
+// Some rows of the output.
+struct Rows {
+    Row row;  // the first one; its a_scale is not used
+    int64_t count = 0;
+    int64_t sum_stride = 0, out_stride = 0;  // in bytes
+    const float* a_scales = nullptr;         // null: 1
 };
 
 // Dot products of up to kDotRows rows of fp32 with one row of packed 4-bit codes, which are decoded in registers:
@@ -112,6 +122,7 @@ struct Kernels {
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
     void (*nibbles)(int rows, const Nibbles& t) = nullptr;  // null: there is none
     void (*finish)(const Row& row) = nullptr;
+    void (*finish_rows)(const Rows& rows) = nullptr;
     bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }
     // Matrix registers: `tile` of bf16 and u8s8 then has matrix_side or twice as many rows, and segments are padded to
     // matrix_side dwords. A thread calls `enter` before such tiles and `leave` after them.

@@ -5,8 +5,6 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-constexpr int64_t kTaskRows = 224;        // a's decoded block then fits the second-level cache beside c's tile
-constexpr int64_t kMatrixTaskRows = 384;  // matrix registers are so fast that decoding b less often counts for more
 constexpr int64_t kTaskCols = 512;
 constexpr int64_t kTasksPerThread = 3;
 // Below these lengths, scaling the sums of segments costs more than multiplying scales into fp32 operands.
@@ -80,31 +78,19 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     plan.wide = !plan.scaled && (plan.kind == Kind::s16 || plan.kind == Kind::u8s8) && p.depth > kExactTerms;
 }
 
-// Equal register tiles rather than full ones and a rest.
-int register_rows(const Plan& plan, const Kernels& kernels) {
-    if (plan.dots) return static_cast<int>(plan.tile_rows);
-    if (plan.matrix) return kernels.matrix_side * (plan.tile_rows > kernels.matrix_side ? 2 : 1);
-    const int64_t rows = ceil_div(plan.tile_rows, ceil_div(plan.tile_rows, kernels.max_rows));
-    return static_cast<int>(std::min<int64_t>(rows <= 1 ? 1 : rows + rows % 2, kernels.max_rows));
-}
-
 }  // namespace
 
 Plan make_plan(const Problem& p, const Kernels& kernels, int threads) {
     Plan plan{};
     choose_kind(plan, p, kernels);
-    const int64_t m = std::max<int64_t>(p.a.rows, 1);
     plan.matrix = !plan.dots && kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
     plan.unit = plan.matrix ? kernels.matrix_side : 1;
     plan.chunk_dwords = plan.dots ? kDotDepth : kTileDepth;
     plan.stride = plan.dots ? kDotStride : kTileStride;
-    plan.row_tiles = ceil_div(m, plan.matrix ? kMatrixTaskRows : kTaskRows);
-    plan.tile_rows = ceil_div(m, plan.row_tiles);
-    plan.rows = register_rows(plan, kernels);
-    plan.tile_rows = ceil_div(plan.tile_rows, plan.rows) * plan.rows;
-    plan.row_tiles = ceil_div(m, plan.tile_rows);
-    const int64_t panels = ceil_div(std::max<int64_t>(p.b.rows, 1), kernels.nr);
-    const int64_t wanted = threads > 1 ? ceil_div(panels * plan.row_tiles, kTasksPerThread * threads) : panels;
+    if (!plan.dots) return plan;
+    plan.rows = static_cast<int>(p.a.rows);
+    const int64_t panels = ceil_div(p.b.rows, kernels.nr);
+    const int64_t wanted = threads > 1 ? ceil_div(panels, kTasksPerThread * threads) : panels;
     const int64_t most = std::clamp<int64_t>(wanted, 1, kTaskCols / kernels.nr);
     plan.col_tiles = ceil_div(panels, most);
     plan.tile_cols = ceil_div(panels, plan.col_tiles) * kernels.nr;

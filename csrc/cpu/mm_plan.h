@@ -26,10 +26,10 @@ struct Plan {
     bool matrix;   // matrix registers
     int64_t unit;  // dwords that a segment is padded to a multiple of
     int64_t chunk_dwords;
-    int64_t stride;                // dwords from one decoded row to the next
-    int rows;                      // rows of a register tile
-    int64_t tile_rows, tile_cols;  // of a task
-    int64_t row_tiles, col_tiles;
+    int64_t stride;  // dwords from one decoded row to the next
+    // Dot products only: all rows of a, and which columns are one task.
+    int rows;
+    int64_t tile_cols, col_tiles;
 };
 
 // int32 holds this many products of two integers of at most 8 bits less their zero points (255 * 255 each).
