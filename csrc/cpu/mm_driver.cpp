@@ -55,8 +55,7 @@ struct Scratch {
     Sums a_sums, b_sums;
     float *col_scale, *bias;  // [tile_cols], for the epilogue
     uint8_t* raw;
-    float *levels, *zeros;  // [kMaxBlocks]: scales and zero points of one row
-    float* pairs;           // [kDotRows, kDotStride]: a, even elements before odd ones
+    float* levels;  // [kMaxBlocks]: scales of one row
     int64_t c_stride;
 
     size_t place(const Plan& plan, int nr, uint8_t* base) {
@@ -69,14 +68,12 @@ struct Scratch {
         c_stride = plan.tile_cols + 16;
         take(a, rows * plan.stride);
         take(b_rows, nr * plan.stride);
-        take(b_panel, plan.dots ? 0 : nr * kTileStride);
+        take(b_panel, nr * kTileStride);
         take(c, rows * c_stride);
         take(wide, plan.wide ? rows * c_stride : 0);
         take(segments, segs);
         take(raw, kRawBytes);
         take(levels, kMaxBlocks);
-        take(zeros, plan.nibbles ? kMaxBlocks : 0);
-        take(pairs, plan.nibbles ? kDotRows * kDotStride : 0);
         take(col_scale, plan.tile_cols + nr);
         take(bias, plan.tile_cols + nr);
         a_sums.stride = rows;
@@ -121,11 +118,7 @@ class Task {
                 terms = 0;
             }
             a.load(row0_, rows_, s_.segments, count, s_.a, s_.a_sums);
-            if (plan_.nibbles) {
-                multiply_nibbles(k, next);
-            } else {
-                for (int64_t col = 0; col < cols_; col += kernels_.nr) multiply_panel(col, count);
-            }
+            for (int64_t col = 0; col < cols_; col += kernels_.nr) multiply_panel(col, count);
             terms += next - k;
             k = next;
         }
@@ -145,7 +138,6 @@ class Task {
         Sums sums = s_.b_sums;
         sums.any_zero = &any_zero;
         const Loader b{p_.b, kernels_, plan_, false, s_.raw, s_.levels};
-        if (plan_.dots) return multiply_dots(b, sums, col, valid, num_segments);
         b.load(col0_ + col, valid, s_.segments, num_segments, s_.b_rows, sums);
         for (int64_t r = valid; r < kernels_.nr; ++r) {
             std::memset(s_.b_rows + r * plan_.stride, 0, static_cast<size_t>(plan_.stride) * 4);
@@ -159,54 +151,6 @@ class Task {
                 tile.b = s_.b_panel + s_.segments[i].dword * kernels_.nr;
                 tile_kernel(plan_.scaled, plan_.rows, tile);
             }
-        }
-    }
-
-    // The same for few rows: b's rows are decoded and multiplied a few at a time, while they are in the nearest cache.
-    void multiply_dots(const Loader& b, Sums sums, int64_t col, int64_t valid, int num_segments) {
-        const Multiply dot_kernel = kernels_.dots[static_cast<int>(plan_.kind)];
-        for (int64_t n = 0; n < valid; n += kDotCols) {
-            const int64_t here = std::min<int64_t>(kDotCols, valid - n);
-            if (here < kDotCols) {
-                std::memset(s_.b_rows, 0, static_cast<size_t>(kDotCols * plan_.stride) * 4);
-            }
-            b.load(col0_ + col + n, here, s_.segments, num_segments, s_.b_rows, sums);
-            for (int i = 0; i < num_segments; ++i) {
-                Tile tile = tile_at(sums, 0, col + n, i);
-                tile.b = s_.b_rows + s_.segments[i].dword;
-                dot_kernel(plan_.scaled, plan_.rows, tile);
-            }
-        }
-    }
-
-    // Few rows of fp32 against packed 4-bit codes.
-    void multiply_nibbles(int64_t begin, int64_t end) {
-        const auto* a = reinterpret_cast<const float*>(s_.a);
-        const int64_t count = end - begin;
-        for (int64_t r = 0; r < rows_; ++r) {
-            for (int64_t k = 0; k < count; k += 32) {
-                for (int64_t i = 0; i < 32; ++i) {
-                    s_.pairs[r * kDotStride + k + i / 2 + i % 2 * 16] =
-                        k + i < count ? a[r * plan_.stride + k + i] : 0.0f;
-                }
-            }
-        }
-        const Operand& b = p_.b;
-        Nibbles t;
-        t.table = b.table;
-        t.a = s_.pairs;
-        t.count = count;
-        t.block = b.block_cols;
-        t.first = b.block_cols - begin % b.block_cols;
-        t.scales = plan_.b_folded ? s_.levels : nullptr;
-        t.zeros = b.zero_point == nullptr ? nullptr : s_.zeros;
-        t.c_stride = s_.c_stride;
-        for (int64_t n = 0; n < cols_; ++n) {
-            if (t.scales != nullptr) row_scales(b, col0_ + n, begin, end, s_.levels);
-            if (t.zeros != nullptr) row_zeros(b, col0_ + n, begin, end, s_.zeros);
-            t.packed = static_cast<const uint8_t*>(b.data) + (col0_ + n) * b.row_stride + begin / 2;
-            t.c = reinterpret_cast<float*>(s_.c) + n;
-            kernels_.nibbles(plan_.rows, t);
         }
     }
 

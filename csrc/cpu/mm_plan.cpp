@@ -12,7 +12,6 @@ constexpr int64_t kTasksPerThread = 3;
 // Below these lengths, scaling the sums of segments costs more than multiplying scales into fp32 operands.
 constexpr int64_t kMinIntegerSegment = 8;
 constexpr int64_t kMinBf16Segment = 16;
-constexpr int64_t kMinBf16DotSegment = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -47,27 +46,20 @@ bool folds_into_bf16(const Operand& x, int64_t depth) {
     return x.scale_format == kScaleE8m0 && moderate_scales(x, depth);
 }
 
-// Whether Kernels::nibbles serves: 4-bit codes whose scales begin at multiples of what it decodes at a time.
-bool fits_nibbles(const Operand& b, int64_t block, const Kernels& kernels) {
-    return kernels.nibbles != nullptr && b.has_codes() && b.table->bits == 4 && block % 32 == 0;
-}
-
 void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
-    plan.dots = p.a.rows <= kDotRows;
     const int64_t a = block_along_k(p.a, p.depth), b = block_along_k(p.b, p.depth);
     const int64_t shortest = std::min(a > 0 ? a : p.depth, b > 0 ? b : p.depth);
     plan.scaled = a > 0 || b > 0;
-    plan.nibbles = plan.dots && fits_nibbles(p.b, b, kernels) && !(integer(p.a) && integer(p.b));
     if (integer(p.a) && integer(p.b) && (!plan.scaled || shortest >= kMinIntegerSegment)) {
         plan.kind = kernels.integer;
-    } else if (kernels.has(Kind::bf16) && !plan.nibbles && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+    } else if (kernels.has(Kind::bf16) && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
                folds_into_bf16(p.a, p.depth) && folds_into_bf16(p.b, p.depth)) {
         plan.kind = Kind::bf16;
         plan.scaled = false;
         plan.a_folded = a > 0;
         plan.b_folded = b > 0;
-    } else if (kernels.has(Kind::bf16) && exact_in_bf16(p.a) && exact_in_bf16(p.b) && !plan.nibbles &&
-               (!plan.scaled || shortest >= (plan.dots ? kMinBf16DotSegment : kMinBf16Segment))) {
+    } else if (kernels.has(Kind::bf16) && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+               (!plan.scaled || shortest >= kMinBf16Segment)) {
         plan.kind = Kind::bf16;
     } else {
         plan.kind = Kind::f32;
@@ -82,7 +74,6 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
 
 // Equal register tiles rather than full ones and a rest.
 int register_rows(const Plan& plan, const Kernels& kernels) {
-    if (plan.dots) return static_cast<int>(plan.tile_rows);
     if (plan.matrix) return kernels.matrix_side * (plan.tile_rows > kernels.matrix_side ? 2 : 1);
     const int64_t rows = ceil_div(plan.tile_rows, ceil_div(plan.tile_rows, kernels.max_rows));
     return static_cast<int>(std::min<int64_t>(rows <= 1 ? 1 : rows + rows % 2, kernels.max_rows));
@@ -94,10 +85,10 @@ Plan make_plan(const Problem& p, const Kernels& kernels, int threads) {
     Plan plan{};
     choose_kind(plan, p, kernels);
     const int64_t m = std::max<int64_t>(p.a.rows, 1);
-    plan.matrix = !plan.dots && kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
+    plan.matrix = kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
     plan.unit = plan.matrix ? kernels.matrix_side : 1;
-    plan.chunk_dwords = plan.dots ? kDotDepth : kTileDepth;
-    plan.stride = plan.dots ? kDotStride : kTileStride;
+    plan.chunk_dwords = kTileDepth;
+    plan.stride = kTileStride;
     plan.row_tiles = ceil_div(m, plan.matrix ? kMatrixTaskRows : kTaskRows);
     plan.tile_rows = ceil_div(m, plan.row_tiles);
     plan.rows = register_rows(plan, kernels);

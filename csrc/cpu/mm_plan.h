@@ -15,8 +15,6 @@ struct Segment {
 
 struct Plan {
     Kind kind;
-    bool dots;      // few rows: dot products, b is not transposed
-    bool nibbles;   // few rows of a: b's packed 4-bit codes are decoded in registers
     bool scaled;    // scales change along K: every segment's sum is scaled and added in fp32
     bool a_folded;  // scales that change along K are multiplied in when decoding: in fp32 any, in bf16 exact ones
     bool b_folded;
