@@ -24,11 +24,6 @@ constexpr int64_t kTileDepth = 256;
 // Dwords from one row of a to the next in the tile kernels: not a multiple of 4 KiB, and a constant, so that the
 // rows of a tile are reached by displacements from one pointer.
 constexpr int64_t kTileStride = kTileDepth + 16;
-// Depth of the dot-product kernels, for few rows of a.
-constexpr int64_t kDotDepth = 1024;
-constexpr int64_t kDotStride = kDotDepth + 16;
-constexpr int kDotRows = 4;  // at most this many rows of a
-constexpr int kDotCols = 4;  // exactly this many rows of b
 // Decoders may write this many bytes past the end of what they were asked for.
 constexpr int64_t kSlack = 64;
 // Transposes turn 16 dwords of depth at a time: the last ones of a segment may lie past its end, but not the panel's.
@@ -39,8 +34,8 @@ static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 // length * b_zero taken off already. Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or
 // int32) += sum.
 struct Tile {
-    const uint32_t* a = nullptr;  // [rows, kTileStride or kDotStride]
-    const uint32_t* b = nullptr;  // tile: [depth, nr]; dots: [kDotCols, kDotStride]
+    const uint32_t* a = nullptr;  // [rows, kTileStride]
+    const uint32_t* b = nullptr;  // [depth, nr]
     int64_t depth = 0;
     void* c = nullptr;
     int64_t c_stride = 0;
@@ -75,22 +70,7 @@ struct Rows {
     const float* a_scales = nullptr;         // null: 1
 };
 
-// Dot products of up to kDotRows rows of fp32 with one row of packed 4-bit codes, which are decoded in registers:
-// c[r] += sum over blocks of a[r, k] * fp32((value(code[k]) - zero) * scale).
-struct Nibbles {
-    const Table* table = nullptr;
-    const uint8_t* packed = nullptr;
-    const float* a = nullptr;       // [rows, kDotStride]; in every 32 elements the 16 even ones, then the odd ones
-    int64_t count = 0;              // elements; a is zero up to the next multiple of 32
-    int64_t first = 0;              // elements of the first block
-    int64_t block = 0;              // elements of the others; both multiples of 32, or at least `count`
-    const float* scales = nullptr;  // one a block; null: 1
-    const float* zeros = nullptr;   // one a block; null: 0
-    float* c = nullptr;
-    int64_t c_stride = 0;
-};
-
-// Sums of one kind of arithmetic: a register tile of `rows` rows, or as many rows' dot products.
+// Sums of one kind of arithmetic: a register tile of `rows` rows.
 using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
 
 struct Kernels {
@@ -99,7 +79,6 @@ struct Kernels {
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or u8s8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
-    Multiply dots[kNumKinds] = {};
     // Codes of `bits` bits to one a byte.
     void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) = nullptr;
     // fp32((value - zero) * scale).
@@ -120,7 +99,6 @@ struct Kernels {
     void (*widen)(const void* values, Element dtype, float* out, int64_t count) = nullptr;
     // rows[nr, stride] to panel[depth, nr].
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
-    void (*nibbles)(int rows, const Nibbles& t) = nullptr;  // null: there is none
     void (*finish)(const Row& row) = nullptr;
     void (*finish_rows)(const Rows& rows) = nullptr;
     bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }
@@ -135,6 +113,10 @@ struct Kernels {
 #define LOWBIT_KERNELS(name, ...) const Kernels& kernels_##name();
 LOWBIT_ISAS(LOWBIT_KERNELS)
 #undef LOWBIT_KERNELS
+const Kernels& kernels_in_use();
+
+// Below this many products, threads cost more than they save.
+constexpr int64_t kSmallProduct = int64_t{1} << 16;
 
 // What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp replaces entries.
 void add_avx512vbmi(Kernels& kernels);

@@ -90,11 +90,6 @@ void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float
     for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;
 }
 
-void row_zeros(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
-    const int64_t c = x.block_cols, from = begin / c, to = (end - 1) / c;
-    for (int64_t i = from; i <= to; ++i) out[i - from] = static_cast<float>(zero_at(x, row, i * c));
-}
-
 int zero_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes() || x.zero_point == nullptr) return 0;
     const uint8_t byte = x.zero_point[row / x.block_rows * x.zero_row_stride + k / x.block_cols * x.zero_col_stride];
@@ -210,11 +205,10 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
     const bool dense =
         operand.zero_point == nullptr && last.begin - begin == last.dword * elements_per_dword(plan.kind);
     const Segment all{begin, end - begin, 0, last.dword + last.dwords};
-    // Few rows are not worth it; they are dots, whose chunks are longer than `raw` allows for.
-    const bool transposed = !plan.dots && operand.has_codes() && operand.table->bits == 8 && operand.row_stride == 1 &&
-                            operand.col_stride != 1;
+    const bool transposed =
+        operand.has_codes() && operand.table->bits == 8 && operand.row_stride == 1 && operand.col_stride != 1;
     const int64_t turned = transposed ? count - count % kBytes : 0;
-    for (int64_t r = 0; r < count; ++r, out += plan.stride) {
+    for (int64_t r = 0; r < count; ++r, out += kTileStride) {
         const void* stored = nullptr;
         if (r < turned) {
             if (r % kTurned == 0) fetch_turned(row + r, std::min(kTurned, turned - r), begin, end);

@@ -9,10 +9,10 @@ namespace lowbit::cpu::mm {
 // Rows of a transposed matrix of bytes are fetched as many at a time as a cache line holds.
 constexpr int64_t kTurned = 64;
 constexpr int64_t turned_pitch(int64_t count) { return count + kSlack; }
-constexpr int64_t kRawBytes = kTurned * turned_pitch(kTileDepth * 4) + kDotDepth * 16 + 4 * kSlack;
+constexpr int64_t kRawBytes = kTurned * turned_pitch(kTileDepth * 4);
 
 // Blocks of one row within a chunk, at most, and the part that begins before it.
-constexpr int64_t kMaxBlocks = kDotDepth * 4 + 16;
+constexpr int64_t kMaxBlocks = kTileDepth * 4 + 16;
 
 // What a loader leaves for each segment, [segments, stride]; null where the product does not need it.
 struct Sums {
@@ -33,7 +33,7 @@ struct Loader {
 
     bool folded() const { return is_a ? plan.a_folded : plan.b_folded; }
 
-    // Rows [row, row + count) of the segments' stretch of K, to out[count, plan.stride].
+    // Rows [row, row + count) of the segments' stretch of K, to out[count, kTileStride].
     void load(int64_t row, int64_t count, const Segment* segments, int num_segments, uint32_t* out,
               const Sums& sums) const;
 
@@ -49,9 +49,8 @@ struct Loader {
     void decode_u8s8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
 };
 
-// The scales, or zero points, of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.
+// The scales of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.
 void row_scales(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
-void row_zeros(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
 
 // The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
 float scale_at(const Operand& operand, int64_t row, int64_t k);

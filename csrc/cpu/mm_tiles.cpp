@@ -1,5 +1,3 @@
-// Products of more than a few rows, by register tiles.
-//
 // A block of a's rows is decoded once, by all threads, into memory that they share. Then each thread takes panels of
 // b's rows, columns of the output, decodes a chunk of K of each, and multiplies it with all rows of the block while it
 // is in the nearest cache; a's chunk stays in the second-level cache meanwhile.
@@ -12,8 +10,9 @@
 #include <atomic>
 #include <cstring>
 
-#include "cpu/mm_arena.h"
+#include "cpu/arena.h"
 #include "cpu/mm_load.h"
+#include "cpu/mm_plan.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
@@ -25,6 +24,22 @@ constexpr int64_t kLeastRows = 64;          // else this many
 constexpr int64_t kGroup = 4;               // panels that a thread multiplies with a chunk of a before the next chunk
 constexpr int64_t kStreamBytes = 8 << 20;   // larger outputs bypass the caches
 constexpr int64_t kLine = 64;
+
+// Hands out parts of a piece of memory; from null, it only finds how much is needed.
+class Parts {
+  public:
+    explicit Parts(uint8_t* base) : base_(base) {}
+    template <class T>
+    void take(T*& pointer, int64_t count) {
+        pointer = reinterpret_cast<T*>(base_ + used_);
+        used_ += (static_cast<size_t>(count) * sizeof(T) + 2 * kSlack - 1) / kSlack * kSlack;
+    }
+    size_t used() const { return used_; }
+
+  private:
+    uint8_t* base_;
+    size_t used_ = 0;
+};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -53,12 +68,12 @@ struct Cuts {
     int64_t num_chunks = 0, num_segments = 0;
 
     Cuts(const Plan& plan, int64_t depth, Arena& arena) {
-        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), plan.chunk_dwords);
+        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), kTileDepth);
         int64_t blocks = 1;
         if (plan.a_block > 0) blocks += ceil_div(depth, plan.a_block);
         if (plan.b_block > 0) blocks += ceil_div(depth, plan.b_block);
         // Blocks are padded; and two chunks that follow each other would not fit into one.
-        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, plan.chunk_dwords)) + 1 : whole;
+        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, kTileDepth)) + 1 : whole;
         place(Parts(arena.reserve(place(Parts(nullptr), most, blocks + most))), most, blocks + most);
         for (int64_t k = 0; k < depth;) {
             const int count = cut_chunk(plan, k, depth, segments + num_segments);
@@ -85,7 +100,7 @@ struct Shared {
 
     size_t place(const Plan& plan, const Cuts& cuts, int64_t rows, uint8_t* base) {
         Parts parts(base);
-        parts.take(a, cuts.num_chunks * rows * plan.stride);
+        parts.take(a, cuts.num_chunks * rows * kTileStride);
         parts.take(row_scale, rows);
         a_sums.stride = rows;
         if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
@@ -109,15 +124,15 @@ struct Worker {
     size_t place(const Plan& plan, int nr, int64_t rows, uint8_t* base) {
         Parts parts(base);
         c_stride = kGroup * nr + 16;
-        parts.take(b_rows, nr * plan.stride);
-        parts.take(b_panel, nr * plan.stride);
+        parts.take(b_rows, nr * kTileStride);
+        parts.take(b_panel, nr * kTileStride);
         parts.take(c, rows * c_stride);
         if (plan.wide) parts.take(wide, rows * c_stride);
         parts.take(raw, kRawBytes);
         parts.take(levels, kMaxBlocks);
         parts.take(col_scale, kGroup * nr);
         parts.take(bias, kGroup * nr);
-        const int64_t segments = plan.scaled ? plan.chunk_dwords : 1;
+        const int64_t segments = plan.scaled ? kTileDepth : 1;
         b_sums.stride = nr;
         if (plan.scaled) parts.take(b_sums.scale, segments * nr);
         if (plan.kind == Kind::u8s8) parts.take(b_sums.zero, segments * nr);
@@ -130,7 +145,7 @@ class TileProduct {
   public:
     TileProduct(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial)
         : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), cuts_(plan, problem.depth, arena(0)) {
-        const int64_t fit = kSharedBytes / (cuts_.num_chunks * plan.stride * 4);
+        const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
         const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
@@ -152,7 +167,7 @@ class TileProduct {
     }
 
     uint32_t* a_chunk(int64_t chunk, int64_t row) const {
-        return s_.a + (chunk * s_.a_sums.stride + row) * plan_.stride;
+        return s_.a + (chunk * s_.a_sums.stride + row) * kTileStride;
     }
 
     static Sums from(Sums sums, int64_t offset) {
@@ -186,7 +201,7 @@ class TileProduct {
         // Rows that pad the last register tile are zero; no result of theirs is stored.
         const int64_t padded = RowTiles(rows_, plan_, kernels_).padded();
         for (int64_t r = rows_; r < padded; ++r) {
-            std::memset(a_chunk(index, r), 0, static_cast<size_t>(plan_.stride) * 4);
+            std::memset(a_chunk(index, r), 0, static_cast<size_t>(kTileStride) * 4);
             for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
                 const int64_t at = s * s_.a_sums.stride + r;
                 if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
@@ -306,9 +321,9 @@ class TileProduct {
             const Loader b{t_.p_.b, t_.kernels_, plan, false, w_.raw, w_.levels};
             b.load(col0_ + col, valid, segments, chunk.count, w_.b_rows, sums);
             for (int64_t r = valid; r < nr; ++r) {
-                std::memset(w_.b_rows + r * plan.stride, 0, static_cast<size_t>(plan.stride) * 4);
+                std::memset(w_.b_rows + r * kTileStride, 0, static_cast<size_t>(kTileStride) * 4);
             }
-            t_.kernels_.transpose(w_.b_rows, plan.stride, w_.b_panel, chunk.dwords);
+            t_.kernels_.transpose(w_.b_rows, kTileStride, w_.b_panel, chunk.dwords);
         }
 
         // A share of what load_b will want next: rows far apart, which the hardware does not foresee.
@@ -391,7 +406,7 @@ class TileProduct {
 
     const Problem& p_;
     const Kernels& kernels_;
-    const Plan& plan_;
+    const Plan plan_;
     const bool serial_;
     const Cuts cuts_;
     Shared s_{};
@@ -400,8 +415,9 @@ class TileProduct {
 
 }  // namespace
 
-void multiply_tiles(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial) {
-    TileProduct(problem, kernels, plan, serial).run();
+void multiply_tiles(const Problem& problem, const Kernels& kernels) {
+    const bool small = problem.a.rows * problem.b.rows * problem.depth < kSmallProduct;
+    TileProduct(problem, kernels, make_plan(problem, kernels), small).run();
 }
 
 }  // namespace lowbit::cpu::mm

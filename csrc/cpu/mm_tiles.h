@@ -1,10 +1,11 @@
+// Products of more than a few rows, by register tiles.
 #pragma once
 
-#include "cpu/mm_plan.h"
+#include "cpu/mm_kernels.h"
 
 namespace lowbit::cpu::mm {
 
-// The product by register tiles; `serial`: on the calling thread alone.
-void multiply_tiles(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial);
+// No dimension may be 0.
+void multiply_tiles(const Problem& problem, const Kernels& kernels);
 
 }  // namespace lowbit::cpu::mm
