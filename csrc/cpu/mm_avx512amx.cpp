@@ -113,7 +113,9 @@ void segment(const Tile& t) {
     store_sums<kBoth>(sums, kNr);
     for (int r = 0; r < (kBoth ? 2 : 1) * kSide; ++r) {
         for (int v = 0; v < kNr; v += kWidth) {
-            add_sums<Sums, kScaled>(t, r, v, load<typename Sums::Acc>(sums + r * kNr + v));
+            auto sum = load<typename Sums::Acc>(sums + r * kNr + v);
+            if (Sums::kind == Kind::u8s8 && t.start != nullptr) sum += load<typename Sums::Acc>(t.start + v);
+            add_sums<Sums, kScaled>(t, r, v, sum);
         }
     }
 }

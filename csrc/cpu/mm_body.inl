@@ -42,20 +42,18 @@ inline VecF to_float(Acc acc) {
     }
 }
 
-// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first, and nothing is fused, so that
-// integers give the reference's bits.
+// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first.
 template <class Dot, bool kScaled>
 inline void add_sums(const Tile& t, int row, int column, typename Dot::Acc acc) {
     using Acc = typename Dot::Acc;
     char* at = static_cast<char*>(t.c) + (row * t.c_stride + column) * 4;
     if constexpr (Dot::kind == Kind::u8s8) {
-        acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
+        if (t.a_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
         if (t.b_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_sum[row])) * load<VecI>(t.b_zero + column);
     }
     if constexpr (kScaled) {
         const VecF scale = broadcast(t.a_scale[row]) * load<VecF>(t.b_scale + column);
-        const VecF term = to_float(acc) * scale;
-        store(at, t.fresh ? term : load<VecF>(at) + term);
+        store(at, t.fresh ? to_float(acc) * scale : fused(to_float(acc), scale, load<VecF>(at)));
     } else if constexpr (__is_same(Acc, VecF)) {
         store(at, acc);  // it started from c
     } else {
@@ -74,7 +72,9 @@ void tile(const Tile& t) {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
             acc[r][v] = Acc{};
-            if constexpr (kResume) {
+            if constexpr (Dot::kind == Kind::u8s8) {
+                if (t.start != nullptr) acc[r][v] = load<VecI>(t.start + v * kWidth);
+            } else if constexpr (kResume) {
                 if (!t.fresh) acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
             }
         }

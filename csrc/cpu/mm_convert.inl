@@ -79,12 +79,6 @@ inline void decode_s16_any(const uint8_t* codes, int16_t* out, int64_t n, int ha
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int16_t>(((codes[i] ^ half) - half) - zero);
 }
 
-inline int32_t sum_bytes_any(const uint8_t* bytes, int64_t n, bool is_signed) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += bytes[i] ^ (is_signed ? 128 : 0);
-    return is_signed ? sum - static_cast<int32_t>(128 * n) : sum;
-}
-
 inline void widen_any(const void* values, Element dtype, float* out, int64_t n) {
     const auto* halves = static_cast<const uint16_t*>(values);
     if (dtype == Element::f32) {
@@ -190,7 +184,6 @@ constexpr Kernels plain_kernels() {
     k.scale_blocks = scale_blocks_any;
     k.decode_bytes = decode_bytes_any;
     k.decode_s16 = decode_s16_any;
-    k.sum_bytes = sum_bytes_any;
     k.widen = widen_any;
     k.transpose = transpose_any;
     (add_kind<Dots>(k), ...);

@@ -30,9 +30,9 @@ constexpr int64_t kSlack = 64;
 static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
-// Corrections (u8s8): the segment's sum is acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
-// length * b_zero taken off already. Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or
-// int32) += sum.
+// u8s8: the segment's sum is start[n] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
+// length * b_zero taken off already; start is -a_zero * b_sum where all rows have the same a_zero.
+// Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or int32) += sum.
 struct Tile {
     const uint32_t* a = nullptr;  // [rows, kTileStride]
     const uint32_t* b = nullptr;  // [depth, nr]
@@ -42,11 +42,29 @@ struct Tile {
     bool fresh = false;  // c holds nothing yet: it is stored, not added to
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
-    const int32_t* a_zero = nullptr;
+    const int32_t* start = nullptr;   // null: zeros
+    const int32_t* a_zero = nullptr;  // null: in `start`
     const int32_t* a_sum = nullptr;
     const int32_t* b_zero = nullptr;  // null: all zero
     const int32_t* b_sum = nullptr;
 };
+
+constexpr int kMaxNr = 32;
+
+// A panel [length / elements per dword, nr] from rows of 8- or 4-bit codes. What they decode to: f32: (value - zero) *
+// scale; u8s8: (code ^ flip) - less, as bytes.
+struct Panel {
+    const Table* table = nullptr;
+    const uint8_t* rows[kMaxNr];
+    int64_t length = 0;  // elements, a multiple of kPanelBytes bytes
+    const float* scales = nullptr;  // [blocks, nr]; null: 1
+    const float* zeros = nullptr;   // [blocks, nr]; null: 0
+    int64_t first = 0;              // element k is of block (first + k) >> shift
+    int shift = 0;
+    uint8_t flip = 0, less = 0;
+    uint32_t* out = nullptr;
+};
+constexpr int64_t kPanelBytes = 64;
 
 // One row of the output: out[n] = cast(fp32(sum[n]) * (a_scale * b_scale[n]) + bias[n]).
 struct Row {
@@ -95,10 +113,14 @@ struct Kernels {
     void (*decode_bytes)(const uint8_t* codes, uint8_t* out, int64_t count, uint8_t flip, uint8_t shift) = nullptr;
     // ((code ^ half) - half) - zero.
     void (*decode_s16)(const uint8_t* codes, int16_t* out, int64_t count, int half, int zero) = nullptr;
-    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count, bool is_signed) = nullptr;
     void (*widen)(const void* values, Element dtype, float* out, int64_t count) = nullptr;
     // rows[nr, stride] to panel[depth, nr].
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
+    // By Kind; null: there is none.
+    void (*panel[kNumKinds])(const Panel& panel) = {};
+    // u8s8: the sum of a row's unsigned bytes; sums[nr] of a panel's signed ones.
+    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
+    void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;
     void (*finish)(const Row& row) = nullptr;
     void (*finish_rows)(const Rows& rows) = nullptr;
     bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }

@@ -38,12 +38,8 @@ void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t pitch) {
     for (int j = 0; j < kBytes; ++j) std::memcpy(to + j * pitch, &v[j], sizeof v[j]);
 }
 
-// u8s8 keeps a's elements as unsigned and b's as signed bytes. Codes of fewer than 8 bits lose their zero point here
-// where what is left fits a byte; others keep it, and the sums are corrected for it.
-struct ByteForm {
-    uint8_t flip, shift;
-    int zero;
-};
+}  // namespace
+
 ByteForm byte_form(const Operand& x, bool is_a, int zero) {
     if (x.table->bits == 8) {
         const bool flips = x.table->is_signed == is_a;
@@ -55,8 +51,6 @@ ByteForm byte_form(const Operand& x, bool is_a, int zero) {
     const int kept = least >= -128 && most <= 127 ? 0 : zero;
     return {static_cast<uint8_t>(half), static_cast<uint8_t>(lift - half - zero + kept), lift + kept};
 }
-
-}  // namespace
 
 float float_at(const void* data, Element dtype, int64_t index) {
     if (dtype == Element::f32) return static_cast<const float*>(data)[index];
@@ -224,7 +218,7 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
             }
         }
         if (sums.scale != nullptr) scale_segments(row + r, segments, num_segments, sums.scale + r, sums.stride);
-        if (sums.zero != nullptr) sum_segments(row + r, segments, num_segments, out, sums, r);
+        if (sums.zero != nullptr || sums.sum != nullptr) sum_segments(row + r, segments, num_segments, out, sums, r);
     }
 }
 
@@ -243,11 +237,10 @@ void Loader::sum_segments(int64_t row, const Segment* segments, int num_segments
                           const Sums& sums, int64_t at) const {
     for (int i = 0; i < num_segments; ++i) {
         const Segment& s = segments[i];
-        const ByteForm form = byte_form(operand, is_a, zero_at(operand, row, s.begin));
-        const int32_t sum = kernels.sum_bytes(reinterpret_cast<const uint8_t*>(data + s.dword), s.length, !is_a);
-        sums.zero[i * sums.stride + at] = form.zero;
-        sums.sum[i * sums.stride + at] = is_a ? sum : sum - static_cast<int32_t>(s.length) * form.zero;
-        if (!is_a && form.zero != 0) *sums.any_zero = true;
+        const auto* bytes = reinterpret_cast<const uint8_t*>(data + s.dword);
+        const int64_t to = i * sums.stride + at;
+        if (sums.zero != nullptr) sums.zero[to] = byte_form(operand, is_a, zero_at(operand, row, s.begin)).zero;
+        if (sums.sum != nullptr) sums.sum[to] = kernels.sum_bytes(bytes, s.length);
     }
 }
 

@@ -17,11 +17,19 @@ constexpr int64_t kMaxBlocks = kTileDepth * 4 + 16;
 // What a loader leaves for each segment, [segments, stride]; null where the product does not need it.
 struct Sums {
     float* scale = nullptr;
-    int32_t* zero = nullptr;   // u8s8: what to take off the stored bytes
-    int32_t* sum = nullptr;    // u8s8: the sum of the stored bytes (b: less length * zero)
-    bool* any_zero = nullptr;  // b: set where some zero is not 0
+    int32_t* zero = nullptr;  // u8s8: what to take off the stored bytes
+    int32_t* sum = nullptr;   // u8s8: the sum of the stored bytes
     int64_t stride = 0;
 };
+
+// u8s8 keeps a's elements as unsigned and b's as signed bytes: (code ^ flip) + shift, which are `zero` too large. Codes
+// of fewer than 8 bits lose their zero point here where what is left fits a byte; others keep it, and the sums are
+// corrected for it.
+struct ByteForm {
+    uint8_t flip, shift;
+    int zero;
+};
+ByteForm byte_form(const Operand& operand, bool is_a, int zero_point);
 
 struct Loader {
     const Operand& operand;
@@ -37,12 +45,15 @@ struct Loader {
     void load(int64_t row, int64_t count, const Segment* segments, int num_segments, uint32_t* out,
               const Sums& sums) const;
 
+    // Rows of a transposed matrix of bytes, a multiple of 16, to `raw`, turned_pitch apart.
+    void fetch_turned(int64_t row, int64_t count, int64_t begin, int64_t end) const;
+    // The scales of one row's segments, `stride` apart.
+    void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
+
   private:
     const void* fetch(int64_t row, int64_t begin, int64_t end) const;
-    void fetch_turned(int64_t row, int64_t count, int64_t begin, int64_t end) const;
     void decode(int64_t row, const void* stored, int64_t begin, const Segment& segment, uint32_t* out) const;
     void decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const;
-    void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
     void sum_segments(int64_t row, const Segment* segments, int num_segments, const uint32_t* data, const Sums& sums,
                       int64_t at) const;
     void fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const;

@@ -11,8 +11,7 @@
 #include <cstring>
 
 #include "cpu/arena.h"
-#include "cpu/mm_load.h"
-#include "cpu/mm_plan.h"
+#include "cpu/mm_panel.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
@@ -92,20 +91,32 @@ struct Cuts {
     }
 };
 
+// How the sums of u8s8 are to be corrected.
+struct Corrections {
+    bool a_zeros = false, b_zeros = false;  // whether rows differ in what their bytes are too large by; whether b's are
+    int a_zero = 0;                         // what all of a's are, if they do not differ
+    Corrections(const Problem& p, const Plan& plan) {
+        if (plan.kind != Kind::u8s8) return;
+        a_zeros = p.a.zero_point != nullptr;
+        if (!a_zeros) a_zero = byte_form(p.a, true, 0).zero;
+        b_zeros = p.b.zero_point != nullptr || byte_form(p.b, false, 0).zero != 0;
+    }
+};
+
 // A block of a's rows, decoded.
 struct Shared {
     uint32_t* a;       // [chunks, rows, kTileStride]
     Sums a_sums;       // [segments, rows]
     float* row_scale;  // [rows], for the epilogue
 
-    size_t place(const Plan& plan, const Cuts& cuts, int64_t rows, uint8_t* base) {
+    size_t place(const Plan& plan, const Corrections& need, const Cuts& cuts, int64_t rows, uint8_t* base) {
         Parts parts(base);
         parts.take(a, cuts.num_chunks * rows * kTileStride);
         parts.take(row_scale, rows);
         a_sums.stride = rows;
         if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
-        if (plan.kind == Kind::u8s8) parts.take(a_sums.zero, cuts.num_segments * rows);
-        if (plan.kind == Kind::u8s8) parts.take(a_sums.sum, cuts.num_segments * rows);
+        if (need.a_zeros) parts.take(a_sums.zero, cuts.num_segments * rows);
+        if (need.b_zeros) parts.take(a_sums.sum, cuts.num_segments * rows);
         return parts.used();
     }
 };
@@ -113,30 +124,35 @@ struct Shared {
 // What one thread works in.
 struct Worker {
     uint32_t *b_rows, *b_panel;
+    float *scales, *zeros;
+    uint8_t* raw;
+    float* levels;
     uint32_t* c;    // [rows, c_stride]: fp32 or int32
     int64_t* wide;  // [rows, c_stride]
     int64_t c_stride;
-    Sums b_sums;              // [segments of a chunk, nr]
+    Sums b_sums;  // [segments of a chunk, nr]
+    int32_t* start;
     float *col_scale, *bias;  // [columns of a group]
-    uint8_t* raw;
-    float* levels;
 
-    size_t place(const Plan& plan, int nr, int64_t rows, uint8_t* base) {
+    size_t place(const Plan& plan, const Corrections& need, int nr, int64_t rows, uint8_t* base) {
         Parts parts(base);
         c_stride = kGroup * nr + 16;
         parts.take(b_rows, nr * kTileStride);
-        parts.take(b_panel, nr * kTileStride);
-        parts.take(c, rows * c_stride);
-        if (plan.wide) parts.take(wide, rows * c_stride);
+        parts.take(b_panel, nr * kTileDepth);
+        parts.take(scales, kMaxPanelBlocks * nr);
+        parts.take(zeros, kMaxPanelBlocks * nr);
         parts.take(raw, kRawBytes);
         parts.take(levels, kMaxBlocks);
+        parts.take(c, rows * c_stride);
+        if (plan.wide) parts.take(wide, rows * c_stride);
         parts.take(col_scale, kGroup * nr);
         parts.take(bias, kGroup * nr);
         const int64_t segments = plan.scaled ? kTileDepth : 1;
         b_sums.stride = nr;
         if (plan.scaled) parts.take(b_sums.scale, segments * nr);
-        if (plan.kind == Kind::u8s8) parts.take(b_sums.zero, segments * nr);
+        if (need.b_zeros) parts.take(b_sums.zero, segments * nr);
         if (plan.kind == Kind::u8s8) parts.take(b_sums.sum, segments * nr);
+        if (plan.kind == Kind::u8s8) parts.take(start, segments * nr);
         return parts.used();
     }
 };
@@ -144,12 +160,12 @@ struct Worker {
 class TileProduct {
   public:
     TileProduct(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial)
-        : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), cuts_(plan, problem.depth, arena(0)) {
+        : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), need_(problem, plan), cuts_(plan, problem.depth, arena(0)) {
         const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
         const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
-        s_.place(plan, cuts_, padded, arena(1).reserve(s_.place(plan, cuts_, padded, nullptr)));
+        s_.place(plan, need_, cuts_, padded, arena(1).reserve(s_.place(plan, need_, cuts_, padded, nullptr)));
     }
 
     void run() {
@@ -205,7 +221,8 @@ class TileProduct {
             for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
                 const int64_t at = s * s_.a_sums.stride + r;
                 if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
-                if (s_.a_sums.zero != nullptr) s_.a_sums.zero[at] = s_.a_sums.sum[at] = 0;
+                if (s_.a_sums.zero != nullptr) s_.a_sums.zero[at] = 0;
+                if (s_.a_sums.sum != nullptr) s_.a_sums.sum[at] = 0;
             }
         }
     }
@@ -221,8 +238,8 @@ class TileProduct {
         parallel_for(units, serial_ ? units : 1, [&](int64_t begin, int64_t end) {
             thread_local Arena arena;
             Worker worker{};
-            const size_t bytes = worker.place(plan_, kernels_.nr, tiles.padded(), nullptr);
-            worker.place(plan_, kernels_.nr, tiles.padded(), arena.reserve(bytes));
+            const size_t bytes = worker.place(plan_, need_, kernels_.nr, tiles.padded(), nullptr);
+            worker.place(plan_, need_, kernels_.nr, tiles.padded(), arena.reserve(bytes));
             if (plan_.matrix) kernels_.enter();
             while (begin < end) {
                 const int64_t part = begin / panels, panel = begin % panels;
@@ -290,8 +307,10 @@ class TileProduct {
             const Kernels& kernels = t_.kernels_;
             const Chunk& chunk = t_.cuts_.chunks[index];
             const Segment* segments = t_.cuts_.segments + chunk.first;
-            bool any_zero = false;
-            load_b(chunk, segments, col, any_zero);
+            const int64_t valid = std::min<int64_t>(kernels.nr, cols_ - col);
+            const PanelLoader b{t_.p_.b, kernels, plan, w_.b_rows, w_.scales, w_.zeros, w_.raw, w_.levels};
+            b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
+            b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, t_.need_.a_zero, w_.b_sums, w_.start);
             const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
             for (int64_t i = first_; i < last_; ++i) {
                 const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
@@ -304,7 +323,7 @@ class TileProduct {
                     tile.a = t_.a_chunk(index, row) + segments[s].dword;
                     tile.b = w_.b_panel + segments[s].dword * kernels.nr;
                     tile.depth = segments[s].dwords;
-                    put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * w_.b_sums.stride, any_zero);
+                    put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * w_.b_sums.stride);
                     tile_kernel(plan.scaled, static_cast<int>(rows), tile);
                     tile.fresh = false;
                 }
@@ -312,21 +331,7 @@ class TileProduct {
             }
         }
 
-        void load_b(const Chunk& chunk, const Segment* segments, int64_t col, bool& any_zero) {
-            const Plan& plan = t_.plan_;
-            const int nr = t_.kernels_.nr;
-            const int64_t valid = std::min<int64_t>(nr, cols_ - col);
-            Sums sums = w_.b_sums;
-            sums.any_zero = &any_zero;
-            const Loader b{t_.p_.b, t_.kernels_, plan, false, w_.raw, w_.levels};
-            b.load(col0_ + col, valid, segments, chunk.count, w_.b_rows, sums);
-            for (int64_t r = valid; r < nr; ++r) {
-                std::memset(w_.b_rows + r * kTileStride, 0, static_cast<size_t>(kTileStride) * 4);
-            }
-            t_.kernels_.transpose(w_.b_rows, kTileStride, w_.b_panel, chunk.dwords);
-        }
-
-        // A share of what load_b will want next: rows far apart, which the hardware does not foresee.
+        // A share of what the next panel is made from: rows far apart, which the hardware does not foresee.
         void prefetch(int64_t index, int64_t col, int64_t tile) const {
             const Operand& b = t_.p_.b;
             if (index == t_.cuts_.num_chunks || b.col_stride != 1) return;
@@ -342,17 +347,20 @@ class TileProduct {
             }
         }
 
-        void put_sums(Tile& tile, int64_t a, int64_t b, bool any_zero) const {
+        void put_sums(Tile& tile, int64_t a, int64_t b) const {
             const Sums &left = t_.s_.a_sums, &right = w_.b_sums;
             if (right.scale != nullptr) {
                 tile.a_scale = left.scale + a;
                 tile.b_scale = right.scale + b;
             }
-            if (right.zero != nullptr) {
+            if (w_.start != nullptr) tile.start = w_.start + b;
+            if (left.zero != nullptr) {
                 tile.a_zero = left.zero + a;
-                tile.a_sum = left.sum + a;
-                tile.b_zero = any_zero ? right.zero + b : nullptr;
                 tile.b_sum = right.sum + b;
+            }
+            if (right.zero != nullptr) {
+                tile.a_sum = left.sum + a;
+                tile.b_zero = right.zero + b;
             }
         }
 
@@ -408,6 +416,7 @@ class TileProduct {
     const Kernels& kernels_;
     const Plan plan_;
     const bool serial_;
+    const Corrections need_;
     const Cuts cuts_;
     Shared s_{};
     int64_t block_rows_ = 0, row0_ = 0, rows_ = 0;
