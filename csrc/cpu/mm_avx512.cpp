@@ -20,36 +20,6 @@ struct DotS16 {
     static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 };
 
-// Sixteen rows by sixteen dwords.
-inline void transpose16(const uint32_t* from, int64_t stride, uint32_t* to) {
-    __m512i r[16], s[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + i * stride);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-        s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {  // now r[4 i + j] holds, in each 128-bit lane l, dword 4 l + j of rows 4 i..4 i + 3
-        r[4 * i] = _mm512_unpacklo_epi64(s[4 * i], s[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(s[4 * i], s[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(s[4 * i + 1], s[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(s[4 * i + 1], s[4 * i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-        const __m512i low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88),
-                      low2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-        const __m512i high = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd),
-                      high2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
-        _mm512_storeu_si512(to + j * kNr, _mm512_shuffle_i32x4(low, low2, 0x88));
-        _mm512_storeu_si512(to + (4 + j) * kNr, _mm512_shuffle_i32x4(high, high2, 0x88));
-        _mm512_storeu_si512(to + (8 + j) * kNr, _mm512_shuffle_i32x4(low, low2, 0xdd));
-        _mm512_storeu_si512(to + (12 + j) * kNr, _mm512_shuffle_i32x4(high, high2, 0xdd));
-    }
-}
-
 void unpack(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
     int64_t i = 0;
     if (bits == 6) {
@@ -114,68 +84,16 @@ void widen(const void* values, Element dtype, float* out, int64_t n) {
 }
 
 void transpose(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) {
+    const uint8_t* at[kNr];
+    for (int n = 0; n < kNr; ++n) at[n] = reinterpret_cast<const uint8_t*>(rows + n * stride);
     for (int64_t d = 0; d < depth; d += 16) {
-        for (int n = 0; n < kNr; n += 16) transpose16(rows + n * stride + d, stride, panel + d * kNr + n);
+        for (int n = 0; n < kNr; n += 16) {
+            turn_dwords(at + n, 4 * d, [&](int64_t i, __m512i v) { _mm512_store_si512(panel + (d + i) * kNr + n, v); });
+        }
     }
 }
 
-template <int kRows>
-void nibble_dots(const Nibbles& t) {
-    const __m512 values = _mm512_load_ps(t.table->f32);
-    __m512 even[2][kRows], odd[2][kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) even[0][r] = odd[0][r] = even[1][r] = odd[1][r] = _mm512_setzero_ps();
-    int64_t index = 0;
-    for (int64_t k = 0, end = t.first; k < t.count; end += t.block, ++index) {
-        const __m512 zero = _mm512_set1_ps(t.zeros == nullptr ? 0.0f : t.zeros[index]);
-        const __m512 scale = _mm512_set1_ps(t.scales == nullptr ? 1.0f : t.scales[index]);
-        const __m512 table = _mm512_mul_ps(_mm512_sub_ps(values, zero), scale);
-        auto multiply = [&](__m512i codes, __mmask16 lows, __mmask16 highs, int chain) {
-            const __m512 low = _mm512_maskz_permutexvar_ps(lows, codes, table);
-            const __m512 high = _mm512_maskz_permutexvar_ps(highs, _mm512_srli_epi32(codes, 4), table);
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) {
-                const float* a = t.a + r * kDotStride + k;
-                even[chain][r] = _mm512_fmadd_ps(_mm512_loadu_ps(a), low, even[chain][r]);
-                odd[chain][r] = _mm512_fmadd_ps(_mm512_loadu_ps(a + 16), high, odd[chain][r]);
-            }
-            k += 32;
-        };
-        auto whole = [&](int chain) {
-            const auto* bytes = reinterpret_cast<const __m128i*>(t.packed + k / 2);
-            multiply(_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes)), 0xffff, 0xffff, chain);
-        };
-        const int64_t stop = end < t.count ? end : t.count;
-        while (k + 64 <= stop) {
-            whole(0);
-            whole(1);
-        }
-        if (k + 32 <= stop) whole(0);
-        if (k < stop) {  // no product with what lies past the end: it might be NaN times 0
-            const auto lows = static_cast<__mmask16>(first((stop - k + 1) / 2));
-            const auto highs = static_cast<__mmask16>(first((stop - k) / 2));
-            multiply(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lows, t.packed + k / 2)), lows, highs, 0);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-        const __m512 sum = _mm512_add_ps(_mm512_add_ps(even[0][r], odd[0][r]), _mm512_add_ps(even[1][r], odd[1][r]));
-        t.c[r * t.c_stride] += _mm512_reduce_add_ps(sum);
-    }
-}
-
-void nibbles(int rows, const Nibbles& t) {
-    switch (rows) {
-        case 1:
-            return nibble_dots<1>(t);
-        case 2:
-            return nibble_dots<2>(t);
-        case 3:
-            return nibble_dots<3>(t);
-        default:
-            return nibble_dots<4>(t);
-    }
-}
+#include "cpu/mm_panel_avx512.inl"
 
 Kernels make() {
     Kernels k = plain_kernels<DotF32, DotS16>();
@@ -185,7 +103,7 @@ Kernels make() {
     k.decode_bf16 = decode_bf16<Bf16Decoder>;
     k.widen = widen;
     k.transpose = transpose;
-    k.nibbles = nibbles;
+    k.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, true>;
     if (has_feature("avx512_vbmi")) add_avx512vbmi(k);
     if (has_feature("avx512_vnni")) add_avx512vnni(k);
     if (has_feature("avx512_vnni") && has_feature("avx512_bf16")) add_avx512bf16(k);

@@ -6,7 +6,32 @@ typedef float VecF __attribute__((vector_size(64)));
 typedef int32_t VecI __attribute__((vector_size(64)));
 
 inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline void stream(void* to, VecF v) { _mm512_stream_ps(static_cast<float*>(to), (__m512)v); }
 
 #include "cpu/mm_body.inl"
 
 inline __mmask64 first(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
+
+// Sixteen rows by sixteen dwords: `put(d, v)` for the sixteen rows' dwords d, counted from byte `at`. Loads gather four
+// rows into the lanes of a vector, which takes half the shuffles of whole rows; then each lane is turned.
+template <class F>
+inline void turn_dwords(const uint8_t* const* rows, int64_t at, const F& put) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < 4; ++j) {
+        auto row = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at) + j); };
+        __m512i v[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            v[i] = _mm512_zextsi128_si512(row(i));
+            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x00f0, row(4 + i));
+            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x0f00, row(8 + i));
+            v[i] = _mm512_mask_broadcast_i32x4(v[i], 0xf000, row(12 + i));
+        }
+        const __m512i low = _mm512_unpacklo_epi32(v[0], v[1]), low2 = _mm512_unpacklo_epi32(v[2], v[3]);
+        const __m512i high = _mm512_unpackhi_epi32(v[0], v[1]), high2 = _mm512_unpackhi_epi32(v[2], v[3]);
+        put(4 * j, _mm512_unpacklo_epi64(low, low2));
+        put(4 * j + 1, _mm512_unpackhi_epi64(low, low2));
+        put(4 * j + 2, _mm512_unpacklo_epi64(high, high2));
+        put(4 * j + 3, _mm512_unpackhi_epi64(high, high2));
+    }
+}

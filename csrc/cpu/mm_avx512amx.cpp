@@ -79,16 +79,27 @@ inline void store_sums(uint32_t* to, int64_t stride) {
     }
 }
 
+inline void clear() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
 // bf16 without segments: the sums go on from c.
 template <bool kBoth>
 void resume(const Tile& t) {
     auto* c = static_cast<uint32_t*>(t.c);
     const int64_t bytes = t.c_stride * 4;
-    _tile_loadd(0, c, bytes);
-    _tile_loadd(1, c + kSide, bytes);
-    if constexpr (kBoth) {
-        _tile_loadd(2, c + kSide * t.c_stride, bytes);
-        _tile_loadd(3, c + kSide * t.c_stride + kSide, bytes);
+    if (t.fresh) {
+        clear();
+    } else {
+        _tile_loadd(0, c, bytes);
+        _tile_loadd(1, c + kSide, bytes);
+        if constexpr (kBoth) {
+            _tile_loadd(2, c + kSide * t.c_stride, bytes);
+            _tile_loadd(3, c + kSide * t.c_stride + kSide, bytes);
+        }
     }
     multiply_add<false, kBoth>(t);
     store_sums<kBoth>(c, t.c_stride);
@@ -97,15 +108,14 @@ void resume(const Tile& t) {
 template <class Sums, bool kScaled, bool kBoth>
 void segment(const Tile& t) {
     alignas(64) uint32_t sums[2 * kSide * kNr];
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear();
     multiply_add<Sums::kind == Kind::u8s8, kBoth>(t);
     store_sums<kBoth>(sums, kNr);
     for (int r = 0; r < (kBoth ? 2 : 1) * kSide; ++r) {
         for (int v = 0; v < kNr; v += kWidth) {
-            add_sums<Sums, kScaled>(t, r, v, load<typename Sums::Acc>(sums + r * kNr + v));
+            auto sum = load<typename Sums::Acc>(sums + r * kNr + v);
+            if (Sums::kind == Kind::u8s8 && t.start != nullptr) sum += load<typename Sums::Acc>(t.start + v);
+            add_sums<Sums, kScaled>(t, r, v, sum);
         }
     }
 }

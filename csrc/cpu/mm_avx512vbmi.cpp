@@ -53,11 +53,14 @@ struct Bf16Decoder {
     }
 };
 
+#include "cpu/mm_panel_avx512.inl"
+
 }  // namespace
 
 void add_avx512vbmi(Kernels& kernels) {
     kernels.unpack = unpack;
     kernels.decode_f32 = decode_f32<Bf16Decoder>;
+    kernels.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, false>;
     kernels.decode_bf16 = decode_bf16<Bf16Decoder>;
 }
 

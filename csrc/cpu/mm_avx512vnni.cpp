@@ -22,20 +22,71 @@ struct DotU8S8 {
     }
 };
 
-int32_t sum_bytes(const uint8_t* bytes, int64_t n, bool is_signed) {
+int32_t sum_bytes(const uint8_t* bytes, int64_t n) {
     __m512i sum = _mm512_setzero_si512();
     const __m512i ones = _mm512_set1_epi8(1);
     for (int64_t i = 0; i < n; i += 64) {
-        const __m512i v = _mm512_maskz_loadu_epi8(first(n - i), bytes + i);
-        sum = is_signed ? _mm512_dpbusd_epi32(sum, ones, v) : _mm512_dpbusd_epi32(sum, v, ones);
+        sum = _mm512_dpbusd_epi32(sum, _mm512_maskz_loadu_epi8(first(n - i), bytes + i), ones);
     }
     return _mm512_reduce_add_epi32(sum);
 }
+
+void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    __m512i even[2] = {}, odd[2] = {};
+    for (int64_t d = 0; d < depth; ++d) {
+        for (int v = 0; v < kVectors; ++v) {
+            const __m512i bytes = _mm512_load_si512(panel + d * kNr + v * kWidth);
+            __m512i& sum = d % 2 == 0 ? even[v] : odd[v];
+            sum = _mm512_dpbusd_epi32(sum, ones, bytes);
+        }
+    }
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(sums + v * kWidth, _mm512_add_epi32(even[v], odd[v]));
+}
+
+// Bytes as they are stored, but for the sign.
+void panel_bytes(const Panel& p) {
+    const __m512i flip = _mm512_set1_epi8(static_cast<char>(p.flip));
+    for (int64_t d = 0; d < p.length / 4; d += 16) {
+        for (int n = 0; n < kNr; n += 16) {
+            turn_dwords(p.rows + n, 4 * d, [&](int64_t i, __m512i v) {
+                _mm512_store_si512(p.out + (d + i) * kNr + n, _mm512_xor_si512(v, flip));
+            });
+        }
+    }
+}
+
+// Four nibbles, in the low half of each dword, to bytes.
+inline __m512i spread_nibbles(__m512i x) {
+    const __m512i two = _mm512_set1_epi32(0x00ff00ff), four = _mm512_set1_epi32(0x0f0f0f0f);
+    const __m512i y = _mm512_ternarylogic_epi64(x, _mm512_slli_epi32(x, 8), two, 0xa8);  // (x | x << 8) & two
+    return _mm512_ternarylogic_epi64(y, _mm512_slli_epi32(y, 4), four, 0xa8);
+}
+
+void panel_nibbles(const Panel& p) {
+    alignas(16) uint8_t bytes[16];
+    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>((i ^ p.flip) - p.less);
+    const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+    const __m512i low = _mm512_set1_epi32(0xffff);
+    for (int64_t d = 0; d < p.length / 8; d += 16) {
+        for (int n = 0; n < kNr; n += 16) {
+            turn_dwords(p.rows + n, 4 * d, [&](int64_t i, __m512i v) {
+                uint32_t* to = p.out + 2 * (d + i) * kNr + n;
+                _mm512_store_si512(to, _mm512_shuffle_epi8(table, spread_nibbles(_mm512_and_si512(v, low))));
+                _mm512_store_si512(to + kNr, _mm512_shuffle_epi8(table, spread_nibbles(_mm512_srli_epi32(v, 16))));
+            });
+        }
+    }
+}
+
+void panel_u8s8(const Panel& p) { p.table->bits == 4 ? panel_nibbles(p) : panel_bytes(p); }
 
 }  // namespace
 
 void add_avx512vnni(Kernels& kernels) {
     kernels.integer = Kind::u8s8;
+    kernels.panel[static_cast<int>(Kind::u8s8)] = panel_u8s8;
+    kernels.sum_panel = sum_panel;
     kernels.sum_bytes = sum_bytes;
     add_kind<DotU8S8>(kernels);
 }

@@ -1,4 +1,4 @@
-// Register tiles and dot products, written once on vectors of LOWBIT_MM_WIDTH dwords.
+// Register tiles, written once on vectors of LOWBIT_MM_WIDTH dwords.
 //
 // Included by one file per instruction set, in an unnamed namespace, after that file has defined LOWBIT_MM_WIDTH and
 // `fused(a, b, c)` (a * b + c, fused where the instruction set can). Nothing here may be seen by another file.
@@ -27,13 +27,6 @@ inline VecF broadcast(float value) {
     return (VecF)(VecI{} + bits);
 }
 
-// The last `count` < kWidth dwords of a segment, and zeros.
-inline VecI load_part(const uint32_t* from, int64_t count) {
-    VecI v{};
-    for (int64_t i = 0; i < count; ++i) v[i] = static_cast<int32_t>(from[i]);
-    return v;
-}
-
 struct DotF32 {
     using Acc = VecF;
     static constexpr Kind kind = Kind::f32;
@@ -49,24 +42,22 @@ inline VecF to_float(Acc acc) {
     }
 }
 
-// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first, and nothing is fused, so that
-// integers give the reference's bits.
+// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first.
 template <class Dot, bool kScaled>
 inline void add_sums(const Tile& t, int row, int column, typename Dot::Acc acc) {
     using Acc = typename Dot::Acc;
     char* at = static_cast<char*>(t.c) + (row * t.c_stride + column) * 4;
     if constexpr (Dot::kind == Kind::u8s8) {
-        acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
+        if (t.a_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
         if (t.b_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_sum[row])) * load<VecI>(t.b_zero + column);
     }
     if constexpr (kScaled) {
         const VecF scale = broadcast(t.a_scale[row]) * load<VecF>(t.b_scale + column);
-        const VecF term = to_float(acc) * scale;
-        store(at, load<VecF>(at) + term);
+        store(at, t.fresh ? to_float(acc) * scale : fused(to_float(acc), scale, load<VecF>(at)));
     } else if constexpr (__is_same(Acc, VecF)) {
         store(at, acc);  // it started from c
     } else {
-        store(at, load<VecI>(at) + acc);
+        store(at, t.fresh ? acc : load<VecI>(at) + acc);
     }
 }
 
@@ -80,10 +71,11 @@ void tile(const Tile& t) {
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-            if constexpr (kResume) {
-                acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
-            } else {
-                acc[r][v] = Acc{};
+            acc[r][v] = Acc{};
+            if constexpr (Dot::kind == Kind::u8s8) {
+                if (t.start != nullptr) acc[r][v] = load<VecI>(t.start + v * kWidth);
+            } else if constexpr (kResume) {
+                if (!t.fresh) acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
             }
         }
     }
@@ -114,8 +106,6 @@ void tile_of(int rows, const Tile& t) {
         __builtin_unreachable();
     else
         switch (rows) {
-            case 1:
-                return tile<Dot, kScaled, 1>(t);
             case 2:
                 return tile<Dot, kScaled, 2>(t);
             case 4:
@@ -139,106 +129,13 @@ void tile_of(int rows, const Tile& t) {
         }
 }
 
-inline float sum_lanes(VecF v) {
-    float lanes[kWidth];
-    store(lanes, v);
-    for (int half = kWidth / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    }
-    return lanes[0];
-}
-
-inline int32_t sum_lanes(VecI v) {
-    uint32_t lanes[kWidth];
-    store(lanes, v);
-    for (int half = kWidth / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    }
-    return static_cast<int32_t>(lanes[0]);
-}
-
-// The same sums as `tile`, as dot products of rows with rows: b needs no transposition. Few rows of a only.
-template <class Dot, bool kScaled, int kRows>
-void dots(const Tile& t) {
-    using Acc = typename Dot::Acc;
-    Acc acc[kRows][kDotCols];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int n = 0; n < kDotCols; ++n) acc[r][n] = Acc{};
-    }
-    const int64_t whole = t.depth - t.depth % kWidth;
-    for (int64_t d = 0; d < whole; d += kWidth) {
-        VecI row[kRows];
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) row[r] = load<VecI>(t.a + r * kDotStride + d);
-#pragma GCC unroll 4
-        for (int n = 0; n < kDotCols; ++n) {
-            const VecI column = load<VecI>(t.b + n * kDotStride + d);
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) acc[r][n] = Dot::dot(acc[r][n], row[r], column);
-        }
-    }
-    if (whole < t.depth) {
-        for (int n = 0; n < kDotCols; ++n) {
-            const VecI column = load_part(t.b + n * kDotStride + whole, t.depth - whole);
-            for (int r = 0; r < kRows; ++r) {
-                acc[r][n] = Dot::dot(acc[r][n], load_part(t.a + r * kDotStride + whole, t.depth - whole), column);
-            }
-        }
-    }
-    for (int r = 0; r < kRows; ++r) {
-        for (int n = 0; n < kDotCols; ++n) {
-            auto sum = sum_lanes(acc[r][n]);
-            char* at = static_cast<char*>(t.c) + (r * t.c_stride + n) * 4;
-            if constexpr (Dot::kind == Kind::u8s8) {
-                uint32_t less = static_cast<uint32_t>(t.a_zero[r]) * static_cast<uint32_t>(t.b_sum[n]);
-                if (t.b_zero != nullptr) less += static_cast<uint32_t>(t.a_sum[r]) * static_cast<uint32_t>(t.b_zero[n]);
-                sum = static_cast<int32_t>(static_cast<uint32_t>(sum) - less);
-            }
-            if constexpr (kScaled) {
-                const float scale = t.a_scale[r] * t.b_scale[n];
-                const float term = static_cast<float>(sum) * scale;
-                store(at, load<float>(at) + term);
-            } else {
-                store(at, load<decltype(sum)>(at) + sum);
-            }
-        }
-    }
-}
-
-template <class Dot, bool kScaled>
-void dots_of(int rows, const Tile& t) {
-    if constexpr (kScaled && Dot::kind == Kind::f32)
-        __builtin_unreachable();
-    else
-        switch (rows) {
-            case 1:
-                return dots<Dot, kScaled, 1>(t);
-            case 2:
-                return dots<Dot, kScaled, 2>(t);
-            case 3:
-                return dots<Dot, kScaled, 3>(t);
-            case 4:
-                return dots<Dot, kScaled, 4>(t);
-            default:
-                __builtin_unreachable();
-        }
-}
-
 template <class Dot>
 void run_tile(bool scaled, int rows, const Tile& t) {
     scaled ? tile_of<Dot, true>(rows, t) : tile_of<Dot, false>(rows, t);
-}
-
-template <class Dot>
-void run_dots(bool scaled, int rows, const Tile& t) {
-    scaled ? dots_of<Dot, true>(rows, t) : dots_of<Dot, false>(rows, t);
 }
 
 // The arithmetic that `Dot` stands for, in a table of kernels.
 template <class Dot>
 constexpr void add_kind(Kernels& kernels) {
     kernels.tile[static_cast<int>(Dot::kind)] = run_tile<Dot>;
-    kernels.dots[static_cast<int>(Dot::kind)] = run_dots<Dot>;
 }

@@ -79,12 +79,6 @@ inline void decode_s16_any(const uint8_t* codes, int16_t* out, int64_t n, int ha
     for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int16_t>(((codes[i] ^ half) - half) - zero);
 }
 
-inline int32_t sum_bytes_any(const uint8_t* bytes, int64_t n, bool is_signed) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += bytes[i] ^ (is_signed ? 128 : 0);
-    return is_signed ? sum - static_cast<int32_t>(128 * n) : sum;
-}
-
 inline void widen_any(const void* values, Element dtype, float* out, int64_t n) {
     const auto* halves = static_cast<const uint16_t*>(values);
     if (dtype == Element::f32) {
@@ -145,12 +139,32 @@ void finish_sums(const Row& row) {
         if (row.scaled) v = v * (broadcast(row.a_scale) * load<VecF>(row.b_scale + n));
         if (row.bias != nullptr) v = v + load<VecF>(row.bias + n);
         v = v == v ? v : nan;
-        if (row.cols - n >= kWidth) {
+        const bool whole = row.cols - n >= kWidth;
+        if (whole && row.stream && size == 4 && reinterpret_cast<uintptr_t>(out + n * size) % sizeof v == 0) {
+            stream(out + n * size, v);
+        } else if (whole) {
             narrow(v, out + n * size, row.out_dtype, kWidth);
         } else {
             narrow(v, out + n * size, row.out_dtype, row.cols - n);
         }
     }
+}
+
+template <class Sum>
+void finish_all(const Rows& rows) {
+    Row row = rows.row;
+    for (int64_t r = 0; r < rows.count; ++r) {
+        row.a_scale = rows.a_scales == nullptr ? 1.0f : rows.a_scales[r];
+        finish_sums<Sum>(row);
+        row.sum = static_cast<const char*>(row.sum) + rows.sum_stride;
+        row.out = static_cast<char*>(row.out) + rows.out_stride;
+    }
+}
+
+inline void finish_rows_any(const Rows& rows) {
+    if (rows.row.sum_kind == 0) return finish_all<float>(rows);
+    if (rows.row.sum_kind == 1) return finish_all<int32_t>(rows);
+    return finish_all<int64_t>(rows);
 }
 
 inline void finish_any(const Row& row) {
@@ -170,10 +184,10 @@ constexpr Kernels plain_kernels() {
     k.scale_blocks = scale_blocks_any;
     k.decode_bytes = decode_bytes_any;
     k.decode_s16 = decode_s16_any;
-    k.sum_bytes = sum_bytes_any;
     k.widen = widen_any;
     k.transpose = transpose_any;
     (add_kind<Dots>(k), ...);
     k.finish = finish_any;
+    k.finish_rows = finish_rows_any;
     return k;
 }

@@ -24,33 +24,47 @@ constexpr int64_t kTileDepth = 256;
 // Dwords from one row of a to the next in the tile kernels: not a multiple of 4 KiB, and a constant, so that the
 // rows of a tile are reached by displacements from one pointer.
 constexpr int64_t kTileStride = kTileDepth + 16;
-// Depth of the dot-product kernels, for few rows of a.
-constexpr int64_t kDotDepth = 1024;
-constexpr int64_t kDotStride = kDotDepth + 16;
-constexpr int kDotRows = 4;  // at most this many rows of a
-constexpr int kDotCols = 4;  // exactly this many rows of b
 // Decoders may write this many bytes past the end of what they were asked for.
 constexpr int64_t kSlack = 64;
 // Transposes turn 16 dwords of depth at a time: the last ones of a segment may lie past its end, but not the panel's.
 static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
-// Corrections (u8s8): the segment's sum is acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
-// length * b_zero taken off already. Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or
-// int32) += sum.
+// u8s8: the segment's sum is start[n] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
+// length * b_zero taken off already; start is -a_zero * b_sum where all rows have the same a_zero.
+// Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or int32) += sum.
 struct Tile {
-    const uint32_t* a = nullptr;  // [rows, kTileStride or kDotStride]
-    const uint32_t* b = nullptr;  // tile: [depth, nr]; dots: [kDotCols, kDotStride]
+    const uint32_t* a = nullptr;  // [rows, kTileStride]
+    const uint32_t* b = nullptr;  // [depth, nr]
     int64_t depth = 0;
     void* c = nullptr;
     int64_t c_stride = 0;
+    bool fresh = false;  // c holds nothing yet: it is stored, not added to
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
-    const int32_t* a_zero = nullptr;
+    const int32_t* start = nullptr;   // null: zeros
+    const int32_t* a_zero = nullptr;  // null: in `start`
     const int32_t* a_sum = nullptr;
     const int32_t* b_zero = nullptr;  // null: all zero
     const int32_t* b_sum = nullptr;
 };
+
+constexpr int kMaxNr = 32;
+
+// A panel [length / elements per dword, nr] from rows of 8- or 4-bit codes. What they decode to: f32: (value - zero) *
+// scale; u8s8: (code ^ flip) - less, as bytes.
+struct Panel {
+    const Table* table = nullptr;
+    const uint8_t* rows[kMaxNr];
+    int64_t length = 0;  // elements, a multiple of kPanelBytes bytes
+    const float* scales = nullptr;  // [blocks, nr]; null: 1
+    const float* zeros = nullptr;   // [blocks, nr]; null: 0
+    int64_t first = 0;              // element k is of block (first + k) >> shift
+    int shift = 0;
+    uint8_t flip = 0, less = 0;
+    uint32_t* out = nullptr;
+};
+constexpr int64_t kPanelBytes = 64;
 
 // One row of the output: out[n] = cast(fp32(sum[n]) * (a_scale * b_scale[n]) + bias[n]).
 struct Row {
@@ -63,24 +77,18 @@ struct Row {
     void* out = nullptr;
     Element out_dtype = Element::f32;
     int64_t cols = 0;
+    bool stream = false;  // past the caches
 };
 
-// Dot products of up to kDotRows rows of fp32 with one row of packed 4-bit codes, which are decoded in registers:
-// c[r] += sum over blocks of a[r, k] * fp32((value(code[k]) - zero) * scale).
-struct Nibbles {
-    const Table* table = nullptr;
-    const uint8_t* packed = nullptr;
-    const float* a = nullptr;       // [rows, kDotStride]; in every 32 elements the 16 even ones, then the odd ones
-    int64_t count = 0;              // elements; a is zero up to the next multiple of 32
-    int64_t first = 0;              // elements of the first block
-    int64_t block = 0;              // elements of the others; both multiples of 32, or at least `count`
-    const float* scales = nullptr;  // one a block; null: 1
-    const float* zeros = nullptr;   // one a block; null: 0
-    float* c = nullptr;
-    int64_t c_stride = 0;
+// Some rows of the output.
+struct Rows {
+    Row row;  // the first one; its a_scale is not used
+    int64_t count = 0;
+    int64_t sum_stride = 0, out_stride = 0;  // in bytes
+    const float* a_scales = nullptr;         // null: 1
 };
 
-// Sums of one kind of arithmetic: a register tile of `rows` rows, or as many rows' dot products.
+// Sums of one kind of arithmetic: a register tile of `rows` rows.
 using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
 
 struct Kernels {
@@ -89,7 +97,6 @@ struct Kernels {
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or u8s8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
-    Multiply dots[kNumKinds] = {};
     // Codes of `bits` bits to one a byte.
     void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) = nullptr;
     // fp32((value - zero) * scale).
@@ -106,12 +113,16 @@ struct Kernels {
     void (*decode_bytes)(const uint8_t* codes, uint8_t* out, int64_t count, uint8_t flip, uint8_t shift) = nullptr;
     // ((code ^ half) - half) - zero.
     void (*decode_s16)(const uint8_t* codes, int16_t* out, int64_t count, int half, int zero) = nullptr;
-    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count, bool is_signed) = nullptr;
     void (*widen)(const void* values, Element dtype, float* out, int64_t count) = nullptr;
     // rows[nr, stride] to panel[depth, nr].
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
-    void (*nibbles)(int rows, const Nibbles& t) = nullptr;  // null: there is none
+    // By Kind; null: there is none.
+    void (*panel[kNumKinds])(const Panel& panel) = {};
+    // u8s8: the sum of a row's unsigned bytes; sums[nr] of a panel's signed ones.
+    int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
+    void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;
     void (*finish)(const Row& row) = nullptr;
+    void (*finish_rows)(const Rows& rows) = nullptr;
     bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }
     // Matrix registers: `tile` of bf16 and u8s8 then has matrix_side or twice as many rows, and segments are padded to
     // matrix_side dwords. A thread calls `enter` before such tiles and `leave` after them.
@@ -124,6 +135,10 @@ struct Kernels {
 #define LOWBIT_KERNELS(name, ...) const Kernels& kernels_##name();
 LOWBIT_ISAS(LOWBIT_KERNELS)
 #undef LOWBIT_KERNELS
+const Kernels& kernels_in_use();
+
+// Below this many products, threads cost more than they save.
+constexpr int64_t kSmallProduct = int64_t{1} << 16;
 
 // What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp replaces entries.
 void add_avx512vbmi(Kernels& kernels);

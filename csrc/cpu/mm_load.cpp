@@ -38,12 +38,8 @@ void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t pitch) {
     for (int j = 0; j < kBytes; ++j) std::memcpy(to + j * pitch, &v[j], sizeof v[j]);
 }
 
-// u8s8 keeps a's elements as unsigned and b's as signed bytes. Codes of fewer than 8 bits lose their zero point here
-// where what is left fits a byte; others keep it, and the sums are corrected for it.
-struct ByteForm {
-    uint8_t flip, shift;
-    int zero;
-};
+}  // namespace
+
 ByteForm byte_form(const Operand& x, bool is_a, int zero) {
     if (x.table->bits == 8) {
         const bool flips = x.table->is_signed == is_a;
@@ -55,8 +51,6 @@ ByteForm byte_form(const Operand& x, bool is_a, int zero) {
     const int kept = least >= -128 && most <= 127 ? 0 : zero;
     return {static_cast<uint8_t>(half), static_cast<uint8_t>(lift - half - zero + kept), lift + kept};
 }
-
-}  // namespace
 
 float float_at(const void* data, Element dtype, int64_t index) {
     if (dtype == Element::f32) return static_cast<const float*>(data)[index];
@@ -88,11 +82,6 @@ void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float
     for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
     if (x.outer == nullptr) return;
     for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;
-}
-
-void row_zeros(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
-    const int64_t c = x.block_cols, from = begin / c, to = (end - 1) / c;
-    for (int64_t i = from; i <= to; ++i) out[i - from] = static_cast<float>(zero_at(x, row, i * c));
 }
 
 int zero_at(const Operand& x, int64_t row, int64_t k) {
@@ -210,11 +199,10 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
     const bool dense =
         operand.zero_point == nullptr && last.begin - begin == last.dword * elements_per_dword(plan.kind);
     const Segment all{begin, end - begin, 0, last.dword + last.dwords};
-    // Few rows are not worth it; they are dots, whose chunks are longer than `raw` allows for.
-    const bool transposed = !plan.dots && operand.has_codes() && operand.table->bits == 8 && operand.row_stride == 1 &&
-                            operand.col_stride != 1;
+    const bool transposed =
+        operand.has_codes() && operand.table->bits == 8 && operand.row_stride == 1 && operand.col_stride != 1;
     const int64_t turned = transposed ? count - count % kBytes : 0;
-    for (int64_t r = 0; r < count; ++r, out += plan.stride) {
+    for (int64_t r = 0; r < count; ++r, out += kTileStride) {
         const void* stored = nullptr;
         if (r < turned) {
             if (r % kTurned == 0) fetch_turned(row + r, std::min(kTurned, turned - r), begin, end);
@@ -230,7 +218,7 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
             }
         }
         if (sums.scale != nullptr) scale_segments(row + r, segments, num_segments, sums.scale + r, sums.stride);
-        if (sums.zero != nullptr) sum_segments(row + r, segments, num_segments, out, sums, r);
+        if (sums.zero != nullptr || sums.sum != nullptr) sum_segments(row + r, segments, num_segments, out, sums, r);
     }
 }
 
@@ -249,11 +237,10 @@ void Loader::sum_segments(int64_t row, const Segment* segments, int num_segments
                           const Sums& sums, int64_t at) const {
     for (int i = 0; i < num_segments; ++i) {
         const Segment& s = segments[i];
-        const ByteForm form = byte_form(operand, is_a, zero_at(operand, row, s.begin));
-        const int32_t sum = kernels.sum_bytes(reinterpret_cast<const uint8_t*>(data + s.dword), s.length, !is_a);
-        sums.zero[i * sums.stride + at] = form.zero;
-        sums.sum[i * sums.stride + at] = is_a ? sum : sum - static_cast<int32_t>(s.length) * form.zero;
-        if (!is_a && form.zero != 0) *sums.any_zero = true;
+        const auto* bytes = reinterpret_cast<const uint8_t*>(data + s.dword);
+        const int64_t to = i * sums.stride + at;
+        if (sums.zero != nullptr) sums.zero[to] = byte_form(operand, is_a, zero_at(operand, row, s.begin)).zero;
+        if (sums.sum != nullptr) sums.sum[to] = kernels.sum_bytes(bytes, s.length);
     }
 }
 

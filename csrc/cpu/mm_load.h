@@ -9,19 +9,27 @@ namespace lowbit::cpu::mm {
 // Rows of a transposed matrix of bytes are fetched as many at a time as a cache line holds.
 constexpr int64_t kTurned = 64;
 constexpr int64_t turned_pitch(int64_t count) { return count + kSlack; }
-constexpr int64_t kRawBytes = kTurned * turned_pitch(kTileDepth * 4) + kDotDepth * 16 + 4 * kSlack;
+constexpr int64_t kRawBytes = kTurned * turned_pitch(kTileDepth * 4);
 
 // Blocks of one row within a chunk, at most, and the part that begins before it.
-constexpr int64_t kMaxBlocks = kDotDepth * 4 + 16;
+constexpr int64_t kMaxBlocks = kTileDepth * 4 + 16;
 
 // What a loader leaves for each segment, [segments, stride]; null where the product does not need it.
 struct Sums {
     float* scale = nullptr;
-    int32_t* zero = nullptr;   // u8s8: what to take off the stored bytes
-    int32_t* sum = nullptr;    // u8s8: the sum of the stored bytes (b: less length * zero)
-    bool* any_zero = nullptr;  // b: set where some zero is not 0
+    int32_t* zero = nullptr;  // u8s8: what to take off the stored bytes
+    int32_t* sum = nullptr;   // u8s8: the sum of the stored bytes
     int64_t stride = 0;
 };
+
+// u8s8 keeps a's elements as unsigned and b's as signed bytes: (code ^ flip) + shift, which are `zero` too large. Codes
+// of fewer than 8 bits lose their zero point here where what is left fits a byte; others keep it, and the sums are
+// corrected for it.
+struct ByteForm {
+    uint8_t flip, shift;
+    int zero;
+};
+ByteForm byte_form(const Operand& operand, bool is_a, int zero_point);
 
 struct Loader {
     const Operand& operand;
@@ -33,25 +41,27 @@ struct Loader {
 
     bool folded() const { return is_a ? plan.a_folded : plan.b_folded; }
 
-    // Rows [row, row + count) of the segments' stretch of K, to out[count, plan.stride].
+    // Rows [row, row + count) of the segments' stretch of K, to out[count, kTileStride].
     void load(int64_t row, int64_t count, const Segment* segments, int num_segments, uint32_t* out,
               const Sums& sums) const;
 
+    // Rows of a transposed matrix of bytes, a multiple of 16, to `raw`, turned_pitch apart.
+    void fetch_turned(int64_t row, int64_t count, int64_t begin, int64_t end) const;
+    // The scales of one row's segments, `stride` apart.
+    void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
+
   private:
     const void* fetch(int64_t row, int64_t begin, int64_t end) const;
-    void fetch_turned(int64_t row, int64_t count, int64_t begin, int64_t end) const;
     void decode(int64_t row, const void* stored, int64_t begin, const Segment& segment, uint32_t* out) const;
     void decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_t length, float* out) const;
-    void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
     void sum_segments(int64_t row, const Segment* segments, int num_segments, const uint32_t* data, const Sums& sums,
                       int64_t at) const;
     void fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const;
     void decode_u8s8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
 };
 
-// The scales, or zero points, of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.
+// The scales of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.
 void row_scales(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
-void row_zeros(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
 
 // The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
 float scale_at(const Operand& operand, int64_t row, int64_t k);

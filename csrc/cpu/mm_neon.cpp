@@ -12,6 +12,7 @@ typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t VecI __attribute__((vector_size(16)));
 
 inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+inline void stream(void* to, VecF v) { __builtin_memcpy(to, &v, sizeof v); }
 
 #include "cpu/mm_body.inl"
 #include "cpu/mm_convert.inl"

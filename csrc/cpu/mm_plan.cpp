@@ -5,14 +5,9 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-constexpr int64_t kTaskRows = 224;        // a's decoded block then fits the second-level cache beside c's tile
-constexpr int64_t kMatrixTaskRows = 384;  // matrix registers are so fast that decoding b less often counts for more
-constexpr int64_t kTaskCols = 512;
-constexpr int64_t kTasksPerThread = 3;
 // Below these lengths, scaling the sums of segments costs more than multiplying scales into fp32 operands.
 constexpr int64_t kMinIntegerSegment = 8;
 constexpr int64_t kMinBf16Segment = 16;
-constexpr int64_t kMinBf16DotSegment = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -47,27 +42,20 @@ bool folds_into_bf16(const Operand& x, int64_t depth) {
     return x.scale_format == kScaleE8m0 && moderate_scales(x, depth);
 }
 
-// Whether Kernels::nibbles serves: 4-bit codes whose scales begin at multiples of what it decodes at a time.
-bool fits_nibbles(const Operand& b, int64_t block, const Kernels& kernels) {
-    return kernels.nibbles != nullptr && b.has_codes() && b.table->bits == 4 && block % 32 == 0;
-}
-
 void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
-    plan.dots = p.a.rows <= kDotRows;
     const int64_t a = block_along_k(p.a, p.depth), b = block_along_k(p.b, p.depth);
     const int64_t shortest = std::min(a > 0 ? a : p.depth, b > 0 ? b : p.depth);
     plan.scaled = a > 0 || b > 0;
-    plan.nibbles = plan.dots && fits_nibbles(p.b, b, kernels) && !(integer(p.a) && integer(p.b));
     if (integer(p.a) && integer(p.b) && (!plan.scaled || shortest >= kMinIntegerSegment)) {
         plan.kind = kernels.integer;
-    } else if (kernels.has(Kind::bf16) && !plan.nibbles && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+    } else if (kernels.has(Kind::bf16) && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
                folds_into_bf16(p.a, p.depth) && folds_into_bf16(p.b, p.depth)) {
         plan.kind = Kind::bf16;
         plan.scaled = false;
         plan.a_folded = a > 0;
         plan.b_folded = b > 0;
-    } else if (kernels.has(Kind::bf16) && exact_in_bf16(p.a) && exact_in_bf16(p.b) && !plan.nibbles &&
-               (!plan.scaled || shortest >= (plan.dots ? kMinBf16DotSegment : kMinBf16Segment))) {
+    } else if (kernels.has(Kind::bf16) && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
+               (!plan.scaled || shortest >= kMinBf16Segment)) {
         plan.kind = Kind::bf16;
     } else {
         plan.kind = Kind::f32;
@@ -80,46 +68,24 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     plan.wide = !plan.scaled && (plan.kind == Kind::s16 || plan.kind == Kind::u8s8) && p.depth > kExactTerms;
 }
 
-// Equal register tiles rather than full ones and a rest.
-int register_rows(const Plan& plan, const Kernels& kernels) {
-    if (plan.dots) return static_cast<int>(plan.tile_rows);
-    if (plan.matrix) return kernels.matrix_side * (plan.tile_rows > kernels.matrix_side ? 2 : 1);
-    const int64_t rows = ceil_div(plan.tile_rows, ceil_div(plan.tile_rows, kernels.max_rows));
-    return static_cast<int>(std::min<int64_t>(rows <= 1 ? 1 : rows + rows % 2, kernels.max_rows));
-}
-
 }  // namespace
 
-Plan make_plan(const Problem& p, const Kernels& kernels, int threads) {
+Plan make_plan(const Problem& p, const Kernels& kernels) {
     Plan plan{};
     choose_kind(plan, p, kernels);
-    const int64_t m = std::max<int64_t>(p.a.rows, 1);
-    plan.matrix = !plan.dots && kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
+    plan.matrix = kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
     plan.unit = plan.matrix ? kernels.matrix_side : 1;
-    plan.chunk_dwords = plan.dots ? kDotDepth : kTileDepth;
-    plan.stride = plan.dots ? kDotStride : kTileStride;
-    plan.row_tiles = ceil_div(m, plan.matrix ? kMatrixTaskRows : kTaskRows);
-    plan.tile_rows = ceil_div(m, plan.row_tiles);
-    plan.rows = register_rows(plan, kernels);
-    plan.tile_rows = ceil_div(plan.tile_rows, plan.rows) * plan.rows;
-    plan.row_tiles = ceil_div(m, plan.tile_rows);
-    const int64_t panels = ceil_div(std::max<int64_t>(p.b.rows, 1), kernels.nr);
-    const int64_t wanted = threads > 1 ? ceil_div(panels * plan.row_tiles, kTasksPerThread * threads) : panels;
-    const int64_t most = std::clamp<int64_t>(wanted, 1, kTaskCols / kernels.nr);
-    plan.col_tiles = ceil_div(panels, most);
-    plan.tile_cols = ceil_div(panels, plan.col_tiles) * kernels.nr;
-    plan.col_tiles = ceil_div(panels * kernels.nr, plan.tile_cols);
     return plan;
 }
 
 int cut_chunk(const Plan& plan, int64_t begin, int64_t depth, Segment* segments) {
     const int64_t per_dword = elements_per_dword(plan.kind);
     int count = 0;
-    for (int64_t k = begin, dword = 0; k < depth && dword < plan.chunk_dwords;) {
+    for (int64_t k = begin, dword = 0; k < depth && dword < kTileDepth;) {
         int64_t end = depth;
         if (plan.a_block > 0) end = std::min(end, (k / plan.a_block + 1) * plan.a_block);
         if (plan.b_block > 0) end = std::min(end, (k / plan.b_block + 1) * plan.b_block);
-        const int64_t room = plan.chunk_dwords - dword;
+        const int64_t room = kTileDepth - dword;
         if (ceil_div(end - k, per_dword) > room) {
             if (plan.scaled && count > 0) break;  // a whole segment in the next chunk rather than two pieces
             end = k + room * per_dword;

@@ -15,29 +15,22 @@ struct Segment {
 
 struct Plan {
     Kind kind;
-    bool dots;      // few rows: dot products, b is not transposed
-    bool nibbles;   // few rows of a: b's packed 4-bit codes are decoded in registers
     bool scaled;    // scales change along K: every segment's sum is scaled and added in fp32
     bool a_folded;  // scales that change along K are multiplied in when decoding: in fp32 any, in bf16 exact ones
     bool b_folded;
     bool wide;        // int32 sums go to int64 before they could overflow
     int64_t a_block;  // K elements of a block that ends segments; 0: none
     int64_t b_block;
-    bool matrix;   // matrix registers
-    int64_t unit;  // dwords that a segment is padded to a multiple of
-    int64_t chunk_dwords;
-    int64_t stride;                // dwords from one decoded row to the next
-    int rows;                      // rows of a register tile
-    int64_t tile_rows, tile_cols;  // of a task
-    int64_t row_tiles, col_tiles;
+    bool matrix;      // matrix registers
+    int64_t unit;     // dwords that a segment is padded to a multiple of
 };
 
 // int32 holds this many products of two integers of at most 8 bits less their zero points (255 * 255 each).
 constexpr int64_t kExactTerms = 32768;
 
-Plan make_plan(const Problem& problem, const Kernels& kernels, int threads);
+Plan make_plan(const Problem& problem, const Kernels& kernels);
 
-// Cuts the chunk of K that starts at `begin` into segments, at most plan.chunk_dwords of them; returns how many.
+// Cuts the chunk of K that starts at `begin` into segments, at most kTileDepth of them; returns how many.
 int cut_chunk(const Plan& plan, int64_t begin, int64_t depth, Segment* segments);
 
 }  // namespace lowbit::cpu::mm

@@ -10,6 +10,7 @@ typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t VecI __attribute__((vector_size(16)));
 
 inline VecF fused(VecF a, VecF b, VecF c) { return a * b + c; }
+inline void stream(void* to, VecF v) { __builtin_memcpy(to, &v, sizeof v); }
 
 #include "cpu/mm_body.inl"
 #include "cpu/mm_convert.inl"

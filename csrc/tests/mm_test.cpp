@@ -123,7 +123,7 @@ bool folds(const mm::Problem& p) {
     kernels.nr = 16;
     kernels.max_rows = 4;
     kernels.tile[static_cast<int>(mm::Kind::bf16)] = [](bool, int, const mm::Tile&) {};
-    const mm::Plan plan = mm::make_plan(p, kernels, 1);
+    const mm::Plan plan = mm::make_plan(p, kernels);
     return plan.kind == mm::Kind::bf16 && (plan.a_folded || plan.b_folded);
 }
 

@@ -1,0 +1,113 @@
+#include "cpu/mm_panel.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace lowbit::cpu::mm {
+namespace {
+
+constexpr int kOneBlock = 62;  // a shift after which every index is 0
+
+bool transposed(const Operand& x) { return x.table->bits == 8 && x.row_stride == 1 && x.col_stride != 1; }
+
+bool power_of_two(int64_t n) { return (n & (n - 1)) == 0; }
+
+}  // namespace
+
+// Whether `kernels.panel` serves.
+bool PanelLoader::direct(const Segment& first, const Segment& last) const {
+    if (kernels.panel[static_cast<int>(plan.kind)] == nullptr || !b.has_codes()) return false;
+    const Table& t = *b.table;
+    const int64_t length = last.begin + last.length - first.begin;
+    if (t.bits != 4 && !(t.bits == 8 && (t.integer || t.exact_bf16))) return false;
+    if (b.col_stride != 1 && !transposed(b)) return false;
+    if (length * t.bits % (8 * kPanelBytes) != 0 || first.begin * t.bits % 8 != 0) return false;
+    if (plan.kind == Kind::f32) return !plan.b_folded || power_of_two(b.block_cols);
+    const bool dense = last.begin - first.begin == last.dword * elements_per_dword(plan.kind);
+    return dense && (t.bits == 8 || b.zero_point == nullptr);
+}
+
+void PanelLoader::load(int64_t row, int64_t valid, const Segment* segments, int num_segments, uint32_t* panel) const {
+    const Segment &first = segments[0], &last = segments[num_segments - 1];
+    if (direct(first, last) && (b.col_stride == 1 || valid % 16 == 0)) {
+        return load_direct(row, valid, first.begin, last.begin + last.length - first.begin, panel);
+    }
+    const Loader loader{b, kernels, plan, false, raw, levels};
+    loader.load(row, valid, segments, num_segments, rows, Sums{});
+    for (int64_t r = valid; r < kernels.nr; ++r) {
+        std::memset(rows + r * kTileStride, 0, static_cast<size_t>(kTileStride) * 4);
+    }
+    kernels.transpose(rows, kTileStride, panel, last.dword + last.dwords);
+}
+
+void PanelLoader::load_direct(int64_t row, int64_t valid, int64_t begin, int64_t length, uint32_t* panel) const {
+    Panel p;
+    p.table = b.table;
+    p.length = length;
+    p.out = panel;
+    const uint8_t* base = static_cast<const uint8_t*>(b.data) + row * b.row_stride + begin * b.table->bits / 8;
+    int64_t pitch = b.row_stride;
+    if (b.col_stride != 1) {
+        Loader{b, kernels, plan, false, raw, levels}.fetch_turned(row, valid, begin, begin + length);
+        base = raw;
+        pitch = turned_pitch(length);
+    }
+    for (int64_t n = 0; n < kernels.nr; ++n) p.rows[n] = base + std::min(n, valid - 1) * pitch;
+    if (plan.kind == Kind::u8s8) {
+        const ByteForm form = byte_form(b, false, 0);
+        p.flip = form.flip;
+        p.less = static_cast<uint8_t>(-form.shift);
+    } else {
+        put_levels(row, valid, begin, length, p);
+    }
+    kernels.panel[static_cast<int>(plan.kind)](p);
+}
+
+// Scales and zero points of the blocks of the rows, those of one block side by side.
+void PanelLoader::put_levels(int64_t row, int64_t valid, int64_t begin, int64_t length, Panel& p) const {
+    if (!plan.b_folded && b.zero_point == nullptr) return;
+    const int64_t block = plan.b_folded ? b.block_cols : int64_t{1} << kOneBlock;
+    const int64_t from = begin / block, blocks = (begin + length - 1) / block - from + 1, nr = kernels.nr;
+    p.shift = __builtin_ctzll(static_cast<unsigned long long>(block));
+    p.first = begin - from * block;
+    for (int64_t n = 0; n < nr; ++n) {
+        const int64_t r = row + std::min(n, valid - 1);
+        if (plan.b_folded) {
+            row_scales(b, r, begin, begin + length, levels);
+            for (int64_t i = 0; i < blocks; ++i) scales[i * nr + n] = levels[i];
+        }
+        if (b.zero_point == nullptr) continue;
+        for (int64_t i = 0; i < blocks; ++i) {
+            zeros[i * nr + n] = static_cast<float>(zero_at(b, r, std::max(begin, (from + i) * block)));
+        }
+    }
+    p.scales = plan.b_folded ? scales : nullptr;
+    p.zeros = b.zero_point == nullptr ? nullptr : zeros;
+}
+
+void PanelLoader::load_sums(int64_t row, int64_t valid, const Segment* segments, int num_segments,
+                            const uint32_t* panel, int a_zero, const Sums& sums, int32_t* start) const {
+    if (sums.scale != nullptr) {
+        const Loader loader{b, kernels, plan, false, raw, levels};
+        for (int64_t n = 0; n < valid; ++n) {
+            loader.scale_segments(row + n, segments, num_segments, sums.scale + n, sums.stride);
+        }
+    }
+    if (plan.kind != Kind::u8s8) return;
+    const int64_t nr = kernels.nr;
+    for (int i = 0; i < num_segments; ++i) {
+        const Segment& s = segments[i];
+        int32_t* sum = sums.sum + i * nr;
+        kernels.sum_panel(panel + s.dword * nr, s.dwords, sum);
+        if (sums.zero != nullptr) {
+            int32_t* zero = sums.zero + i * nr;
+            for (int64_t n = 0; n < nr; ++n) {
+                zero[n] = byte_form(b, false, zero_at(b, row + std::min(n, valid - 1), s.begin)).zero;
+                sum[n] -= static_cast<int32_t>(s.length) * zero[n];
+            }
+        }
+        for (int64_t n = 0; n < nr; ++n) start[i * nr + n] = -a_zero * sum[n];
+    }
+}
+
+}  // namespace lowbit::cpu::mm

@@ -1,0 +1,31 @@
+// Panels of b: some of its rows over a chunk of K, decoded and transposed.
+#pragma once
+
+#include "cpu/mm_load.h"
+
+namespace lowbit::cpu::mm {
+
+// What one thread loads panels with.
+struct PanelLoader {
+    const Operand& b;
+    const Kernels& kernels;
+    const Plan& plan;
+    uint32_t* rows;        // [nr, kTileStride]
+    float *scales, *zeros;  // [kMaxPanelBlocks, nr]
+    uint8_t* raw;
+    float* levels;
+
+    // Rows [row, row + valid), valid <= nr, of the segments' stretch of K; columns past them hold anything.
+    void load(int64_t row, int64_t valid, const Segment* segments, int num_segments, uint32_t* panel) const;
+    // What the sums of segments need: scales, and what u8s8 is corrected by, with -a_zero * sum in `start`.
+    void load_sums(int64_t row, int64_t valid, const Segment* segments, int num_segments, const uint32_t* panel,
+                   int a_zero, const Sums& sums, int32_t* start) const;
+
+  private:
+    bool direct(const Segment& first, const Segment& last) const;
+    void load_direct(int64_t row, int64_t valid, int64_t begin, int64_t length, uint32_t* panel) const;
+    void put_levels(int64_t row, int64_t valid, int64_t begin, int64_t length, Panel& panel) const;
+};
+constexpr int64_t kMaxPanelBlocks = kTileDepth + 1;
+
+}  // namespace lowbit::cpu::mm

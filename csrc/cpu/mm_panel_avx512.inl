@@ -1,0 +1,130 @@
+// Panels of b straight from its codes: they are transposed as they are stored, since they are then a quarter or an
+// eighth of what they decode to. Included in an unnamed namespace after mm_decode_avx512.inl.
+
+constexpr int kTurn = 16;  // rows, and bytes of a lane
+
+// Byte i of lane l of out[j] is byte 16 l + j of row i, counted from `at`: four perfect shuffles of the rows.
+inline void turn_bytes(const uint8_t* const* rows, int64_t at, __m512i* out) {
+    __m512i v[kTurn], w[kTurn];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTurn; ++i) v[i] = _mm512_loadu_si512(rows[i] + at);
+    auto shuffle = [](const __m512i* from, __m512i* to) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kTurn / 2; ++i) {
+            to[2 * i] = _mm512_unpacklo_epi8(from[i], from[i + kTurn / 2]);
+            to[2 * i + 1] = _mm512_unpackhi_epi8(from[i], from[i + kTurn / 2]);
+        }
+    };
+    shuffle(v, w);
+    shuffle(w, v);
+    shuffle(v, w);
+    shuffle(w, out);
+}
+
+// Where one column's worth of sixteen values goes, and what is done to them on the way.
+struct Place {
+    const Panel& p;
+    int64_t half;  // of the columns
+
+    void operator()(int64_t k, __m512 v) const {
+        const int64_t at = ((p.first + k) >> p.shift) * kNr + half * kTurn;
+        if (p.zeros != nullptr) v = _mm512_sub_ps(v, _mm512_loadu_ps(p.zeros + at));
+        if (p.scales != nullptr) v = _mm512_mul_ps(v, _mm512_loadu_ps(p.scales + at));
+        _mm512_store_ps(reinterpret_cast<float*>(p.out + k * kNr + half * kTurn), v);
+    }
+};
+
+inline __m512 widen_bf16(__m256i words) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
+// 8-bit floats by way of fp16, which is the faster one without shuffles of bytes.
+struct HalfDecoder {
+    __m512i mask;
+    __m512 unit;
+    uint8_t nan;
+    int shift;
+    explicit HalfDecoder(const Table& t)
+        : mask(_mm512_set1_epi16(static_cast<short>(0x8000 | 0x7f00 >> t.half_shift))),
+          unit(_mm512_set1_ps(t.half_unit)),
+          nan(t.half_nan),
+          shift(8 - t.half_shift) {}
+    // Whether the codes hold a NaN that is none in fp16.
+    bool fails(__m512i codes) const {
+        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
+        return nan != 0 && _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(static_cast<char>(nan))) != 0;
+    }
+    void operator()(__m256i codes, __m512* out) const {
+        const __m512i words = _mm512_and_si512(
+            _mm512_sll_epi16(_mm512_cvtepi8_epi16(codes), _mm_cvtsi32_si128(shift)), mask);
+        out[0] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(words)), unit);
+        out[1] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)), unit);
+    }
+};
+
+template <class Decoder, bool kHalf>
+void panel_f32_floats(const Panel& p) {
+    const Decoder decode(*p.table);
+    const HalfDecoder half(*p.table);
+    for (int64_t k = 0; k < p.length; k += 64) {
+        for (int64_t h = 0; h < kNr / kTurn; ++h) {
+            const Place place{p, h};
+            __m512i codes[kTurn];
+            turn_bytes(p.rows + h * kTurn, k, codes);
+            for (int j = 0; j < kTurn; ++j) {
+                __m512 v[4];
+                if (kHalf && !half.fails(codes[j])) {
+                    half(_mm512_castsi512_si256(codes[j]), v);
+                    half(_mm512_extracti64x4_epi64(codes[j], 1), v + 2);
+                } else {
+                    __m512i words[2];
+                    decode(codes[j], words);
+                    for (int i = 0; i < 2; ++i) {
+                        v[2 * i] = widen_bf16(_mm512_castsi512_si256(words[i]));
+                        v[2 * i + 1] = widen_bf16(_mm512_extracti64x4_epi64(words[i], 1));
+                    }
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) place(k + i * kTurn + j, v[i]);
+            }
+        }
+    }
+}
+
+// `convert(bytes, k, place)` for every sixteen bytes along the columns; byte k of the rows.
+template <class F>
+inline void each_column(const Panel& p, int64_t bytes, const F& convert) {
+    for (int64_t k = 0; k < bytes; k += 64) {
+        for (int64_t h = 0; h < kNr / kTurn; ++h) {
+            const Place place{p, h};
+            alignas(64) __m512i codes[kTurn];
+            turn_bytes(p.rows + h * kTurn, k, codes);
+            const auto* lanes = reinterpret_cast<const __m128i*>(codes);
+            for (int64_t i = 0; i < 64; ++i) convert(_mm_load_si128(lanes + i % kTurn * 4 + i / kTurn), k + i, place);
+        }
+    }
+}
+
+template <class Decoder, bool kHalf>
+void panel_f32(const Panel& p) {
+    const Table& t = *p.table;
+    if (t.bits == 4) {
+        const __m512 values = _mm512_load_ps(t.f32);
+        return each_column(p, p.length / 2, [&](__m128i bytes, int64_t k, const Place& place) {
+            const __m512i pair = _mm512_cvtepu8_epi32(bytes);
+            place(2 * k, _mm512_permutexvar_ps(pair, values));
+            place(2 * k + 1, _mm512_permutexvar_ps(_mm512_srli_epi32(pair, 4), values));
+        });
+    }
+    if (t.integer && t.is_signed) {
+        return each_column(p, p.length, [&](__m128i bytes, int64_t k, const Place& place) {
+            place(k, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+        });
+    }
+    if (t.integer) {
+        return each_column(p, p.length, [&](__m128i bytes, int64_t k, const Place& place) {
+            place(k, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
+        });
+    }
+    kHalf && t.half_shift >= 0 ? panel_f32_floats<Decoder, kHalf>(p) : panel_f32_floats<Decoder, false>(p);
+}

@@ -1,0 +1,432 @@
+// A block of a's rows is decoded once, by all threads, into memory that they share. Then each thread takes panels of
+// b's rows, columns of the output, decodes a chunk of K of each, and multiplies it with all rows of the block while it
+// is in the nearest cache; a's chunk stays in the second-level cache meanwhile.
+//
+// Every output element is summed in the order of K by one thread, and how K is cut depends on the product alone; so
+// the number of threads never changes a bit.
+#include "cpu/mm_tiles.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "cpu/arena.h"
+#include "cpu/mm_panel.h"
+#include "cpu/threads.h"
+
+namespace lowbit::cpu::mm {
+namespace {
+
+constexpr int64_t kBlockRows = 512;         // a chunk of so many decoded rows fits the second-level cache
+constexpr int64_t kSharedBytes = 16 << 20;  // decoded rows of a block, where K allows for that many rows
+constexpr int64_t kLeastRows = 64;          // else this many
+constexpr int64_t kGroup = 4;               // panels that a thread multiplies with a chunk of a before the next chunk
+constexpr int64_t kStreamBytes = 8 << 20;   // larger outputs bypass the caches
+constexpr int64_t kLine = 64;
+
+// Hands out parts of a piece of memory; from null, it only finds how much is needed.
+class Parts {
+  public:
+    explicit Parts(uint8_t* base) : base_(base) {}
+    template <class T>
+    void take(T*& pointer, int64_t count) {
+        pointer = reinterpret_cast<T*>(base_ + used_);
+        used_ += (static_cast<size_t>(count) * sizeof(T) + 2 * kSlack - 1) / kSlack * kSlack;
+    }
+    size_t used() const { return used_; }
+
+  private:
+    uint8_t* base_;
+    size_t used_ = 0;
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Chunk {
+    int64_t begin, end;  // of K
+    int64_t first;       // its first segment
+    int count;           // its segments
+    int64_t dwords;
+};
+
+// Cuts rows into register tiles of about the same size.
+struct RowTiles {
+    int64_t unit, units, count;
+    RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels)
+        : unit(plan.matrix ? kernels.matrix_side : 2),
+          units(ceil_div(rows, unit)),
+          count(ceil_div(units, plan.matrix ? 2 : kernels.max_rows / 2)) {}
+    int64_t begin(int64_t tile) const { return unit * (tile * (units / count) + std::min(tile, units % count)); }
+    int64_t padded() const { return unit * units; }
+};
+
+// How K is cut.
+struct Cuts {
+    Chunk* chunks;
+    Segment* segments;
+    int64_t num_chunks = 0, num_segments = 0;
+
+    Cuts(const Plan& plan, int64_t depth, Arena& arena) {
+        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), kTileDepth);
+        int64_t blocks = 1;
+        if (plan.a_block > 0) blocks += ceil_div(depth, plan.a_block);
+        if (plan.b_block > 0) blocks += ceil_div(depth, plan.b_block);
+        // Blocks are padded; and two chunks that follow each other would not fit into one.
+        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, kTileDepth)) + 1 : whole;
+        place(Parts(arena.reserve(place(Parts(nullptr), most, blocks + most))), most, blocks + most);
+        for (int64_t k = 0; k < depth;) {
+            const int count = cut_chunk(plan, k, depth, segments + num_segments);
+            const Segment& last = segments[num_segments + count - 1];
+            chunks[num_chunks++] = {k, last.begin + last.length, num_segments, count, last.dword + last.dwords};
+            num_segments += count;
+            k = last.begin + last.length;
+        }
+    }
+
+  private:
+    size_t place(Parts parts, int64_t most_chunks, int64_t most_segments) {
+        parts.take(chunks, most_chunks);
+        parts.take(segments, most_segments);
+        return parts.used();
+    }
+};
+
+// How the sums of u8s8 are to be corrected.
+struct Corrections {
+    bool a_zeros = false, b_zeros = false;  // whether rows differ in what their bytes are too large by; whether b's are
+    int a_zero = 0;                         // what all of a's are, if they do not differ
+    Corrections(const Problem& p, const Plan& plan) {
+        if (plan.kind != Kind::u8s8) return;
+        a_zeros = p.a.zero_point != nullptr;
+        if (!a_zeros) a_zero = byte_form(p.a, true, 0).zero;
+        b_zeros = p.b.zero_point != nullptr || byte_form(p.b, false, 0).zero != 0;
+    }
+};
+
+// A block of a's rows, decoded.
+struct Shared {
+    uint32_t* a;       // [chunks, rows, kTileStride]
+    Sums a_sums;       // [segments, rows]
+    float* row_scale;  // [rows], for the epilogue
+
+    size_t place(const Plan& plan, const Corrections& need, const Cuts& cuts, int64_t rows, uint8_t* base) {
+        Parts parts(base);
+        parts.take(a, cuts.num_chunks * rows * kTileStride);
+        parts.take(row_scale, rows);
+        a_sums.stride = rows;
+        if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
+        if (need.a_zeros) parts.take(a_sums.zero, cuts.num_segments * rows);
+        if (need.b_zeros) parts.take(a_sums.sum, cuts.num_segments * rows);
+        return parts.used();
+    }
+};
+
+// What one thread works in.
+struct Worker {
+    uint32_t *b_rows, *b_panel;
+    float *scales, *zeros;
+    uint8_t* raw;
+    float* levels;
+    uint32_t* c;    // [rows, c_stride]: fp32 or int32
+    int64_t* wide;  // [rows, c_stride]
+    int64_t c_stride;
+    Sums b_sums;  // [segments of a chunk, nr]
+    int32_t* start;
+    float *col_scale, *bias;  // [columns of a group]
+
+    size_t place(const Plan& plan, const Corrections& need, int nr, int64_t rows, uint8_t* base) {
+        Parts parts(base);
+        c_stride = kGroup * nr + 16;
+        parts.take(b_rows, nr * kTileStride);
+        parts.take(b_panel, nr * kTileDepth);
+        parts.take(scales, kMaxPanelBlocks * nr);
+        parts.take(zeros, kMaxPanelBlocks * nr);
+        parts.take(raw, kRawBytes);
+        parts.take(levels, kMaxBlocks);
+        parts.take(c, rows * c_stride);
+        if (plan.wide) parts.take(wide, rows * c_stride);
+        parts.take(col_scale, kGroup * nr);
+        parts.take(bias, kGroup * nr);
+        const int64_t segments = plan.scaled ? kTileDepth : 1;
+        b_sums.stride = nr;
+        if (plan.scaled) parts.take(b_sums.scale, segments * nr);
+        if (need.b_zeros) parts.take(b_sums.zero, segments * nr);
+        if (plan.kind == Kind::u8s8) parts.take(b_sums.sum, segments * nr);
+        if (plan.kind == Kind::u8s8) parts.take(start, segments * nr);
+        return parts.used();
+    }
+};
+
+class TileProduct {
+  public:
+    TileProduct(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial)
+        : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), need_(problem, plan), cuts_(plan, problem.depth, arena(0)) {
+        const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
+        const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
+        block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
+        const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
+        s_.place(plan, need_, cuts_, padded, arena(1).reserve(s_.place(plan, need_, cuts_, padded, nullptr)));
+    }
+
+    void run() {
+        for (row0_ = 0; row0_ < p_.a.rows; row0_ += block_rows_) {
+            rows_ = std::min(block_rows_, p_.a.rows - row0_);
+            load_a();
+            multiply_block();
+        }
+    }
+
+  private:
+    static Arena& arena(int index) {
+        thread_local Arena arenas[2];
+        return arenas[index];
+    }
+
+    uint32_t* a_chunk(int64_t chunk, int64_t row) const {
+        return s_.a + (chunk * s_.a_sums.stride + row) * kTileStride;
+    }
+
+    static Sums from(Sums sums, int64_t offset) {
+        if (sums.scale != nullptr) sums.scale += offset;
+        if (sums.zero != nullptr) sums.zero += offset;
+        if (sums.sum != nullptr) sums.sum += offset;
+        return sums;
+    }
+
+    void load_a() {
+        const int64_t groups = ceil_div(rows_, kTurned), items = groups * cuts_.num_chunks;
+        parallel_for(items, serial_ ? items : 1, [&](int64_t begin, int64_t end) {
+            thread_local Arena arena;
+            uint8_t* raw = arena.reserve(kRawBytes + kMaxBlocks * sizeof(float));
+            const Loader a{p_.a, kernels_, plan_, true, raw, reinterpret_cast<float*>(raw + kRawBytes)};
+            for (int64_t i = begin; i < end; ++i) load_rows(a, i % groups * kTurned, i / groups);
+        });
+    }
+
+    void load_rows(const Loader& a, int64_t row, int64_t index) const {
+        const Chunk& chunk = cuts_.chunks[index];
+        const int64_t count = std::min(kTurned, rows_ - row);
+        const Sums sums = from(s_.a_sums, chunk.first * s_.a_sums.stride + row);
+        a.load(row0_ + row, count, cuts_.segments + chunk.first, chunk.count, a_chunk(index, row), sums);
+        if (index == 0 && in_epilogue(p_.a, plan_.a_folded)) {
+            for (int64_t r = row; r < row + count; ++r) {
+                s_.row_scale[r] = row_scale(p_.a, plan_.a_folded, row0_ + r);
+            }
+        }
+        if (row + count < rows_) return;
+        // Rows that pad the last register tile are zero; no result of theirs is stored.
+        const int64_t padded = RowTiles(rows_, plan_, kernels_).padded();
+        for (int64_t r = rows_; r < padded; ++r) {
+            std::memset(a_chunk(index, r), 0, static_cast<size_t>(kTileStride) * 4);
+            for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
+                const int64_t at = s * s_.a_sums.stride + r;
+                if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
+                if (s_.a_sums.zero != nullptr) s_.a_sums.zero[at] = 0;
+                if (s_.a_sums.sum != nullptr) s_.a_sums.sum[at] = 0;
+            }
+        }
+    }
+
+    // Columns, and where there are too few of them for the threads also rows, are what threads take.
+    void multiply_block() {
+        const RowTiles tiles(rows_, plan_, kernels_);
+        const int64_t panels = ceil_div(p_.b.rows, kernels_.nr), threads = serial_ ? 1 : num_threads();
+        int64_t parts = 1;
+        auto waste = [&](int64_t n) { return ceil_div(panels * n, threads) * threads * 8 > panels * n * 9; };
+        while (waste(parts) && 2 * parts < tiles.count && parts < threads) ++parts;
+        const int64_t units = panels * parts;
+        parallel_for(units, serial_ ? units : 1, [&](int64_t begin, int64_t end) {
+            thread_local Arena arena;
+            Worker worker{};
+            const size_t bytes = worker.place(plan_, need_, kernels_.nr, tiles.padded(), nullptr);
+            worker.place(plan_, need_, kernels_.nr, tiles.padded(), arena.reserve(bytes));
+            if (plan_.matrix) kernels_.enter();
+            while (begin < end) {
+                const int64_t part = begin / panels, panel = begin % panels;
+                const int64_t count = std::min({kGroup, panels - panel, end - begin});
+                const int64_t first = part * tiles.count / parts, last = (part + 1) * tiles.count / parts;
+                Group(*this, worker, tiles, first, last, panel, count).run();
+                begin += count;
+            }
+            if (plan_.matrix) kernels_.leave();
+            std::atomic_thread_fence(std::memory_order_seq_cst);  // what bypassed the caches is seen by all
+        });
+    }
+
+    // Whether an operand leaves a scale to the epilogue: one that is constant along K, or the outer scale of folded
+    // ones.
+    bool in_epilogue(const Operand& x, bool folded) const {
+        if (!x.has_codes() || plan_.scaled) return false;
+        return !folded || (plan_.kind == Kind::bf16 && x.outer != nullptr);
+    }
+    static float row_scale(const Operand& x, bool folded, int64_t row) {
+        return folded ? *x.outer : scale_at(x, row, 0);
+    }
+
+    // Some panels of b with some rows of a's block.
+    class Group {
+      public:
+        Group(const TileProduct& product, const Worker& worker, const RowTiles& tiles, int64_t first, int64_t last,
+              int64_t panel, int64_t count)
+            : t_(product),
+              w_(worker),
+              tiles_(tiles),
+              first_(first),
+              last_(last),
+              col0_(panel * product.kernels_.nr),
+              cols_(std::min(count * product.kernels_.nr, product.p_.b.rows - col0_)) {}
+
+        void run() {
+            prepare_epilogue();
+            const int nr = t_.kernels_.nr;
+            int64_t terms = 0;
+            for (int64_t chunk = 0; chunk < t_.cuts_.num_chunks; ++chunk) {
+                const int64_t length = t_.cuts_.chunks[chunk].end - t_.cuts_.chunks[chunk].begin;
+                if (t_.plan_.wide && terms + length > kExactTerms) {
+                    widen_sums();
+                    terms = 0;
+                }
+                fresh_ = terms == 0;
+                final_ = chunk == t_.cuts_.num_chunks - 1 && !t_.plan_.wide;
+                for (int64_t col = 0; col < cols_; col += nr) {
+                    const bool more = col + nr < cols_;
+                    multiply_panel(chunk, col, more ? chunk : chunk + 1, more ? col + nr : 0);
+                }
+                terms += length;
+            }
+            if (!t_.plan_.wide) return;
+            widen_sums();
+            for (int64_t col = 0; col < cols_; col += nr) {
+                for (int64_t tile = first_; tile < last_; ++tile) finish(tile, col);
+            }
+        }
+
+      private:
+        void multiply_panel(int64_t index, int64_t col, int64_t next_chunk, int64_t next_col) {
+            const Plan& plan = t_.plan_;
+            const Kernels& kernels = t_.kernels_;
+            const Chunk& chunk = t_.cuts_.chunks[index];
+            const Segment* segments = t_.cuts_.segments + chunk.first;
+            const int64_t valid = std::min<int64_t>(kernels.nr, cols_ - col);
+            const PanelLoader b{t_.p_.b, kernels, plan, w_.b_rows, w_.scales, w_.zeros, w_.raw, w_.levels};
+            b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
+            b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, t_.need_.a_zero, w_.b_sums, w_.start);
+            const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
+            for (int64_t i = first_; i < last_; ++i) {
+                const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
+                prefetch(next_chunk, next_col, i);
+                Tile tile;
+                tile.c = w_.c + row * w_.c_stride + col;
+                tile.c_stride = w_.c_stride;
+                tile.fresh = fresh_;
+                for (int s = 0; s < chunk.count; ++s) {
+                    tile.a = t_.a_chunk(index, row) + segments[s].dword;
+                    tile.b = w_.b_panel + segments[s].dword * kernels.nr;
+                    tile.depth = segments[s].dwords;
+                    put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * w_.b_sums.stride);
+                    tile_kernel(plan.scaled, static_cast<int>(rows), tile);
+                    tile.fresh = false;
+                }
+                if (final_) finish(i, col);
+            }
+        }
+
+        // A share of what the next panel is made from: rows far apart, which the hardware does not foresee.
+        void prefetch(int64_t index, int64_t col, int64_t tile) const {
+            const Operand& b = t_.p_.b;
+            if (index == t_.cuts_.num_chunks || b.col_stride != 1) return;
+            const int64_t bits = !b.has_codes() ? b.dtype == Element::f32 ? 32 : 16 : b.table->bits;
+            const int64_t valid = std::min<int64_t>(t_.kernels_.nr, cols_ - col), share = last_ - first_;
+            const int64_t from = (tile - first_) * valid / share, to = (tile - first_ + 1) * valid / share;
+            const Chunk& chunk = t_.cuts_.chunks[index];
+            const int64_t begin = chunk.begin * bits / 8, end = ceil_div(chunk.end * bits, 8);
+            const int64_t pitch = b.has_codes() ? b.row_stride : b.row_stride * bits / 8;
+            for (int64_t r = from; r < to; ++r) {
+                const auto* row = static_cast<const uint8_t*>(b.data) + (col0_ + col + r) * pitch;
+                for (int64_t i = begin; i < end; i += kLine) __builtin_prefetch(row + i, 0, 2);
+            }
+        }
+
+        void put_sums(Tile& tile, int64_t a, int64_t b) const {
+            const Sums &left = t_.s_.a_sums, &right = w_.b_sums;
+            if (right.scale != nullptr) {
+                tile.a_scale = left.scale + a;
+                tile.b_scale = right.scale + b;
+            }
+            if (w_.start != nullptr) tile.start = w_.start + b;
+            if (left.zero != nullptr) {
+                tile.a_zero = left.zero + a;
+                tile.b_sum = right.sum + b;
+            }
+            if (right.zero != nullptr) {
+                tile.a_sum = left.sum + a;
+                tile.b_zero = right.zero + b;
+            }
+        }
+
+        void widen_sums() {
+            const auto* narrow = reinterpret_cast<const int32_t*>(w_.c);
+            const int64_t begin = tiles_.begin(first_) * w_.c_stride, end = tiles_.begin(last_) * w_.c_stride;
+            for (int64_t i = begin; i < end; ++i) w_.wide[i] = (widened_ ? w_.wide[i] : 0) + narrow[i];
+            widened_ = true;
+        }
+
+        void prepare_epilogue() {
+            const Problem& p = t_.p_;
+            const bool scaled = t_.in_epilogue(p.b, t_.plan_.b_folded);
+            for (int64_t n = 0; n < cols_; ++n) {
+                w_.col_scale[n] = scaled ? row_scale(p.b, t_.plan_.b_folded, col0_ + n) : 1.0f;
+                if (p.bias != nullptr) w_.bias[n] = float_at(p.bias, p.bias_dtype, (col0_ + n) * p.bias_stride);
+            }
+        }
+
+        // Scales that are constant along K, bias and cast, of one register tile.
+        void finish(int64_t tile, int64_t col) const {
+            const Problem& p = t_.p_;
+            const Plan& plan = t_.plan_;
+            const int64_t row = tiles_.begin(tile), end = std::min(tiles_.begin(tile + 1), t_.rows_);
+            const bool integers = plan.kind == Kind::s16 || plan.kind == Kind::u8s8;
+            const bool a_scaled = t_.in_epilogue(p.a, plan.a_folded), b_scaled = t_.in_epilogue(p.b, plan.b_folded);
+            const int64_t at = row * w_.c_stride + col, size = p.out_dtype == Element::f32 ? 4 : 2;
+            Rows rows;
+            rows.row.sum_kind = plan.wide ? 2 : integers && !plan.scaled ? 1 : 0;
+            rows.row.sum = plan.wide ? static_cast<void*>(w_.wide + at) : w_.c + at;
+            rows.row.scaled = a_scaled || b_scaled;
+            rows.row.b_scale = w_.col_scale + col;
+            rows.row.bias = p.bias == nullptr ? nullptr : w_.bias + col;
+            rows.row.out = static_cast<uint8_t*>(p.out) + ((t_.row0_ + row) * p.b.rows + col0_ + col) * size;
+            rows.row.out_dtype = p.out_dtype;
+            rows.row.cols = std::min<int64_t>(t_.kernels_.nr, cols_ - col);
+            rows.row.stream = p.a.rows * p.b.rows * size >= kStreamBytes;
+            rows.count = end - row;
+            rows.sum_stride = w_.c_stride * (plan.wide ? 8 : 4);
+            rows.out_stride = p.b.rows * size;
+            rows.a_scales = a_scaled ? t_.s_.row_scale + row : nullptr;
+            t_.kernels_.finish_rows(rows);
+        }
+
+        const TileProduct& t_;
+        const Worker& w_;
+        const RowTiles& tiles_;
+        const int64_t first_, last_, col0_, cols_;
+        bool fresh_ = false, final_ = false, widened_ = false;
+    };
+
+    const Problem& p_;
+    const Kernels& kernels_;
+    const Plan plan_;
+    const bool serial_;
+    const Corrections need_;
+    const Cuts cuts_;
+    Shared s_{};
+    int64_t block_rows_ = 0, row0_ = 0, rows_ = 0;
+};
+
+}  // namespace
+
+void multiply_tiles(const Problem& problem, const Kernels& kernels) {
+    const bool small = problem.a.rows * problem.b.rows * problem.depth < kSmallProduct;
+    TileProduct(problem, kernels, make_plan(problem, kernels), small).run();
+}
+
+}  // namespace lowbit::cpu::mm
