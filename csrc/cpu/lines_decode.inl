@@ -1,5 +1,25 @@
 // Numbers from codes: docs/numerics.md section 6. Part of lines_body.inl.
 
+// (value - zero) * factor, with one NaN.
+template <Factors::Mode mode>
+inline F scaled(F value, const Factor& factor) {
+    if (mode == Factors::kNone) return value;
+    const F product = (value - factor.zero) * factor.by;
+    return product == product ? product : (F)splat(kNan);
+}
+
+// What a code is in an output type: of values that are computed, every one in turn; all fit the output as they are.
+template <class Values>
+struct Computed {
+    const Values value;
+    explicit Computed(const Decoder& d) : value(d) {}
+    template <class Type, Factors::Mode mode>
+    U at(U code, const Factor& factor) const {
+        const U bits = (U)scaled<mode>(value(code), factor);
+        return mode == Factors::kNone ? bits : Type::round(bits);
+    }
+};
+
 struct FloatValues {
     const U magnitude, max_code, inf_code, rebias;
     const F least;  // the least positive value
@@ -31,43 +51,33 @@ struct IntegerValues {
     F operator()(U code) const { return __builtin_convertvector((I)((code & mask) ^ sign) - (I)sign, F); }
 };
 
-struct TableValues {
-    const float* table;
-    explicit TableValues(const Decoder& d) : table(reinterpret_cast<const float*>(d.table)) {}
-    F operator()(U code) const { return lookup(table, code); }
+// Of 16 values at most: the table as a whole, once a block.
+struct Tabulated {
+    Table table;
+    explicit Tabulated(const Decoder& d) { __builtin_memcpy(table, d.table, sizeof table); }
+    template <class Type, Factors::Mode mode>
+    U at(U code, const Factor& factor) const {
+        if (mode == Factors::kEach) return Type::round((U)scaled<mode>(lookup(table, code), factor));
+        Table rounded;
+        for (int k = 0; k < 16 / kLanes; ++k) rounded[k] = (F)Type::round((U)scaled<mode>(table[k], factor));
+        return (U)lookup(rounded, code);
+    }
 };
 
 template <class Type, Factors::Mode mode, class Values>
 void decode_line(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, typename Type::Element* out) {
-    if (n < kLanes) {
-        uint8_t padded[kLanes] = {};
-        float each[kLanes] = {}, zeros[kLanes] = {};
-        typename Type::Element values[kLanes];
-        Factors g = f;
-        __builtin_memcpy(padded, codes, n);
-        if (mode == Factors::kEach) {
-            __builtin_memcpy(each, f.each, n * 4);
-            if (f.zeros) __builtin_memcpy(zeros, f.zeros, n * 4);
-            g.each = each;
-            g.zeros = zeros;
-        }
-        decode_line<Type, mode, Values>(d, padded, kLanes, g, values);
-        __builtin_memcpy(out, values, n * sizeof *out);
-        return;
-    }
-    const Values value(d);
-    const Factor<mode> factor(f);
-    auto step = [&](int64_t i) {
-        F v = value(widen(load<B>(codes + i)));
-        if (mode != Factors::kNone) {
-            v = (v - factor.zero_at(i)) * factor.at(i);
-            v = ((U)v & kMagnitude) > splat(kInf) ? (F)splat(kNan) : v;
-        }
-        Type::write(out + i, (U)v);
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) step(i);
-    if (i < n) step(n - kLanes);
+    const Values values(d);
+    for_lanes<mode>(
+        f, n,
+        [&](int64_t i, const Factor& factor) {
+            Type::put(out + i, values.template at<Type, mode>(widen(load<B>(codes + i)), factor));
+        },
+        [&](int64_t i, const Factors& rest) {
+            const Padded<uint8_t> last(codes + i, n - i, rest, nullptr);
+            typename Type::Element numbers[kLanes];
+            decode_line<Type, mode, Values>(d, last.x, kLanes, last.factors, numbers);
+            __builtin_memcpy(out + i, numbers, static_cast<size_t>(n - i) * sizeof *out);
+        });
 }
 
 template <class Type, class Values>
@@ -76,10 +86,10 @@ void decode_factors(const Decoder& d, const uint8_t* codes, int64_t n, const Fac
     switch (f.mode) {
         case Factors::kNone:
             return decode_line<Type, Factors::kNone, Values>(d, codes, n, f, p);
-        case Factors::kOne:
-            return decode_line<Type, Factors::kOne, Values>(d, codes, n, f, p);
         case Factors::kEach:
             return decode_line<Type, Factors::kEach, Values>(d, codes, n, f, p);
+        default:
+            return decode_line<Type, Factors::kBlocks, Values>(d, codes, n, f, p);
     }
 }
 
@@ -88,8 +98,8 @@ void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f,
     if (d.format.kind == kKindExponent || wide_book) return lines_scalar().decode(d, codes, n, f, out, dtype);
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        if (d.format.kind == kKindInteger) return decode_factors<Type, IntegerValues>(d, codes, n, f, out);
-        if (d.format.bits <= 4) return decode_factors<Type, TableValues>(d, codes, n, f, out);
-        return decode_factors<Type, FloatValues>(d, codes, n, f, out);
+        if (d.format.bits <= 4) return decode_factors<Type, Tabulated>(d, codes, n, f, out);
+        if (d.format.kind == kKindInteger) return decode_factors<Type, Computed<IntegerValues>>(d, codes, n, f, out);
+        return decode_factors<Type, Computed<FloatValues>>(d, codes, n, f, out);
     });
 }

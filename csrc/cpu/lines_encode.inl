@@ -36,19 +36,22 @@ struct FloatNearest : FloatCodes {
     }
 };
 
+// Normals of the format: the noise is added below the bits that stay, and carries into them, and from the mantissa into
+// the exponent. Subnormals: as a whole number of 2^-16 units, cut off, to which the noise is added.
 struct FloatStochastic : FloatCodes {
-    explicit FloatStochastic(const Encoder& e) : FloatCodes(e) {}
+    const U least, base;
+    const F units;  // 2^16 for the least positive value
+    explicit FloatStochastic(const Encoder& e)
+        : FloatCodes(e),
+          least(emin << 23),
+          base((emin - 1u) << mantissa),
+          units(splat(65536.0f / float_of(grid_value(1, grid_of(e.format))))) {}
 
     U operator()(const Quotient& q, F, const uint16_t* noise) const {
-        const U a = smaller(q.magnitude, limit);
-        const U field = a >> 23, exponent = larger(field, splat(1u)), binade = larger(exponent, emin);
-        const U significand = (a & 0x7fffffu) | (field > 0u ? splat(0x800000u) : U{});
-        const U shift = smaller(splat(static_cast<uint32_t>(23 - mantissa)) + (binade - exponent), splat(40u));
-        const U whole = smaller(shift, splat(31u));  // significands have 24 bits: 24 and more leave nothing
-        const U kept = significand >> whole;
-        const U fraction = (significand - (kept << whole)) >> (shift - 16u);
-        const U carry = (fraction + widen(load<H>(noise))) >> 16;
-        return finish(q, ((binade - emin) << mantissa) + kept + carry);
+        const U a = smaller(q.magnitude, limit), random = widen(load<H>(noise));
+        const U normal = ((a + (random << (7 - mantissa))) >> (23 - mantissa)) - base;
+        const U subnormal = (U)__builtin_convertvector((F)smaller(a, least) * units, I);
+        return finish(q, a < least ? (subnormal + random) >> 16 : normal);
     }
 };
 
@@ -91,18 +94,26 @@ struct IntegerStochastic : IntegerCodes {
     }
 };
 
+// Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of those
+// that are left. Missing ones are Inf, below which everything lies.
 struct CodebookNearest {
-    const uint32_t* thresholds;
-    const int count;
+    Table thresholds;
+    const F middle;
     const U nan;
-    explicit CodebookNearest(const Encoder& e)
-        : thresholds(e.thresholds), count(e.num_thresholds), nan(splat(e.nan_code)) {}
+    explicit CodebookNearest(const Encoder& e) : middle(splat(threshold(e, 7))), nan(splat(e.nan_code)) {
+        float t[16];
+        for (int k = 0; k < 16; ++k) t[k] = threshold(e, k);
+        __builtin_memcpy(thresholds, t, sizeof t);
+    }
+    static float threshold(const Encoder& e, int k) { return float_of(k < e.num_thresholds ? e.thresholds[k] : kInf); }
 
     U operator()(const Quotient& q, F, const uint16_t*) const {
         const F v = (F)q.bits();
-        I code{};
-        for (int k = 0; k < count; ++k) code -= (I)(v > splat(float_of(thresholds[k])));
-        return q.magnitude > splat(kInf) ? nan : (U)code;
+        U code = (U)(v > middle) & 8u;
+        code |= (U)(v > lookup(thresholds, code + 3u)) & 4u;
+        code |= (U)(v > lookup(thresholds, code + 1u)) & 2u;
+        code |= (U)(v > lookup(thresholds, code)) & 1u;
+        return q.magnitude > splat(kInf) ? nan : code;
     }
 };
 
@@ -125,86 +136,92 @@ struct ValueInRange {
 
 template <class Type, Factors::Mode mode, class Codes>
 void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, const Factors& f, const uint16_t* noise,
-                 uint8_t* codes) {
-    if (n < kLanes) {
-        typename Type::Element padded[kLanes] = {};
-        uint16_t padded_noise[kLanes] = {};
-        float each[kLanes] = {}, zeros[kLanes] = {};
-        uint8_t out[kLanes];
-        Factors g = f;
-        __builtin_memcpy(padded, x, n * sizeof *x);
-        if (noise) __builtin_memcpy(padded_noise, noise, n * 2);
-        if (mode == Factors::kEach) {
-            __builtin_memcpy(each, f.each, n * 4);
-            if (f.zeros) __builtin_memcpy(zeros, f.zeros, n * 4);
-            g.each = each;
-            g.zeros = zeros;
-        }
-        encode_line<Type, mode, Codes>(e, padded, kLanes, g, padded_noise, out);
-        __builtin_memcpy(codes, out, n);
-        return;
-    }
+                 const typename Type::Element* ahead, uint8_t* codes) {
     const Codes make(e);
-    const Factor<mode> factor(f);
-    auto step = [&](int64_t i) {
-        const Quotient q = divide<mode>(Type::read(x + i), factor, i);
-        store(codes + i, narrow_bytes(make(q, factor.zero_at(i), noise + i)));
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) step(i);
-    if (i < n) step(n - kLanes);
+    for_lanes<mode>(
+        f, n,
+        [&](int64_t i, const Factor& factor) {
+            if (ahead) __builtin_prefetch(ahead + i);
+            const Quotient q = divide<mode>(Type::read(x + i), factor);
+            store(codes + i, narrow_bytes(make(q, factor.zero, noise + i)));
+        },
+        [&](int64_t i, const Factors& rest) {
+            const Padded<typename Type::Element> last(x + i, n - i, rest, noise ? noise + i : nullptr);
+            uint8_t out[kLanes];
+            encode_line<Type, mode, Codes>(e, last.x, kLanes, last.factors, last.noise, nullptr, out);
+            __builtin_memcpy(codes + i, out, static_cast<size_t>(n - i));
+        });
 }
 
 template <class Type, class Codes>
 void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f, const uint16_t* noise,
-                    uint8_t* codes) {
-    const auto* p = static_cast<const typename Type::Element*>(x);
+                    const void* ahead, uint8_t* codes) {
+    const auto *p = static_cast<const typename Type::Element*>(x),
+               *next = static_cast<const typename Type::Element*>(ahead);
     switch (f.mode) {
         case Factors::kNone:
-            return encode_line<Type, Factors::kNone, Codes>(e, p, n, f, noise, codes);
-        case Factors::kOne:
-            return encode_line<Type, Factors::kOne, Codes>(e, p, n, f, noise, codes);
+            return encode_line<Type, Factors::kNone, Codes>(e, p, n, f, noise, next, codes);
+        case Factors::kBlocks:
+            return encode_line<Type, Factors::kBlocks, Codes>(e, p, n, f, noise, next, codes);
+        case Factors::kInverse:
+            return encode_line<Type, Factors::kInverse, Codes>(e, p, n, f, noise, next, codes);
         case Factors::kEach:
-            return encode_line<Type, Factors::kEach, Codes>(e, p, n, f, noise, codes);
+            return encode_line<Type, Factors::kEach, Codes>(e, p, n, f, noise, next, codes);
     }
 }
 
 void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
-            uint8_t* codes) {
-    if (!e.vector) return lines_scalar().encode(e, x, dtype, n, f, noise, codes);
+            const void* ahead, uint8_t* codes) {
+    if (!e.vector) return lines_scalar().encode(e, x, dtype, n, f, noise, ahead, codes);
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        if (e.format.kind == kKindCodebook) return encode_factors<Type, CodebookNearest>(e, x, n, f, noise, codes);
+        if (e.format.kind == kKindCodebook)
+            return encode_factors<Type, CodebookNearest>(e, x, n, f, noise, ahead, codes);
         if (e.format.kind == kKindInteger) {
-            return e.stochastic ? encode_factors<Type, IntegerStochastic>(e, x, n, f, noise, codes)
-                                : encode_factors<Type, IntegerNearest>(e, x, n, f, noise, codes);
+            return e.stochastic ? encode_factors<Type, IntegerStochastic>(e, x, n, f, noise, ahead, codes)
+                                : encode_factors<Type, IntegerNearest>(e, x, n, f, noise, ahead, codes);
         }
-        return e.stochastic ? encode_factors<Type, FloatStochastic>(e, x, n, f, noise, codes)
-                            : encode_factors<Type, FloatNearest>(e, x, n, f, noise, codes);
+        return e.stochastic ? encode_factors<Type, FloatStochastic>(e, x, n, f, noise, ahead, codes)
+                            : encode_factors<Type, FloatNearest>(e, x, n, f, noise, ahead, codes);
     });
 }
 
-void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, uint8_t* kept) {
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void* ahead,
+              uint8_t* kept) {
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        return e.format.kind == kKindInteger ? encode_factors<Type, IntegerInRange>(e, x, n, f, nullptr, kept)
-                                             : encode_factors<Type, ValueInRange>(e, x, n, f, nullptr, kept);
+        return e.format.kind == kKindInteger
+                   ? encode_factors<Type, IntegerInRange>(e, x, n, f, nullptr, ahead, kept)
+                   : encode_factors<Type, ValueInRange>(e, x, n, f, nullptr, ahead, kept);
     });
+}
+
+template <class Type, Factors::Mode mode>
+void quotient_line(const typename Type::Element* x, int64_t n, const Factors& f, float* out) {
+    for_lanes<mode>(
+        f, n,
+        [&](int64_t i, const Factor& factor) { store(out + i, divide<mode>(Type::read(x + i), factor).bits()); },
+        [&](int64_t i, const Factors& rest) {
+            const Padded<typename Type::Element> last(x + i, n - i, rest, nullptr);
+            float values[kLanes];
+            quotient_line<Type, mode>(last.x, kLanes, last.factors, values);
+            __builtin_memcpy(out + i, values, static_cast<size_t>(n - i) * sizeof *out);
+        });
 }
 
 void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
         const auto* p = static_cast<const typename Type::Element*>(x);
-        int64_t i = 0;
-        auto line = [&](const auto& factor) {
-            for (; i + kLanes <= n; i += kLanes) store(out + i, divide(Type::read(p + i), factor, i).bits());
-        };
-        if (f.mode == Factors::kNone) line(Factor<Factors::kNone>(f));
-        if (f.mode == Factors::kOne) line(Factor<Factors::kOne>(f));
-        if (f.mode == Factors::kEach) line(Factor<Factors::kEach>(f));
-        Factors rest = f;
-        if (rest.each) rest.each += i;
-        lines_scalar().quotients(p + i, dtype, n - i, rest, out + i);
+        switch (f.mode) {
+            case Factors::kNone:
+                return quotient_line<Type, Factors::kNone>(p, n, f, out);
+            case Factors::kBlocks:
+                return quotient_line<Type, Factors::kBlocks>(p, n, f, out);
+            case Factors::kInverse:
+                return quotient_line<Type, Factors::kInverse>(p, n, f, out);
+            case Factors::kEach:
+                return quotient_line<Type, Factors::kEach>(p, n, f, out);
+        }
     });
 }
