@@ -67,8 +67,8 @@ inline bool has_inverse(const ScaleRule& rule, const float* outer) {
 }
 
 struct Lines {
-    // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding. `ahead`, where not null,
-    // is as many elements that will be needed soon: they are prefetched.
+    // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding. `ahead`
+    // is as many elements that will be needed soon: they are prefetched; x itself if nothing is known.
     void (*encode)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
                    const uint16_t* noise, const void* ahead, uint8_t* codes);
     // 1 where x / factor is encoded without clamping, else 0; the encoder saturates.

@@ -8,6 +8,7 @@
 namespace lowbit::cpu {
 namespace {
 
+#define LOWBIT_REGISTER "v"  // the constraint of vectors in inline assembly
 constexpr int kLanes = 16;
 typedef float F __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));

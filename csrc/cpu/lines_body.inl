@@ -1,9 +1,12 @@
 // Line kernels in vectors of kLanes 32-bit lanes; included by lines_<isa>.cpp inside its own namespace, after
-//   kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
+//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
 //   (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and odds(I, I) of
 //   the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries,
 //   of whose index the low four bits count; pack_group(), unpack_group() of eight codes; stream_store(), stream_fence().
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
+
+// GCC leaves what several loops call out of them, and then loads its constants each time.
+#define LOWBIT_INLINE __attribute__((always_inline))
 
 template <class T>
 inline T load(const void* p) {
@@ -17,6 +20,12 @@ inline void store(void* p, T v) {
 }
 inline U splat(uint32_t x) { return U{} + x; }
 inline F splat(float x) { return (F)splat(bits_of(x)); }
+// A constant that stays in a register: else GCC makes it anew in every block.
+inline U held(uint32_t x) {
+    U v = splat(x);
+    __asm__("" : "+" LOWBIT_REGISTER(v));
+    return v;
+}
 using Table = F[16 / kLanes];
 inline U larger(U a, U b) { return a > b ? a : b; }
 inline U smaller(U a, U b) { return a < b ? a : b; }
@@ -66,7 +75,7 @@ struct Factor {
 
 // Calls step(i, factor) for every kLanes elements of [0, n), then rest(i, factors) for fewer, whose factors begin there.
 template <Factors::Mode mode, class Step, class Rest>
-inline void for_lanes(const Factors& f, int64_t n, const Step& step, const Rest& rest) {
+LOWBIT_INLINE inline void for_lanes(const Factors& f, int64_t n, const Step& step, const Rest& rest) {
     if (mode == Factors::kNone || mode == Factors::kEach) {
         int64_t i = 0;
         for (; i + kLanes <= n; i += kLanes) {
@@ -110,18 +119,21 @@ struct Padded {
     }
 };
 
-// |x| / |factor|, and the quotient's sign in the top bit.
+// |x| / |factor|, a NaN with any sign; and the quotient's sign in the top bit.
 struct Quotient {
     U magnitude, sign;
     U bits() const { return magnitude | sign; }
 };
-template <Factors::Mode mode>
-inline Quotient divide(U x, const Factor& factor) {
-    const U magnitude = x & kMagnitude, by = (U)factor.by;
-    if (mode == Factors::kNone) return {magnitude, x & kSign};
-    if (mode == Factors::kInverse) return {(U)((F)magnitude * factor.by) & kMagnitude, x & kSign};
-    return {(U)((F)magnitude / (F)(by & kMagnitude)) & kMagnitude, (x ^ by) & kSign};
-}
+struct Divide {
+    const U magnitude = held(kMagnitude), sign = held(kSign);
+    template <Factors::Mode mode>
+    LOWBIT_INLINE Quotient by(U x, const Factor& factor) const {
+        const U a = x & magnitude, d = (U)factor.by;
+        if (mode == Factors::kNone) return {a, x & sign};
+        if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x & sign};
+        return {(U)((F)a / (F)(d & magnitude)), (x ^ d) & sign};
+    }
+};
 
 #include "cpu/lines_decode.inl"
 #include "cpu/lines_encode.inl"

@@ -2,7 +2,7 @@
 
 // (value - zero) * factor, with one NaN.
 template <Factors::Mode mode>
-inline F scaled(F value, const Factor& factor) {
+LOWBIT_INLINE inline F scaled(F value, const Factor& factor) {
     if (mode == Factors::kNone) return value;
     const F product = (value - factor.zero) * factor.by;
     return product == product ? product : (F)splat(kNan);
@@ -14,33 +14,36 @@ struct Computed {
     const Values value;
     explicit Computed(const Decoder& d) : value(d) {}
     template <class Type, Factors::Mode mode>
-    U at(U code, const Factor& factor) const {
+    LOWBIT_INLINE U at(U code, const Factor& factor) const {
         const U bits = (U)scaled<mode>(value(code), factor);
         return mode == Factors::kNone ? bits : Type::round(bits);
     }
 };
 
 struct FloatValues {
-    const U magnitude, max_code, inf_code, rebias;
+    const U magnitude, max_code, inf_code, rebias, normal, up, sign_up, sign, inf, nan;
     const F least;  // the least positive value
-    const int mantissa, sign_bit;
     const bool special;
     explicit FloatValues(const Decoder& d)
-        : magnitude(splat((1u << (d.format.bits - 1)) - 1u)),
-          max_code(splat(static_cast<uint32_t>(d.format.max_code))),
-          inf_code(splat(static_cast<uint32_t>(d.format.inf_code))),
-          rebias(splat(static_cast<uint32_t>(127 - d.format.bias) << 23)),
-          least(splat(float_of(grid_value(1, grid_of(d.format))))),
-          mantissa(d.format.mantissa),
-          sign_bit(d.format.bits - 1),
+        : magnitude(held((1u << (d.format.bits - 1)) - 1u)),
+          max_code(held(static_cast<uint32_t>(d.format.max_code))),
+          inf_code(held(static_cast<uint32_t>(d.format.inf_code))),
+          rebias(held(static_cast<uint32_t>(127 - d.format.bias) << 23)),
+          normal(held(1u << d.format.mantissa)),
+          up(held(static_cast<uint32_t>(23 - d.format.mantissa))),
+          sign_up(held(static_cast<uint32_t>(32 - d.format.bits))),
+          sign(held(kSign)),
+          inf(held(kInf)),
+          nan(held(kNan)),
+          least((F)held(grid_value(1, grid_of(d.format)))),
           special(d.format.nan_code >= 0) {}
 
-    F operator()(U code) const {
+    LOWBIT_INLINE F operator()(U code) const {
         const U m = code & magnitude;
         const F subnormal = __builtin_convertvector((I)m, F) * least;
-        U bits = (m >> mantissa) == 0u ? (U)subnormal : (m << (23 - mantissa)) + rebias;
-        if (special) bits = m > max_code ? (m == inf_code ? splat(kInf) : splat(kNan)) : bits;
-        return (F)(bits | ((code >> sign_bit) << 31));
+        U bits = m < normal ? (U)subnormal : (m << up) + rebias;
+        if (special) bits = m > max_code ? (m == inf_code ? inf : nan) : bits;
+        return (F)(bits | ((code << sign_up) & sign));
     }
 };
 
@@ -48,7 +51,7 @@ struct IntegerValues {
     const U mask, sign;
     explicit IntegerValues(const Decoder& d)
         : mask(splat((1u << d.format.bits) - 1u)), sign(splat(d.format.is_signed ? 1u << (d.format.bits - 1) : 0u)) {}
-    F operator()(U code) const { return __builtin_convertvector((I)((code & mask) ^ sign) - (I)sign, F); }
+    LOWBIT_INLINE F operator()(U code) const { return __builtin_convertvector((I)((code & mask) ^ sign) - (I)sign, F); }
 };
 
 // Of 16 values at most: the table as a whole, once a block.
@@ -56,7 +59,7 @@ struct Tabulated {
     Table table;
     explicit Tabulated(const Decoder& d) { __builtin_memcpy(table, d.table, sizeof table); }
     template <class Type, Factors::Mode mode>
-    U at(U code, const Factor& factor) const {
+    LOWBIT_INLINE U at(U code, const Factor& factor) const {
         if (mode == Factors::kEach) return Type::round((U)scaled<mode>(lookup(table, code), factor));
         Table rounded;
         for (int k = 0; k < 16 / kLanes; ++k) rounded[k] = (F)Type::round((U)scaled<mode>(table[k], factor));
@@ -69,7 +72,7 @@ void decode_line(const Decoder& d, const uint8_t* codes, int64_t n, const Factor
     const Values values(d);
     for_lanes<mode>(
         f, n,
-        [&](int64_t i, const Factor& factor) {
+        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
             Type::put(out + i, values.template at<Type, mode>(widen(load<B>(codes + i)), factor));
         },
         [&](int64_t i, const Factors& rest) {

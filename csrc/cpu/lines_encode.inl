@@ -1,18 +1,20 @@
 // Codes from numbers: docs/numerics.md sections 2, 3, 4 and 7; which are in range: section 10. Part of lines_body.inl.
 
 struct FloatCodes {
-    const U limit, emin, nan, nan_sign;
-    const int mantissa, sign_shift;
+    const U limit, emin, nan, nan_sign, inf, drop, sign_shift;
+    const int mantissa;
     explicit FloatCodes(const Encoder& e)
-        : limit(splat(e.limit)),
+        : limit(held(e.limit)),
           emin(splat(static_cast<uint32_t>(128 - e.format.bias))),
-          nan(splat(e.nan_code)),
-          nan_sign(splat(e.format.nan_code >= 0 ? kSign : 0u)),
-          mantissa(e.format.mantissa),
-          sign_shift(32 - e.format.bits) {}
+          nan(held(e.nan_code)),
+          nan_sign(held(e.format.nan_code >= 0 ? kSign : 0u)),
+          inf(held(kInf)),
+          drop(held(static_cast<uint32_t>(23 - e.format.mantissa))),
+          sign_shift(held(static_cast<uint32_t>(32 - e.format.bits))),
+          mantissa(e.format.mantissa) {}
 
-    U finish(const Quotient& q, U code) const {
-        const auto is_nan = q.magnitude > splat(kInf);
+    LOWBIT_INLINE U finish(const Quotient& q, U code) const {
+        const auto is_nan = q.magnitude > inf;
         return (is_nan ? nan : code) | ((is_nan ? q.sign & nan_sign : q.sign) >> sign_shift);
     }
 };
@@ -23,33 +25,34 @@ struct FloatNearest : FloatCodes {
     const U least, unit, base;
     explicit FloatNearest(const Encoder& e)
         : FloatCodes(e),
-          least(emin << 23),
-          unit(splat(static_cast<uint32_t>(23 - mantissa) << 23)),
-          base(emin << mantissa) {}
+          least(held(emin[0] << 23)),
+          unit(held(static_cast<uint32_t>(23 - mantissa) << 23)),
+          base(held(emin[0] << mantissa)) {}
 
-    U operator()(const Quotient& q, F, const uint16_t*) const {
+    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const {
         const U a = smaller(q.magnitude, limit);
-        const U binade = larger(a & kInf, least);
+        const U binade = larger(a & inf, least);
         const U magic = binade + unit;
         const U units = (U)((F)a + (F)magic) - magic;
-        return finish(q, units + (binade >> (23 - mantissa)) - base);
+        return finish(q, units + (binade >> drop) - base);
     }
 };
 
 // Normals of the format: the noise is added below the bits that stay, and carries into them, and from the mantissa into
 // the exponent. Subnormals: as a whole number of 2^-16 units, cut off, to which the noise is added.
 struct FloatStochastic : FloatCodes {
-    const U least, base;
+    const U least, base, above;
     const F units;  // 2^16 for the least positive value
     explicit FloatStochastic(const Encoder& e)
         : FloatCodes(e),
-          least(emin << 23),
-          base((emin - 1u) << mantissa),
-          units(splat(65536.0f / float_of(grid_value(1, grid_of(e.format))))) {}
+          least(held(emin[0] << 23)),
+          base(held((emin[0] - 1u) << mantissa)),
+          above(held(static_cast<uint32_t>(7 - mantissa))),
+          units((F)held(bits_of(65536.0f / float_of(grid_value(1, grid_of(e.format)))))) {}
 
-    U operator()(const Quotient& q, F, const uint16_t* noise) const {
+    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t* noise) const {
         const U a = smaller(q.magnitude, limit), random = widen(load<H>(noise));
-        const U normal = ((a + (random << (7 - mantissa))) >> (23 - mantissa)) - base;
+        const U normal = ((a + (random << above)) >> drop) - base;
         const U subnormal = (U)__builtin_convertvector((F)smaller(a, least) * units, I);
         return finish(q, a < least ? (subnormal + random) >> 16 : normal);
     }
@@ -58,34 +61,40 @@ struct FloatStochastic : FloatCodes {
 // Quotients beyond +-1024 saturate whatever the zero point; within, adding 1.5 * 2^23 rounds to a whole number.
 struct IntegerCodes {
     const I low, high;
-    const U mask;
+    const U mask, inf, bound;
+    const F whole;
     explicit IntegerCodes(const Encoder& e)
-        : low(I{} + e.format.qmin), high(I{} + e.format.qmax), mask(splat((1u << e.format.bits) - 1u)) {}
+        : low((I)held(static_cast<uint32_t>(e.format.qmin))),
+          high((I)held(static_cast<uint32_t>(e.format.qmax))),
+          mask(held((1u << e.format.bits) - 1u)),
+          inf(held(kInf)),
+          bound(held(0x44800000u)),
+          whole((F)held(bits_of(12582912.0f))) {}
 
-    static I nearest(const Quotient& q) {
-        const U a = smaller(q.magnitude, splat(0x44800000u));
-        return (I)((F)(a | q.sign) + splat(12582912.0f)) - 0x4b400000;
+    LOWBIT_INLINE I nearest(const Quotient& q) const {
+        const U a = smaller(q.magnitude, bound);
+        return (I)((F)(a | q.sign) + whole) - (I)whole;
     }
-    U finish(const Quotient& q, I whole, F zero) const {
+    LOWBIT_INLINE U finish(const Quotient& q, I whole_code, F zero) const {
         const I zero_point = __builtin_convertvector(zero, I);
-        I code = whole + zero_point;
+        I code = whole_code + zero_point;
         code = code < low ? low : code;
         code = code > high ? high : code;
-        return (U)((q.magnitude > splat(kInf)) ? zero_point : code) & mask;
+        return (U)((q.magnitude > inf) ? zero_point : code) & mask;
     }
 };
 
 struct IntegerNearest : IntegerCodes {
     explicit IntegerNearest(const Encoder& e) : IntegerCodes(e) {}
 
-    U operator()(const Quotient& q, F zero, const uint16_t*) const { return finish(q, nearest(q), zero); }
+    LOWBIT_INLINE U operator()(const Quotient& q, F zero, const uint16_t*) const { return finish(q, nearest(q), zero); }
 };
 
 struct IntegerStochastic : IntegerCodes {
     explicit IntegerStochastic(const Encoder& e) : IntegerCodes(e) {}
 
-    U operator()(const Quotient& q, F zero, const uint16_t* noise) const {
-        const F a = (F)smaller(q.magnitude, splat(0x44800000u));
+    LOWBIT_INLINE U operator()(const Quotient& q, F zero, const uint16_t* noise) const {
+        const F a = (F)smaller(q.magnitude, bound);
         const I floor = __builtin_convertvector(a, I);
         const F rest = (a - __builtin_convertvector(floor, F)) * splat(65536.0f);
         const I random = (I)widen(load<H>(noise));
@@ -107,7 +116,7 @@ struct CodebookNearest {
     }
     static float threshold(const Encoder& e, int k) { return float_of(k < e.num_thresholds ? e.thresholds[k] : kInf); }
 
-    U operator()(const Quotient& q, F, const uint16_t*) const {
+    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const {
         const F v = (F)q.bits();
         U code = (U)(v > middle) & 8u;
         code |= (U)(v > lookup(thresholds, code + 3u)) & 4u;
@@ -121,7 +130,7 @@ struct CodebookNearest {
 struct IntegerInRange : IntegerCodes {
     explicit IntegerInRange(const Encoder& e) : IntegerCodes(e) {}
 
-    U operator()(const Quotient& q, F zero, const uint16_t*) const {
+    LOWBIT_INLINE U operator()(const Quotient& q, F zero, const uint16_t*) const {
         const I code = nearest(q) + __builtin_convertvector(zero, I);
         return (U)((code >= low) & (code <= high)) & 1u;
     }
@@ -131,24 +140,25 @@ struct ValueInRange {
     const U limit;
     explicit ValueInRange(const Encoder& e) : limit(splat(e.limit)) {}
 
-    U operator()(const Quotient& q, F, const uint16_t*) const { return (U)(q.magnitude <= limit) & 1u; }
+    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const { return (U)(q.magnitude <= limit) & 1u; }
 };
 
 template <class Type, Factors::Mode mode, class Codes>
 void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, const Factors& f, const uint16_t* noise,
                  const typename Type::Element* ahead, uint8_t* codes) {
     const Codes make(e);
+    const Divide divide;
     for_lanes<mode>(
         f, n,
-        [&](int64_t i, const Factor& factor) {
-            if (ahead) __builtin_prefetch(ahead + i);
-            const Quotient q = divide<mode>(Type::read(x + i), factor);
+        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
+            __builtin_prefetch(ahead + i);
+            const Quotient q = divide.by<mode>(Type::read(x + i), factor);
             store(codes + i, narrow_bytes(make(q, factor.zero, noise + i)));
         },
         [&](int64_t i, const Factors& rest) {
             const Padded<typename Type::Element> last(x + i, n - i, rest, noise ? noise + i : nullptr);
             uint8_t out[kLanes];
-            encode_line<Type, mode, Codes>(e, last.x, kLanes, last.factors, last.noise, nullptr, out);
+            encode_line<Type, mode, Codes>(e, last.x, kLanes, last.factors, last.noise, last.x, out);
             __builtin_memcpy(codes + i, out, static_cast<size_t>(n - i));
         });
 }
@@ -198,9 +208,12 @@ void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Fac
 
 template <class Type, Factors::Mode mode>
 void quotient_line(const typename Type::Element* x, int64_t n, const Factors& f, float* out) {
+    const Divide divide;
     for_lanes<mode>(
         f, n,
-        [&](int64_t i, const Factor& factor) { store(out + i, divide<mode>(Type::read(x + i), factor).bits()); },
+        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
+            store(out + i, divide.by<mode>(Type::read(x + i), factor).bits());
+        },
         [&](int64_t i, const Factors& rest) {
             const Padded<typename Type::Element> last(x + i, n - i, rest, nullptr);
             float values[kLanes];

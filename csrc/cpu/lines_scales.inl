@@ -46,7 +46,7 @@ struct ScaleCodes {
         return decoder;
     }
 
-    U stored(U amount) const {
+    LOWBIT_INLINE U stored(U amount) const {
         if (rule.scale_format == kScaleE8m0) return e8m0_codes(amount, rule);
         const U quotient = (U)((F)amount / divisor);
         if (rule.scale_format == kScaleE4m3) {
@@ -57,7 +57,7 @@ struct ScaleCodes {
         if (rule.scale_format == kScaleBf16) return round_up_to_bf16(scale);
         return rule.scale_format == kScaleFp16 ? round_up_to_fp16(scale) : scale;
     }
-    F value(U stored) const {
+    LOWBIT_INLINE F value(U stored) const {
         U bits = stored;
         if (rule.scale_format == kScaleBf16) bits = stored << 16;
         if (rule.scale_format == kScaleFp16) bits = (U)widen_half(narrow_words(stored));

@@ -220,7 +220,7 @@ class Worker {
         if (!slope_) slope_.reset(new SlopeLine);
         SlopeLine& s = *slope_;
         const Factors divide = factors(job, t, run, true);
-        job.line.encode(*job.encoder, x, job.x.dtype, run.count, divide, nullptr, nullptr, s.codes);
+        job.line.encode(*job.encoder, x, job.x.dtype, run.count, divide, nullptr, x, s.codes);
         job.line.quotients(x, job.x.dtype, run.count, divide, s.quotient);
         job.line.decode(*job.decoder, s.codes, run.count, {}, s.level, Dtype::kFloat32);
         job.line.quotients(grad, job.grad.dtype, run.count, {}, s.grad);
