@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 
 #include "common/scales.h"
 #include "cpu/lines.h"
@@ -16,9 +15,10 @@ void encode(const Values& x, Shape shape, const FormatParams& format, Rounding r
             uint8_t* codes) {
     const Lines& line = lines();
     const Encoder encoder = make_encoder(format, saturate, rounding == kStochastic);
-    for_runs(shape, [&](Noise& noise, const Run& run) {
-        const void* from = advance(x.data, run.row * x.stride + run.begin, x.dtype);
-        line.encode(encoder, from, x.dtype, run.count, {}, encoder.stochastic ? noise.at(line, rng, run) : nullptr,
+    for_runs(shape, [&](Scratch& scratch, const Run& run) {
+        const void* from = at_run(x, run);
+        const uint16_t* noise = encoder.stochastic ? scratch.noise_at(line, rng, run) : nullptr;
+        line.encode(encoder, from, x.dtype, run.count, {}, noise, static_cast<const char*>(from) + kAhead,
                     codes + run.row * shape.cols + run.begin);
     });
 }
@@ -26,34 +26,35 @@ void encode(const Values& x, Shape shape, const FormatParams& format, Rounding r
 void decode(const uint8_t* codes, Shape shape, const FormatParams& format, const Results& out) {
     const Lines& line = lines();
     const Decoder decoder(format);
-    for_runs(shape, [&](Noise&, const Run& run) {
-        line.decode(decoder, codes + run.row * shape.cols + run.begin, run.count, {},
-                    advance(out.data, run.row * out.stride + run.begin, out.dtype), out.dtype);
+    for_runs(shape, [&](Scratch&, const Run& run) {
+        const uint8_t* from = codes + run.row * shape.cols + run.begin;
+        line.decode(decoder, from, run.count, {}, at_run(out, run), out.dtype);
     });
 }
 
 void pack(const uint8_t* codes, Shape shape, int bits, uint8_t* packed) {
     const Lines& line = lines();
-    for_runs(shape, [&](Noise&, const Run& run) {
-        pack_run(line, codes + run.row * shape.cols + run.begin, run.count, bits,
-                 packed + run.row * packed_cols(shape.cols, bits) + run.begin * bits / 8);
+    const int64_t row_bytes = packed_cols(shape.cols, bits);
+    for_runs(shape, [&](Scratch&, const Run& run) {
+        const uint8_t* from = codes + run.row * shape.cols + run.begin;
+        pack_run(line, from, run.count, bits, packed + run.row * row_bytes + run.begin * bits / 8);
     });
 }
 
 void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes) {
     const Lines& line = lines();
-    for_runs(shape, [&](Noise&, const Run& run) {
-        unpack_run(line, packed + run.row * packed_cols(shape.cols, bits) + run.begin * bits / 8, run.count, bits,
-                   codes + run.row * shape.cols + run.begin);
+    const int64_t row_bytes = packed_cols(shape.cols, bits);
+    for_runs(shape, [&](Scratch&, const Run& run) {
+        const uint8_t* from = packed + run.row * row_bytes + run.begin * bits / 8;
+        unpack_run(line, from, run.count, bits, codes + run.row * shape.cols + run.begin);
     });
 }
 
 float outer_scale(const Values& x, Shape shape, const SchemeParams& scheme) {
     const Lines& line = lines();
     std::atomic<uint32_t> amax{0};
-    for_runs(shape, [&](Noise&, const Run& run) {
-        raise(amax, line.finite_amax(advance(x.data, run.row * x.stride + run.begin, x.dtype), x.dtype, run.count));
-    });
+    for_runs(shape,
+             [&](Scratch&, const Run& run) { raise(amax, line.finite_amax(at_run(x, run), x.dtype, run.count)); });
     return float_of(make_outer_scale(amax.load(), scale_rule(scheme)));
 }
 

@@ -17,12 +17,15 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
         e.num_thresholds = row->num_thresholds;
         e.nan_code = e.canonical = static_cast<uint32_t>(row->zero_code);
         e.limit = row->values[f.max_code];
+        e.vector = row->num_thresholds < 16;
     } else if (f.kind == kKindFloat) {
         e.nan_code = e.canonical = static_cast<uint32_t>(f.nan_code >= 0 ? f.nan_code : f.max_code);
         // Where overflow is not the largest code it is the next one, which is the next value of the unbounded grid.
         e.limit = grid_value(overflow_code(f, saturate), grid_of(f));
         // Vector code rounds by adding 2^(23 - mantissa) units of the grid, which must be finite.
         e.vector = static_cast<int>(e.limit >> 23) + 23 - f.mantissa <= 254;
+        // Stochastic: it multiplies with 2^16 over the least value.
+        if (stochastic) e.vector &= grid_value(1, grid_of(f)) >= 16u << 23;
     }
     return e;
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/params.h"
+#include "common/scales.h"
 #include "cpu/isa.h"
 
 namespace lowbit::cpu {
@@ -23,7 +24,8 @@ struct Encoder {
     uint32_t canonical;  // the code that fills a block with Inf or NaN
     uint32_t limit;      // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
                          // saturating, the largest value (not of integers)
-    bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range
+    bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range, nor for
+                         // codebooks of more than 16 entries
 };
 Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
 
@@ -40,23 +42,38 @@ struct Decoder {
     uint32_t own_[256];
 };
 
-// What elements are divided by (encode) or multiplied with (decode), and their zero points: nothing, one, or each its
-// own.
+// What elements are divided by (encode) or multiplied with (decode), and their zero points.
 struct Factors {
-    enum Mode { kNone, kOne, kEach } mode = kNone;
-    float one = 1.0f;
-    float zero = 0.0f;
+    enum Mode {
+        kNone,
+        kBlocks,   // each[b] for block b: the first `lead` elements, then `width` at a time
+        kInverse,  // encode: the same, but each[b] is a power of two's reciprocal, which is exact, and multiplied with
+        kEach,     // each[i] for element i
+    } mode = kNone;
     const float* each = nullptr;
-    const float* zeros = nullptr;  // with kEach; null: no zero points
+    const float* zeros = nullptr;  // zero points, one for every entry of `each`; null: none
+    int64_t lead = 0, width = 0;   // multiples of kAlign where several blocks follow each other
 };
+constexpr int64_t kAlign = 16;
+
+// The fp32 numbers that some blocks' scales stand for; arrays with room for a multiple of kAlign.
+struct ScaleLine {
+    float* value;
+    float* divisor;  // Factors::each of encode: divisor_of(value), or its reciprocal for E8M0 without an outer scale
+    float* zero;     // zero points, of affine schemes alone
+};
+inline bool has_inverse(const ScaleRule& rule, const float* outer) {
+    return rule.scale_format == kScaleE8m0 && outer == nullptr;
+}
 
 struct Lines {
-    // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding.
+    // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding. `ahead`
+    // is as many elements that will be needed soon: they are prefetched; x itself if nothing is known.
     void (*encode)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
-                   const uint16_t* noise, uint8_t* codes);
+                   const uint16_t* noise, const void* ahead, uint8_t* codes);
     // 1 where x / factor is encoded without clamping, else 0; the encoder saturates.
     void (*in_range)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
-                     uint8_t* kept);
+                     const void* ahead, uint8_t* kept);
     // x / factor as fp32.
     void (*quotients)(const void* x, Dtype dtype, int64_t n, const Factors& factors, float* out);
     // (value - zero) * factor; with factors every NaN is the positive canonical one, without it has its code's sign.
@@ -70,11 +87,21 @@ struct Lines {
     void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low);
     // The largest finite magnitude, fp32 bits.
     uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
+    // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and zero
+    // points at `zero_points`, unless null. Whether one is NaN.
+    bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+                        void* scales, void* zero_points, const ScaleLine& line);
+    // The numbers that n stored scales stand for.
+    void (*read_scales)(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
+                        const float* outer, const ScaleLine& line);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);
+    // A copy to memory past the caches; fence() before anybody else may look there.
+    void (*stream)(const void* from, int64_t bytes, void* to);
+    void (*fence)();
 };
 
 // The table for the instruction set in use (isa.h).

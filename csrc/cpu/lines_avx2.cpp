@@ -8,6 +8,7 @@
 namespace lowbit::cpu {
 namespace {
 
+#define LOWBIT_REGISTER "x"  // the constraint of vectors in inline assembly
 constexpr int kLanes = 8;
 typedef float F __attribute__((vector_size(32)));
 typedef uint32_t U __attribute__((vector_size(32)));
@@ -36,11 +37,21 @@ inline int32_t largest(I v) {
     return _mm_cvtsi128_si32(m);
 }
 inline W multiply(W a, W b) { return (W)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
-inline F lookup(const float* table, U index) {
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+inline F lookup(const F (&table)[2], U index) {
+    const __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], (__m256i)index);
+    const __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)index);
     return (F)_mm256_blendv_ps(low, high, (__m256)(index << 28));
 }
+inline I evens(I a, I b) {
+    const __m256 halves = _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+    return (I)_mm256_permute4x64_epi64(_mm256_castps_si256(halves), 0xd8);
+}
+inline I odds(I a, I b) {
+    const __m256 halves = _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
+    return (I)_mm256_permute4x64_epi64(_mm256_castps_si256(halves), 0xd8);
+}
+inline void stream_store(void* p, U v) { _mm256_stream_si256((__m256i*)p, (__m256i)v); }
+inline void stream_fence() { _mm_sfence(); }
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) { return _pext_u64(codes, mask); }
 inline uint64_t unpack_group(uint64_t packed, uint64_t mask) { return _pdep_u64(packed, mask); }
 

@@ -8,6 +8,7 @@
 namespace lowbit::cpu {
 namespace {
 
+#define LOWBIT_REGISTER "v"  // the constraint of vectors in inline assembly
 constexpr int kLanes = 16;
 typedef float F __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
@@ -24,9 +25,17 @@ inline F widen_half(H h) { return (F)_mm512_cvtph_ps((__m256i)h); }
 inline H narrow_half(F v) { return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline int32_t largest(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline W multiply(W a, W b) { return (W)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
-inline F lookup(const float* table, U index) {
-    return (F)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(table));
+inline F lookup(const F (&table)[1], U index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)table[0]); }
+inline I evens(I a, I b) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return (I)_mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b);
 }
+inline I odds(I a, I b) {
+    const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return (I)_mm512_permutex2var_epi32((__m512i)a, odd, (__m512i)b);
+}
+inline void stream_store(void* p, U v) { _mm512_stream_si512((__m512i*)p, (__m512i)v); }
+inline void stream_fence() { _mm_sfence(); }
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) { return _pext_u64(codes, mask); }
 inline uint64_t unpack_group(uint64_t packed, uint64_t mask) { return _pdep_u64(packed, mask); }
 

@@ -1,8 +1,12 @@
 // Line kernels in vectors of kLanes 32-bit lanes; included by lines_<isa>.cpp inside its own namespace, after
-//   kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
-//   (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); W multiply(W, W) of the low 32
-//   bits of each lane; F lookup(const float table[16], U index); pack_group(), unpack_group() of eight codes.
+//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
+//   (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and odds(I, I) of
+//   the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries,
+//   of whose index the low four bits count; pack_group(), unpack_group() of eight codes; stream_store(), stream_fence().
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
+
+// GCC leaves what several loops call out of them, and then loads its constants each time.
+#define LOWBIT_INLINE __attribute__((always_inline))
 
 template <class T>
 inline T load(const void* p) {
@@ -16,30 +20,37 @@ inline void store(void* p, T v) {
 }
 inline U splat(uint32_t x) { return U{} + x; }
 inline F splat(float x) { return (F)splat(bits_of(x)); }
+// A constant that stays in a register: else GCC makes it anew in every block.
+inline U held(uint32_t x) {
+    U v = splat(x);
+    __asm__("" : "+" LOWBIT_REGISTER(v));
+    return v;
+}
+using Table = F[16 / kLanes];
 inline U larger(U a, U b) { return a > b ? a : b; }
 inline U smaller(U a, U b) { return a < b ? a : b; }
 
 // -- element types
 // -----------------------------------------------------------------------------------------------------
 
+// round() keeps what does not fit from a result; put() stores what fits. NaN has no bits that do not fit.
 struct Float32 {
     using Element = uint32_t;
     static U read(const Element* p) { return load<U>(p); }
-    static void write(Element* p, U bits) { store(p, bits); }
+    static U round(U bits) { return bits; }
+    static void put(Element* p, U bits) { store(p, bits); }
 };
 struct BFloat16 {
     using Element = uint16_t;
     static U read(const Element* p) { return widen(load<H>(p)) << 16; }
-    static void write(Element* p, U bits) {
-        const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        const U nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
-        store(p, narrow_words((bits & kMagnitude) > splat(kInf) ? nan : rounded));
-    }
+    static U round(U bits) { return bits + 0x7fffu + ((bits >> 16) & 1u); }
+    static void put(Element* p, U bits) { store(p, narrow_words(bits >> 16)); }
 };
 struct Float16 {
     using Element = uint16_t;
     static U read(const Element* p) { return (U)widen_half(load<H>(p)); }
-    static void write(Element* p, U bits) { store(p, narrow_half((F)bits)); }
+    static U round(U bits) { return bits; }
+    static void put(Element* p, U bits) { store(p, narrow_half((F)bits)); }
 };
 
 template <class Function>
@@ -57,31 +68,77 @@ inline auto dispatch(Dtype dtype, Function function) {
 // -- factors
 // -----------------------------------------------------------------------------------------------------------
 
-template <Factors::Mode mode>
+// One factor and zero point, or those of each lane.
 struct Factor {
-    const Factors& f;
-    const F one, zero;
-    explicit Factor(const Factors& factors) : f(factors), one(splat(factors.one)), zero(splat(factors.zero)) {}
-
-    F at(int64_t i) const { return mode == Factors::kEach ? load<F>(f.each + i) : one; }
-    F zero_at(int64_t i) const { return mode != Factors::kEach ? zero : f.zeros ? load<F>(f.zeros + i) : F{}; }
+    F by, zero;
 };
 
-// |x| / |factor|, and the quotient's sign in the top bit.
+// Calls step(i, factor) for every kLanes elements of [0, n), then rest(i, factors) for fewer, whose factors begin there.
+template <Factors::Mode mode, class Step, class Rest>
+LOWBIT_INLINE inline void for_lanes(const Factors& f, int64_t n, const Step& step, const Rest& rest) {
+    if (mode == Factors::kNone || mode == Factors::kEach) {
+        int64_t i = 0;
+        for (; i + kLanes <= n; i += kLanes) {
+            if (mode == Factors::kNone) {
+                step(i, Factor{});
+            } else {
+                step(i, Factor{load<F>(f.each + i), f.zeros ? load<F>(f.zeros + i) : F{}});
+            }
+        }
+        if (i == n) return;
+        Factors at = f;
+        if (at.each) at.each += i;
+        if (at.zeros) at.zeros += i;
+        return rest(i, at);
+    }
+    int64_t i = 0, end = f.lead < n ? f.lead : n;
+    for (int64_t b = 0; i < n; ++b, end = end + f.width < n ? end + f.width : n) {
+        const Factor factor{splat(f.each[b]), splat(f.zeros ? f.zeros[b] : 0.0f)};
+        for (; i + kLanes <= end; i += kLanes) step(i, factor);
+        if (i == end) continue;
+        return rest(i, Factors{mode, f.each + b, f.zeros ? f.zeros + b : nullptr, kLanes, kLanes});
+    }
+}
+
+// Fewer than kLanes elements, in arrays that hold as many.
+template <class Element>
+struct Padded {
+    Element x[kLanes] = {};
+    uint16_t noise[kLanes] = {};
+    float each[kLanes] = {}, zeros[kLanes] = {};
+    Factors factors;
+    Padded(const Element* from, int64_t n, const Factors& f, const uint16_t* random) : factors(f) {
+        __builtin_memcpy(x, from, static_cast<size_t>(n) * sizeof *x);
+        if (random) __builtin_memcpy(noise, random, static_cast<size_t>(n) * sizeof *noise);
+        if (f.mode != Factors::kEach) return;
+        __builtin_memcpy(each, f.each, static_cast<size_t>(n) * sizeof *each);
+        factors.each = each;
+        if (!f.zeros) return;
+        __builtin_memcpy(zeros, f.zeros, static_cast<size_t>(n) * sizeof *zeros);
+        factors.zeros = zeros;
+    }
+};
+
+// |x| / |factor|, a NaN with any sign; and the quotient's sign in the top bit.
 struct Quotient {
     U magnitude, sign;
     U bits() const { return magnitude | sign; }
 };
-template <Factors::Mode mode>
-inline Quotient divide(U x, const Factor<mode>& factor, int64_t i) {
-    if (mode == Factors::kNone) return {x & kMagnitude, x & kSign};
-    const U divisor = (U)factor.at(i);
-    return {(U)((F)(x & kMagnitude) / (F)(divisor & kMagnitude)) & kMagnitude, (x ^ divisor) & kSign};
-}
+struct Divide {
+    const U magnitude = held(kMagnitude), sign = held(kSign);
+    template <Factors::Mode mode>
+    LOWBIT_INLINE Quotient by(U x, const Factor& factor) const {
+        const U a = x & magnitude, d = (U)factor.by;
+        if (mode == Factors::kNone) return {a, x & sign};
+        if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x & sign};
+        return {(U)((F)a / (F)(d & magnitude)), (x ^ d) & sign};
+    }
+};
 
 #include "cpu/lines_decode.inl"
 #include "cpu/lines_encode.inl"
 #include "cpu/lines_stats.inl"
+#include "cpu/lines_scales.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
@@ -115,10 +172,10 @@ inline void philox_vectors(uint64_t block, const Rng& rng, uint16_t* out) {
     }
     for (int k = 0; k < kChains; ++k) {
         const W first = (c0[k] & 0xffffffffu) | (c1[k] << 32), second = (c2[k] & 0xffffffffu) | (c3[k] << 32);
-        for (int j = 0; j < kCounters; ++j) {
-            const uint64_t pair[2] = {first[j], second[j]};
-            __builtin_memcpy(out + 8 * (k * kCounters + j), pair, sizeof pair);
-        }
+        W order;
+        for (int j = 0; j < kCounters; ++j) order[j] = static_cast<uint64_t>(j / 2 + j % 2 * kCounters);
+        store(out + 8 * k * kCounters, __builtin_shuffle(first, second, order));
+        store(out + 8 * k * kCounters + 4 * kCounters, __builtin_shuffle(first, second, order + kCounters / 2));
     }
 }
 
@@ -150,5 +207,22 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr Lines kTable{encode,       in_range,    quotients, decode, block_stats,
-                       column_stats, finite_amax, noise,     pack,   unpack};
+// -- memory
+// -------------------------------------------------------------------------------------------------------------
+
+void stream(const void* from, int64_t bytes, void* to) {
+    const auto* source = static_cast<const char*>(from);
+    auto* target = static_cast<char*>(to);
+    constexpr int64_t kLine = 64, kVector = sizeof(U);
+    int64_t i = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & (kLine - 1));
+    if (i > bytes) i = bytes;
+    __builtin_memcpy(target, source, static_cast<size_t>(i));
+    for (; i + kLine <= bytes; i += kLine) {
+        for (int64_t j = 0; j < kLine; j += kVector) stream_store(target + i + j, load<U>(source + i + j));
+    }
+    __builtin_memcpy(target + i, source + i, static_cast<size_t>(bytes - i));
+}
+void fence() { stream_fence(); }
+
+constexpr Lines kTable{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
+                       make_scales, read_scales, noise,     pack,   unpack,      stream,       fence};

@@ -31,8 +31,19 @@ void store(void* out, Dtype dtype, int64_t i, uint32_t bits) {
     }
 }
 
-float factor(const Factors& f, int64_t i) { return f.mode == Factors::kEach ? f.each[i] : f.one; }
-float zero(const Factors& f, int64_t i) { return f.mode != Factors::kEach ? f.zero : f.zeros ? f.zeros[i] : 0.0f; }
+int64_t entry(const Factors& f, int64_t i) {
+    return f.mode == Factors::kEach ? i : i < f.lead ? 0 : 1 + (i - f.lead) / f.width;
+}
+float factor(const Factors& f, int64_t i) { return f.each[entry(f, i)]; }
+float zero(const Factors& f, int64_t i) { return f.zeros ? f.zeros[entry(f, i)] : 0.0f; }
+
+// x / factor, with the quotient's sign on NaN too.
+uint32_t divided(uint32_t bits, const Factors& f, int64_t i) {
+    if (f.mode == Factors::kNone) return bits;
+    if (f.mode != Factors::kInverse) return bits_of(quotient(float_of(bits), factor(f, i)));
+    const float q = float_of(bits & kMagnitude) * factor(f, i);
+    return (bits_of(q) & kMagnitude) | (bits & kSign);
+}
 
 uint32_t encode_one(const Encoder& e, uint32_t bits, float zero_point, uint32_t noise) {
     if (e.format.kind == kKindFloat) return encode_float(bits, e.format, e.saturate, e.stochastic, noise);
@@ -42,27 +53,24 @@ uint32_t encode_one(const Encoder& e, uint32_t bits, float zero_point, uint32_t 
 }
 
 void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
-            uint8_t* codes) {
+            const void*, uint8_t* codes) {
     for (int64_t i = 0; i < n; ++i) {
-        uint32_t bits = load(x, dtype, i);
-        if (f.mode != Factors::kNone) bits = bits_of(quotient(float_of(bits), factor(f, i)));
+        const uint32_t bits = divided(load(x, dtype, i), f, i);
         codes[i] = static_cast<uint8_t>(encode_one(e, bits, zero(f, i), noise ? noise[i] : 0));
     }
 }
 
-void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, uint8_t* kept) {
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*,
+              uint8_t* kept) {
     for (int64_t i = 0; i < n; ++i) {
-        const float v = quotient(float_of(load(x, dtype, i)), factor(f, i));
+        const float v = float_of(divided(load(x, dtype, i), f, i));
         kept[i] = e.format.kind == kKindInteger ? integer_in_range(v, e.format, zero(f, i))
                                                 : (bits_of(v) & kMagnitude) <= e.limit;
     }
 }
 
 void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
-    for (int64_t i = 0; i < n; ++i) {
-        const float v = float_of(load(x, dtype, i));
-        out[i] = f.mode == Factors::kNone ? v : quotient(v, factor(f, i));
-    }
+    for (int64_t i = 0; i < n; ++i) out[i] = float_of(divided(load(x, dtype, i), f, i));
 }
 
 void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out, Dtype dtype) {
@@ -105,6 +113,29 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
     return amax;
 }
 
+void spread(const BlockScale& s, const ScaleRule& rule, const float* outer, int64_t i, const ScaleLine& line) {
+    line.value[i] = s.value;
+    line.divisor[i] = has_inverse(rule, outer) ? 1.0f / s.value : divisor_of(s.value);
+    if (rule.affine) line.zero[i] = s.zero_point;
+}
+
+bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+                 void* scales, void* zero_points, const ScaleLine& line) {
+    bool broken = false;
+    for (int64_t i = 0; i < n; ++i) {
+        const BlockScale s = make_scale(high[i], rule.affine ? low[i] : 0, rule, outer);
+        if (scales) write_scale(scales, zero_points, i, rule, s);
+        spread(s, rule, outer, i, line);
+        broken |= is_nan(bits_of(s.value));
+    }
+    return broken;
+}
+
+void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+                 const ScaleLine& line) {
+    for (int64_t i = 0; i < n; ++i) spread(read_scale(scales, zero_points, outer, i, rule), rule, outer, i, line);
+}
+
 void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
     for (int64_t k = 0; k < count; ++k) {
         const Words words =
@@ -131,11 +162,14 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     }
 }
 
+void stream(const void* from, int64_t bytes, void* to) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+void fence() {}
+
 }  // namespace
 
 const Lines& lines_scalar() {
-    static constexpr Lines table{encode,       in_range,    quotients, decode, block_stats,
-                                 column_stats, finite_amax, noise,     pack,   unpack};
+    static constexpr Lines table{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
+                                 make_scales, read_scales, noise,     pack,   unpack,      stream,       fence};
     return table;
 }
 

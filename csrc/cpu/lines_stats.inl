@@ -24,12 +24,44 @@ void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t&
     if (affine && bottom > low) low = bottom;
 }
 
+// kLanes blocks of whole vectors at once: a vector of each, folded pairwise until a lane is a block.
+template <class Type>
+void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
+    const I clear = I{} + static_cast<int32_t>(affine ? ~0u : kMagnitude), flip = I{} + static_cast<int32_t>(kSign);
+    I most[kLanes], least[kLanes];
+    auto larger = [](I a, I b) { return a > b ? a : b; };
+    auto fold = [&](I(&v)[kLanes], uint32_t* to) {
+        for (int half = kLanes / 2; half > 0; half /= 2) {
+            for (int k = 0; k < half; ++k) v[k] = larger(evens(v[2 * k], v[2 * k + 1]), odds(v[2 * k], v[2 * k + 1]));
+        }
+        store(to, larger(v[0], load<I>(to)));
+    };
+    for (int k = 0; k < kLanes; ++k, x += block) {
+        I top{}, bottom{};
+        for (int64_t i = 0; i < block; i += kLanes) {
+            const I bits = (I)Type::read(x + i) & clear;
+            top = larger(top, bits);
+            if (affine) bottom = larger(bottom, bits ^ flip);
+        }
+        most[k] = top;
+        least[k] = bottom;
+    }
+    fold(most, high);
+    if (affine) fold(least, low);
+}
+
 void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
         const auto* p = static_cast<const typename Type::Element*>(x);
         uint32_t unused = 0;
-        for (int64_t b = 0; b * block < n; ++b) {
+        int64_t b = 0;
+        if (block % kLanes == 0) {
+            for (; (b + kLanes) * block <= n; b += kLanes) {
+                stats_of_blocks<Type>(p + b * block, block, affine, high + b, affine ? low + b : nullptr);
+            }
+        }
+        for (; b * block < n; ++b) {
             const int64_t rest = n - b * block;
             stats_of<Type>(p + b * block, rest < block ? rest : block, affine, high[b], affine ? low[b] : unused);
         }

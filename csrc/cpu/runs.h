@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 
 #include "cpu/codec.h"
 #include "cpu/lines.h"
@@ -14,43 +13,55 @@
 
 namespace lowbit::cpu {
 
-// Elements of a run at most; a multiple of 8, so that runs of packed codes begin at whole bytes.
-constexpr int64_t kRun = 4096;
+// Elements of a run at most; a multiple of 8, so that runs of packed codes begin at whole bytes, and of kAlign.
+constexpr int64_t kRun = 2048;
 // Elements that are worth a thread of their own.
 constexpr int64_t kGrain = 32768;
-
+// Bytes ahead of what is encoded that are fetched, where the next ones follow in memory.
+constexpr int64_t kAhead = 2048;
 struct Run {
     int64_t row, begin, count;  // columns [begin, begin + count)
 };
 
-// The random bits of runs, made as they are asked for.
-class Noise {
-  public:
-    // 16 bits for every element of `run`.
-    const uint16_t* at(const Lines& line, const Rng& rng, const Run& run) {
-        if (!bits_) bits_.reset(new uint16_t[kRun + 16]);
+inline const void* at_run(const Values& x, const Run& run) {
+    return advance(x.data, run.row * x.stride + run.begin, x.dtype);
+}
+inline void* at_run(const Results& x, const Run& run) {
+    return advance(x.data, run.row * x.stride + run.begin, x.dtype);
+}
+
+// What one thread works in, kept from call to call.
+struct Scratch {
+    alignas(64) uint8_t codes[kRun];
+    uint16_t noise[kRun + 16];
+
+    // 16 random bits for every element of `run`.
+    const uint16_t* noise_at(const Lines& line, const Rng& rng, const Run& run) {
         const uint64_t first =
             rng.offset + static_cast<uint64_t>(run.row) * rng.pitch + static_cast<uint64_t>(run.begin);
         const int64_t skip = static_cast<int64_t>(first & 7);
-        line.noise(first >> 3, (skip + run.count + 7) / 8, rng, bits_.get());
-        return bits_.get() + skip;
+        line.noise(first >> 3, (skip + run.count + 7) / 8, rng, noise);
+        return noise + skip;
     }
-
-  private:
-    std::unique_ptr<uint16_t[]> bits_;
+    static Scratch& mine() {
+        static thread_local Scratch scratch;
+        return scratch;
+    }
 };
 
-// Calls f(noise, run) over a matrix, on several threads.
+// Calls f(scratch, run) over a matrix, on several threads.
 template <class F>
 void for_runs(Shape shape, const F& f) {
     const int64_t across = (shape.cols + kRun - 1) / kRun;
     const int64_t size = std::max<int64_t>(std::min(shape.cols, kRun), 1);
+    const Lines& line = lines();
     parallel_for(shape.rows * across, (kGrain + size - 1) / size, [&](int64_t first, int64_t last) {
-        Noise noise;
+        Scratch& scratch = Scratch::mine();
         for (int64_t i = first; i < last; ++i) {
             const int64_t begin = i % across * kRun;
-            f(noise, Run{i / across, begin, std::min(kRun, shape.cols - begin)});
+            f(scratch, Run{i / across, begin, std::min(kRun, shape.cols - begin)});
         }
+        line.fence();
     });
 }
 

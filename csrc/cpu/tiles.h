@@ -15,6 +15,8 @@ namespace lowbit::cpu {
 
 constexpr int64_t kNarrow = 16;      // blocks of fewer columns: maxima by columns, folded afterwards
 constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole blocks
+constexpr int64_t kTall = 1 << 16;   // elements of a tile of several rows of whole blocks: a fraction of the second-level
+                                     // cache
 
 // How a scheme's blocks lie on the matrix.
 struct Blocks {
@@ -59,12 +61,18 @@ class Tiles {
             for (int64_t k = begin / width_; k * width_ < end; ++k) f(i * across_ + k, k * width_);
         }
     }
-    // Calls f(Worker&, tile) on several threads, with one Worker a thread.
+    // Calls f(Worker&, tile, the tile that comes after it) on several threads, each with a Worker that it keeps; last
+    // tiles first where `backwards`.
     template <class Worker, class F>
-    void run(const F& f) const {
+    void run(bool backwards, const F& f) const {
+        const Lines& line = lines();
         parallel_for(count(), (kGrain + elements() - 1) / elements(), [&](int64_t first, int64_t last) {
-            Worker worker;
-            for (int64_t i = first; i < last; ++i) f(worker, at(i));
+            Worker& worker = Worker::mine();
+            for (int64_t i = first; i < last; ++i) {
+                const int64_t at_end = std::min(i + 1, last - 1);
+                f(worker, at(backwards ? first + last - 1 - i : i), at(backwards ? first + last - 1 - at_end : at_end));
+            }
+            line.fence();
         });
     }
 
@@ -81,7 +89,7 @@ inline Tiles plain_tiles(const Blocks& b) {
 // Columns of tiles that hold whole blocks, at whole bytes of packed codes.
 inline int64_t whole_width(const Blocks& b) {
     const int64_t unit = b.width / std::gcd(b.width, int64_t{8}) * 8;
-    const int64_t wanted = std::clamp<int64_t>(kGrain / b.height, 256, kRun);
+    const int64_t wanted = std::clamp<int64_t>(kTall / b.height, 256, kRun);
     return unit >= b.cols ? b.cols : std::max(unit, wanted / unit * unit);
 }
 
@@ -91,9 +99,10 @@ class Stats {
     void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
         const int64_t n = t.end - t.begin;
         const bool narrow = b.width < kNarrow;
-        const size_t slots = static_cast<size_t>(narrow ? n : (n + b.width - 1) / b.width);
-        high.assign(slots, 0);
-        low.assign(slots, 0);
+        const int64_t slots = narrow ? n : (n + b.width - 1) / b.width;
+        const size_t room = static_cast<size_t>((slots + kAlign - 1) / kAlign * kAlign);
+        high.assign(room, 0);
+        low.assign(room, 0);
         for (int64_t r = t.row; r < t.row + t.height; ++r) {
             const void* from = advance(x.data, r * x.stride + t.begin, x.dtype);
             if (narrow) {

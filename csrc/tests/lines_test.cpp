@@ -70,7 +70,7 @@ void expect(bool same, const char* isa, const char* what, const FormatParams& f,
     }
 }
 
-// Divisors (or multipliers) of every kind, zero points for integers.
+// Divisors (or multipliers) of every kind, zero points for integers; with powers of two (and NaN), their reciprocals.
 std::vector<Factors> factors(const FormatParams& f, std::vector<float>& each, std::vector<float>& zeros) {
     for (size_t i = 0; i < each.size(); ++i) {
         each[i] = float_of(static_cast<uint32_t>(random_bits() % 0xff) << 23 |
@@ -78,13 +78,28 @@ std::vector<Factors> factors(const FormatParams& f, std::vector<float>& each, st
         zeros[i] = f.kind != kKindInteger ? 0.0f : static_cast<float>(f.qmin + static_cast<int>(random_bits() % 16));
     }
     each[3] = float_of(kNan), each[4] = float_of(kInf), each[5] = -2.0f, each[6] = 0.0f;
+    static const float ones[] = {1.0f, 0.3f, -7.5e-9f, 3e38f, 1e-39f, float_of(kInf), float_of(kNan)};
+    static const float inverses[] = {1.0f, 0.125f, 0x1p127f, 0x1p-127f, float_of(kNan)};
+    static const float threes[] = {3.0f, 3.0f, 3.0f, 3.0f, 3.0f, 3.0f, 3.0f};
+    constexpr int64_t kAll = int64_t{1} << 40;
     std::vector<Factors> all(1);
-    for (float one : {1.0f, 0.3f, -7.5e-9f, 3e38f, 1e-39f, float_of(kInf), float_of(kNan)}) {
-        all.push_back({Factors::kOne, one, f.kind == kKindInteger ? 3.0f : 0.0f});
-    }
-    all.push_back({Factors::kEach, 1.0f, 0.0f, each.data(), zeros.data()});
-    all.push_back({Factors::kEach, 1.0f, 0.0f, each.data(), nullptr});
+    for (const float& one : ones) all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? threes : nullptr, kAll, kAll});
+    for (const float& one : inverses) all.push_back({Factors::kInverse, &one, nullptr, kAll, kAll});
+    all.push_back({Factors::kEach, each.data(), zeros.data()});
+    all.push_back({Factors::kEach, each.data(), nullptr});
+    all.push_back({Factors::kBlocks, each.data(), zeros.data(), 32, 32});
+    all.push_back({Factors::kBlocks, each.data() + 3, nullptr, 16, 48});
+    all.push_back({Factors::kBlocks, each.data(), zeros.data(), 100000, 128});
     return all;
+}
+
+// Those of the elements from `at` on, if each has its own.
+Factors factors_from(Factors f, int64_t at) {
+    if (f.mode == Factors::kEach) {
+        f.each += at;
+        if (f.zeros) f.zeros += at;
+    }
+    return f;
 }
 
 void test_encode(const char* isa, const Lines& lines, const Input& in, const FormatParams& f) {
@@ -100,12 +115,10 @@ void test_encode(const char* isa, const Lines& lines, const Input& in, const For
             // From an odd start with every small count in turn, then the rest at once.
             int64_t at = 0;
             for (int64_t n = 1; at < in.count; at += n, n = n < 40 ? n + 1 : in.count - at) {
-                Factors part = factor;
-                if (part.each) part.each += at;
-                if (part.zeros) part.zeros += at;
+                const Factors part = factors_from(factor, at);
                 const void* x = advance(in.words.data(), at, in.dtype);
-                lines.encode(e, x, in.dtype, n, part, noise.data() + at, got.data() + at);
-                lines_scalar().encode(e, x, in.dtype, n, part, noise.data() + at, wanted.data() + at);
+                lines.encode(e, x, in.dtype, n, part, noise.data() + at, x, got.data() + at);
+                lines_scalar().encode(e, x, in.dtype, n, part, noise.data() + at, x, wanted.data() + at);
             }
             expect(got == wanted, isa, "encode", f, in.dtype, mode);
         }
@@ -118,8 +131,9 @@ void test_in_range(const char* isa, const Lines& lines, const Input& in, const F
     const Encoder e = make_encoder(f, true, false);
     int mode = 0;
     for (const Factors& factor : factors(f, each, zeros)) {
-        lines.in_range(e, in.words.data(), in.dtype, in.count, factor, got.data());
-        lines_scalar().in_range(e, in.words.data(), in.dtype, in.count, factor, wanted.data());
+        const void* x = in.words.data();
+        lines.in_range(e, x, in.dtype, in.count, factor, x, got.data());
+        lines_scalar().in_range(e, x, in.dtype, in.count, factor, x, wanted.data());
         expect(got == wanted, isa, "in_range", f, in.dtype, mode);
         lines.quotients(in.words.data(), in.dtype, in.count, factor, v.data());
         lines_scalar().quotients(in.words.data(), in.dtype, in.count, factor, v_wanted.data());
@@ -138,6 +152,7 @@ void test_decode(const char* isa, const Lines& lines, Dtype dtype, const FormatP
     const Decoder decoder(f);
     int mode = 0;
     for (const Factors& factor : factors(f, each, zeros)) {
+        if (factor.mode == Factors::kInverse) continue;
         std::vector<uint32_t> got(codes.size()), wanted(codes.size());
         for (int64_t n : {1, 3, 17, 1001}) {
             lines.decode(decoder, codes.data(), n, factor, got.data(), dtype);
@@ -152,7 +167,7 @@ void test_stats(const char* isa, const Lines& lines, const Input& in) {
     const FormatParams none{};
     const size_t count = static_cast<size_t>(in.count);
     for (bool affine : {false, true}) {
-        for (int64_t block : {1, 3, 16, 20, 100, 5000}) {
+        for (int64_t block : {1, 3, 16, 20, 32, 100, 128, 5000}) {
             std::vector<uint32_t> high(count), low(count), high_wanted(count), low_wanted(count);
             lines.block_stats(in.words.data(), in.dtype, in.count, block, affine, high.data(), low.data());
             lines_scalar().block_stats(in.words.data(), in.dtype, in.count, block, affine, high_wanted.data(),
@@ -176,6 +191,63 @@ void test_stats(const char* isa, const Lines& lines, const Input& in) {
         expect(
             lines.finite_amax(in.words.data(), in.dtype, n) == lines_scalar().finite_amax(in.words.data(), in.dtype, n),
             isa, "finite_amax", none, in.dtype, static_cast<int>(n));
+    }
+}
+
+// Scales from maxima of every kind, and the numbers that every stored scale stands for.
+void test_scales(const char* isa, const Lines& lines) {
+    constexpr size_t kCount = 4099, kRoom = kCount + kAlign;
+    const FormatParams none{};
+    std::vector<uint32_t> high = samples(kRoom).words, low = samples(kRoom).words;
+    for (size_t i = 0; i < kRoom; ++i) {
+        high[i] &= kMagnitude, low[i] &= kMagnitude;
+        if (i % 3 == 0) high[i] = low[i] = 0;
+        if (i % 7 == 0) high[i] >>= random_bits() % 31;
+    }
+    const float outers[] = {1.0f, 2.5e-4f, 1e-38f, 3e38f};
+    for (int scale_format = kScaleFp32; scale_format <= kScaleE4m3; ++scale_format) {
+        for (int flags = 0; flags < 8; ++flags) {
+            const bool ceil = flags & 1, affine = (flags & 2) && scale_format != kScaleE4m3, is_signed = flags & 4;
+            for (int o = -1; o < 4; ++o) {
+                if (affine && o >= 0) continue;  // no scheme has both
+                const float* outer = o < 0 ? nullptr : outers + o;
+                const ScaleRule rule{bits_of(affine ? 255.0f : 448.0f), bits_of(448.0f * 448.0f), is_signed ? -128.0f : 0.0f,
+                                     is_signed ? 127.0f : 255.0f, scale_format, ceil, affine, is_signed};
+                const int bytes = scale_bytes(scale_format);
+                struct Result {
+                    std::vector<uint8_t> stored = std::vector<uint8_t>(4 * kCount), zeros = std::vector<uint8_t>(kCount);
+                    std::vector<float> value = std::vector<float>(kRoom), divisor = value, zero = value;
+                    bool broken = false;
+                    bool operator==(const Result& b) const {
+                        bool same = stored == b.stored && zeros == b.zeros && broken == b.broken;
+                        for (size_t i = 0; i < kCount; ++i) {
+                            for (auto part : {&Result::value, &Result::divisor}) {
+                                const uint32_t x = bits_of((this->*part)[i]), y = bits_of((b.*part)[i]);
+                                same &= x == y || (is_nan(x) && is_nan(y));
+                            }
+                            same &= zero[i] == b.zero[i];
+                        }
+                        return same;
+                    }
+                } got, wanted, read, read_wanted;
+                auto make = [&](const Lines& l, Result& r) {
+                    r.broken = l.make_scales(high.data(), low.data(), kCount, rule, outer, r.stored.data(),
+                                             r.zeros.data(), {r.value.data(), r.divisor.data(), r.zero.data()});
+                };
+                make(lines, got);
+                make(lines_scalar(), wanted);
+                expect(got == wanted, isa, "make_scales", none, {}, scale_format * 100 + flags * 10 + o);
+                std::vector<uint8_t> any(kCount * static_cast<size_t>(bytes));
+                for (uint8_t& b : any) b = static_cast<uint8_t>(random_bits());
+                auto from = [&](const Lines& l, Result& r) {
+                    l.read_scales(any.data(), any.data(), kCount, rule, outer,
+                                  {r.value.data(), r.divisor.data(), r.zero.data()});
+                };
+                from(lines, read);
+                from(lines_scalar(), read_wanted);
+                expect(read == read_wanted, isa, "read_scales", none, {}, scale_format * 100 + flags * 10 + o);
+            }
+        }
     }
 }
 
@@ -223,6 +295,7 @@ int main() {
             }
         }
         for (const Input& in : inputs) test_stats(name.c_str(), lines, in);
+        test_scales(name.c_str(), lines);
         test_noise_and_packing(name.c_str(), lines);
         std::printf("%s: %ld comparisons with the scalar code, %ld differ\n", name.c_str(), comparisons - compared,
                     failures - failed);

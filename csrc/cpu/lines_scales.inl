@@ -1,0 +1,147 @@
+// Scales of blocks, a vector of blocks at a time: docs/numerics.md section 5, and common/scales.h, whose steps these are.
+// Part of lines_body.inl.
+
+// The E8M0 code of amount / divisor.
+inline U e8m0_codes(U amount, const ScaleRule& rule) {
+    const auto small = amount < kMinScale;
+    const U bits = small ? (U)((F)amount * splat(16777216.0f)) : amount;  // 2^24 makes a subnormal normal
+    const int32_t fraction = static_cast<int32_t>(rule.divisor & 0x7fffffu);
+    I e = (I)(bits >> 23) - (small ? I{} + 24 : I{}) - static_cast<int32_t>(rule.divisor >> 23);
+    if (rule.ceil) e -= (I)(bits & 0x7fffffu) > fraction;
+    e = e < -127 ? I{} - 127 : e > 127 ? I{} + 127 : e;
+    return amount == 0u ? splat(127u) : (U)(e + 127);
+}
+
+// A positive normal fp32 rounded towards +Inf to bf16 or fp16.
+inline U round_up_to_bf16(U bits) { return smaller((bits + 0xffffu) >> 16, splat(0x7f7fu)); }
+inline U round_up_to_fp16(U bits) {
+    constexpr uint32_t kLeast = 127 - 14;  // the exponent field of fp16's least normal number
+    const U field = bits >> 23, binade = larger(field, splat(kLeast)), significand = (bits & 0x7fffffu) | 0x800000u;
+    const U shift = smaller(binade - field + 13u, splat(30u));
+    const U one = splat(1u);
+    const U code = ((binade - kLeast) << 10) + ((significand + (one << shift) - 1u) >> shift);
+    return smaller(code, splat(0x7bffu));
+}
+
+struct ScaleCodes {
+    const ScaleRule& rule;
+    const float* const outer;
+    const F divisor, outside;  // the outer scale
+    const FloatNearest encode;
+    const FloatValues decode;
+    ScaleCodes(const ScaleRule& r, const float* outer_scale)
+        : rule(r),
+          outer(outer_scale),
+          divisor(splat(float_of(r.divisor))),
+          outside(splat(outer_scale ? *outer_scale : 1.0f)),
+          encode(inner_encoder()),
+          decode(inner_decoder()) {}
+
+    static const Encoder& inner_encoder() {
+        static const Encoder encoder = make_encoder(inner_format(), true, false);
+        return encoder;
+    }
+    static const Decoder& inner_decoder() {
+        static const Decoder decoder(inner_format());
+        return decoder;
+    }
+
+    LOWBIT_INLINE U stored(U amount) const {
+        if (rule.scale_format == kScaleE8m0) return e8m0_codes(amount, rule);
+        const U quotient = (U)((F)amount / divisor);
+        if (rule.scale_format == kScaleE4m3) {
+            const U bits = outer ? (U)((F)quotient / outside) : quotient;
+            return encode({bits & kMagnitude, bits & kSign}, F{}, nullptr);
+        }
+        const U scale = amount == 0u ? splat(kOne) : larger(quotient, splat(kMinScale));
+        if (rule.scale_format == kScaleBf16) return round_up_to_bf16(scale);
+        return rule.scale_format == kScaleFp16 ? round_up_to_fp16(scale) : scale;
+    }
+    LOWBIT_INLINE F value(U stored) const {
+        U bits = stored;
+        if (rule.scale_format == kScaleBf16) bits = stored << 16;
+        if (rule.scale_format == kScaleFp16) bits = (U)widen_half(narrow_words(stored));
+        if (rule.scale_format == kScaleE4m3) bits = (U)decode(stored);
+        if (rule.scale_format == kScaleE8m0) {
+            bits = stored == 255u ? splat(kNan) : stored == 0u ? splat(0x00400000u) : stored << 23;
+        }
+        return outer ? (F)bits * outside : (F)bits;
+    }
+    // What encode divides by, or multiplies with.
+    F divisor_or_inverse(F value) const {
+        if (has_inverse(rule, outer)) return splat(1.0f) / value;
+        const U bits = (U)value;
+        return (F)((bits & kMagnitude) == 0u ? bits | kInf : bits);
+    }
+};
+
+bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+                 void* scales, void* zero_points, const ScaleLine& line) {
+    const ScaleCodes codes(rule, outer);
+    const int bytes = scale_bytes(rule.scale_format);
+    const F qmin = splat(rule.qmin), qmax = splat(rule.qmax), whole = splat(12582912.0f);
+    U broken{};
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const U up = load<U>(high + i), down = rule.affine ? load<U>(low + i) : U{};
+        const U amax = larger(up, down), amount = rule.affine ? (U)((F)up + (F)down) : amax;
+        const auto finite = amax < kInf;
+        const U stored = finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(rule.scale_format));
+        const F value = codes.value(stored);
+        const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
+        if (count == kLanes) broken |= (U)(value != value);
+        for (size_t k = 0; count < kLanes && k < count; ++k) broken[0] |= is_nan(bits_of(value[k]));
+        store(line.value + i, value);
+        store(line.divisor + i, codes.divisor_or_inverse(value));
+        if (scales) {
+            auto* to = static_cast<char*>(scales) + i * bytes;
+            if (bytes == 1) {
+                const B narrow = narrow_bytes(stored);
+                __builtin_memcpy(to, &narrow, count);
+            } else if (bytes == 2) {
+                const H narrow = narrow_words(stored);
+                __builtin_memcpy(to, &narrow, 2 * count);
+            } else {
+                __builtin_memcpy(to, &stored, 4 * count);
+            }
+        }
+        if (!rule.affine) continue;
+        F zero = qmin + (F)down / value;
+        zero = zero < qmin ? qmin : zero > qmax ? qmax : zero;
+        zero = finite ? (zero + whole) - whole : F{};
+        store(line.zero + i, zero);
+        if (!zero_points) continue;
+        const B narrow = narrow_bytes((U)__builtin_convertvector(zero, I));
+        __builtin_memcpy(static_cast<uint8_t*>(zero_points) + i, &narrow, count);
+    }
+    return largest((I)(broken & kMagnitude)) != 0;
+}
+
+void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+                 const ScaleLine& line) {
+    const ScaleCodes codes(rule, outer);
+    const int bytes = scale_bytes(rule.scale_format);
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
+        const auto* from = static_cast<const char*>(scales) + i * bytes;
+        U stored{};
+        if (bytes == 1) {
+            B narrow{};
+            __builtin_memcpy(&narrow, from, count);
+            stored = widen(narrow);
+        } else if (bytes == 2) {
+            H narrow{};
+            __builtin_memcpy(&narrow, from, 2 * count);
+            stored = widen(narrow);
+        } else {
+            __builtin_memcpy(&stored, from, 4 * count);
+        }
+        const F value = codes.value(stored);
+        store(line.value + i, value);
+        store(line.divisor + i, codes.divisor_or_inverse(value));
+        if (!rule.affine) continue;
+        B narrow{};
+        __builtin_memcpy(&narrow, static_cast<const uint8_t*>(zero_points) + i, count);
+        const I zero = (I)widen(narrow), sign = I{} + (rule.is_signed ? 0x80 : 0);
+        store(line.zero + i, __builtin_convertvector((zero ^ sign) - sign, F));
+    }
+}

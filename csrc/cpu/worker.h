@@ -1,0 +1,235 @@
+// One thread's work on tiles: their maxima, their elements, given their blocks' scales; and what it works on.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common/scales.h"
+#include "cpu/lines.h"
+#include "cpu/runs.h"
+#include "cpu/tiles.h"
+
+namespace lowbit::cpu {
+
+// Where codes come from and go to, and how.
+struct Job {
+    const Lines& line;
+    Shape shape;
+    const SchemeParams& scheme;
+    const Blocks blocks;
+    const ScaleRule rule;
+    const bool inverse;  // has_inverse()
+    Values x{};
+    const Encoder* encoder = nullptr;
+    Rng rng{};
+    uint8_t* codes = nullptr;         // packed; null: they are decoded at once
+    const uint8_t* stored = nullptr;  // packed; null: they are made from x
+    const Decoder* decoder = nullptr;
+    Results out{};
+    Values grad{};            // null: out is not gradients
+    float* slopes = nullptr;  // of each tile, the sums of `slots` blocks; null: nobody asks for the scales' gradient
+    int64_t slots = 0;
+};
+
+// The bits of `x` where `kept` is 1, +0 where it is 0.
+template <class Word>
+void select(const void* x, const uint8_t* kept, int64_t n, void* out) {
+    const Word* from = static_cast<const Word*>(x);
+    Word* to = static_cast<Word*>(out);
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<Word>(from[i] & static_cast<Word>(-kept[i]));
+}
+
+// The sum of what a block's elements add to the gradient of its scale, in one order for all instruction sets.
+inline float sum_slopes(const uint8_t* kept, const float* level, const float* quotient, const float* grad,
+                        float zero_point, int64_t n) {
+    constexpr int64_t kSums = 8;
+    float sums[kSums] = {};
+    auto add = [&](int64_t i, int64_t j) {
+        const float l = level[i] - zero_point, inside = l - quotient[i];
+        sums[j] += (kept[i] ? inside : l) * grad[i];
+    };
+    int64_t i = 0;
+    for (; i + kSums <= n; i += kSums) {
+        for (int64_t j = 0; j < kSums; ++j) add(i + j, j);
+    }
+    for (int64_t j = 0; i + j < n; ++j) add(i + j, j);
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
+
+class Worker {
+  public:
+    Stats stats;
+    bool broken = false;  // whether a block of the tile has a NaN for its scale, which was made from it
+
+    // Room for the scales of the blocks that a tile touches, from the one at its first column on.
+    ScaleLine room(int64_t blocks) {
+        const size_t wanted = static_cast<size_t>((blocks + kAlign - 1) / kAlign * kAlign);
+        for (auto* v : {&value_, &divisor_, &zero_}) {
+            if (v->size() < wanted) v->resize(wanted);
+        }
+        broken = false;
+        return {value_.data(), divisor_.data(), zero_.data()};
+    }
+
+    static Worker& mine() {
+        static thread_local Worker worker;
+        return worker;
+    }
+
+    // The maxima of a tile of whole blocks. One of several rows is copied first: they would push each other out of the
+    // cache, whose sets they share if they lie a power of two apart.
+    void measure(const Job& job, const Tile& t) {
+        const int64_t width = t.end - t.begin, bytes = width * size_of(job.x.dtype);
+        local_ = t.height > 1 && t.height * width <= 2 * kTall;
+        if (!local_) return stats.of(job.line, job.x, job.blocks, t, job.scheme.affine);
+        const size_t wanted = static_cast<size_t>(t.height * bytes);
+        if (copy_.size() < wanted) copy_.resize(wanted);
+        for (int64_t r = 0; r < t.height; ++r) {
+            std::memcpy(copy_.data() + r * bytes, at_run(job.x, {t.row + r, t.begin, width}),
+                        static_cast<size_t>(bytes));
+        }
+        stats.of(job.line, {copy_.data(), job.x.dtype, width}, job.blocks, {0, t.height, 0, width, 0},
+                 job.scheme.affine);
+    }
+
+    // `next`: the tile that will be measured next, or null where memory is read once and in order.
+    void apply(const Job& job, const Tile& t, const Tile* next) {
+        local_ &= next != nullptr;
+        for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
+            const int64_t count = std::min(kRun, t.end - begin);
+            spread_factors(job, t, begin, count);
+            for (int64_t row = t.row; row < t.row + t.height; ++row) {
+                const Run run{row, begin, count};
+                const void* ahead = static_cast<const char*>(at_run(job.x, run)) + kAhead;
+                if (next) ahead = at_run(job.x, {row - t.row + next->row, begin - t.begin + next->begin, count});
+                if (job.grad.data) {
+                    backward(job, t, run, ahead);
+                    continue;
+                }
+                const uint8_t* codes = job.stored ? unpacked(job, run) : encoded(job, t, run, ahead);
+                if (job.decoder) decode(job, t, run, codes);
+            }
+        }
+    }
+
+  private:
+    struct Spread {
+        float divisor[kRun], value[kRun], zero[kRun];
+    };
+    struct SlopeLine {
+        uint8_t codes[kRun];
+        float level[kRun], quotient[kRun], grad[kRun];
+    };
+    Scratch& scratch_ = Scratch::mine();
+    std::vector<float> value_, divisor_, zero_;
+    std::vector<char> copy_;  // of a tile's elements
+    std::unique_ptr<Spread> spread_;
+    std::unique_ptr<SlopeLine> slope_;
+    bool local_ = false;     // whether copy_ holds the tile
+    bool each_own_ = false;  // whether factors are spread out to one an element
+
+    const void* from(const Job& job, const Tile& t, const Run& run) const {
+        if (!local_) return at_run(job.x, run);
+        return copy_.data() + ((run.row - t.row) * (t.end - t.begin) + run.begin - t.begin) * size_of(job.x.dtype);
+    }
+
+    // Calls f(column within the run, count, number of its scale) for each block in columns [begin, begin + count).
+    template <class F>
+    void each_block(const Job& job, const Tile& t, int64_t begin, int64_t count, const F& f) const {
+        const int64_t width = job.blocks.width, end = begin + count;
+        for (int64_t j = begin / width; j * width < end; ++j) {
+            const int64_t first = std::max(begin, j * width), last = std::min(end, (j + 1) * width);
+            f(first - begin, last - first, static_cast<size_t>(j - t.begin / width));
+        }
+    }
+
+    // Blocks that vectors do not divide: one factor an element, for the same columns of all rows.
+    void spread_factors(const Job& job, const Tile& t, int64_t begin, int64_t count) {
+        const int64_t width = job.blocks.width, lead = width - begin % width;
+        each_own_ = width > 1 && width % kAlign != 0 && lead < count;
+        if (!each_own_) return;
+        if (!spread_) spread_.reset(new Spread);
+        each_block(job, t, begin, count, [&](int64_t at, int64_t n, size_t block) {
+            std::fill_n(spread_->divisor + at, n, divisors(job)[block]);
+            std::fill_n(spread_->value + at, n, value_[block]);
+            if (job.scheme.affine) std::fill_n(spread_->zero + at, n, zero_[block]);
+        });
+    }
+    // An inverse scale's divisor is the scale: it is never zero.
+    const float* divisors(const Job& job) const { return job.inverse ? value_.data() : divisor_.data(); }
+
+    // What a run is divided by, or else multiplied with.
+    Factors factors(const Job& job, const Tile& t, const Run& run, bool divide) const {
+        const float* zeros = job.scheme.affine ? (each_own_ ? spread_->zero : zero_.data()) : nullptr;
+        if (each_own_) return {Factors::kEach, divide ? spread_->divisor : spread_->value, zeros};
+        const int64_t width = job.blocks.width, block = run.begin / width, at = block - t.begin / width;
+        if (zeros) zeros += at;
+        if (width == 1) return {Factors::kEach, (divide ? divisors(job) : value_.data()) + at, zeros};
+        return {divide && job.inverse ? Factors::kInverse : Factors::kBlocks,
+                (divide ? divisor_ : value_).data() + at, zeros, (block + 1) * width - run.begin, width};
+    }
+
+    const uint8_t* unpacked(const Job& job, const Run& run) {
+        const int bits = job.scheme.format.bits;
+        const uint8_t* at = job.stored + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8;
+        if (bits == 8) return at;
+        unpack_run(job.line, at, run.count, bits, scratch_.codes);
+        return scratch_.codes;
+    }
+
+    void encode(const Job& job, const Tile& t, const Run& run, const void* ahead, uint8_t* codes) {
+        const Encoder& e = *job.encoder;
+        const uint16_t* noise = e.stochastic ? scratch_.noise_at(job.line, job.rng, run) : nullptr;
+        job.line.encode(e, from(job, t, run), job.x.dtype, run.count, factors(job, t, run, true), noise, ahead, codes);
+        if (!broken) return;
+        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, size_t block) {
+            if (is_nan(bits_of(value_[block]))) {
+                std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));
+            }
+        });
+    }
+
+    // The codes of a run, one a byte, unless they are packed and that is all.
+    const uint8_t* encoded(const Job& job, const Tile& t, const Run& run, const void* ahead) {
+        const int bits = job.scheme.format.bits;
+        if (!job.codes || bits < 8) encode(job, t, run, ahead, scratch_.codes);
+        if (!job.codes) return scratch_.codes;
+        uint8_t* to = job.codes + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8;
+        bits == 8 ? encode(job, t, run, ahead, to) : pack_run(job.line, scratch_.codes, run.count, bits, to);
+        return nullptr;
+    }
+
+    void decode(const Job& job, const Tile& t, const Run& run, const uint8_t* codes) {
+        job.line.decode(*job.decoder, codes, run.count, factors(job, t, run, false), at_run(job.out, run),
+                        job.out.dtype);
+    }
+
+    // The gradient of a run's elements: grad where they were in range.
+    void backward(const Job& job, const Tile& t, const Run& run, const void* ahead) {
+        const void *x = from(job, t, run), *grad = at_run(job.grad, run);
+        uint8_t* kept = scratch_.codes;
+        job.line.in_range(*job.encoder, x, job.x.dtype, run.count, factors(job, t, run, true), ahead, kept);
+        size_of(job.grad.dtype) == 4 ? select<uint32_t>(grad, kept, run.count, at_run(job.out, run))
+                                     : select<uint16_t>(grad, kept, run.count, at_run(job.out, run));
+        if (job.slopes) add_slopes(job, t, run, x, grad, kept);
+    }
+
+    // Adds a run's part of the gradients of the scales to the tile's sums.
+    void add_slopes(const Job& job, const Tile& t, const Run& run, const void* x, const void* grad,
+                    const uint8_t* kept) {
+        if (!slope_) slope_.reset(new SlopeLine);
+        SlopeLine& s = *slope_;
+        const Factors divide = factors(job, t, run, true);
+        job.line.encode(*job.encoder, x, job.x.dtype, run.count, divide, nullptr, x, s.codes);
+        job.line.quotients(x, job.x.dtype, run.count, divide, s.quotient);
+        job.line.decode(*job.decoder, s.codes, run.count, {}, s.level, Dtype::kFloat32);
+        job.line.quotients(grad, job.grad.dtype, run.count, {}, s.grad);
+        float* sums = job.slopes + t.index * job.slots;
+        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, size_t block) {
+            const float zero_point = job.scheme.affine ? zero_[block] : 0.0f;
+            sums[block] += sum_slopes(kept + at, s.level + at, s.quotient + at, s.grad + at, zero_point, n);
+        });
+    }
+};
+
+}  // namespace lowbit::cpu
