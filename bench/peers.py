@@ -12,30 +12,19 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.bench import probe
-from lowbit.bench.timing import Case
+from lowbit.bench import layer_peers, probe
+from lowbit.bench.timing import Case, usable
 from lowbit.formats import Format
 from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.scaling import Scheme
 
 #: Packages and why they are looked at; shown with their versions in the report.
-PACKAGES = ("ml_dtypes", "torchao", "bitsandbytes")
+PACKAGES = ("ml_dtypes", "torchao", "bitsandbytes", "onnxruntime")
 
 _ML_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp6_e3m2": "float6_e3m2fn", "fp6_e2m3": "float6_e2m3fn",
     "fp4_e2m1": "float4_e2m1fn", "int4": "int4",
 }  # fmt: skip
-
-
-def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
-    """The case, if its package is there and takes the work; runs it once to know."""
-    try:
-        case = make()
-        if case is not None:
-            case.run()
-            yield case
-    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
-        return
 
 
 def of(op: str, call: Any) -> Iterator[Case]:
@@ -157,16 +146,23 @@ def _bitsandbytes_dequantize(x: Tensor) -> Case | None:
 
 # -- products --------------------------------------------------------------------------------------------------------
 def multipliers(call: ScaledMM) -> Iterator[Case]:
-    """torch's products of operands that are not quantized, and its fp8 product."""
+    """torch's products of operands that are not quantized, its int8 product, and its fp8 product."""
     m, n, k = call.a.shape[0], call.b.shape[0], call.cols
     yield probe.linear(m, n, k, torch.float32)
-    if probe.integers(call):
-        yield probe.linear(m, n, k, torch.bfloat16)
+    yield probe.linear(m, n, k, torch.int8 if probe.integers(call) else torch.bfloat16)
     kinds = [None if side.scheme is None else scaling.scheme(side.scheme).format for side in sides(call)]
     dtype = _torch_float8(kinds[1]) if kinds[0] is not None and kinds[1] is not None else None
-    # torch multiplies fp8 on some CPUs one element at a time: a large product would take minutes.
-    if dtype is not None and m * n * k <= 1 << 24:
-        yield from usable(lambda: probe.scaled_mm(m, n, k, dtype))
+    if dtype is not None:
+        yield from usable(lambda: _decoded(m, n, k, dtype))
+        # torch multiplies fp8 on some CPUs one element at a time: a large product would take minutes.
+        if m * n * k <= 1 << 24:
+            yield from usable(lambda: probe.scaled_mm(m, n, k, dtype))
+
+
+def _decoded(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
+    """torch's way around its fp8 product: both operands to bf16, then its bf16 product."""
+    a, b = (torch.randn(rows, k).to(dtype) for rows in (m, n))
+    return Case("torch fp8 to bf16", lambda: a.bfloat16() @ b.bfloat16().t())
 
 
 #: The peers of each op that has any, as cases of a call.
@@ -178,4 +174,5 @@ OFFERS: dict[str, Callable[[Any], Iterator[Case]]] = {
         torch.randn(call.codes.shape[0], call.cols).to(call.dtype), scaling.scheme(call.scheme), call.dtype
     ),
     "scaled_mm": multipliers,
+    "linear": layer_peers.of,
 }

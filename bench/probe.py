@@ -1,4 +1,4 @@
-"""The limits that kernels are held against, measured in the same loop: a copy of as many bytes, torch's products."""
+"""The limits that kernels are held against, measured in the same loop: memory, and arithmetic in registers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,55 @@ from typing import Any
 
 import torch
 
-from lowbit.bench.timing import Case
+from lowbit.backends import native
+from lowbit.bench.timing import CACHES, Case, rotating
 from lowbit.ops import Cost
+from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.ops.spec import dtype_name
 from lowbit.scaling import scheme
 
-
-def limit(cost: Cost, call: Any) -> Case:
-    """torch's own product for a product, in int8 where both operands are integers, else bf16; or else a copy."""
-    if not isinstance(call, ScaledMM):
-        return copy_of(cost.bytes)
-    return linear(call.a.shape[0], call.b.shape[0], call.cols, torch.int8 if integers(call) else torch.bfloat16)
+#: Arithmetic that ``lowbit_native::spin`` knows, in its order.
+_ARITHMETIC = ("fp32", "bf16", "int8")
 
 
-def integers(call: ScaledMM) -> bool:
-    return all(side.scheme is not None and scheme(side.scheme).format.kind == "integer" for side in sides(call))
+def limits(cost: Cost, call: Any) -> tuple[Case, ...]:
+    """A copy of as many bytes; of products, reading the bytes, and the operations in registers."""
+    if not isinstance(call, (ScaledMM, Linear)):
+        return (copy_of(cost.bytes),)
+    if native.loading_error() is not None:
+        return (read_of(cost.bytes),)
+    return read_of(cost.bytes), peak_of(arithmetic(call), cost.flops)
+
+
+def arithmetic(call: ScaledMM | Linear) -> str:
+    """What the fastest kernel that keeps the declared numerics would multiply in, on this processor."""
+    if integers(call):
+        return "int8"
+    first = call.x if isinstance(call, Linear) else call.a
+    wide = first.dtype in (torch.float32, torch.float16) and not (isinstance(call, Linear) and call.input)
+    return "fp32" if wide or not torch.ops.lowbit_native.spin(1, 1) else "bf16"
+
+
+def integers(call: ScaledMM | Linear) -> bool:
+    pair = (call.input, call.scheme) if isinstance(call, Linear) else [side.scheme for side in sides(call)]
+    return all(text is not None and scheme(text).format.kind == "integer" for text in pair)
+
+
+def peak_of(kind: str, operations: int) -> Case:
+    """As many multiplications and additions, in registers, on every thread."""
+    number = _ARITHMETIC.index(kind)
+    return Case(f"{kind} peak", lambda: torch.ops.lowbit_native.spin(number, operations))
+
+
+def read_of(bytes_read: int) -> Case:
+    """Reading as many bytes, from memory rather than a cache."""
+    parts = max(1, -(-CACHES // max(bytes_read, 1)))
+    held = torch.ones(max(1, parts * bytes_read // 8), dtype=torch.int64).tensor_split(parts)
+    if native.loading_error() is not None:
+        return rotating([Case("read", lambda part=part: part.sum()) for part in held])  # type: ignore[misc]
+    run = torch.ops.lowbit_native.read
+    return rotating([Case("read", lambda part=part: run(part)) for part in held])  # type: ignore[misc]
 
 
 def copy_of(bytes_moved: int) -> Case:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lowbit.bench.goals import goal
 from lowbit.bench.timing import Group
 
 
@@ -39,10 +40,11 @@ class Row:
 
 
 def rows_of(group: Group, seconds: dict[str, float]) -> list[Row]:
+    limit = max((case.who for case in group.limits), key=lambda who: seconds[who])
     return [
         Row(
             group.section, group.op, group.subject, case.who, seconds[case.who], group.bytes, group.flops,
-            group.limit.who, seconds[group.limit.who],
+            limit, seconds[limit],
         )
         for case in group.cases
     ]  # fmt: skip
@@ -73,8 +75,10 @@ def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: 
     yield (
         f"\nMatrices are {size[0]} x {size[1]}, outputs preallocated. **GB/s** counts the bytes that must move at "
         "least (input read once, output written once). The limit is `copy_` of as many bytes, half read "
-        "and half written. Products count 2mnk operations; their limit is torch's own int8 product for integer pairs "
-        "and its bf16 product for the others. In parentheses: percent of the limit. `-`: not offered, or not installed."
+        "and half written. Products count 2mnk operations; their limit is the slower of reading their operands from "
+        "memory and of as many operations in registers (int8 for integer pairs, else bf16 where the processor has it "
+        "and the operands are exact in it, else fp32). Operands come from memory, not from a cache. In parentheses: "
+        "percent of the limit; `goal` is what lowbit's best should reach of it. `-`: not offered, or not installed."
     )
     if picture:
         yield "\n![percent of the limit, by operation](cpu.png)"
@@ -83,14 +87,16 @@ def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: 
         unit = "GFLOP/s" if mine[0].flops else "GB/s"
         who = _in_order(mine)
         yield f"\n## {op}, {unit}\n"
-        yield "| | " + " | ".join(["limit", *who]) + " |"
-        yield "| --- |" + " ---: |" * (len(who) + 1)
+        yield "| | " + " | ".join(["limit", "goal", *who]) + " |"
+        yield "| --- |" + " ---: |" * (len(who) + 2)
         for subject in dict.fromkeys(row.subject for row in mine):
             cells = {row.who: row for row in mine if row.subject == subject}
             first = next(iter(cells.values()))
             shown = [f"{r.rate:.3g} ({r.percent:.0f}%)" if (r := cells.get(name)) else "-" for name in who]
-            limit = f"{first.limit_rate:.3g}" + (f" {first.limit.removeprefix('torch ')}" if first.flops else "")
-            yield "| " + " | ".join([f"`{subject}`", limit, *shown]) + " |"
+            limit = f"{first.limit_rate:.3g}" + (f" {first.limit.removesuffix(' peak')}" if first.flops else "")
+            wanted = goal(op, subject)
+            aim = "-" if wanted is None else f"{wanted}%"
+            yield "| " + " | ".join([f"`{subject}`", limit, aim, *shown]) + " |"
 
 
 def _in_order(rows: list[Row]) -> list[str]:

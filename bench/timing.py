@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
+
+#: More bytes than caches hold: operands that are used in turn are this much together, and come from memory.
+CACHES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that do the same work, and the ``limit``: what this machine could do at best, measured beside them.
+    """Cases that do the same work, and the ``limits``: what this machine could do at best, measured beside them.
 
-    ``bytes``: what must move at least. ``flops``: multiplications and additions, 0 where only bytes matter.
+    The slowest of the limits counts: work that is bound by memory cannot be faster than memory, nor other work faster
+    than arithmetic. ``bytes``: what must move at least. ``flops``: multiplications and additions, 0 where only bytes
+    matter.
     """
 
     section: str
@@ -34,7 +40,7 @@ class Group:
     bytes: int
     flops: int
     cases: tuple[Case, ...]
-    limit: Case
+    limits: tuple[Case, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,25 @@ class Budget:
     samples: int = 15
     sample_seconds: float = 0.004
     seconds: float = 2.5
+
+
+def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
+    """The case, if its package is there and takes the work; runs it once to know."""
+    try:
+        case = make()
+        if case is not None:
+            case.run()
+            yield case
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        return
+
+
+def rotating(cases: Sequence[Case]) -> Case:
+    """Cases that do the same work on operands of their own, one after the other: none finds its operands in a cache."""
+    if len(cases) == 1:
+        return cases[0]
+    turns = cycle([case.run for case in cases])
+    return Case(cases[0].who, lambda: next(turns)(), cases[0].enter)
 
 
 def once(case: Case, repeats: int = 1) -> float:
@@ -56,8 +81,8 @@ def once(case: Case, repeats: int = 1) -> float:
 
 
 def measure(group: Group, budget: Budget) -> dict[str, float]:
-    """Median seconds of every case by ``who``, the limit among them. A slow case takes part in fewer rounds."""
-    cases = (*group.cases, group.limit)
+    """Median seconds of every case by ``who``, the limits among them. A slow case takes part in fewer rounds."""
+    cases = (*group.cases, *group.limits)
     for case in cases:
         once(case)  # warms up
     quick = {case.who: once(case) for case in cases}

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lowbit.backends import cpu, registry
 from lowbit.bench import peers, probe
-from lowbit.bench.timing import Case, Group
-from lowbit.ops import OPS, OpSpec
+from lowbit.bench.timing import CACHES, Case, Group, rotating
+from lowbit.ops import OPS, Cost, OpSpec
 from lowbit.ops.spec import Workload
 
 
@@ -34,10 +35,22 @@ def items(rows: int, cols: int) -> Iterator[Item]:
 def _group(spec: OpSpec, label: str, work: Workload) -> Group:
     call = work.call()
     cost = spec.cost(call)
-    others = peers.of(spec.name, call)
+    calls = [call, *(_copy(call) for _ in range(_copies(cost) - 1))]
+    others = [list(peers.of(spec.name, one)) for one in calls]
     return Group(
-        spec.name, label, work.subject, cost.bytes, cost.flops, (*_ours(spec, call), *others), probe.limit(cost, call)
-    )
+        spec.name, label, work.subject, cost.bytes, cost.flops,
+        (*_ours(spec, calls, cost), *(rotating(same) for same in zip(*others, strict=True))), probe.limits(cost, call),
+    )  # fmt: skip
+
+
+def _copies(cost: Cost) -> int:
+    """How many operands take turns: enough that they come from memory, where that is what bounds a product."""
+    bound_by_memory = 0 < cost.flops < 64 * cost.bytes
+    return -(-CACHES // cost.bytes) if bound_by_memory and cost.bytes > 1 << 20 else 1
+
+
+def _copy(call: Any) -> Any:
+    return type(call)(*(value.clone() if isinstance(value, Tensor) else value for value in call))
 
 
 def isas() -> list[str]:
@@ -45,17 +58,29 @@ def isas() -> list[str]:
     return cpu.isas() if cpu.unavailable() is None else [""]
 
 
-def _ours(spec: OpSpec, call: Any) -> Iterator[Case]:
-    """lowbit's op on ``call`` with preallocated outputs: once for each instruction set."""
-    outs = {
-        name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in zip(spec.returns, spec.outputs(call), strict=True)
-    }
+#: Operations above which the scalar kernels, which are there as proof, would take minutes.
+_FOR_SCALAR = 1 << 30
+
+
+def _ours(spec: OpSpec, calls: list[Any], cost: Cost) -> Iterator[Case]:
+    """lowbit's op on ``calls`` in turn with preallocated outputs: once for each instruction set."""
     run = getattr(torch.ops.lowbit, f"{spec.name}_out")
-    chosen = registry.explaining((spec.name,), lambda: run(*call, **outs)).chosen
+    outs = [
+        {n: torch.empty(s, dtype=d) for n, (s, d) in zip(spec.returns, spec.outputs(call), strict=True)}
+        for call in calls
+    ]
+
+    def case(who: str, enter: Callable[[], None]) -> Case:
+        made = [lambda c=call, o=out: run(*c, **o) for call, out in zip(calls, outs, strict=True)]  # type: ignore[misc]
+        return rotating([Case(who, one, enter) for one in made])
+
+    chosen = registry.explaining((spec.name,), lambda: run(*calls[0], **outs[0])).chosen
     if chosen is None or chosen.backend == "reference":
-        yield Case("lowbit reference", lambda: run(*call, **outs))
+        yield case("lowbit reference", lambda: None)
         return
     for isa in isas():
-        enter: Callable[[], None] = (lambda isa=isa: torch.ops.lowbit_native.force_isa(isa)) if isa else (lambda: None)
-        yield Case(f"lowbit {isa}".strip(), lambda: run(*call, **outs), enter)
+        if isa != "scalar" or cost.flops < _FOR_SCALAR:
+            force: Callable[[], None] = (
+                (lambda isa=isa: torch.ops.lowbit_native.force_isa(isa)) if isa else lambda: None
+            )
+            yield case(f"lowbit {isa}".strip(), force)

@@ -56,6 +56,8 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
     m.def(
         "linear(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, "
         "Tensor? bias, Tensor(a!) out) -> ()");
+    m.def("spin(int arithmetic, int operations) -> bool");
+    m.def("read(Tensor x) -> int");
     m.def("keep(int[] numbers) -> int");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");

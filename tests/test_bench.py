@@ -48,7 +48,7 @@ def test_a_pattern_that_selects_nothing_is_an_error(pattern, message, tmp_path):
 def test_cases_take_turns():
     seen = []
     cases = [timing.Case(name, lambda name=name: seen.append(name)) for name in "abc"]
-    group = timing.Group("section", "op", "subject", 1, 0, tuple(cases[:2]), cases[2])
+    group = timing.Group("section", "op", "subject", 1, 0, tuple(cases[:2]), (cases[2],))
     seconds = timing.measure(group, timing.Budget(samples=4, sample_seconds=0.0, seconds=1.0))
     assert set(seconds) == {"a", "b", "c"}
     assert "".join(seen).endswith("abc" * 4)

@@ -134,8 +134,41 @@ void run_tile(bool scaled, int rows, const Tile& t) {
     scaled ? tile_of<Dot, true>(rows, t) : tile_of<Dot, false>(rows, t);
 }
 
+// `steps` times as many independent products as hide an instruction's latency, of nothing in memory.
+template <class Dot>
+int64_t spin(int64_t steps) {
+    constexpr int kChains = 12;
+    static volatile int32_t zero = 0;
+    const VecI a = VecI{} + zero, b = a;
+    typename Dot::Acc acc[kChains];
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) acc[i] = (typename Dot::Acc)(a + i);
+    for (int64_t step = 0; step < steps; ++step) {
+#pragma GCC unroll 12
+        for (int i = 0; i < kChains; ++i) acc[i] = Dot::dot(acc[i], a, b);
+    }
+#pragma GCC unroll 12
+    for (int i = 1; i < kChains; ++i) acc[0] += acc[i];
+    if (((VecI)acc[0])[0] == 1) zero = 0;  // the sums are used
+    return steps * kChains * kWidth * elements_per_dword(Dot::kind) * 2;
+}
+
+// Reads whole lines of 256 bytes, for benchmarks.
+inline int32_t read_lines(const void* data, int64_t lines) {
+    constexpr int kEach = 256 / sizeof(VecI);
+    const char* from = static_cast<const char*>(data);
+    VecI sums[kEach] = {};
+    for (; lines > 0; --lines, from += 256) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kEach; ++i) sums[i] ^= load<VecI>(from + i * sizeof(VecI));
+    }
+    for (int i = 1; i < kEach; ++i) sums[0] ^= sums[i];
+    return sums[0][0];
+}
+
 // The arithmetic that `Dot` stands for, in a table of kernels.
 template <class Dot>
 constexpr void add_kind(Kernels& kernels) {
     kernels.tile[static_cast<int>(Dot::kind)] = run_tile<Dot>;
+    kernels.spin[static_cast<int>(Dot::kind)] = spin<Dot>;
 }

@@ -179,6 +179,7 @@ constexpr Kernels plain_kernels() {
     Kernels k;
     k.nr = kNr;
     k.max_rows = LOWBIT_MM_ROWS;
+    k.read_lines = read_lines;
     k.unpack = unpack_any;
     k.decode_f32 = decode_f32_any;
     k.scale_blocks = scale_blocks_any;

@@ -97,6 +97,9 @@ struct Kernels {
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or u8s8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
+    // Multiplies and adds in registers alone, for benchmarks: how many operations that were.
+    int64_t (*spin[kNumKinds])(int64_t steps) = {};
+    int32_t (*read_lines)(const void* data, int64_t lines) = nullptr;  // of 256 bytes
     // Codes of `bits` bits to one a byte.
     void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) = nullptr;
     // fp32((value - zero) * scale).

@@ -28,7 +28,7 @@ def bench(
 ) -> None:
     """Measure every op, format and scheme on this CPU, on each instruction set, beside peers that are installed.
 
-    All cases of a group take turns with the machine's limit (a copy of as many bytes; torch's own product). Writes
+    All cases of a group take turns with the machine's limit (a copy of as many bytes; arithmetic in registers). Writes
     cpu.md, cpu.csv and cpu.png. Minutes in all; leave the machine alone meanwhile.
     """
     adopt("bench")
