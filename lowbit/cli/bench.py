@@ -24,6 +24,7 @@ def bench(
     directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Tiny inputs: shows that all runs, measures nothing.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
+    embed: Annotated[bool, typer.Option("--embed", help="A sentence encoder end to end, instead of the ops.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
     """Measure every op, format and scheme on this CPU, on each instruction set, beside peers that are installed.
@@ -34,6 +35,12 @@ def bench(
     adopt("bench")
     from lowbit.bench import run
 
+    if embed:
+        from lowbit.bench import embed as encoder
+
+        path = encoder.run(directory)
+        out.print(path.read_text(), markup=False, soft_wrap=True)
+        return
     items = run.select(only, quick)
     if list_only:
         for item in items:
