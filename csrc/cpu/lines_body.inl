@@ -119,9 +119,10 @@ struct Padded {
     }
 };
 
-// |x| / |factor|, a NaN with any sign; and the quotient's sign in the top bit.
+// x / factor: its magnitude (a NaN with any sign bit), its sign in the top bit; or both at once (NaN's sign is lost).
 struct Quotient {
     U magnitude, sign;
+    F value;
     U bits() const { return magnitude | sign; }
 };
 struct Divide {
@@ -129,9 +130,9 @@ struct Divide {
     template <Factors::Mode mode>
     LOWBIT_INLINE Quotient by(U x, const Factor& factor) const {
         const U a = x & magnitude, d = (U)factor.by;
-        if (mode == Factors::kNone) return {a, x & sign};
-        if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x & sign};
-        return {(U)((F)a / (F)(d & magnitude)), (x ^ d) & sign};
+        if (mode == Factors::kNone) return {a, x & sign, (F)x};
+        if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x & sign, (F)x * factor.by};
+        return {(U)((F)a / (F)(d & magnitude)), (x ^ d) & sign, (F)x / factor.by};
     }
 };
 
@@ -195,6 +196,12 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
     const uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1u);
     int64_t g = 0;
+    if (bits == 4) {
+        for (; g + kLanes / 2 <= groups; g += kLanes / 2) {
+            const U nibbles = load<U>(codes + 8 * g) & 0x0f0f0f0fu, bytes = nibbles | nibbles >> 4;
+            store(out + 4 * g, narrow_words((bytes & 0xffu) | ((bytes >> 8) & 0xff00u)));
+        }
+    }
     for (; g * bits + 8 <= groups * bits; ++g) store(out + g * bits, pack_group(load<uint64_t>(codes + 8 * g), mask));
     lines_scalar().pack(codes + 8 * g, groups - g, bits, out + g * bits);
 }
@@ -202,6 +209,12 @@ void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
 void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     const uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1u);
     int64_t g = 0;
+    if (bits == 4) {
+        for (; g + kLanes / 2 <= groups; g += kLanes / 2) {
+            const U words = widen(load<H>(packed + 4 * g)), bytes = (words | words << 8) & 0x00ff00ffu;
+            store(codes + 8 * g, (bytes | bytes << 4) & 0x0f0f0f0fu);
+        }
+    }
     for (; g * bits + 8 <= groups * bits; ++g)
         store(codes + 8 * g, unpack_group(load<uint64_t>(packed + g * bits), mask));
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);

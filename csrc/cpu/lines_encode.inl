@@ -106,23 +106,25 @@ struct IntegerStochastic : IntegerCodes {
 // Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of those
 // that are left. Missing ones are Inf, below which everything lies.
 struct CodebookNearest {
-    Table thresholds;
+    Table by4, by2, by1;  // from entry 3, 1 and 0 on
     const F middle;
-    const U nan;
-    explicit CodebookNearest(const Encoder& e) : middle(splat(threshold(e, 7))), nan(splat(e.nan_code)) {
-        float t[16];
-        for (int k = 0; k < 16; ++k) t[k] = threshold(e, k);
-        __builtin_memcpy(thresholds, t, sizeof t);
+    const I nan;
+    explicit CodebookNearest(const Encoder& e) : middle((F)held(threshold(e, 7))), nan((I)held(e.nan_code)) {
+        uint32_t t[16 + 3];
+        for (int k = 0; k < 19; ++k) t[k] = threshold(e, k);
+        __builtin_memcpy(by4, t + 3, sizeof by4);
+        __builtin_memcpy(by2, t + 1, sizeof by2);
+        __builtin_memcpy(by1, t, sizeof by1);
     }
-    static float threshold(const Encoder& e, int k) { return float_of(k < e.num_thresholds ? e.thresholds[k] : kInf); }
+    static uint32_t threshold(const Encoder& e, int k) { return k < e.num_thresholds ? e.thresholds[k] : kInf; }
 
     LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const {
-        const F v = (F)q.bits();
-        U code = (U)(v > middle) & 8u;
-        code |= (U)(v > lookup(thresholds, code + 3u)) & 4u;
-        code |= (U)(v > lookup(thresholds, code + 1u)) & 2u;
-        code |= (U)(v > lookup(thresholds, code)) & 1u;
-        return q.magnitude > splat(kInf) ? nan : code;
+        const F v = q.value;
+        I code = v > middle ? I{} + 8 : I{};
+        code = v > lookup(by4, (U)code) ? code + 4 : code;
+        code = v > lookup(by2, (U)code) ? code + 2 : code;
+        code = v > lookup(by1, (U)code) ? code + 1 : code;
+        return (U)(v == v ? code : nan);
     }
 };
 

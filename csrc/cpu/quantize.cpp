@@ -23,8 +23,7 @@ void run_with_scales(const Job& job, const Scales& from) {
     const Blocks& b = job.blocks;
     const int bytes = scale_bytes(job.rule.scale_format);
     plain_tiles(b).run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile&) {
-        const int64_t first = t.row / b.height * b.across + t.begin / b.width;
-        const int64_t count = (t.end - 1) / b.width - t.begin / b.width + 1;
+        const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         const void* zero_points = job.rule.affine ? static_cast<const uint8_t*>(from.zero_point) + first : nullptr;
         job.line.read_scales(static_cast<const uint8_t*>(from.scale) + first * bytes, zero_points, count, job.rule,
                              from.outer, worker.room(count));
@@ -37,8 +36,7 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     const Blocks& b = job.blocks;
     const int bytes = scale_bytes(job.rule.scale_format);
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
-        const int64_t first = t.row / b.height * b.across + t.begin / b.width,
-                      count = (t.end - t.begin + b.width - 1) / b.width;
+        const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         worker.measure(job, t);
         worker.broken = job.line.make_scales(
             worker.stats.high.data(), worker.stats.low.data(), count, job.rule, to.outer,
@@ -70,7 +68,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
             const int64_t begin = whole ? column * width : column / pieces * b.width + column % pieces * kRun;
             const int64_t end = std::min(begin + width, block_end);
             if (row >= bottom || begin >= end) continue;
-            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0}, job.scheme.affine);
+            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine);
             const size_t at = static_cast<size_t>(row / b.height * b.across + begin / b.width);
             for (size_t j = 0; j < static_cast<size_t>((end - begin + b.width - 1) / b.width); ++j) {
                 raise(high[at + j], stats.high[j]);
@@ -88,8 +86,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
                              to.zero_point, {value.data(), divisor.data(), zero.data()});
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
-        const int64_t first = t.row / b.height * b.across + t.begin / b.width;
-        const int64_t blocks = (t.end - 1) / b.width - t.begin / b.width + 1;
+        const int64_t first = t.block_row * b.across + t.block, blocks = t.blocks(b.width);
         const ScaleLine line = worker.room(blocks);
         std::copy_n(value.data() + first, blocks, line.value);
         std::copy_n(divisor.data() + first, blocks, line.divisor);

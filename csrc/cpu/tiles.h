@@ -18,6 +18,11 @@ constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole b
 constexpr int64_t kTall = 1 << 16;   // elements of a tile of several rows of whole blocks: a fraction of the second-level
                                      // cache
 
+// Divisions of 64 bits take as long as a hundred elements.
+inline int64_t quotient_of(int64_t a, int64_t b) {
+    return ((a | b) >> 31) == 0 ? static_cast<int64_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b)) : a / b;
+}
+
 // How a scheme's blocks lie on the matrix.
 struct Blocks {
     Blocks(Shape s, const SchemeParams& p)
@@ -30,9 +35,10 @@ struct Blocks {
     int64_t rows, cols, height, width, down, across;
 };
 
-// Rows [row, row + height) of one row of blocks, columns [begin, end).
+// Rows [row, row + height) of one row of blocks, columns [begin, end), from block number `block` of its row on.
 struct Tile {
-    int64_t row, height, begin, end, index;
+    int64_t row, height, begin, end, index, block_row, block;
+    int64_t blocks(int64_t width) const { return quotient_of(end - 1, width) - block + 1; }
 };
 
 // Numbers of tiles of at most `height` rows and `width` columns; `width` never straddles a block if it is larger than
@@ -49,9 +55,11 @@ class Tiles {
     int64_t count() const { return b_.down * down_ * across_; }
     int64_t elements() const { return height_ * std::min(width_, b_.cols); }
     Tile at(int64_t i) const {
-        const int64_t strip = i / across_, first = strip / down_ * b_.height, row = first + strip % down_ * height_;
-        const int64_t end = std::min({row + height_, first + b_.height, b_.rows}), begin = i % across_ * width_;
-        return {row, std::max<int64_t>(end - row, 0), begin, std::min(begin + width_, b_.cols), i};
+        const int64_t strip = quotient_of(i, across_), block_row = quotient_of(strip, down_);
+        const int64_t top = block_row * b_.height, row = top + (strip - block_row * down_) * height_;
+        const int64_t bottom = std::min({row + height_, top + b_.height, b_.rows});
+        const int64_t begin = (i - strip * across_) * width_, end = std::min(begin + width_, b_.cols);
+        return {row, std::max<int64_t>(bottom - row, 0), begin, end, i, block_row, quotient_of(begin, b_.width)};
     }
     // Calls f(number of a tile, its first column) for the tiles that touch a block, in order.
     template <class F>
@@ -68,9 +76,12 @@ class Tiles {
         const Lines& line = lines();
         parallel_for(count(), (kGrain + elements() - 1) / elements(), [&](int64_t first, int64_t last) {
             Worker& worker = Worker::mine();
+            Tile now = at(backwards ? last - 1 : first);
             for (int64_t i = first; i < last; ++i) {
-                const int64_t at_end = std::min(i + 1, last - 1);
-                f(worker, at(backwards ? first + last - 1 - i : i), at(backwards ? first + last - 1 - at_end : at_end));
+                const int64_t after = std::min(i + 1, last - 1);
+                const Tile next = at(backwards ? first + last - 1 - after : after);
+                f(worker, now, next);
+                now = next;
             }
             line.fence();
         });
@@ -99,8 +110,8 @@ class Stats {
     void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
         const int64_t n = t.end - t.begin;
         const bool narrow = b.width < kNarrow;
-        const int64_t slots = narrow ? n : (n + b.width - 1) / b.width;
-        const size_t room = static_cast<size_t>((slots + kAlign - 1) / kAlign * kAlign);
+        const int64_t slots = narrow ? n : t.blocks(b.width);
+        const size_t room = static_cast<size_t>((slots + kAlign - 1) & -kAlign);
         high.assign(room, 0);
         low.assign(room, 0);
         for (int64_t r = t.row; r < t.row + t.height; ++r) {

@@ -63,7 +63,7 @@ class Worker {
 
     // Room for the scales of the blocks that a tile touches, from the one at its first column on.
     ScaleLine room(int64_t blocks) {
-        const size_t wanted = static_cast<size_t>((blocks + kAlign - 1) / kAlign * kAlign);
+        const size_t wanted = static_cast<size_t>((blocks + kAlign - 1) & -kAlign);
         for (auto* v : {&value_, &divisor_, &zero_}) {
             if (v->size() < wanted) v->resize(wanted);
         }
@@ -88,7 +88,7 @@ class Worker {
             std::memcpy(copy_.data() + r * bytes, at_run(job.x, {t.row + r, t.begin, width}),
                         static_cast<size_t>(bytes));
         }
-        stats.of(job.line, {copy_.data(), job.x.dtype, width}, job.blocks, {0, t.height, 0, width, 0},
+        stats.of(job.line, {copy_.data(), job.x.dtype, width}, job.blocks, {0, t.height, 0, width, 0, 0, 0},
                  job.scheme.affine);
     }
 
@@ -97,7 +97,10 @@ class Worker {
         local_ &= next != nullptr;
         for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
             const int64_t count = std::min(kRun, t.end - begin);
-            spread_factors(job, t, begin, count);
+            first_ = quotient_of(begin, job.blocks.width);
+            lead_ = (first_ + 1) * job.blocks.width - begin;
+            first_ -= t.block;
+            spread_factors(job, count);
             for (int64_t row = t.row; row < t.row + t.height; ++row) {
                 const Run run{row, begin, count};
                 const void* ahead = static_cast<const char*>(at_run(job.x, run)) + kAhead;
@@ -107,7 +110,7 @@ class Worker {
                     continue;
                 }
                 const uint8_t* codes = job.stored ? unpacked(job, run) : encoded(job, t, run, ahead);
-                if (job.decoder) decode(job, t, run, codes);
+                if (job.decoder) decode(job, run, codes);
             }
         }
     }
@@ -127,29 +130,30 @@ class Worker {
     std::unique_ptr<SlopeLine> slope_;
     bool local_ = false;     // whether copy_ holds the tile
     bool each_own_ = false;  // whether factors are spread out to one an element
+    int64_t first_ = 0;      // number among the tile's scales of that of the columns at work
+    int64_t lead_ = 0;       // how many of these columns have it
 
     const void* from(const Job& job, const Tile& t, const Run& run) const {
         if (!local_) return at_run(job.x, run);
         return copy_.data() + ((run.row - t.row) * (t.end - t.begin) + run.begin - t.begin) * size_of(job.x.dtype);
     }
 
-    // Calls f(column within the run, count, number of its scale) for each block in columns [begin, begin + count).
+    // Calls f(column within the run, count, number of its scale) for each block of the columns at work.
     template <class F>
-    void each_block(const Job& job, const Tile& t, int64_t begin, int64_t count, const F& f) const {
-        const int64_t width = job.blocks.width, end = begin + count;
-        for (int64_t j = begin / width; j * width < end; ++j) {
-            const int64_t first = std::max(begin, j * width), last = std::min(end, (j + 1) * width);
-            f(first - begin, last - first, static_cast<size_t>(j - t.begin / width));
+    void each_block(const Job& job, int64_t count, const F& f) const {
+        size_t block = static_cast<size_t>(first_);
+        for (int64_t at = 0, end = lead_; at < count; at = end, end += job.blocks.width, ++block) {
+            f(at, std::min(end, count) - at, block);
         }
     }
 
     // Blocks that vectors do not divide: one factor an element, for the same columns of all rows.
-    void spread_factors(const Job& job, const Tile& t, int64_t begin, int64_t count) {
-        const int64_t width = job.blocks.width, lead = width - begin % width;
-        each_own_ = width > 1 && width % kAlign != 0 && lead < count;
+    void spread_factors(const Job& job, int64_t count) {
+        const int64_t width = job.blocks.width;
+        each_own_ = width > 1 && width % kAlign != 0 && lead_ < count;
         if (!each_own_) return;
         if (!spread_) spread_.reset(new Spread);
-        each_block(job, t, begin, count, [&](int64_t at, int64_t n, size_t block) {
+        each_block(job, count, [&](int64_t at, int64_t n, size_t block) {
             std::fill_n(spread_->divisor + at, n, divisors(job)[block]);
             std::fill_n(spread_->value + at, n, value_[block]);
             if (job.scheme.affine) std::fill_n(spread_->zero + at, n, zero_[block]);
@@ -158,15 +162,15 @@ class Worker {
     // An inverse scale's divisor is the scale: it is never zero.
     const float* divisors(const Job& job) const { return job.inverse ? value_.data() : divisor_.data(); }
 
-    // What a run is divided by, or else multiplied with.
-    Factors factors(const Job& job, const Tile& t, const Run& run, bool divide) const {
-        const float* zeros = job.scheme.affine ? (each_own_ ? spread_->zero : zero_.data()) : nullptr;
+    // What the columns at work are divided by, or else multiplied with.
+    Factors factors(const Job& job, bool divide) const {
+        const float* zeros = !job.scheme.affine ? nullptr : each_own_ ? spread_->zero : zero_.data() + first_;
         if (each_own_) return {Factors::kEach, divide ? spread_->divisor : spread_->value, zeros};
-        const int64_t width = job.blocks.width, block = run.begin / width, at = block - t.begin / width;
-        if (zeros) zeros += at;
-        if (width == 1) return {Factors::kEach, (divide ? divisors(job) : value_.data()) + at, zeros};
+        if (job.blocks.width == 1) {
+            return {Factors::kEach, (divide ? divisors(job) : value_.data()) + first_, zeros};
+        }
         return {divide && job.inverse ? Factors::kInverse : Factors::kBlocks,
-                (divide ? divisor_ : value_).data() + at, zeros, (block + 1) * width - run.begin, width};
+                (divide ? divisor_ : value_).data() + first_, zeros, lead_, job.blocks.width};
     }
 
     const uint8_t* unpacked(const Job& job, const Run& run) {
@@ -180,9 +184,9 @@ class Worker {
     void encode(const Job& job, const Tile& t, const Run& run, const void* ahead, uint8_t* codes) {
         const Encoder& e = *job.encoder;
         const uint16_t* noise = e.stochastic ? scratch_.noise_at(job.line, job.rng, run) : nullptr;
-        job.line.encode(e, from(job, t, run), job.x.dtype, run.count, factors(job, t, run, true), noise, ahead, codes);
+        job.line.encode(e, from(job, t, run), job.x.dtype, run.count, factors(job, true), noise, ahead, codes);
         if (!broken) return;
-        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, size_t block) {
+        each_block(job, run.count, [&](int64_t at, int64_t n, size_t block) {
             if (is_nan(bits_of(value_[block]))) {
                 std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));
             }
@@ -199,8 +203,8 @@ class Worker {
         return nullptr;
     }
 
-    void decode(const Job& job, const Tile& t, const Run& run, const uint8_t* codes) {
-        job.line.decode(*job.decoder, codes, run.count, factors(job, t, run, false), at_run(job.out, run),
+    void decode(const Job& job, const Run& run, const uint8_t* codes) {
+        job.line.decode(*job.decoder, codes, run.count, factors(job, false), at_run(job.out, run),
                         job.out.dtype);
     }
 
@@ -208,7 +212,7 @@ class Worker {
     void backward(const Job& job, const Tile& t, const Run& run, const void* ahead) {
         const void *x = from(job, t, run), *grad = at_run(job.grad, run);
         uint8_t* kept = scratch_.codes;
-        job.line.in_range(*job.encoder, x, job.x.dtype, run.count, factors(job, t, run, true), ahead, kept);
+        job.line.in_range(*job.encoder, x, job.x.dtype, run.count, factors(job, true), ahead, kept);
         size_of(job.grad.dtype) == 4 ? select<uint32_t>(grad, kept, run.count, at_run(job.out, run))
                                      : select<uint16_t>(grad, kept, run.count, at_run(job.out, run));
         if (job.slopes) add_slopes(job, t, run, x, grad, kept);
@@ -219,13 +223,13 @@ class Worker {
                     const uint8_t* kept) {
         if (!slope_) slope_.reset(new SlopeLine);
         SlopeLine& s = *slope_;
-        const Factors divide = factors(job, t, run, true);
+        const Factors divide = factors(job, true);
         job.line.encode(*job.encoder, x, job.x.dtype, run.count, divide, nullptr, x, s.codes);
         job.line.quotients(x, job.x.dtype, run.count, divide, s.quotient);
         job.line.decode(*job.decoder, s.codes, run.count, {}, s.level, Dtype::kFloat32);
         job.line.quotients(grad, job.grad.dtype, run.count, {}, s.grad);
         float* sums = job.slopes + t.index * job.slots;
-        each_block(job, t, run.begin, run.count, [&](int64_t at, int64_t n, size_t block) {
+        each_block(job, run.count, [&](int64_t at, int64_t n, size_t block) {
             const float zero_point = job.scheme.affine ? zero_[block] : 0.0f;
             sums[block] += sum_slopes(kept + at, s.level + at, s.quotient + at, s.grad + at, zero_point, n);
         });
