@@ -81,7 +81,7 @@ void tile(const Tile& t) {
     }
     const uint32_t* a = t.a;
     const uint32_t* b = t.b;
-    for (int64_t d = 0; d < t.depth; ++d, ++a, b += kNr) {
+    auto step = [&]() __attribute__((always_inline)) {
         VecI column[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) column[v] = load<VecI>(b + v * kWidth);
@@ -91,7 +91,17 @@ void tile(const Tile& t) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], row, column[v]);
         }
+        ++a;
+        b += kNr;
+    };
+    const uint8_t* const* ahead = t.ahead;
+    int64_t d = t.depth;
+    for (; d >= kAheadSteps; d -= kAheadSteps) {
+        __builtin_prefetch(*ahead++, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < kAheadSteps; ++i) step();
     }
+    for (; d > 0; --d) step();
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
