@@ -42,23 +42,46 @@ inline VecF to_float(Acc acc) {
     }
 }
 
-// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first.
-template <class Dot, bool kScaled>
-inline void add_sums(const Tile& t, int row, int column, typename Dot::Acc acc) {
+// Adds the sums of rows [row, row + kRows) of a tile to c; see Tile. The product of the scales comes first.
+template <class Dot, bool kScaled, bool kFresh, int kRows>
+inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRows][kVectors]) {
     using Acc = typename Dot::Acc;
-    char* at = static_cast<char*>(t.c) + (row * t.c_stride + column) * 4;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            char* at = static_cast<char*>(t.c) + ((row + r) * t.c_stride + v * kWidth) * 4;
+            if constexpr (kScaled) {
+                const VecF scale = broadcast(t.a_scale[row + r]) * load<VecF>(t.b_scale + v * kWidth);
+                store(at, kFresh ? to_float(acc[r][v]) * scale : fused(to_float(acc[r][v]), scale, load<VecF>(at)));
+            } else if constexpr (kFresh || __is_same(Acc, VecF)) {
+                store(at, acc[r][v]);  // fp32 sums started from c
+            } else {
+                store(at, load<VecI>(at) + acc[r][v]);
+            }
+        }
+    }
+}
+
+// The same after the corrections of u8s8. By value: stores to c cannot change it.
+template <class Dot, bool kScaled, int kRows>
+inline void add_sums(const Tile t, int row, typename Dot::Acc (&acc)[kRows][kVectors]) {
     if constexpr (Dot::kind == Kind::u8s8) {
-        if (t.a_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
-        if (t.b_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_sum[row])) * load<VecI>(t.b_zero + column);
+        auto correct = [&](const int32_t* of_rows, const int32_t* of_columns) {
+            if (of_rows == nullptr || of_columns == nullptr) return;
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; ++v) {
+                    const VecI less = load<VecI>(of_columns + v * kWidth);
+                    acc[r][v] -= broadcast(static_cast<uint32_t>(of_rows[row + r])) * less;
+                }
+            }
+        };
+        correct(t.a_zero, t.b_sum);
+        correct(t.a_sum, t.b_zero);
     }
-    if constexpr (kScaled) {
-        const VecF scale = broadcast(t.a_scale[row]) * load<VecF>(t.b_scale + column);
-        store(at, t.fresh ? to_float(acc) * scale : fused(to_float(acc), scale, load<VecF>(at)));
-    } else if constexpr (__is_same(Acc, VecF)) {
-        store(at, acc);  // it started from c
-    } else {
-        store(at, t.fresh ? acc : load<VecI>(at) + acc);
-    }
+    t.fresh ? put_sums<Dot, kScaled, true>(t, row, acc) : put_sums<Dot, kScaled, false>(t, row, acc);
 }
 
 template <class Dot, bool kScaled, int kRows>
@@ -102,11 +125,7 @@ void tile(const Tile& t) {
         for (int i = 0; i < kAheadSteps; ++i) step();
     }
     for (; d > 0; --d) step();
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) add_sums<Dot, kScaled>(t, r, v * kWidth, acc[r][v]);
-    }
+    add_sums<Dot, kScaled>(t, 0, acc);
 }
 
 // fp32 operands have their scales multiplied in when they are decoded, so their tiles have none.
