@@ -112,11 +112,14 @@ void segment(const Tile& t) {
     multiply_add<Sums::kind == Kind::u8s8, kBoth>(t);
     store_sums<kBoth>(sums, kNr);
     for (int r = 0; r < (kBoth ? 2 : 1) * kSide; ++r) {
-        for (int v = 0; v < kNr; v += kWidth) {
-            auto sum = load<typename Sums::Acc>(sums + r * kNr + v);
-            if (Sums::kind == Kind::u8s8 && t.start != nullptr) sum += load<typename Sums::Acc>(t.start + v);
-            add_sums<Sums, kScaled>(t, r, v, sum);
+        typename Sums::Acc sum[1][kVectors];
+        for (int v = 0; v < kVectors; ++v) {
+            sum[0][v] = load<typename Sums::Acc>(sums + r * kNr + v * kWidth);
+            if constexpr (Sums::kind == Kind::u8s8) {
+                if (t.start != nullptr) sum[0][v] += load<VecI>(t.start + v * kWidth);
+            }
         }
+        add_sums<Sums, kScaled>(t, r, sum);
     }
 }
 

@@ -42,23 +42,46 @@ inline VecF to_float(Acc acc) {
     }
 }
 
-// Adds one row of a tile's sums to c; see Tile. The product of the scales comes first.
-template <class Dot, bool kScaled>
-inline void add_sums(const Tile& t, int row, int column, typename Dot::Acc acc) {
+// Adds the sums of rows [row, row + kRows) of a tile to c; see Tile. The product of the scales comes first.
+template <class Dot, bool kScaled, bool kFresh, int kRows>
+inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRows][kVectors]) {
     using Acc = typename Dot::Acc;
-    char* at = static_cast<char*>(t.c) + (row * t.c_stride + column) * 4;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            char* at = static_cast<char*>(t.c) + ((row + r) * t.c_stride + v * kWidth) * 4;
+            if constexpr (kScaled) {
+                const VecF scale = broadcast(t.a_scale[row + r]) * load<VecF>(t.b_scale + v * kWidth);
+                store(at, kFresh ? to_float(acc[r][v]) * scale : fused(to_float(acc[r][v]), scale, load<VecF>(at)));
+            } else if constexpr (kFresh || __is_same(Acc, VecF)) {
+                store(at, acc[r][v]);  // fp32 sums started from c
+            } else {
+                store(at, load<VecI>(at) + acc[r][v]);
+            }
+        }
+    }
+}
+
+// The same after the corrections of u8s8. By value: stores to c cannot change it.
+template <class Dot, bool kScaled, int kRows>
+inline void add_sums(const Tile t, int row, typename Dot::Acc (&acc)[kRows][kVectors]) {
     if constexpr (Dot::kind == Kind::u8s8) {
-        if (t.a_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_zero[row])) * load<VecI>(t.b_sum + column);
-        if (t.b_zero != nullptr) acc -= broadcast(static_cast<uint32_t>(t.a_sum[row])) * load<VecI>(t.b_zero + column);
+        auto correct = [&](const int32_t* of_rows, const int32_t* of_columns) {
+            if (of_rows == nullptr || of_columns == nullptr) return;
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; ++v) {
+                    const VecI less = load<VecI>(of_columns + v * kWidth);
+                    acc[r][v] -= broadcast(static_cast<uint32_t>(of_rows[row + r])) * less;
+                }
+            }
+        };
+        correct(t.a_zero, t.b_sum);
+        correct(t.a_sum, t.b_zero);
     }
-    if constexpr (kScaled) {
-        const VecF scale = broadcast(t.a_scale[row]) * load<VecF>(t.b_scale + column);
-        store(at, t.fresh ? to_float(acc) * scale : fused(to_float(acc), scale, load<VecF>(at)));
-    } else if constexpr (__is_same(Acc, VecF)) {
-        store(at, acc);  // it started from c
-    } else {
-        store(at, t.fresh ? acc : load<VecI>(at) + acc);
-    }
+    t.fresh ? put_sums<Dot, kScaled, true>(t, row, acc) : put_sums<Dot, kScaled, false>(t, row, acc);
 }
 
 template <class Dot, bool kScaled, int kRows>
@@ -81,7 +104,7 @@ void tile(const Tile& t) {
     }
     const uint32_t* a = t.a;
     const uint32_t* b = t.b;
-    for (int64_t d = 0; d < t.depth; ++d, ++a, b += kNr) {
+    auto step = [&]() __attribute__((always_inline)) {
         VecI column[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) column[v] = load<VecI>(b + v * kWidth);
@@ -91,12 +114,18 @@ void tile(const Tile& t) {
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], row, column[v]);
         }
+        ++a;
+        b += kNr;
+    };
+    const uint8_t* const* ahead = t.ahead;
+    int64_t d = t.depth;
+    for (; d >= kAheadSteps; d -= kAheadSteps) {
+        __builtin_prefetch(*ahead++, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < kAheadSteps; ++i) step();
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) add_sums<Dot, kScaled>(t, r, v * kWidth, acc[r][v]);
-    }
+    for (; d > 0; --d) step();
+    add_sums<Dot, kScaled>(t, 0, acc);
 }
 
 // fp32 operands have their scales multiplied in when they are decoded, so their tiles have none.

@@ -19,7 +19,8 @@ constexpr int kNumKinds = 4;
 
 constexpr int64_t elements_per_dword(Kind kind) { return kind == Kind::f32 ? 1 : kind == Kind::u8s8 ? 4 : 2; }
 
-// Depth, in dwords, of what is decoded at a time. A panel of b (32 columns) then fits the first-level cache.
+// Depth, in dwords, of what is decoded at a time, at most. Vector tiles take half: a panel of b (16 KiB) then stays in
+// the first-level cache beside the rows of a tile; matrix tiles load and store their sums for every one of them.
 constexpr int64_t kTileDepth = 256;
 // Dwords from one row of a to the next in the tile kernels: not a multiple of 4 KiB, and a constant, so that the
 // rows of a tile are reached by displacements from one pointer.
@@ -28,6 +29,9 @@ constexpr int64_t kTileStride = kTileDepth + 16;
 constexpr int64_t kSlack = 64;
 // Transposes turn 16 dwords of depth at a time: the last ones of a segment may lie past its end, but not the panel's.
 static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
+
+// Steps of a tile from one line that it fetches for later to the next.
+constexpr int64_t kAheadSteps = 4;
 
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
 // u8s8: the segment's sum is start[n] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
@@ -40,6 +44,7 @@ struct Tile {
     void* c = nullptr;
     int64_t c_stride = 0;
     bool fresh = false;  // c holds nothing yet: it is stored, not added to
+    const uint8_t* const* ahead = nullptr;  // [depth / kAheadSteps] lines to fetch meanwhile, for later
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
     const int32_t* start = nullptr;   // null: zeros

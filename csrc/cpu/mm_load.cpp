@@ -223,13 +223,16 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
 }
 
 void Loader::scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const {
-    int64_t block = -1;
-    float scale = 1.0f;
+    const Segment& last = segments[num_segments - 1];
+    levels[0] = 1.0f;
+    if (operand.has_codes()) row_scales(operand, row, segments[0].begin, last.begin + last.length, levels);
+    int64_t block = 0, end = (segments[0].begin / operand.block_cols + 1) * operand.block_cols;
     for (int i = 0; i < num_segments; ++i) {
-        const int64_t here = segments[i].begin / operand.block_cols;
-        if (here != block) scale = scale_at(operand, row, segments[i].begin);
-        block = here;
-        out[i * stride] = scale;
+        if (operand.has_codes() && segments[i].begin == end) {  // a block never ends within a segment
+            ++block;
+            end += operand.block_cols;
+        }
+        out[i * stride] = levels[block];
     }
 }
 

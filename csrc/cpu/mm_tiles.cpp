@@ -23,6 +23,8 @@ constexpr int64_t kLeastRows = 64;          // else this many
 constexpr int64_t kGroup = 4;               // panels that a thread multiplies with a chunk of a before the next chunk
 constexpr int64_t kStreamBytes = 8 << 20;   // larger outputs bypass the caches
 constexpr int64_t kLine = 64;
+constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;   // of a row of b, in a chunk
+constexpr int64_t kAheadPad = kTileDepth / kAheadSteps;
 
 // Hands out parts of a piece of memory; from null, it only finds how much is needed.
 class Parts {
@@ -67,12 +69,12 @@ struct Cuts {
     int64_t num_chunks = 0, num_segments = 0;
 
     Cuts(const Plan& plan, int64_t depth, Arena& arena) {
-        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), kTileDepth);
+        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), plan.chunk_dwords);
         int64_t blocks = 1;
         if (plan.a_block > 0) blocks += ceil_div(depth, plan.a_block);
         if (plan.b_block > 0) blocks += ceil_div(depth, plan.b_block);
         // Blocks are padded; and two chunks that follow each other would not fit into one.
-        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, kTileDepth)) + 1 : whole;
+        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, plan.chunk_dwords)) + 1 : whole;
         place(Parts(arena.reserve(place(Parts(nullptr), most, blocks + most))), most, blocks + most);
         for (int64_t k = 0; k < depth;) {
             const int count = cut_chunk(plan, k, depth, segments + num_segments);
@@ -105,13 +107,20 @@ struct Corrections {
 
 // A block of a's rows, decoded.
 struct Shared {
-    uint32_t* a;       // [chunks, rows, kTileStride]
+    uint32_t* a;       // [chunks / slots, rows, kTileStride]: chunks that are half as deep lie side by side
     Sums a_sums;       // [segments, rows]
     float* row_scale;  // [rows], for the epilogue
+    int64_t slots, slot;
+
+    uint32_t* chunk(int64_t index, int64_t row) const {
+        return a + (index / slots * a_sums.stride + row) * kTileStride + index % slots * slot;
+    }
 
     size_t place(const Plan& plan, const Corrections& need, const Cuts& cuts, int64_t rows, uint8_t* base) {
         Parts parts(base);
-        parts.take(a, cuts.num_chunks * rows * kTileStride);
+        slots = kTileDepth / plan.chunk_dwords;
+        slot = plan.chunk_dwords;
+        parts.take(a, ceil_div(cuts.num_chunks, slots) * rows * kTileStride);
         parts.take(row_scale, rows);
         a_sums.stride = rows;
         if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
@@ -127,6 +136,7 @@ struct Worker {
     float *scales, *zeros;
     uint8_t* raw;
     float* levels;
+    const uint8_t** ahead;
     uint32_t* c;    // [rows, c_stride]: fp32 or int32
     int64_t* wide;  // [rows, c_stride]
     int64_t c_stride;
@@ -143,6 +153,7 @@ struct Worker {
         parts.take(zeros, kMaxPanelBlocks * nr);
         parts.take(raw, kRawBytes);
         parts.take(levels, kMaxBlocks);
+        parts.take(ahead, nr * kMaxLines + kAheadPad);
         parts.take(c, rows * c_stride);
         if (plan.wide) parts.take(wide, rows * c_stride);
         parts.take(col_scale, kGroup * nr);
@@ -161,7 +172,7 @@ class TileProduct {
   public:
     TileProduct(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial)
         : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), need_(problem, plan), cuts_(plan, problem.depth, arena(0)) {
-        const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
+        const int64_t fit = kSharedBytes / (cuts_.num_chunks * plan.chunk_dwords * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
         const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
@@ -180,10 +191,6 @@ class TileProduct {
     static Arena& arena(int index) {
         thread_local Arena arenas[2];
         return arenas[index];
-    }
-
-    uint32_t* a_chunk(int64_t chunk, int64_t row) const {
-        return s_.a + (chunk * s_.a_sums.stride + row) * kTileStride;
     }
 
     static Sums from(Sums sums, int64_t offset) {
@@ -207,7 +214,7 @@ class TileProduct {
         const Chunk& chunk = cuts_.chunks[index];
         const int64_t count = std::min(kTurned, rows_ - row);
         const Sums sums = from(s_.a_sums, chunk.first * s_.a_sums.stride + row);
-        a.load(row0_ + row, count, cuts_.segments + chunk.first, chunk.count, a_chunk(index, row), sums);
+        a.load(row0_ + row, count, cuts_.segments + chunk.first, chunk.count, s_.chunk(index, row), sums);
         if (index == 0 && in_epilogue(p_.a, plan_.a_folded)) {
             for (int64_t r = row; r < row + count; ++r) {
                 s_.row_scale[r] = row_scale(p_.a, plan_.a_folded, row0_ + r);
@@ -217,7 +224,7 @@ class TileProduct {
         // Rows that pad the last register tile are zero; no result of theirs is stored.
         const int64_t padded = RowTiles(rows_, plan_, kernels_).padded();
         for (int64_t r = rows_; r < padded; ++r) {
-            std::memset(a_chunk(index, r), 0, static_cast<size_t>(kTileStride) * 4);
+            std::memset(s_.chunk(index, r), 0, static_cast<size_t>(plan_.chunk_dwords) * 4);
             for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
                 const int64_t at = s * s_.a_sums.stride + r;
                 if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
@@ -311,18 +318,21 @@ class TileProduct {
             const PanelLoader b{t_.p_.b, kernels, plan, w_.b_rows, w_.scales, w_.zeros, w_.raw, w_.levels};
             b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
             b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, t_.need_.a_zero, w_.b_sums, w_.start);
+            look_ahead(next_chunk, next_col);
+            int64_t ahead = 0;
             const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
             for (int64_t i = first_; i < last_; ++i) {
                 const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
-                prefetch(next_chunk, next_col, i);
                 Tile tile;
                 tile.c = w_.c + row * w_.c_stride + col;
                 tile.c_stride = w_.c_stride;
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
-                    tile.a = t_.a_chunk(index, row) + segments[s].dword;
+                    tile.a = t_.s_.chunk(index, row) + segments[s].dword;
                     tile.b = w_.b_panel + segments[s].dword * kernels.nr;
                     tile.depth = segments[s].dwords;
+                    tile.ahead = w_.ahead + std::min(ahead, num_ahead_);
+                    ahead += tile.depth / kAheadSteps;
                     put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * w_.b_sums.stride);
                     tile_kernel(plan.scaled, static_cast<int>(rows), tile);
                     tile.fresh = false;
@@ -331,20 +341,22 @@ class TileProduct {
             }
         }
 
-        // A share of what the next panel is made from: rows far apart, which the hardware does not foresee.
-        void prefetch(int64_t index, int64_t col, int64_t tile) const {
+        // Lists the lines that the next panel is made from: rows far apart, which the hardware does not foresee.
+        void look_ahead(int64_t index, int64_t col) {
             const Operand& b = t_.p_.b;
-            if (index == t_.cuts_.num_chunks || b.col_stride != 1) return;
-            const int64_t bits = !b.has_codes() ? b.dtype == Element::f32 ? 32 : 16 : b.table->bits;
-            const int64_t valid = std::min<int64_t>(t_.kernels_.nr, cols_ - col), share = last_ - first_;
-            const int64_t from = (tile - first_) * valid / share, to = (tile - first_ + 1) * valid / share;
-            const Chunk& chunk = t_.cuts_.chunks[index];
-            const int64_t begin = chunk.begin * bits / 8, end = ceil_div(chunk.end * bits, 8);
-            const int64_t pitch = b.has_codes() ? b.row_stride : b.row_stride * bits / 8;
-            for (int64_t r = from; r < to; ++r) {
-                const auto* row = static_cast<const uint8_t*>(b.data) + (col0_ + col + r) * pitch;
-                for (int64_t i = begin; i < end; i += kLine) __builtin_prefetch(row + i, 0, 2);
+            num_ahead_ = 0;
+            if (index < t_.cuts_.num_chunks && b.col_stride == 1) {
+                const int64_t bits = b.has_codes() ? b.table->bits : b.dtype == Element::f32 ? 32 : 16;
+                const int64_t pitch = b.has_codes() ? b.row_stride : b.row_stride * bits / 8;
+                const int64_t valid = std::min<int64_t>(t_.kernels_.nr, cols_ - col);
+                const Chunk& chunk = t_.cuts_.chunks[index];
+                const uint8_t* base = static_cast<const uint8_t*>(b.data) + (col0_ + col) * pitch;
+                const int64_t begin = chunk.begin * bits / 8, end = ceil_div(chunk.end * bits, 8);
+                for (int64_t r = 0; r < valid; ++r, base += pitch) {
+                    for (int64_t i = begin; i < end; i += kLine) w_.ahead[num_ahead_++] = base + i;
+                }
             }
+            std::fill_n(w_.ahead + num_ahead_, kAheadPad, reinterpret_cast<const uint8_t*>(w_.b_panel));
         }
 
         void put_sums(Tile& tile, int64_t a, int64_t b) const {
@@ -409,6 +421,7 @@ class TileProduct {
         const Worker& w_;
         const RowTiles& tiles_;
         const int64_t first_, last_, col0_, cols_;
+        int64_t num_ahead_ = 0;
         bool fresh_ = false, final_ = false, widened_ = false;
     };
 
