@@ -3,48 +3,15 @@
 // Every output element is summed in the order of K by one thread, and how K is cut depends on the product alone; so
 // the number of threads never changes a bit.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
+#include "cpu/arena.h"
+#include "cpu/mm_few.h"
 #include "cpu/mm_load.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
 namespace {
-
-// Below this many products, threads cost more than they save.
-constexpr int64_t kSmallProduct = int64_t{1} << 16;
-
-const Kernels& kernels_in_use() {
-    static constexpr const Kernels& (*kTables[])() = {
-#define LOWBIT_KERNELS(name, ...) kernels_##name,
-        LOWBIT_ISAS(LOWBIT_KERNELS)
-#undef LOWBIT_KERNELS
-    };
-    return kTables[static_cast<int>(current_isa())]();
-}
-
-// Memory that a thread keeps from one product to the next: fresh pages would cost more than small products do.
-class Arena {
-  public:
-    ~Arena() { std::free(base_); }
-    void reserve(size_t bytes) {
-        if (bytes <= size_) return;
-        std::free(base_);
-        size_ = (bytes + 4095) / 4096 * 4096;
-        base_ = static_cast<uint8_t*>(std::aligned_alloc(64, size_));
-        if (base_ == nullptr) {
-            size_ = 0;
-            throw std::bad_alloc();
-        }
-    }
-    uint8_t* base() const { return base_; }
-
-  private:
-    uint8_t* base_ = nullptr;
-    size_t size_ = 0;
-};
 
 // What one task works in. `place` runs twice: to find how much is needed, and to hand it out.
 struct Scratch {
@@ -223,8 +190,17 @@ class Task {
 
 }  // namespace
 
+const Kernels& kernels_in_use() {
+    static constexpr const Kernels& (*kTables[])() = {
+#define LOWBIT_KERNELS(name, ...) kernels_##name,
+        LOWBIT_ISAS(LOWBIT_KERNELS)
+#undef LOWBIT_KERNELS
+    };
+    return kTables[static_cast<int>(current_isa())]();
+}
+
 void multiply(const Problem& problem) {
-    if (problem.a.rows == 0 || problem.b.rows == 0) return;
+    if (problem.a.rows == 0 || problem.b.rows == 0 || multiply_few(problem)) return;
     const Kernels& kernels = kernels_in_use();
     const bool small = problem.a.rows * problem.b.rows * std::max<int64_t>(problem.depth, 1) < kSmallProduct;
     const Plan plan = make_plan(problem, kernels, small ? 1 : num_threads());
@@ -232,8 +208,7 @@ void multiply(const Problem& problem) {
     parallel_for(tasks, small ? tasks : 1, [&](int64_t begin, int64_t end) {
         thread_local Arena arena;
         Scratch scratch{};
-        arena.reserve(scratch.place(plan, kernels.nr, nullptr));
-        scratch.place(plan, kernels.nr, arena.base());
+        scratch.place(plan, kernels.nr, arena.reserve(scratch.place(plan, kernels.nr, nullptr)));
         if (plan.matrix) kernels.enter();
         for (int64_t i = begin; i < end; ++i) Task(problem, kernels, plan, scratch, i).run();
         if (plan.matrix) kernels.leave();

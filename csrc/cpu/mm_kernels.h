@@ -102,6 +102,10 @@ struct Kernels {
 #define LOWBIT_KERNELS(name, ...) const Kernels& kernels_##name();
 LOWBIT_ISAS(LOWBIT_KERNELS)
 #undef LOWBIT_KERNELS
+const Kernels& kernels_in_use();
+
+// Below this many products, threads cost more than they save.
+constexpr int64_t kSmallProduct = int64_t{1} << 16;
 
 // What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp replaces entries.
 void add_avx512vbmi(Kernels& kernels);

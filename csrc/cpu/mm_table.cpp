@@ -1,4 +1,5 @@
 // The values of every code of a format, in the shapes that decoders look them up in.
+#include <cmath>
 #include <deque>
 #include <mutex>
 
@@ -10,6 +11,15 @@
 namespace lowbit::cpu::mm {
 namespace {
 
+void fill_half(Table& table, const FormatParams& f) {
+    const bool same_ends = f.exponent == 5 && f.inf_code >= 0;  // Inf and NaN where fp16 has them
+    const bool inside = f.exponent < 5 && f.inf_code < 0;
+    if (f.kind != kKindFloat || !f.is_signed || !(same_ends || inside)) return;
+    table.half_shift = 5 - f.exponent;
+    table.half_unit = std::ldexp(1.0f, 15 - f.bias);
+    table.half_nan = static_cast<uint8_t>(inside && f.nan_code >= 0 ? f.nan_code : 0);
+}
+
 void fill(Table& table, const FormatParams& format) {
     table.bits = format.bits;
     table.integer = format.kind == kKindInteger;
@@ -17,6 +27,7 @@ void fill(Table& table, const FormatParams& format) {
     // Kernels take 8-bit values that are exact in bf16 to be symmetric in their top bit; those of a codebook need not
     // be.
     table.exact_bf16 = format.kind != kKindCodebook;
+    fill_half(table, format);
     const Decoder decoder(format);
     for (uint32_t code = 0; code < 256; ++code) {
         // Codes past the format's own are never asked for; they repeat, so that no table holds anything undefined.
