@@ -26,7 +26,7 @@ cmake = PATH="$(dir $(RUN)):$$PATH" cmake
 native_test = -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables native-test neon cuda-compile triton-compile clean
+.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,22 @@ native-test: ## Build and run the native self-test: every instruction set here a
 	$(cmake) --build build/native-test --parallel $(JOBS)
 	build/native-test/csrc/tests/lowbit_native_test
 	build/native-test/csrc/tests/lowbit_mm_test
+
+emulated: ## The same for VBMI, BF16 and AMX, whose instructions are computed by loops (needs AVX-512 with VNNI)
+	$(call setup,build)
+	$(cmake) -S . -B build/emulated -DCMAKE_BUILD_TYPE=Release -DLOWBIT_EMULATE=ON $(native_test)
+	$(cmake) --build build/emulated --parallel $(JOBS)
+	build/emulated/csrc/tests/lowbit_native_test
+	for without in "" amx_tile amx_tile,avx512_vbmi; do \
+	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_mm_test || exit 1; done
+
+sanitize: ## The native self-test under AddressSanitizer and UBSan
+	$(call setup,build)
+	$(cmake) -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Release $(native_test) \
+	  -DCMAKE_CXX_FLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+	$(cmake) --build build/sanitize --parallel $(JOBS)
+	build/sanitize/csrc/tests/lowbit_native_test
+	build/sanitize/csrc/tests/lowbit_mm_test
 
 neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the cross compiler and qemu-user)
 	$(call setup,build)
