@@ -23,7 +23,7 @@ struct Table {
     bool exact_bf16 = true;  // every value is a bf16 number, so that bf16 products are exact in fp32
     bool short_bf16 = true;  // at most 4 significant bits, so that a product with an e4m3 scale is a bf16 number too
     bool moderate = true;    // every value but 0 lies in 2^-20 .. 2^40, so that moderate power-of-two scales are exact
-    // 8-bit floats whose code, shifted right arithmetically from the top of a word, is an fp16 number 1 / half_unit times
+    // Floats whose code, shifted right arithmetically from the top of a word, is an fp16 number 1 / half_unit times
     // as large. -1: not of this format. half_nan: a code without sign that means NaN, but not in fp16; 0: none.
     int half_shift = -1;
     float half_unit = 1;

@@ -1,6 +1,7 @@
 // The product, by the way that suits its shape.
 #include <algorithm>
 
+#include "cpu/mm_few.h"
 #include "cpu/mm_tiles.h"
 
 namespace lowbit::cpu::mm {
@@ -15,7 +16,7 @@ const Kernels& kernels_in_use() {
 }
 
 void multiply(const Problem& problem) {
-    if (problem.a.rows == 0 || problem.b.rows == 0) return;
+    if (problem.a.rows == 0 || problem.b.rows == 0 || multiply_few(problem)) return;
     multiply_tiles(problem, kernels_in_use());
 }
 

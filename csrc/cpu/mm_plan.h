@@ -21,7 +21,7 @@ struct Plan {
     bool wide;        // int32 sums go to int64 before they could overflow
     int64_t a_block;  // K elements of a block that ends segments; 0: none
     int64_t b_block;
-    bool matrix;      // matrix registers
+    bool matrix;           // matrix registers
     int64_t chunk_dwords;  // kTileDepth or a part of it
     int64_t unit;          // dwords that a segment is padded to a multiple of
 };

@@ -4,15 +4,8 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-#define LOWBIT_MM_WIDTH 4
-#define LOWBIT_MM_ROWS 6
-typedef float VecF __attribute__((vector_size(16)));
-typedef int32_t VecI __attribute__((vector_size(16)));
+#include "cpu/mm_scalar.inl"
 
-inline VecF fused(VecF a, VecF b, VecF c) { return a * b + c; }
-inline void stream(void* to, VecF v) { __builtin_memcpy(to, &v, sizeof v); }
-
-#include "cpu/mm_body.inl"
 #include "cpu/mm_convert.inl"
 
 // Pairs without a multiply-add instruction.

@@ -23,7 +23,7 @@ constexpr int64_t kLeastRows = 64;          // else this many
 constexpr int64_t kGroup = 4;               // panels that a thread multiplies with a chunk of a before the next chunk
 constexpr int64_t kStreamBytes = 8 << 20;   // larger outputs bypass the caches
 constexpr int64_t kLine = 64;
-constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;   // of a row of b, in a chunk
+constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;  // of a row of b, in a chunk
 constexpr int64_t kAheadPad = kTileDepth / kAheadSteps;
 
 // Hands out parts of a piece of memory; from null, it only finds how much is needed.
@@ -171,7 +171,12 @@ struct Worker {
 class TileProduct {
   public:
     TileProduct(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial)
-        : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), need_(problem, plan), cuts_(plan, problem.depth, arena(0)) {
+        : p_(problem),
+          kernels_(kernels),
+          plan_(plan),
+          serial_(serial),
+          need_(problem, plan),
+          cuts_(plan, problem.depth, arena(0)) {
         const int64_t fit = kSharedBytes / (cuts_.num_chunks * plan.chunk_dwords * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));

@@ -1,0 +1,11 @@
+// What the AVX2 files share; included in an unnamed namespace after mm_kernels.h and immintrin.h.
+
+#define LOWBIT_MM_WIDTH 8
+#define LOWBIT_MM_ROWS 6
+typedef float VecF __attribute__((vector_size(32)));
+typedef int32_t VecI __attribute__((vector_size(32)));
+
+inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline void stream(void* to, VecF v) { _mm256_stream_ps(static_cast<float*>(to), (__m256)v); }
+
+#include "cpu/mm_body.inl"

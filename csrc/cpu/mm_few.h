@@ -1,0 +1,93 @@
+// Products with few rows of a (the decode phase of language models), which read every code of b once for little
+// arithmetic: rows of b are multiplied as they are stored, so that nothing but their codes comes from memory.
+//
+// A step is one register of a row's codes, or a part of one. A unit turns it into vectors, in whose lanes the codes
+// stand `vectors` apart; a's rows are put into that order once a call. Lane l of every vector of a step then holds
+// codes of the same stretch, [l, l + 1) * elements / width, so that a lane has one scale also where blocks are shorter
+// than a step. Sums over lanes come last.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "cpu/isa.h"
+#include "cpu/mm.h"
+
+namespace lowbit::cpu::mm {
+
+constexpr int64_t kFewRows = 16;   // of a, at most; measured: docs/measured.md
+constexpr int kFewTile = 4;        // rows of a that are multiplied at a time, at most
+constexpr int kFewCols = 4;        // rows of b at a time, at most
+constexpr int kFewStepBytes = 64;  // of a step, at most, and of a vector
+
+// Some rows of a against `cols` rows of b, over some steps.
+struct Few {
+    const Table* table = nullptr;
+    const uint8_t* b[kFewCols] = {};  // codes of the first step
+    int64_t ahead = 0;                // bytes from what is multiplied to what is fetched for later
+    const uint8_t* a = nullptr;       // [steps, slots, rows] vectors
+    int64_t steps = 0;
+    // Blocks of b's scales: one every `block_steps` steps, or `per_step` > 1 in each step (then block_steps is 1);
+    // per_step 0: one for all. Lane l of a step belongs to its block lanes[l].
+    int64_t block_steps = 1;
+    int64_t per_step = 0;
+    const int32_t* lanes = nullptr;
+    const float* scales[kFewCols] = {};
+    const int32_t* zeros[kFewCols] = {};  // what is taken off decoded codes
+    void* sums = nullptr;                 // [rows, cols] vectors, fp32 or int32, which are added to
+    float* decoded = nullptr;             // `decode`: [cols, decoded_stride]
+    int64_t decoded_stride = 0;
+};
+
+// What a unit multiplies with.
+enum class FewInput : int { f32, bf16, s16, s8 };
+
+struct FewUnit {
+    int64_t elements = 0;  // of a step; 0: this instruction set has no such unit
+    int64_t bytes = 0;
+    int vectors = 0;
+    FewInput input = FewInput::f32;
+    bool halves = false;     // codes come out as fp16 numbers, to be multiplied by Table::half_unit
+    bool as_signed = false;  // unsigned integers come out less 128
+    using Run = void (*)(const Few&);
+    // Floats: without and with zero points. Integers: one block, whose sums stay int32; and blocks, whose sums are
+    // scaled and added in fp32 (a then has one slot more, the sums of the elements that meet in a lane).
+    Run dots[2][kFewTile] = {};
+    // The same for steps of one scale each, where that is faster; else null.
+    Run lookups[2][kFewTile] = {};
+    // fp32((code - zero) * scale), vector after vector; for more rows of a than a tile has. Floats only.
+    Run decode[2] = {};
+    // One row of a as the unit multiplies it: vector v of a step, `pitch` bytes from the next, holds the elements
+    // congruent to v modulo `vectors`.
+    void (*arrange)(const void* x, int64_t steps, int64_t step_pitch, int64_t pitch, uint8_t* out) = nullptr;
+};
+
+// The units of an instruction set, by what they decode.
+struct FewKernels {
+    int width = 0;                            // lanes of a vector
+    int cols = 0;                             // rows of b at a time
+    FewUnit floats;                           // fp32, as `decode` leaves them
+    FewUnit nibbles, bytes, halves, sextets;  // to fp32: 4 bits, 8-bit integers, 8-bit floats by way of fp16, 6 bits
+    FewUnit bf16_nibbles, bf16_codes, bf16_sextets;  // to bf16: 4, 8 and 6 bits
+    FewUnit int8, int4;                              // by int8
+    // One number a vector: its lanes' sum.
+    void (*sum_floats)(const float* vectors, int64_t count, float* sums) = nullptr;
+    void (*sum_integers)(const int32_t* vectors, int64_t count, int64_t* sums) = nullptr;
+    // Whether one of the codes of 8 bits is `nan` or that with its top bit set.
+    bool (*holds)(const uint8_t* codes, int64_t count, uint8_t nan) = nullptr;
+    void (*byte_scales)(const uint8_t* codes, bool e8m0, int64_t count, float* out) = nullptr;
+};
+
+#define LOWBIT_FEW(name, ...) const FewKernels& few_##name();
+LOWBIT_ISAS(LOWBIT_FEW)
+#undef LOWBIT_FEW
+
+// What more processors have, as in mm_kernels.h.
+void add_few_avx512vnni(FewKernels& kernels);
+void add_few_avx512bf16(FewKernels& kernels);
+
+// The product, if it is one for this path; else false, and nothing is done.
+bool multiply_few(const Problem& problem);
+
+}  // namespace lowbit::cpu::mm

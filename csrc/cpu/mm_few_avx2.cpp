@@ -1,0 +1,129 @@
+// Few rows of a with AVX2, FMA and F16C.
+#include <immintrin.h>
+
+#include "cpu/mm_few.h"
+#include "cpu/mm_kernels.h"
+
+namespace lowbit::cpu::mm {
+namespace {
+
+#include "cpu/mm_avx2.inl"
+
+constexpr int kCols = 2;
+
+inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm256_permutevar8x32_epi32((__m256i)v, (__m256i)lanes); }
+
+#include "cpu/mm_few_body.inl"
+
+inline __m256i load32(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline __m128i load16(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+inline __m256i flipped(bool flips, uint8_t bits) { return _mm256_set1_epi8(static_cast<char>(flips ? bits : 0)); }
+
+// 4-bit codes of any format: two lookups of three bits, and a choice by the fourth.
+struct Nibbles : ByF32 {
+    static constexpr int kElements = 64, kVectors = 8, kBytes = 32;
+    using Raw = __m256i;
+    __m256 low, high;
+    explicit Nibbles(const Table* t) : low(_mm256_load_ps(t->f32)), high(_mm256_load_ps(t->f32 + 8)) {}
+    Raw fetch(const uint8_t* from) const { return load32(from); }
+    VecF at(Raw raw, int vector) const {
+        const __m256i index = vector == 0 ? raw : _mm256_srli_epi32(raw, 4 * vector);
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 28 - 4 * vector));
+        return (VecF)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index),
+                                      upper);
+    }
+};
+
+// 8-bit integers, as signed ones: of unsigned codes 128 is off, which zero points make up for.
+struct Bytes : ByF32 {
+    static constexpr bool kSigned = true;
+    static constexpr int kElements = 8, kVectors = 1, kBytes = 8;
+    using Raw = __m128i;
+    __m128i flip;
+    explicit Bytes(const Table* t) : flip(_mm256_castsi256_si128(flipped(!t->is_signed, 0x80))) {}
+    Raw fetch(const uint8_t* from) const {
+        return _mm_xor_si128(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), flip);
+    }
+    VecF at(Raw raw, int) const { return (VecF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw)); }
+};
+
+// Words with the code at the top to fp32; see Table::half_shift.
+struct FromHalves : ByF32 {
+    static constexpr bool kHalves = true;
+    __m128i shift, mask;
+    FromHalves(int exponent_shift, int top) : shift(_mm_cvtsi32_si128(exponent_shift)) {
+        mask = _mm_set1_epi16(static_cast<int16_t>(0x8000 | top >> exponent_shift));
+    }
+    VecF widen(__m128i top) const { return (VecF)_mm256_cvtph_ps(_mm_and_si128(_mm_sra_epi16(top, shift), mask)); }
+};
+
+// 8-bit floats by way of fp16. A word holds two codes.
+struct Halves : FromHalves {
+    static constexpr int kElements = 16, kVectors = 2, kBytes = 16;
+    using Raw = __m128i;
+    explicit Halves(const Table* t) : FromHalves(t->half_shift, 0x7f00) {}
+    Raw fetch(const uint8_t* from) const { return load16(from); }
+    VecF at(Raw raw, int vector) const { return widen(vector == 0 ? _mm_slli_epi16(raw, 8) : raw); }
+};
+
+// 6-bit floats by way of fp16. A word holds two codes: the even words from their first bit, the others from bit 4.
+struct Sextets : FromHalves {
+    static constexpr int kElements = 16, kVectors = 2, kBytes = 12;
+    using Raw = __m128i;
+    __m128i bytes, lift[2];
+    explicit Sextets(const Table* t)
+        : FromHalves(t->half_shift, 0x7c00),
+          bytes(_mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11)),
+          lift{_mm_set1_epi32(1 << 10 | 1 << 22), _mm_set1_epi32(1 << 4 | 1 << 16)} {}
+    Raw fetch(const uint8_t* from) const {
+        const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+        return _mm_shuffle_epi8(_mm_insert_epi32(low, load<int>(from + 8), 2), bytes);
+    }
+    VecF at(Raw raw, int vector) const { return widen(_mm_mullo_epi16(raw, lift[vector])); }
+};
+
+// Integers as words. (vpmaddubsw would saturate.)
+struct ByS16 {
+    using Acc = VecI;
+    using Raw = __m256i;
+    static constexpr FewInput kInput = FewInput::s16;
+    static constexpr bool kLooksUp = false, kStreamed = true;
+    __m256i flip;
+    static VecI dot(VecI acc, VecI code, VecI a) { return acc + (VecI)_mm256_madd_epi16((__m256i)code, (__m256i)a); }
+    static VecI correct(VecI acc, VecI zero, VecI a) { return dot(acc, zero, a); }
+    Raw fetch(const uint8_t* from) const { return _mm256_xor_si256(load32(from), flip); }
+};
+
+struct Int8 : ByS16 {
+    static constexpr int kElements = 32, kVectors = 2, kBytes = 32;
+    explicit Int8(const Table* t) : ByS16{flipped(t->is_signed, 0x80)} {}
+    VecI at(Raw raw, int vector) const {
+        return (VecI)(vector == 0 ? _mm256_and_si256(raw, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(raw, 8));
+    }
+};
+
+struct Int4 : ByS16 {
+    static constexpr int kElements = 64, kVectors = 4, kBytes = 32;
+    explicit Int4(const Table* t) : ByS16{flipped(t->is_signed, 0x88)} {}
+    VecI at(Raw raw, int vector) const {
+        return (VecI)_mm256_and_si256(_mm256_srli_epi16(raw, 4 * vector), _mm256_set1_epi16(15));
+    }
+};
+
+constexpr FewKernels make() {
+    FewKernels k = few_kernels();
+    k.nibbles = few_unit<Nibbles>();
+    k.bytes = few_unit<Bytes>();
+    k.halves = few_unit<Halves, false>();
+    k.sextets = few_unit<Sextets, false>();
+    k.int8 = few_unit<Int8>();
+    k.int4 = few_unit<Int4>();
+    return k;
+}
+constexpr FewKernels kTable = make();
+
+}  // namespace
+
+const FewKernels& few_avx2() { return kTable; }
+
+}  // namespace lowbit::cpu::mm
