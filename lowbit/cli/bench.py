@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +19,25 @@ if TYPE_CHECKING:
     from lowbit.bench.report import Row
 
 
+class Suite(str, Enum):
+    """What is measured: each a module of ``lowbit.bench``."""
+
+    ops = "ops"
+    embed = "embed"
+    ragged = "ragged"
+
+
 def bench(
+    suite: Annotated[
+        Suite,
+        typer.Argument(help="Every op; a sentence encoder end to end; or shapes that no vector divides."),
+    ] = Suite.ops,
     only: Annotated[
         str, typer.Option(metavar="REGEX", help="Only what matches, as 'encode fp8' or '^scaled_mm 1x'.")
     ] = "",
     directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Tiny inputs: shows that all runs, measures nothing.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
-    embed: Annotated[bool, typer.Option("--embed", help="A sentence encoder end to end, instead of the ops.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
     """Measure every op, format and scheme on this CPU, on each instruction set, beside peers that are installed.
@@ -35,10 +48,8 @@ def bench(
     adopt("bench")
     from lowbit.bench import run
 
-    if embed:
-        from lowbit.bench import embed as encoder
-
-        path = encoder.run(directory)
+    if suite is not Suite.ops:
+        path = import_module(f"lowbit.bench.{suite.value}").run(directory)
         out.print(path.read_text(), markup=False, soft_wrap=True)
         return
     items = run.select(only, quick)

@@ -25,6 +25,8 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a Linear answers: autocast's inside autocast, else that of its input."""
+    if not torch._C._is_any_autocast_enabled():
+        return x.dtype
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):  # the meta device, for one
         return x.dtype

@@ -91,8 +91,8 @@ def _check(call: Linear) -> None:
     expected = scheme.packed_cols(cols)
     if call.weight.dim() != 2 or call.weight.shape[1] != expected:
         raise ValueError(
-            f"lowbit.linear: for x {list(call.x.shape)}, the weight in {scheme} must be [out features, {expected}] "
-            f"bytes, got {list(call.weight.shape)}"
+            f"lowbit.linear: x {list(call.x.shape)} and the weight must end in the same K; in {scheme} it must then be "
+            f"[out features, {expected}] bytes, got {list(call.weight.shape)}"
         )
     require_scales("linear", scheme, call.weight.shape[0], cols, call.scale, call.zero_point, call.outer_scale)
     if call.out_dtype not in FLOATS:
