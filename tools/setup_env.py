@@ -96,9 +96,9 @@ def install(torch: str, extras: list[str], optional: list[str], pyproject: str) 
         fail(f"pip could not install lowbit[{','.join(extras)}]; {NO_NETWORK}")
     for file in optional:
         for line in (ROOT / file).read_text().splitlines():
-            name = line.partition("#")[0].strip()
-            if name and not pip("--no-deps", name):
-                say(f"optional: {name} could not be installed; it will be shown as absent")
+            words = shlex.split(line, comments=True)
+            if words and not pip(*words):
+                say(f"optional: {words[0]} could not be installed; it will be shown as absent")
 
 
 def main() -> None:
