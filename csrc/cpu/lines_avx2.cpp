@@ -1,6 +1,8 @@
 // Line kernels for AVX2 with F16C and BMI2.
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "common/numerics.h"
 #include "cpu/lines.h"
 #include "format_table.h"

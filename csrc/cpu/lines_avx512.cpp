@@ -1,6 +1,8 @@
 // Line kernels for AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "common/numerics.h"
 #include "cpu/lines.h"
 #include "format_table.h"

@@ -43,12 +43,14 @@ struct Float32 {
 struct BFloat16 {
     using Element = uint16_t;
     static U read(const Element* p) { return widen(load<H>(p)) << 16; }
+    static U widened(U words) { return words << 16; }
     static U round(U bits) { return bits + 0x7fffu + ((bits >> 16) & 1u); }
     static void put(Element* p, U bits) { store(p, narrow_words(bits >> 16)); }
 };
 struct Float16 {
     using Element = uint16_t;
     static U read(const Element* p) { return (U)widen_half(load<H>(p)); }
+    static U widened(U words) { return (U)widen_half(narrow_words(words)); }
     static U round(U bits) { return bits; }
     static void put(Element* p, U bits) { store(p, narrow_half((F)bits)); }
 };

@@ -1,6 +1,8 @@
 // Line kernels for NEON (any 64-bit Arm).
 #include <arm_neon.h>
 
+#include <type_traits>
+
 #include "common/numerics.h"
 #include "cpu/lines.h"
 #include "format_table.h"

@@ -37,7 +37,7 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     const int bytes = scale_bytes(job.rule.scale_format);
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
-        worker.measure(job, t);
+        worker.measure(job, t, next);
         worker.broken = job.line.make_scales(
             worker.stats.high.data(), worker.stats.low.data(), count, job.rule, to.outer,
             to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
@@ -68,7 +68,8 @@ void run_in_passes(const Job& job, const NewScales& to) {
             const int64_t begin = whole ? column * width : column / pieces * b.width + column % pieces * kRun;
             const int64_t end = std::min(begin + width, block_end);
             if (row >= bottom || begin >= end) continue;
-            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine);
+            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine,
+                     kAhead);
             const size_t at = static_cast<size_t>(row / b.height * b.across + begin / b.width);
             for (size_t j = 0; j < static_cast<size_t>((end - begin + b.width - 1) / b.width); ++j) {
                 raise(high[at + j], stats.high[j]);

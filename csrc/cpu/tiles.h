@@ -105,9 +105,10 @@ inline int64_t whole_width(const Blocks& b) {
 }
 
 // The largest positive and negative magnitudes of each block in a tile (`high` alone, of both, without a zero point).
+// Half of what lies `ahead` bytes behind it is fetched.
 class Stats {
   public:
-    void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
+    void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine, int64_t ahead) {
         const int64_t n = t.end - t.begin;
         const bool narrow = b.width < kNarrow;
         const int64_t slots = narrow ? n : t.blocks(b.width);
@@ -119,7 +120,8 @@ class Stats {
             if (narrow) {
                 line.column_stats(from, x.dtype, n, affine, high.data(), low.data());
             } else {
-                line.block_stats(from, x.dtype, n, b.width, affine, high.data(), low.data());
+                line.block_stats(from, x.dtype, n, b.width, affine, static_cast<const char*>(from) + ahead, high.data(),
+                                 low.data());
             }
         }
         if (!narrow || b.width == 1) return;

@@ -78,18 +78,21 @@ class Worker {
 
     // The maxima of a tile of whole blocks. One of several rows is copied first: they would push each other out of the
     // cache, whose sets they share if they lie a power of two apart.
-    void measure(const Job& job, const Tile& t) {
+    void measure(const Job& job, const Tile& t, const Tile& next) {
         const int64_t width = t.end - t.begin, bytes = width * size_of(job.x.dtype);
+        const auto* start = static_cast<const char*>(at_run(job.x, {t.row, t.begin, width}));
+        const auto* later = static_cast<const char*>(at_run(job.x, {next.row, next.begin, width}));
         local_ = t.height > 1 && t.height * width <= 2 * kTall;
-        if (!local_) return stats.of(job.line, job.x, job.blocks, t, job.scheme.affine);
+        if (!local_) return stats.of(job.line, job.x, job.blocks, t, job.scheme.affine, later - start);
         const size_t wanted = static_cast<size_t>(t.height * bytes);
         if (copy_.size() < wanted) copy_.resize(wanted);
-        for (int64_t r = 0; r < t.height; ++r) {
-            std::memcpy(copy_.data() + r * bytes, at_run(job.x, {t.row + r, t.begin, width}),
-                        static_cast<size_t>(bytes));
+        const int64_t stride = job.x.stride * size_of(job.x.dtype);
+        for (int64_t r = 0; r < t.height; ++r, start += stride) {
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(start + 2 * stride + i);
+            std::memcpy(copy_.data() + r * bytes, start, static_cast<size_t>(bytes));
         }
         stats.of(job.line, {copy_.data(), job.x.dtype, width}, job.blocks, {0, t.height, 0, width, 0, 0, 0},
-                 job.scheme.affine);
+                 job.scheme.affine, 0);
     }
 
     // `next`: the tile that will be measured next, or null where memory is read once and in order.
@@ -104,7 +107,8 @@ class Worker {
             for (int64_t row = t.row; row < t.row + t.height; ++row) {
                 const Run run{row, begin, count};
                 const void* ahead = static_cast<const char*>(at_run(job.x, run)) + kAhead;
-                if (next) ahead = at_run(job.x, {row - t.row + next->row, begin - t.begin + next->begin, count});
+                if (local_) ahead = from(job, t, run);
+                if (next && !local_) ahead = at_run(job.x, {row - t.row + next->row, begin - t.begin + next->begin, count});
                 if (job.grad.data) {
                     backward(job, t, run, ahead);
                     continue;

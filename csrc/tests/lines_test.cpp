@@ -169,8 +169,8 @@ void test_stats(const char* isa, const Lines& lines, const Input& in) {
     for (bool affine : {false, true}) {
         for (int64_t block : {1, 3, 16, 20, 32, 100, 128, 5000}) {
             std::vector<uint32_t> high(count), low(count), high_wanted(count), low_wanted(count);
-            lines.block_stats(in.words.data(), in.dtype, in.count, block, affine, high.data(), low.data());
-            lines_scalar().block_stats(in.words.data(), in.dtype, in.count, block, affine, high_wanted.data(),
+            lines.block_stats(in.words.data(), in.dtype, in.count, block, affine, in.words.data(), high.data(), low.data());
+            lines_scalar().block_stats(in.words.data(), in.dtype, in.count, block, affine, in.words.data(), high_wanted.data(),
                                        low_wanted.data());
             // A NaN's payload is free, so long as it stays above Inf.
             for (auto* v : {&high, &low, &high_wanted, &low_wanted}) {
