@@ -81,15 +81,14 @@ struct Lines {
                    Dtype dtype);
     // Raises high[b] and low[b] to the largest positive and negative magnitude (fp32 bits; NaN counts as one above Inf)
     // of block b, `block` elements each. Without `affine`, high[b] gets the amax and low is not touched.
-    // The first half of as many elements at `ahead` is prefetched.
-    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, const void* ahead,
-                        uint32_t* high, uint32_t* low);
+    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high,
+                        uint32_t* low);
     // The same with each element its own block.
     void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low);
     // The largest finite magnitude, fp32 bits.
     uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
-    // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and zero
-    // points at `zero_points`, unless null. Whether one is NaN.
+    // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and
+    // zero points at `zero_points`, unless null. Whether one is NaN.
     bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
                         void* scales, void* zero_points, const ScaleLine& line);
     // The numbers that n stored scales stand for.

@@ -1,8 +1,9 @@
 // Line kernels in vectors of kLanes 32-bit lanes; included by lines_<isa>.cpp inside its own namespace, after
-//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
-//   (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and odds(I, I) of
-//   the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries,
-//   of whose index the low four bits count; pack_group(), unpack_group() of eight codes; stream_store(), stream_fence().
+//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
+//   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
+//   odds(I, I) of the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index)
+//   in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight codes; stream_store(),
+//   stream_fence().
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -75,7 +76,8 @@ struct Factor {
     F by, zero;
 };
 
-// Calls step(i, factor) for every kLanes elements of [0, n), then rest(i, factors) for fewer, whose factors begin there.
+// Calls step(i, factor) for every kLanes elements of [0, n), then rest(i, factors) for fewer, whose factors begin
+// there.
 template <Factors::Mode mode, class Step, class Rest>
 LOWBIT_INLINE inline void for_lanes(const Factors& f, int64_t n, const Step& step, const Rest& rest) {
     if (mode == Factors::kNone || mode == Factors::kEach) {
@@ -140,8 +142,8 @@ struct Divide {
 
 #include "cpu/lines_decode.inl"
 #include "cpu/lines_encode.inl"
-#include "cpu/lines_stats.inl"
 #include "cpu/lines_scales.inl"
+#include "cpu/lines_stats.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------

@@ -72,9 +72,8 @@ void decode_line(const Decoder& d, const uint8_t* codes, int64_t n, const Factor
     const Values values(d);
     for_lanes<mode>(
         f, n,
-        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
-            Type::put(out + i, values.template at<Type, mode>(widen(load<B>(codes + i)), factor));
-        },
+        [&](int64_t i, const Factor& factor)
+            LOWBIT_INLINE { Type::put(out + i, values.template at<Type, mode>(widen(load<B>(codes + i)), factor)); },
         [&](int64_t i, const Factors& rest) {
             const Padded<uint8_t> last(codes + i, n - i, rest, nullptr);
             typename Type::Element numbers[kLanes];

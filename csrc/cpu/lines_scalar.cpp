@@ -60,8 +60,7 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
     }
 }
 
-void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*,
-              uint8_t* kept) {
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*, uint8_t* kept) {
     for (int64_t i = 0; i < n; ++i) {
         const float v = float_of(divided(load(x, dtype, i), f, i));
         kept[i] = e.format.kind == kKindInteger ? integer_in_range(v, e.format, zero(f, i))
@@ -91,8 +90,7 @@ void raise(uint32_t bits, bool affine, uint32_t& high, uint32_t& low) {
     if (magnitude > side) side = magnitude;
 }
 
-void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, const void*, uint32_t* high,
-                 uint32_t* low) {
+void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
     for (int64_t b = 0; b * block < n; ++b) {
         uint32_t unused = 0;
         for (int64_t i = b * block; i < n && i < (b + 1) * block; ++i) {
@@ -102,7 +100,7 @@ void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affi
 }
 
 void column_stats(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low) {
-    block_stats(x, dtype, n, 1, affine, x, high, low);
+    block_stats(x, dtype, n, 1, affine, high, low);
 }
 
 uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {

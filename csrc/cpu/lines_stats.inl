@@ -35,13 +35,11 @@ inline I maximum(I a, I b) { return a > b ? a : b; }
 
 // Both maxima of n elements. Fewer than a vector are padded with zeros, which raise nothing.
 template <class Type>
-void stats_of(const typename Type::Element* x, int64_t n, bool affine, const typename Type::Element* ahead,
-              uint32_t& high, uint32_t& low) {
+void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t& high, uint32_t& low) {
     constexpr int64_t kStep = Extremes<Type>::kStep;
     Extremes<Type> found(affine);
     int64_t i = 0;
     for (; i + kStep <= n; i += kStep) {
-        __builtin_prefetch(ahead + i / 2);
         found.add(x + i, affine);
     }
     if (i < n) {
@@ -67,15 +65,13 @@ LOWBIT_INLINE inline I folded(I (&v)[kLanes]) {
 
 // kLanes blocks of whole vectors at once. Of 16-bit floats that fill no vector, fp32 is made.
 template <class Type>
-void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine, const typename Type::Element* ahead,
-                     uint32_t* high, uint32_t* low) {
+void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
     const bool whole = block % Extremes<Type>::kStep == 0;
     I most[kLanes], least[kLanes];
-    for (int k = 0; k < kLanes; ++k, x += block, ahead += block / 2) {
+    for (int k = 0; k < kLanes; ++k, x += block) {
         if (whole) {
             Extremes<Type> found(affine);
             for (int64_t i = 0; i < block; i += found.kStep) {
-                __builtin_prefetch(ahead + i / 2);
                 found.add(x + i, affine);
             }
             most[k] = found.lanes(found.most);
@@ -83,7 +79,6 @@ void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine
             continue;
         }
         Extremes<Float32> found(affine);
-        __builtin_prefetch(ahead);
         for (int64_t i = 0; i < block; i += kLanes) {
             const U bits = Type::read(x + i);
             found.add(&bits, affine);
@@ -95,24 +90,20 @@ void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine
     if (affine) store(low, maximum(folded(least), load<I>(low)));
 }
 
-void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, const void* ahead, uint32_t* high,
-                 uint32_t* low) {
+void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        const auto *p = static_cast<const typename Type::Element*>(x),
-                   *next = static_cast<const typename Type::Element*>(ahead);
+        const auto* p = static_cast<const typename Type::Element*>(x);
         uint32_t unused = 0;
         int64_t b = 0;
         if (block % kLanes == 0) {
             for (; (b + kLanes) * block <= n; b += kLanes) {
-                stats_of_blocks<Type>(p + b * block, block, affine, next + b * block / 2, high + b,
-                                      affine ? low + b : nullptr);
+                stats_of_blocks<Type>(p + b * block, block, affine, high + b, affine ? low + b : nullptr);
             }
         }
         for (; b * block < n; ++b) {
             const int64_t rest = n - b * block;
-            stats_of<Type>(p + b * block, rest < block ? rest : block, affine, next + b * block / 2, high[b],
-                           affine ? low[b] : unused);
+            stats_of<Type>(p + b * block, rest < block ? rest : block, affine, high[b], affine ? low[b] : unused);
         }
     });
 }

@@ -37,11 +37,11 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     const int bytes = scale_bytes(job.rule.scale_format);
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
-        worker.measure(job, t, next);
-        worker.broken = job.line.make_scales(
-            worker.stats.high.data(), worker.stats.low.data(), count, job.rule, to.outer,
-            to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
-            to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, worker.room(count));
+        const Stats& stats = worker.measure(job, t);
+        worker.broken = job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule, to.outer,
+                                             to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+                                             to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr,
+                                             worker.room(count));
         worker.apply(job, t, &next);
     });
 }
@@ -68,8 +68,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
             const int64_t begin = whole ? column * width : column / pieces * b.width + column % pieces * kRun;
             const int64_t end = std::min(begin + width, block_end);
             if (row >= bottom || begin >= end) continue;
-            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine,
-                     kAhead);
+            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine);
             const size_t at = static_cast<size_t>(row / b.height * b.across + begin / b.width);
             for (size_t j = 0; j < static_cast<size_t>((end - begin + b.width - 1) / b.width); ++j) {
                 raise(high[at + j], stats.high[j]);
@@ -82,9 +81,8 @@ void run_in_passes(const Job& job, const NewScales& to) {
     std::vector<uint32_t> most(room), least(room);
     std::vector<float> value(room), divisor(room), zero(room);
     for (size_t i = 0; i < count; ++i) most[i] = high[i], least[i] = low[i];
-    const bool broken =
-        job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer, to.scale,
-                             to.zero_point, {value.data(), divisor.data(), zero.data()});
+    const bool broken = job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer,
+                                             to.scale, to.zero_point, {value.data(), divisor.data(), zero.data()});
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
         const int64_t first = t.block_row * b.across + t.block, blocks = t.blocks(b.width);
