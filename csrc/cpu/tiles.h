@@ -16,7 +16,7 @@ namespace lowbit::cpu {
 constexpr int64_t kNarrow = 16;      // blocks of fewer columns: maxima by columns, folded afterwards
 constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole blocks
 constexpr int64_t kTall = 1 << 16;   // elements of a tile of several rows of whole blocks: a fraction of the
-                                    // second-level cache
+                                     // second-level cache
 
 // Divisions of 64 bits take as long as a hundred elements.
 inline int64_t quotient_of(int64_t a, int64_t b) {
