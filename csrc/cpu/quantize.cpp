@@ -98,7 +98,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
 void run_dynamic(Job& job, const NewScales& to) {
     const Blocks& b = job.blocks;
     const Tiles tiles(b, b.height, whole_width(b));
-    const bool small = b.height * b.width <= kCached || tiles.count() >= 8 * num_threads();
+    const bool small = tiles.elements() <= kCached || (b.height == 1 && tiles.count() >= 8 * num_threads());
     small ? run_in_cache(job, tiles, to) : run_in_passes(job, to);
 }
 
