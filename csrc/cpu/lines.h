@@ -99,9 +99,6 @@ struct Lines {
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);
-    // A copy to memory past the caches; fence() before anybody else may look there.
-    void (*stream)(const void* from, int64_t bytes, void* to);
-    void (*fence)();
 };
 
 // The table for the instruction set in use (isa.h).

@@ -2,8 +2,7 @@
 //   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
 //   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
 //   odds(I, I) of the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index)
-//   in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight codes; stream_store(),
-//   stream_fence().
+//   in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight codes.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -224,22 +223,5 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-// -- memory
-// -------------------------------------------------------------------------------------------------------------
-
-void stream(const void* from, int64_t bytes, void* to) {
-    const auto* source = static_cast<const char*>(from);
-    auto* target = static_cast<char*>(to);
-    constexpr int64_t kLine = 64, kVector = sizeof(U);
-    int64_t i = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & (kLine - 1));
-    if (i > bytes) i = bytes;
-    __builtin_memcpy(target, source, static_cast<size_t>(i));
-    for (; i + kLine <= bytes; i += kLine) {
-        for (int64_t j = 0; j < kLine; j += kVector) stream_store(target + i + j, load<U>(source + i + j));
-    }
-    __builtin_memcpy(target + i, source + i, static_cast<size_t>(bytes - i));
-}
-void fence() { stream_fence(); }
-
-constexpr Lines kTable{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
-                       make_scales, read_scales, noise,     pack,   unpack,      stream,       fence};
+constexpr Lines kTable{encode,      in_range,    quotients,   decode, block_stats, column_stats,
+                       finite_amax, make_scales, read_scales, noise,  pack,        unpack};

@@ -44,8 +44,6 @@ inline F lookup(const F (&table)[4], U index) {
 }
 inline I evens(I a, I b) { return (I)vuzp1q_s32((int32x4_t)a, (int32x4_t)b); }
 inline I odds(I a, I b) { return (I)vuzp2q_s32((int32x4_t)a, (int32x4_t)b); }
-inline void stream_store(void* p, U v) { __builtin_memcpy(p, &v, sizeof v); }
-inline void stream_fence() {}
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) {
     const int bits = __builtin_popcountll(mask) / 8;
     uint64_t word = 0;

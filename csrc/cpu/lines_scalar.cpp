@@ -161,14 +161,11 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     }
 }
 
-void stream(const void* from, int64_t bytes, void* to) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
-void fence() {}
-
 }  // namespace
 
 const Lines& lines_scalar() {
-    static constexpr Lines table{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
-                                 make_scales, read_scales, noise,     pack,   unpack,      stream,       fence};
+    static constexpr Lines table{encode,      in_range,    quotients,   decode, block_stats, column_stats,
+                                 finite_amax, make_scales, read_scales, noise,  pack,        unpack};
     return table;
 }
 

@@ -73,7 +73,6 @@ class Tiles {
     // tiles first where `backwards`.
     template <class Worker, class F>
     void run(bool backwards, const F& f) const {
-        const Lines& line = lines();
         parallel_for(count(), (kGrain + elements() - 1) / elements(), [&](int64_t first, int64_t last) {
             Worker& worker = Worker::mine();
             worker.start();
@@ -84,7 +83,6 @@ class Tiles {
                 f(worker, now, next);
                 now = next;
             }
-            line.fence();
         });
     }
 
