@@ -212,8 +212,8 @@ void test_scales(const char* isa, const Lines& lines) {
             for (int o = -1; o < 4; ++o) {
                 if (affine && o >= 0) continue;  // no scheme has both
                 const float* outer = o < 0 ? nullptr : outers + o;
-                const ScaleRule rule{bits_of(affine ? 255.0f : 448.0f),
-                                     bits_of(448.0f * 448.0f),
+                const ScaleRule rule{bits_of(affine ? 255.0f : 28.0f),
+                                     bits_of(90000.0f),
                                      is_signed ? -128.0f : 0.0f,
                                      is_signed ? 127.0f : 255.0f,
                                      scale_format,
