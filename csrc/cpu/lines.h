@@ -87,8 +87,8 @@ struct Lines {
     void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low);
     // The largest finite magnitude, fp32 bits.
     uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
-    // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and zero
-    // points at `zero_points`, unless null. Whether one is NaN.
+    // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and
+    // zero points at `zero_points`, unless null. Whether one is NaN.
     bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
                         void* scales, void* zero_points, const ScaleLine& line);
     // The numbers that n stored scales stand for.
@@ -99,9 +99,6 @@ struct Lines {
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);
-    // A copy to memory past the caches; fence() before anybody else may look there.
-    void (*stream)(const void* from, int64_t bytes, void* to);
-    void (*fence)();
 };
 
 // The table for the instruction set in use (isa.h).

@@ -1,6 +1,8 @@
 // Line kernels for AVX2 with F16C and BMI2.
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "common/numerics.h"
 #include "cpu/lines.h"
 #include "format_table.h"
@@ -50,8 +52,6 @@ inline I odds(I a, I b) {
     const __m256 halves = _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
     return (I)_mm256_permute4x64_epi64(_mm256_castps_si256(halves), 0xd8);
 }
-inline void stream_store(void* p, U v) { _mm256_stream_si256((__m256i*)p, (__m256i)v); }
-inline void stream_fence() { _mm_sfence(); }
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) { return _pext_u64(codes, mask); }
 inline uint64_t unpack_group(uint64_t packed, uint64_t mask) { return _pdep_u64(packed, mask); }
 

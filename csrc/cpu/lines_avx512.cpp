@@ -1,6 +1,8 @@
 // Line kernels for AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "common/numerics.h"
 #include "cpu/lines.h"
 #include "format_table.h"
@@ -34,8 +36,6 @@ inline I odds(I a, I b) {
     const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     return (I)_mm512_permutex2var_epi32((__m512i)a, odd, (__m512i)b);
 }
-inline void stream_store(void* p, U v) { _mm512_stream_si512((__m512i*)p, (__m512i)v); }
-inline void stream_fence() { _mm_sfence(); }
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) { return _pext_u64(codes, mask); }
 inline uint64_t unpack_group(uint64_t packed, uint64_t mask) { return _pdep_u64(packed, mask); }
 

@@ -1,8 +1,8 @@
 // Line kernels in vectors of kLanes 32-bit lanes; included by lines_<isa>.cpp inside its own namespace, after
-//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes lanes, W
-//   (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and odds(I, I) of
-//   the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries,
-//   of whose index the low four bits count; pack_group(), unpack_group() of eight codes; stream_store(), stream_fence().
+//   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
+//   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
+//   odds(I, I) of the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index)
+//   in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight codes.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -43,12 +43,14 @@ struct Float32 {
 struct BFloat16 {
     using Element = uint16_t;
     static U read(const Element* p) { return widen(load<H>(p)) << 16; }
+    static U widened(U words) { return words << 16; }
     static U round(U bits) { return bits + 0x7fffu + ((bits >> 16) & 1u); }
     static void put(Element* p, U bits) { store(p, narrow_words(bits >> 16)); }
 };
 struct Float16 {
     using Element = uint16_t;
     static U read(const Element* p) { return (U)widen_half(load<H>(p)); }
+    static U widened(U words) { return (U)widen_half(narrow_words(words)); }
     static U round(U bits) { return bits; }
     static void put(Element* p, U bits) { store(p, narrow_half((F)bits)); }
 };
@@ -73,7 +75,8 @@ struct Factor {
     F by, zero;
 };
 
-// Calls step(i, factor) for every kLanes elements of [0, n), then rest(i, factors) for fewer, whose factors begin there.
+// Calls step(i, factor) for every kLanes elements of [0, n), then rest(i, factors) for fewer, whose factors begin
+// there.
 template <Factors::Mode mode, class Step, class Rest>
 LOWBIT_INLINE inline void for_lanes(const Factors& f, int64_t n, const Step& step, const Rest& rest) {
     if (mode == Factors::kNone || mode == Factors::kEach) {
@@ -138,8 +141,8 @@ struct Divide {
 
 #include "cpu/lines_decode.inl"
 #include "cpu/lines_encode.inl"
-#include "cpu/lines_stats.inl"
 #include "cpu/lines_scales.inl"
+#include "cpu/lines_stats.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
@@ -220,22 +223,5 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-// -- memory
-// -------------------------------------------------------------------------------------------------------------
-
-void stream(const void* from, int64_t bytes, void* to) {
-    const auto* source = static_cast<const char*>(from);
-    auto* target = static_cast<char*>(to);
-    constexpr int64_t kLine = 64, kVector = sizeof(U);
-    int64_t i = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & (kLine - 1));
-    if (i > bytes) i = bytes;
-    __builtin_memcpy(target, source, static_cast<size_t>(i));
-    for (; i + kLine <= bytes; i += kLine) {
-        for (int64_t j = 0; j < kLine; j += kVector) stream_store(target + i + j, load<U>(source + i + j));
-    }
-    __builtin_memcpy(target + i, source + i, static_cast<size_t>(bytes - i));
-}
-void fence() { stream_fence(); }
-
-constexpr Lines kTable{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
-                       make_scales, read_scales, noise,     pack,   unpack,      stream,       fence};
+constexpr Lines kTable{encode,      in_range,    quotients,   decode, block_stats, column_stats,
+                       finite_amax, make_scales, read_scales, noise,  pack,        unpack};

@@ -1,10 +1,10 @@
 // Numbers from codes: docs/numerics.md section 6. Part of lines_body.inl.
 
-// (value - zero) * factor, with one NaN.
+// (value - zero) * factor, with one NaN; only integers have zero points.
 template <Factors::Mode mode>
-LOWBIT_INLINE inline F scaled(F value, const Factor& factor) {
+LOWBIT_INLINE inline F scaled(F value, const Factor& factor, bool has_zeros) {
     if (mode == Factors::kNone) return value;
-    const F product = (value - factor.zero) * factor.by;
+    const F product = (has_zeros ? value - factor.zero : value) * factor.by;
     return product == product ? product : (F)splat(kNan);
 }
 
@@ -15,12 +15,13 @@ struct Computed {
     explicit Computed(const Decoder& d) : value(d) {}
     template <class Type, Factors::Mode mode>
     LOWBIT_INLINE U at(U code, const Factor& factor) const {
-        const U bits = (U)scaled<mode>(value(code), factor);
+        const U bits = (U)scaled<mode>(value(code), factor, Values::kZeros);
         return mode == Factors::kNone ? bits : Type::round(bits);
     }
 };
 
 struct FloatValues {
+    static constexpr bool kZeros = false;
     const U magnitude, max_code, inf_code, rebias, normal, up, sign_up, sign, inf, nan;
     const F least;  // the least positive value
     const bool special;
@@ -48,6 +49,7 @@ struct FloatValues {
 };
 
 struct IntegerValues {
+    static constexpr bool kZeros = true;
     const U mask, sign;
     explicit IntegerValues(const Decoder& d)
         : mask(splat((1u << d.format.bits) - 1u)), sign(splat(d.format.is_signed ? 1u << (d.format.bits - 1) : 0u)) {}
@@ -60,9 +62,9 @@ struct Tabulated {
     explicit Tabulated(const Decoder& d) { __builtin_memcpy(table, d.table, sizeof table); }
     template <class Type, Factors::Mode mode>
     LOWBIT_INLINE U at(U code, const Factor& factor) const {
-        if (mode == Factors::kEach) return Type::round((U)scaled<mode>(lookup(table, code), factor));
+        if (mode == Factors::kEach) return Type::round((U)scaled<mode>(lookup(table, code), factor, true));
         Table rounded;
-        for (int k = 0; k < 16 / kLanes; ++k) rounded[k] = (F)Type::round((U)scaled<mode>(table[k], factor));
+        for (int k = 0; k < 16 / kLanes; ++k) rounded[k] = (F)Type::round((U)scaled<mode>(table[k], factor, true));
         return (U)lookup(rounded, code);
     }
 };
@@ -72,9 +74,8 @@ void decode_line(const Decoder& d, const uint8_t* codes, int64_t n, const Factor
     const Values values(d);
     for_lanes<mode>(
         f, n,
-        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
-            Type::put(out + i, values.template at<Type, mode>(widen(load<B>(codes + i)), factor));
-        },
+        [&](int64_t i, const Factor& factor)
+            LOWBIT_INLINE { Type::put(out + i, values.template at<Type, mode>(widen(load<B>(codes + i)), factor)); },
         [&](int64_t i, const Factors& rest) {
             const Padded<uint8_t> last(codes + i, n - i, rest, nullptr);
             typename Type::Element numbers[kLanes];

@@ -53,7 +53,7 @@ struct FloatStochastic : FloatCodes {
     LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t* noise) const {
         const U a = smaller(q.magnitude, limit), random = widen(load<H>(noise));
         const U normal = ((a + (random << above)) >> drop) - base;
-        const U subnormal = (U)__builtin_convertvector((F)smaller(a, least) * units, I);
+        const U subnormal = (U) __builtin_convertvector((F)smaller(a, least) * units, I);
         return finish(q, a < least ? (subnormal + random) >> 16 : normal);
     }
 };
@@ -103,8 +103,8 @@ struct IntegerStochastic : IntegerCodes {
     }
 };
 
-// Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of those
-// that are left. Missing ones are Inf, below which everything lies.
+// Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of
+// those that are left. Missing ones are Inf, below which everything lies.
 struct CodebookNearest {
     Table by4, by2, by1;  // from entry 3, 1 and 0 on
     const F middle;
@@ -202,9 +202,8 @@ void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Fac
               uint8_t* kept) {
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        return e.format.kind == kKindInteger
-                   ? encode_factors<Type, IntegerInRange>(e, x, n, f, nullptr, ahead, kept)
-                   : encode_factors<Type, ValueInRange>(e, x, n, f, nullptr, ahead, kept);
+        return e.format.kind == kKindInteger ? encode_factors<Type, IntegerInRange>(e, x, n, f, nullptr, ahead, kept)
+                                             : encode_factors<Type, ValueInRange>(e, x, n, f, nullptr, ahead, kept);
     });
 }
 
@@ -213,9 +212,8 @@ void quotient_line(const typename Type::Element* x, int64_t n, const Factors& f,
     const Divide divide;
     for_lanes<mode>(
         f, n,
-        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
-            store(out + i, divide.by<mode>(Type::read(x + i), factor).bits());
-        },
+        [&](int64_t i, const Factor& factor)
+            LOWBIT_INLINE { store(out + i, divide.by<mode>(Type::read(x + i), factor).bits()); },
         [&](int64_t i, const Factors& rest) {
             const Padded<typename Type::Element> last(x + i, n - i, rest, nullptr);
             float values[kLanes];

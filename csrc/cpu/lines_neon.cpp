@@ -1,6 +1,8 @@
 // Line kernels for NEON (any 64-bit Arm).
 #include <arm_neon.h>
 
+#include <type_traits>
+
 #include "common/numerics.h"
 #include "cpu/lines.h"
 #include "format_table.h"
@@ -36,13 +38,12 @@ inline H narrow_half(F v) { return (H)vcvt_f16_f32((float32x4_t)v); }
 inline int32_t largest(I v) { return vmaxvq_s32((int32x4_t)v); }
 inline W multiply(W a, W b) { return (W)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b)); }
 inline F lookup(const F (&table)[4], U index) {
-    const uint8x16x4_t bytes = {{(uint8x16_t)table[0], (uint8x16_t)table[1], (uint8x16_t)table[2], (uint8x16_t)table[3]}};
+    const uint8x16x4_t bytes = {
+        {(uint8x16_t)table[0], (uint8x16_t)table[1], (uint8x16_t)table[2], (uint8x16_t)table[3]}};
     return (F)vqtbl4q_u8(bytes, (uint8x16_t)((index & 15u) * 0x04040404u + 0x03020100u));
 }
 inline I evens(I a, I b) { return (I)vuzp1q_s32((int32x4_t)a, (int32x4_t)b); }
 inline I odds(I a, I b) { return (I)vuzp2q_s32((int32x4_t)a, (int32x4_t)b); }
-inline void stream_store(void* p, U v) { __builtin_memcpy(p, &v, sizeof v); }
-inline void stream_fence() {}
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) {
     const int bits = __builtin_popcountll(mask) / 8;
     uint64_t word = 0;

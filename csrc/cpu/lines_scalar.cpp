@@ -60,8 +60,7 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
     }
 }
 
-void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*,
-              uint8_t* kept) {
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*, uint8_t* kept) {
     for (int64_t i = 0; i < n; ++i) {
         const float v = float_of(divided(load(x, dtype, i), f, i));
         kept[i] = e.format.kind == kKindInteger ? integer_in_range(v, e.format, zero(f, i))
@@ -162,14 +161,11 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     }
 }
 
-void stream(const void* from, int64_t bytes, void* to) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
-void fence() {}
-
 }  // namespace
 
 const Lines& lines_scalar() {
-    static constexpr Lines table{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
-                                 make_scales, read_scales, noise,     pack,   unpack,      stream,       fence};
+    static constexpr Lines table{encode,      in_range,    quotients,   decode, block_stats, column_stats,
+                                 finite_amax, make_scales, read_scales, noise,  pack,        unpack};
     return table;
 }
 

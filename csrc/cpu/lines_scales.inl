@@ -1,5 +1,5 @@
-// Scales of blocks, a vector of blocks at a time: docs/numerics.md section 5, and common/scales.h, whose steps these are.
-// Part of lines_body.inl.
+// Scales of blocks, a vector of blocks at a time: docs/numerics.md section 5, and common/scales.h, whose steps these
+// are. Part of lines_body.inl.
 
 // The E8M0 code of amount / divisor.
 inline U e8m0_codes(U amount, const ScaleRule& rule) {
@@ -85,7 +85,8 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
         const U up = load<U>(high + i), down = rule.affine ? load<U>(low + i) : U{};
         const U amax = larger(up, down), amount = rule.affine ? (U)((F)up + (F)down) : amax;
         const auto finite = amax < kInf;
-        const U stored = finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(rule.scale_format));
+        const U stored =
+            finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(rule.scale_format));
         const F value = codes.value(stored);
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
         if (count == kLanes) broken |= (U)(value != value);
@@ -110,7 +111,7 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
         zero = finite ? (zero + whole) - whole : F{};
         store(line.zero + i, zero);
         if (!zero_points) continue;
-        const B narrow = narrow_bytes((U)__builtin_convertvector(zero, I));
+        const B narrow = narrow_bytes((U) __builtin_convertvector(zero, I));
         __builtin_memcpy(static_cast<uint8_t*>(zero_points) + i, &narrow, count);
     }
     return largest((I)(broken & kMagnitude)) != 0;

@@ -37,11 +37,11 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     const int bytes = scale_bytes(job.rule.scale_format);
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
-        worker.measure(job, t);
-        worker.broken = job.line.make_scales(
-            worker.stats.high.data(), worker.stats.low.data(), count, job.rule, to.outer,
-            to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
-            to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, worker.room(count));
+        const Stats& stats = worker.measure(job, t);
+        worker.broken = job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule, to.outer,
+                                             to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+                                             to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr,
+                                             worker.room(count));
         worker.apply(job, t, &next);
     });
 }
@@ -81,9 +81,8 @@ void run_in_passes(const Job& job, const NewScales& to) {
     std::vector<uint32_t> most(room), least(room);
     std::vector<float> value(room), divisor(room), zero(room);
     for (size_t i = 0; i < count; ++i) most[i] = high[i], least[i] = low[i];
-    const bool broken =
-        job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer, to.scale,
-                             to.zero_point, {value.data(), divisor.data(), zero.data()});
+    const bool broken = job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer,
+                                             to.scale, to.zero_point, {value.data(), divisor.data(), zero.data()});
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
         const int64_t first = t.block_row * b.across + t.block, blocks = t.blocks(b.width);
@@ -99,7 +98,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
 void run_dynamic(Job& job, const NewScales& to) {
     const Blocks& b = job.blocks;
     const Tiles tiles(b, b.height, whole_width(b));
-    const bool small = b.height * b.width <= kCached || tiles.count() >= 8 * num_threads();
+    const bool small = tiles.elements() <= kCached || (b.height == 1 && tiles.count() >= 8 * num_threads());
     small ? run_in_cache(job, tiles, to) : run_in_passes(job, to);
 }
 

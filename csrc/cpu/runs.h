@@ -54,14 +54,12 @@ template <class F>
 void for_runs(Shape shape, const F& f) {
     const int64_t across = (shape.cols + kRun - 1) / kRun;
     const int64_t size = std::max<int64_t>(std::min(shape.cols, kRun), 1);
-    const Lines& line = lines();
     parallel_for(shape.rows * across, (kGrain + size - 1) / size, [&](int64_t first, int64_t last) {
         Scratch& scratch = Scratch::mine();
         for (int64_t i = first; i < last; ++i) {
             const int64_t begin = i % across * kRun;
             f(scratch, Run{i / across, begin, std::min(kRun, shape.cols - begin)});
         }
-        line.fence();
     });
 }
 

@@ -15,8 +15,8 @@ namespace lowbit::cpu {
 
 constexpr int64_t kNarrow = 16;      // blocks of fewer columns: maxima by columns, folded afterwards
 constexpr int64_t kPlain = 1 << 17;  // elements of a tile that needs no whole blocks
-constexpr int64_t kTall = 1 << 16;   // elements of a tile of several rows of whole blocks: a fraction of the second-level
-                                     // cache
+constexpr int64_t kTall = 1 << 16;   // elements of a tile of several rows of whole blocks: a fraction of the
+                                     // second-level cache
 
 // Divisions of 64 bits take as long as a hundred elements.
 inline int64_t quotient_of(int64_t a, int64_t b) {
@@ -73,9 +73,9 @@ class Tiles {
     // tiles first where `backwards`.
     template <class Worker, class F>
     void run(bool backwards, const F& f) const {
-        const Lines& line = lines();
         parallel_for(count(), (kGrain + elements() - 1) / elements(), [&](int64_t first, int64_t last) {
             Worker& worker = Worker::mine();
+            worker.start();
             Tile now = at(backwards ? last - 1 : first);
             for (int64_t i = first; i < last; ++i) {
                 const int64_t after = std::min(i + 1, last - 1);
@@ -83,7 +83,6 @@ class Tiles {
                 f(worker, now, next);
                 now = next;
             }
-            line.fence();
         });
     }
 
@@ -108,22 +107,25 @@ inline int64_t whole_width(const Blocks& b) {
 class Stats {
   public:
     void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
-        const int64_t n = t.end - t.begin;
-        const bool narrow = b.width < kNarrow;
-        const int64_t slots = narrow ? n : t.blocks(b.width);
+        start(b, t);
+        for (int64_t r = t.row; r < t.row + t.height; ++r) row(line, at_run(x, {r, t.begin, 0}), x.dtype, b, t, affine);
+        finish(b, t);
+    }
+    // The same, row by row.
+    void start(const Blocks& b, const Tile& t) {
+        const int64_t slots = b.width < kNarrow ? t.end - t.begin : t.blocks(b.width);
         const size_t room = static_cast<size_t>((slots + kAlign - 1) & -kAlign);
         high.assign(room, 0);
         low.assign(room, 0);
-        for (int64_t r = t.row; r < t.row + t.height; ++r) {
-            const void* from = advance(x.data, r * x.stride + t.begin, x.dtype);
-            if (narrow) {
-                line.column_stats(from, x.dtype, n, affine, high.data(), low.data());
-            } else {
-                line.block_stats(from, x.dtype, n, b.width, affine, high.data(), low.data());
-            }
-        }
-        if (!narrow || b.width == 1) return;
-        for (int64_t j = 0; j < n; ++j) {
+    }
+    void row(const Lines& line, const void* from, Dtype dtype, const Blocks& b, const Tile& t, bool affine) {
+        const int64_t n = t.end - t.begin;
+        if (b.width < kNarrow) return line.column_stats(from, dtype, n, affine, high.data(), low.data());
+        line.block_stats(from, dtype, n, b.width, affine, high.data(), low.data());
+    }
+    void finish(const Blocks& b, const Tile& t) {
+        if (b.width >= kNarrow || b.width == 1) return;
+        for (int64_t j = 0; j < t.end - t.begin; ++j) {
             const size_t from = static_cast<size_t>(j), to = static_cast<size_t>(j / b.width);
             const bool first = j % b.width == 0;
             high[to] = first ? high[from] : std::max(high[to], high[from]);

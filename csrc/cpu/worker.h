@@ -58,7 +58,6 @@ inline float sum_slopes(const uint8_t* kept, const float* level, const float* qu
 
 class Worker {
   public:
-    Stats stats;
     bool broken = false;  // whether a block of the tile has a NaN for its scale, which was made from it
 
     // Room for the scales of the blocks that a tile touches, from the one at its first column on.
@@ -76,43 +75,47 @@ class Worker {
         return worker;
     }
 
-    // The maxima of a tile of whole blocks. One of several rows is copied first: they would push each other out of the
-    // cache, whose sets they share if they lie a power of two apart.
-    void measure(const Job& job, const Tile& t) {
-        const int64_t width = t.end - t.begin, bytes = width * size_of(job.x.dtype);
-        local_ = t.height > 1 && t.height * width <= 2 * kTall;
-        if (!local_) return stats.of(job.line, job.x, job.blocks, t, job.scheme.affine);
-        const size_t wanted = static_cast<size_t>(t.height * bytes);
-        if (copy_.size() < wanted) copy_.resize(wanted);
-        for (int64_t r = 0; r < t.height; ++r) {
-            std::memcpy(copy_.data() + r * bytes, at_run(job.x, {t.row + r, t.begin, width}),
-                        static_cast<size_t>(bytes));
+    // Before the first of a thread's tiles.
+    void start() { ahead_ = false; }
+
+    // The maxima of a tile of whole blocks. One of several rows is copied: they would push each other out of the cache,
+    // whose sets they share if they lie a power of two apart. It has been if it was the next of the one before.
+    const Stats& measure(const Job& job, const Tile& t) {
+        local_ = fits(t);
+        Local& now = locals_[current_];
+        if (!local_) {
+            now.stats.of(job.line, job.x, job.blocks, t, job.scheme.affine);
+        } else {
+            for (int64_t r = 0; r < t.height && !ahead_; ++r) take_row(job, t, r, now);
+            now.stats.finish(job.blocks, t);
         }
-        stats.of(job.line, {copy_.data(), job.x.dtype, width}, job.blocks, {0, t.height, 0, width, 0, 0, 0},
-                 job.scheme.affine);
+        ahead_ = false;
+        return now.stats;
     }
 
     // `next`: the tile that will be measured next, or null where memory is read once and in order.
     void apply(const Job& job, const Tile& t, const Tile* next) {
         local_ &= next != nullptr;
+        const bool take = local_ && fits(*next);
+        Local& later = locals_[1 - current_];
         for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
             const int64_t count = std::min(kRun, t.end - begin);
             first_ = quotient_of(begin, job.blocks.width);
             lead_ = (first_ + 1) * job.blocks.width - begin;
             first_ -= t.block;
             spread_factors(job, count);
-            for (int64_t row = t.row; row < t.row + t.height; ++row) {
-                const Run run{row, begin, count};
+            for (int64_t r = 0; r < t.height; ++r) {
+                const Run run{t.row + r, begin, count};
                 const void* ahead = static_cast<const char*>(at_run(job.x, run)) + kAhead;
-                if (next) ahead = at_run(job.x, {row - t.row + next->row, begin - t.begin + next->begin, count});
-                if (job.grad.data) {
-                    backward(job, t, run, ahead);
-                    continue;
-                }
-                const uint8_t* codes = job.stored ? unpacked(job, run) : encoded(job, t, run, ahead);
-                if (job.decoder) decode(job, run, codes);
+                if (next) ahead = at_run(job.x, {next->row + r, next->begin + begin - t.begin, count});
+                element_run(job, t, run, ahead);
+                if (take && begin == t.begin && r < next->height) take_row(job, *next, r, later);
             }
         }
+        if (!take) return;
+        for (int64_t r = t.height; r < next->height; ++r) take_row(job, *next, r, later);
+        current_ = 1 - current_;
+        ahead_ = true;
     }
 
   private:
@@ -125,17 +128,42 @@ class Worker {
     };
     Scratch& scratch_ = Scratch::mine();
     std::vector<float> value_, divisor_, zero_;
-    std::vector<char> copy_;  // of a tile's elements
+    // A tile's elements, copied, and their maxima; of this tile and of the next, which is copied in turn with encoding.
+    struct Local {
+        std::vector<char> copy;
+        Stats stats;
+    } locals_[2];
+    int current_ = 0;
+    bool ahead_ = false;  // whether the current one is complete
     std::unique_ptr<Spread> spread_;
     std::unique_ptr<SlopeLine> slope_;
-    bool local_ = false;     // whether copy_ holds the tile
+    bool local_ = false;     // whether a copy holds the tile
     bool each_own_ = false;  // whether factors are spread out to one an element
     int64_t first_ = 0;      // number among the tile's scales of that of the columns at work
     int64_t lead_ = 0;       // how many of these columns have it
 
+    static bool fits(const Tile& t) { return t.height > 1 && t.height * (t.end - t.begin) <= 2 * kTall; }
+
+    void take_row(const Job& job, const Tile& t, int64_t r, Local& to) {
+        const int64_t bytes = (t.end - t.begin) * size_of(job.x.dtype);
+        const size_t wanted = static_cast<size_t>(t.height * bytes);
+        if (to.copy.size() < wanted) to.copy.resize(wanted);
+        if (r == 0) to.stats.start(job.blocks, t);
+        char* row = to.copy.data() + r * bytes;
+        std::memcpy(row, at_run(job.x, {t.row + r, t.begin, 0}), static_cast<size_t>(bytes));
+        to.stats.row(job.line, row, job.x.dtype, job.blocks, t, job.scheme.affine);
+    }
+
+    void element_run(const Job& job, const Tile& t, const Run& run, const void* ahead) {
+        if (job.grad.data) return backward(job, t, run, ahead);
+        const uint8_t* codes = job.stored ? unpacked(job, run) : encoded(job, t, run, ahead);
+        if (job.decoder) decode(job, run, codes);
+    }
+
     const void* from(const Job& job, const Tile& t, const Run& run) const {
         if (!local_) return at_run(job.x, run);
-        return copy_.data() + ((run.row - t.row) * (t.end - t.begin) + run.begin - t.begin) * size_of(job.x.dtype);
+        const int64_t at = (run.row - t.row) * (t.end - t.begin) + run.begin - t.begin;
+        return locals_[current_].copy.data() + at * size_of(job.x.dtype);
     }
 
     // Calls f(column within the run, count, number of its scale) for each block of the columns at work.
@@ -204,8 +232,7 @@ class Worker {
     }
 
     void decode(const Job& job, const Run& run, const uint8_t* codes) {
-        job.line.decode(*job.decoder, codes, run.count, factors(job, false), at_run(job.out, run),
-                        job.out.dtype);
+        job.line.decode(*job.decoder, codes, run.count, factors(job, false), at_run(job.out, run), job.out.dtype);
     }
 
     // The gradient of a run's elements: grad where they were in range.

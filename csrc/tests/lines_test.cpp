@@ -83,7 +83,8 @@ std::vector<Factors> factors(const FormatParams& f, std::vector<float>& each, st
     static const float threes[] = {3.0f, 3.0f, 3.0f, 3.0f, 3.0f, 3.0f, 3.0f};
     constexpr int64_t kAll = int64_t{1} << 40;
     std::vector<Factors> all(1);
-    for (const float& one : ones) all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? threes : nullptr, kAll, kAll});
+    for (const float& one : ones)
+        all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? threes : nullptr, kAll, kAll});
     for (const float& one : inverses) all.push_back({Factors::kInverse, &one, nullptr, kAll, kAll});
     all.push_back({Factors::kEach, each.data(), zeros.data()});
     all.push_back({Factors::kEach, each.data(), nullptr});
@@ -211,11 +212,18 @@ void test_scales(const char* isa, const Lines& lines) {
             for (int o = -1; o < 4; ++o) {
                 if (affine && o >= 0) continue;  // no scheme has both
                 const float* outer = o < 0 ? nullptr : outers + o;
-                const ScaleRule rule{bits_of(affine ? 255.0f : 448.0f), bits_of(448.0f * 448.0f), is_signed ? -128.0f : 0.0f,
-                                     is_signed ? 127.0f : 255.0f, scale_format, ceil, affine, is_signed};
+                const ScaleRule rule{bits_of(affine ? 255.0f : 28.0f),
+                                     bits_of(90000.0f),
+                                     is_signed ? -128.0f : 0.0f,
+                                     is_signed ? 127.0f : 255.0f,
+                                     scale_format,
+                                     ceil,
+                                     affine,
+                                     is_signed};
                 const int bytes = scale_bytes(scale_format);
                 struct Result {
-                    std::vector<uint8_t> stored = std::vector<uint8_t>(4 * kCount), zeros = std::vector<uint8_t>(kCount);
+                    std::vector<uint8_t> stored = std::vector<uint8_t>(4 * kCount),
+                                         zeros = std::vector<uint8_t>(kCount);
                     std::vector<float> value = std::vector<float>(kRoom), divisor = value, zero = value;
                     bool broken = false;
                     bool operator==(const Result& b) const {
