@@ -51,14 +51,16 @@ struct Chunk {
     int64_t dwords;
 };
 
-// Cuts rows into register tiles of about the same size.
+// Cuts rows into register tiles of about the same size: the first `longer` of them are a unit longer.
 struct RowTiles {
-    int64_t unit, units, count;
+    int64_t unit, units, count, size, longer;
     RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels)
         : unit(plan.matrix ? kernels.matrix_side : 2),
           units(ceil_div(rows, unit)),
-          count(ceil_div(units, plan.matrix ? 2 : kernels.max_rows / 2)) {}
-    int64_t begin(int64_t tile) const { return unit * (tile * (units / count) + std::min(tile, units % count)); }
+          count(ceil_div(units, plan.matrix ? 2 : kernels.max_rows / 2)),
+          size(units / count),
+          longer(units % count) {}
+    int64_t begin(int64_t tile) const { return unit * (tile * size + std::min(tile, longer)); }
     int64_t padded() const { return unit * units; }
 };
 
@@ -320,6 +322,7 @@ class TileProduct {
             b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, t_.need_.a_zero, w_.b_sums, w_.start);
             look_ahead(next_chunk, next_col);
             int64_t ahead = 0;
+            const uint32_t* a = t_.s_.chunk(index, 0);
             const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
             for (int64_t i = first_; i < last_; ++i) {
                 const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
@@ -328,7 +331,7 @@ class TileProduct {
                 tile.c_stride = w_.c_stride;
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
-                    tile.a = t_.s_.chunk(index, row) + segments[s].dword;
+                    tile.a = a + row * kTileStride + segments[s].dword;
                     tile.b = w_.b_panel + segments[s].dword * kernels.nr;
                     tile.depth = segments[s].dwords;
                     tile.ahead = w_.ahead + std::min(ahead, num_ahead_);
