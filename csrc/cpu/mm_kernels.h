@@ -43,7 +43,7 @@ struct Tile {
     int64_t depth = 0;
     void* c = nullptr;
     int64_t c_stride = 0;
-    bool fresh = false;  // c holds nothing yet: it is stored, not added to
+    bool fresh = false;                     // c holds nothing yet: it is stored, not added to
     const uint8_t* const* ahead = nullptr;  // [depth / kAheadSteps] lines to fetch meanwhile, for later
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
@@ -61,7 +61,7 @@ constexpr int kMaxNr = 32;
 struct Panel {
     const Table* table = nullptr;
     const uint8_t* rows[kMaxNr];
-    int64_t length = 0;  // elements, a multiple of kPanelBytes bytes
+    int64_t length = 0;             // elements, a multiple of kPanelBytes bytes
     const float* scales = nullptr;  // [blocks, nr]; null: 1
     const float* zeros = nullptr;   // [blocks, nr]; null: 0
     int64_t first = 0;              // element k is of block (first + k) >> shift

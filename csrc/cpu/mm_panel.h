@@ -10,7 +10,7 @@ struct PanelLoader {
     const Operand& b;
     const Kernels& kernels;
     const Plan& plan;
-    uint32_t* rows;        // [nr, kTileStride]
+    uint32_t* rows;         // [nr, kTileStride]
     float *scales, *zeros;  // [kMaxPanelBlocks, nr]
     uint8_t* raw;
     float* levels;

@@ -55,8 +55,8 @@ struct HalfDecoder {
         return nan != 0 && _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(static_cast<char>(nan))) != 0;
     }
     void operator()(__m256i codes, __m512* out) const {
-        const __m512i words = _mm512_and_si512(
-            _mm512_sll_epi16(_mm512_cvtepi8_epi16(codes), _mm_cvtsi32_si128(shift)), mask);
+        const __m512i words =
+            _mm512_and_si512(_mm512_sll_epi16(_mm512_cvtepi8_epi16(codes), _mm_cvtsi32_si128(shift)), mask);
         out[0] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(words)), unit);
         out[1] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)), unit);
     }
@@ -126,5 +126,5 @@ void panel_f32(const Panel& p) {
             place(k, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
         });
     }
-    kHalf && t.half_shift >= 0 ? panel_f32_floats<Decoder, kHalf>(p) : panel_f32_floats<Decoder, false>(p);
+    kHalf&& t.half_shift >= 0 ? panel_f32_floats<Decoder, kHalf>(p) : panel_f32_floats<Decoder, false>(p);
 }

@@ -9,8 +9,6 @@ namespace {
 constexpr int64_t kMinIntegerSegment = 8;
 constexpr int64_t kMinBf16Segment = 16;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t block_along_k(const Operand& x, int64_t depth) {
     return x.has_codes() && x.block_cols < depth ? x.block_cols : 0;
 }

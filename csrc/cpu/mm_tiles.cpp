@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "cpu/arena.h"
+#include "cpu/mm_cuts.h"
 #include "cpu/mm_panel.h"
 #include "cpu/threads.h"
 
@@ -23,77 +23,8 @@ constexpr int64_t kLeastRows = 64;          // else this many
 constexpr int64_t kGroup = 4;               // panels that a thread multiplies with a chunk of a before the next chunk
 constexpr int64_t kStreamBytes = 8 << 20;   // larger outputs bypass the caches
 constexpr int64_t kLine = 64;
-constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;   // of a row of b, in a chunk
+constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;  // of a row of b, in a chunk
 constexpr int64_t kAheadPad = kTileDepth / kAheadSteps;
-
-// Hands out parts of a piece of memory; from null, it only finds how much is needed.
-class Parts {
-  public:
-    explicit Parts(uint8_t* base) : base_(base) {}
-    template <class T>
-    void take(T*& pointer, int64_t count) {
-        pointer = reinterpret_cast<T*>(base_ + used_);
-        used_ += (static_cast<size_t>(count) * sizeof(T) + 2 * kSlack - 1) / kSlack * kSlack;
-    }
-    size_t used() const { return used_; }
-
-  private:
-    uint8_t* base_;
-    size_t used_ = 0;
-};
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Chunk {
-    int64_t begin, end;  // of K
-    int64_t first;       // its first segment
-    int count;           // its segments
-    int64_t dwords;
-};
-
-// Cuts rows into register tiles of about the same size: the first `longer` of them are a unit longer.
-struct RowTiles {
-    int64_t unit, units, count, size, longer;
-    RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels)
-        : unit(plan.matrix ? kernels.matrix_side : 2),
-          units(ceil_div(rows, unit)),
-          count(ceil_div(units, plan.matrix ? 2 : kernels.max_rows / 2)),
-          size(units / count),
-          longer(units % count) {}
-    int64_t begin(int64_t tile) const { return unit * (tile * size + std::min(tile, longer)); }
-    int64_t padded() const { return unit * units; }
-};
-
-// How K is cut.
-struct Cuts {
-    Chunk* chunks;
-    Segment* segments;
-    int64_t num_chunks = 0, num_segments = 0;
-
-    Cuts(const Plan& plan, int64_t depth, Arena& arena) {
-        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), plan.chunk_dwords);
-        int64_t blocks = 1;
-        if (plan.a_block > 0) blocks += ceil_div(depth, plan.a_block);
-        if (plan.b_block > 0) blocks += ceil_div(depth, plan.b_block);
-        // Blocks are padded; and two chunks that follow each other would not fit into one.
-        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, plan.chunk_dwords)) + 1 : whole;
-        place(Parts(arena.reserve(place(Parts(nullptr), most, blocks + most))), most, blocks + most);
-        for (int64_t k = 0; k < depth;) {
-            const int count = cut_chunk(plan, k, depth, segments + num_segments);
-            const Segment& last = segments[num_segments + count - 1];
-            chunks[num_chunks++] = {k, last.begin + last.length, num_segments, count, last.dword + last.dwords};
-            num_segments += count;
-            k = last.begin + last.length;
-        }
-    }
-
-  private:
-    size_t place(Parts parts, int64_t most_chunks, int64_t most_segments) {
-        parts.take(chunks, most_chunks);
-        parts.take(segments, most_segments);
-        return parts.used();
-    }
-};
 
 // How the sums of u8s8 are to be corrected.
 struct Corrections {
@@ -173,7 +104,12 @@ struct Worker {
 class TileProduct {
   public:
     TileProduct(const Problem& problem, const Kernels& kernels, const Plan& plan, bool serial)
-        : p_(problem), kernels_(kernels), plan_(plan), serial_(serial), need_(problem, plan), cuts_(plan, problem.depth, arena(0)) {
+        : p_(problem),
+          kernels_(kernels),
+          plan_(plan),
+          serial_(serial),
+          need_(problem, plan),
+          cuts_(plan, problem.depth, arena(0)) {
         const int64_t fit = kSharedBytes / (cuts_.num_chunks * plan.chunk_dwords * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
