@@ -51,12 +51,12 @@ struct Cuts {
     int64_t num_chunks = 0, num_segments = 0;
 
     Cuts(const Plan& plan, int64_t depth, Arena& arena) {
-        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), plan.chunk_dwords);
+        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), kTileDepth);
         int64_t blocks = 1;
         if (plan.a_block > 0) blocks += ceil_div(depth, plan.a_block);
         if (plan.b_block > 0) blocks += ceil_div(depth, plan.b_block);
         // Blocks are padded; and two chunks that follow each other would not fit into one.
-        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, plan.chunk_dwords)) + 1 : whole;
+        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, kTileDepth)) + 1 : whole;
         place(Parts(arena.reserve(place(Parts(nullptr), most, blocks + most))), most, blocks + most);
         for (int64_t k = 0; k < depth;) {
             const int count = cut_chunk(plan, k, depth, segments + num_segments);

@@ -40,20 +40,15 @@ struct Corrections {
 
 // A block of a's rows, decoded.
 struct Shared {
-    uint32_t* a;       // [chunks / slots, rows, kTileStride]: chunks that are half as deep lie side by side
+    uint32_t* a;       // [chunks, rows, kTileStride]
     Sums a_sums;       // [segments, rows]
     float* row_scale;  // [rows], for the epilogue
-    int64_t slots, slot;
 
-    uint32_t* chunk(int64_t index, int64_t row) const {
-        return a + (index / slots * a_sums.stride + row) * kTileStride + index % slots * slot;
-    }
+    uint32_t* chunk(int64_t index, int64_t row) const { return a + (index * a_sums.stride + row) * kTileStride; }
 
     size_t place(const Plan& plan, const Corrections& need, const Cuts& cuts, int64_t rows, uint8_t* base) {
         Parts parts(base);
-        slots = kTileDepth / plan.chunk_dwords;
-        slot = plan.chunk_dwords;
-        parts.take(a, ceil_div(cuts.num_chunks, slots) * rows * kTileStride);
+        parts.take(a, cuts.num_chunks * rows * kTileStride);
         parts.take(row_scale, rows);
         a_sums.stride = rows;
         if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
@@ -110,7 +105,7 @@ class TileProduct {
           serial_(serial),
           need_(problem, plan),
           cuts_(plan, problem.depth, arena(0)) {
-        const int64_t fit = kSharedBytes / (cuts_.num_chunks * plan.chunk_dwords * 4);
+        const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
         const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
@@ -162,7 +157,7 @@ class TileProduct {
         // Rows that pad the last register tile are zero; no result of theirs is stored.
         const int64_t padded = RowTiles(rows_, plan_, kernels_).padded();
         for (int64_t r = rows_; r < padded; ++r) {
-            std::memset(s_.chunk(index, r), 0, static_cast<size_t>(plan_.chunk_dwords) * 4);
+            std::memset(s_.chunk(index, r), 0, static_cast<size_t>(kTileStride) * 4);
             for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
                 const int64_t at = s * s_.a_sums.stride + r;
                 if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
