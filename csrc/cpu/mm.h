@@ -1,8 +1,8 @@
 // Matrix product of quantized or float operands on the CPU: out[M, N] = a[M, K] @ b[N, K]^T (+ bias).
 //
-// Stages, one file each: mm_table (values of codes), mm_plan (which arithmetic, which tiles), mm_load (codes or floats
-// to rows of dwords), mm_body.inl and mm_convert.inl (register tiles, decoders and epilogue, per instruction set),
-// mm_driver (loops, threads).
+// Stages, one file each: mm_table (values of codes), mm_plan (which arithmetic), mm_cuts (which tiles), mm_load (codes
+// or floats to rows of dwords), mm_panel (the same to panels of b), mm_body.inl, mm_convert.inl and
+// mm_panel_avx512.inl (register tiles, decoders and epilogue, per instruction set), mm_tiles (loops, threads).
 // Numerics: docs/numerics.md section 9. Nothing here knows of torch.
 #pragma once
 

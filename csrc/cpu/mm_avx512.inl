@@ -13,12 +13,19 @@ inline void stream(void* to, VecF v) { _mm512_stream_ps(static_cast<float*>(to),
 inline __mmask64 first(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
 // Sixteen rows by sixteen dwords: `put(d, v)` for the sixteen rows' dwords d, counted from byte `at`. Loads gather four
-// rows into the lanes of a vector, which takes half the shuffles of whole rows; then each lane is turned.
+// rows into the lanes of a vector, which takes half the shuffles of whole rows; then each lane is turned. The rows'
+// lines are copied first: rows 4 KiB apart share one set of the first-level cache, which would not hold them.
 template <class F>
 inline void turn_dwords(const uint8_t* const* rows, int64_t at, const F& put) {
+    __m512i lines[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+        lines[r] = _mm512_loadu_si512(rows[r] + at);
+        asm("" : "+m"(lines[r]));  // in memory, not in a register
+    }
 #pragma GCC unroll 4
     for (int64_t j = 0; j < 4; ++j) {
-        auto row = [&](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at) + j); };
+        auto row = [&](int r) { return _mm_load_si128(reinterpret_cast<const __m128i*>(lines + r) + j); };
         __m512i v[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {

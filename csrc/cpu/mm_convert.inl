@@ -129,7 +129,7 @@ inline void narrow(VecF v, void* out, Element dtype, int64_t count) {
 }
 
 template <class Sum>
-void finish_sums(const Row& row) {
+inline void finish_sums(const Row row) {  // by value: stores cannot change it
     const Sum* sums = static_cast<const Sum*>(row.sum);
     char* out = static_cast<char*>(row.out);
     const int64_t size = row.out_dtype == Element::f32 ? 4 : 2;

@@ -19,8 +19,8 @@ constexpr int kNumKinds = 4;
 
 constexpr int64_t elements_per_dword(Kind kind) { return kind == Kind::f32 ? 1 : kind == Kind::u8s8 ? 4 : 2; }
 
-// Depth, in dwords, of what is decoded at a time, at most. Vector tiles take half: a panel of b (16 KiB) then stays in
-// the first-level cache beside the rows of a tile; matrix tiles load and store their sums for every one of them.
+// Depth, in dwords, of what is decoded at a time. Half of it, whose panels of b would fit the first-level cache beside
+// a's rows, was measured to be slower: sums are loaded and stored twice as often.
 constexpr int64_t kTileDepth = 256;
 // Dwords from one row of a to the next in the tile kernels: not a multiple of 4 KiB, and a constant, so that the
 // rows of a tile are reached by displacements from one pointer.

@@ -76,12 +76,17 @@ float scale_at(const Operand& x, int64_t row, int64_t k) {
     return x.outer == nullptr ? scale : scale * *x.outer;
 }
 
-void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
-    const int64_t count = (end - 1) / x.block_cols - begin / x.block_cols + 1;
-    const int64_t at = row / x.block_rows * x.scale_row_stride + begin / x.block_cols * x.scale_col_stride;
+void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, float* out) {
+    const int64_t down = x.block_rows == 1 ? row : row / x.block_rows;  // divisions are slow, and most are by 1
+    const int64_t at = down * x.scale_row_stride + block * x.scale_col_stride;
     for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
     if (x.outer == nullptr) return;
     for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;
+}
+
+void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
+    const int64_t first = begin / x.block_cols;
+    block_scales(x, row, first, (end - 1) / x.block_cols - first + 1, out);
 }
 
 int zero_at(const Operand& x, int64_t row, int64_t k) {
@@ -217,22 +222,26 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
                 decode(row + r, stored, begin, segments[i], out + segments[i].dword);
             }
         }
-        if (sums.scale != nullptr) scale_segments(row + r, segments, num_segments, sums.scale + r, sums.stride);
         if (sums.zero != nullptr || sums.sum != nullptr) sum_segments(row + r, segments, num_segments, out, sums, r);
     }
+    if (sums.scale != nullptr) scale_segments(row, count, segments, num_segments, sums.scale, sums.stride);
 }
 
-void Loader::scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const {
-    const Segment& last = segments[num_segments - 1];
-    levels[0] = 1.0f;
-    if (operand.has_codes()) row_scales(operand, row, segments[0].begin, last.begin + last.length, levels);
-    int64_t block = 0, end = (segments[0].begin / operand.block_cols + 1) * operand.block_cols;
-    for (int i = 0; i < num_segments; ++i) {
-        if (operand.has_codes() && segments[i].begin == end) {  // a block never ends within a segment
-            ++block;
-            end += operand.block_cols;
+void Loader::scale_segments(int64_t row, int64_t count, const Segment* segments, int num_segments, float* out,
+                            int64_t stride) const {
+    const int64_t cols = operand.block_cols, first = segments[0].begin / cols;
+    const int64_t blocks = (segments[num_segments - 1].begin) / cols - first + 1;
+    for (int64_t r = 0; r < count; ++r) {
+        levels[0] = 1.0f;
+        if (operand.has_codes()) block_scales(operand, row + r, first, blocks, levels);
+        int64_t block = 0, end = (first + 1) * cols;
+        for (int i = 0; i < num_segments; ++i) {
+            if (operand.has_codes() && segments[i].begin == end) {  // a block never ends within a segment
+                ++block;
+                end += cols;
+            }
+            out[i * stride + r] = levels[block];
         }
-        out[i * stride] = levels[block];
     }
 }
 

@@ -47,8 +47,9 @@ struct Loader {
 
     // Rows of a transposed matrix of bytes, a multiple of 16, to `raw`, turned_pitch apart.
     void fetch_turned(int64_t row, int64_t count, int64_t begin, int64_t end) const;
-    // The scales of one row's segments, `stride` apart.
-    void scale_segments(int64_t row, const Segment* segments, int num_segments, float* out, int64_t stride) const;
+    // The scales of the segments of rows [row, row + count): out[segment * stride + row].
+    void scale_segments(int64_t row, int64_t count, const Segment* segments, int num_segments, float* out,
+                        int64_t stride) const;
 
   private:
     const void* fetch(int64_t row, int64_t begin, int64_t end) const;
@@ -62,6 +63,8 @@ struct Loader {
 
 // The scales of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.
 void row_scales(const Operand& operand, int64_t row, int64_t begin, int64_t end, float* out);
+// The same for `count` blocks from the one that is numbered `block`.
+void block_scales(const Operand& operand, int64_t row, int64_t block, int64_t count, float* out);
 
 // The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
 float scale_at(const Operand& operand, int64_t row, int64_t k);

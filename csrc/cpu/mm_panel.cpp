@@ -73,7 +73,7 @@ void PanelLoader::put_levels(int64_t row, int64_t valid, int64_t begin, int64_t 
     for (int64_t n = 0; n < nr; ++n) {
         const int64_t r = row + std::min(n, valid - 1);
         if (plan.b_folded) {
-            row_scales(b, r, begin, begin + length, levels);
+            block_scales(b, r, from, blocks, levels);
             for (int64_t i = 0; i < blocks; ++i) scales[i * nr + n] = levels[i];
         }
         if (b.zero_point == nullptr) continue;
@@ -89,9 +89,7 @@ void PanelLoader::load_sums(int64_t row, int64_t valid, const Segment* segments,
                             const uint32_t* panel, int a_zero, const Sums& sums, int32_t* start) const {
     if (sums.scale != nullptr) {
         const Loader loader{b, kernels, plan, false, raw, levels};
-        for (int64_t n = 0; n < valid; ++n) {
-            loader.scale_segments(row + n, segments, num_segments, sums.scale + n, sums.stride);
-        }
+        loader.scale_segments(row, valid, segments, num_segments, sums.scale, sums.stride);
     }
     if (plan.kind != Kind::u8s8) return;
     const int64_t nr = kernels.nr;

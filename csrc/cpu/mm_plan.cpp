@@ -9,8 +9,6 @@ namespace {
 constexpr int64_t kMinIntegerSegment = 8;
 constexpr int64_t kMinBf16Segment = 16;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t block_along_k(const Operand& x, int64_t depth) {
     return x.has_codes() && x.block_cols < depth ? x.block_cols : 0;
 }
@@ -74,7 +72,6 @@ Plan make_plan(const Problem& p, const Kernels& kernels) {
     Plan plan{};
     choose_kind(plan, p, kernels);
     plan.matrix = kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
-    plan.chunk_dwords = plan.matrix ? kTileDepth : kTileDepth / 2;
     plan.unit = plan.matrix ? kernels.matrix_side : 1;
     return plan;
 }
@@ -82,11 +79,11 @@ Plan make_plan(const Problem& p, const Kernels& kernels) {
 int cut_chunk(const Plan& plan, int64_t begin, int64_t depth, Segment* segments) {
     const int64_t per_dword = elements_per_dword(plan.kind);
     int count = 0;
-    for (int64_t k = begin, dword = 0; k < depth && dword < plan.chunk_dwords;) {
+    for (int64_t k = begin, dword = 0; k < depth && dword < kTileDepth;) {
         int64_t end = depth;
         if (plan.a_block > 0) end = std::min(end, (k / plan.a_block + 1) * plan.a_block);
         if (plan.b_block > 0) end = std::min(end, (k / plan.b_block + 1) * plan.b_block);
-        const int64_t room = plan.chunk_dwords - dword;
+        const int64_t room = kTileDepth - dword;
         if (ceil_div(end - k, per_dword) > room) {
             if (plan.scaled && count > 0) break;  // a whole segment in the next chunk rather than two pieces
             end = k + room * per_dword;

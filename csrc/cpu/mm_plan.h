@@ -5,6 +5,8 @@
 
 namespace lowbit::cpu::mm {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // A stretch of K over which neither operand's scale changes, within a chunk; padded to whole dwords.
 struct Segment {
     int64_t begin;   // in elements, from the start of K
@@ -21,9 +23,8 @@ struct Plan {
     bool wide;        // int32 sums go to int64 before they could overflow
     int64_t a_block;  // K elements of a block that ends segments; 0: none
     int64_t b_block;
-    bool matrix;           // matrix registers
-    int64_t chunk_dwords;  // kTileDepth or a part of it
-    int64_t unit;          // dwords that a segment is padded to a multiple of
+    bool matrix;   // matrix registers
+    int64_t unit;  // dwords that a segment is padded to a multiple of
 };
 
 // int32 holds this many products of two integers of at most 8 bits less their zero points (255 * 255 each).
@@ -31,7 +32,7 @@ constexpr int64_t kExactTerms = 32768;
 
 Plan make_plan(const Problem& problem, const Kernels& kernels);
 
-// Cuts the chunk of K that starts at `begin` into segments, at most plan.chunk_dwords of them; returns how many.
+// Cuts the chunk of K that starts at `begin` into segments, at most kTileDepth of them; returns how many.
 int cut_chunk(const Plan& plan, int64_t begin, int64_t depth, Segment* segments);
 
 }  // namespace lowbit::cpu::mm

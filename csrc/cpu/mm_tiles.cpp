@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "cpu/arena.h"
+#include "cpu/mm_cuts.h"
 #include "cpu/mm_panel.h"
 #include "cpu/threads.h"
 
@@ -26,73 +26,6 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;  // of a row of b, in a chunk
 constexpr int64_t kAheadPad = kTileDepth / kAheadSteps;
 
-// Hands out parts of a piece of memory; from null, it only finds how much is needed.
-class Parts {
-  public:
-    explicit Parts(uint8_t* base) : base_(base) {}
-    template <class T>
-    void take(T*& pointer, int64_t count) {
-        pointer = reinterpret_cast<T*>(base_ + used_);
-        used_ += (static_cast<size_t>(count) * sizeof(T) + 2 * kSlack - 1) / kSlack * kSlack;
-    }
-    size_t used() const { return used_; }
-
-  private:
-    uint8_t* base_;
-    size_t used_ = 0;
-};
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Chunk {
-    int64_t begin, end;  // of K
-    int64_t first;       // its first segment
-    int count;           // its segments
-    int64_t dwords;
-};
-
-// Cuts rows into register tiles of about the same size.
-struct RowTiles {
-    int64_t unit, units, count;
-    RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels)
-        : unit(plan.matrix ? kernels.matrix_side : 2),
-          units(ceil_div(rows, unit)),
-          count(ceil_div(units, plan.matrix ? 2 : kernels.max_rows / 2)) {}
-    int64_t begin(int64_t tile) const { return unit * (tile * (units / count) + std::min(tile, units % count)); }
-    int64_t padded() const { return unit * units; }
-};
-
-// How K is cut.
-struct Cuts {
-    Chunk* chunks;
-    Segment* segments;
-    int64_t num_chunks = 0, num_segments = 0;
-
-    Cuts(const Plan& plan, int64_t depth, Arena& arena) {
-        const int64_t whole = ceil_div(ceil_div(depth, elements_per_dword(plan.kind)), plan.chunk_dwords);
-        int64_t blocks = 1;
-        if (plan.a_block > 0) blocks += ceil_div(depth, plan.a_block);
-        if (plan.b_block > 0) blocks += ceil_div(depth, plan.b_block);
-        // Blocks are padded; and two chunks that follow each other would not fit into one.
-        const int64_t most = plan.scaled ? 2 * (whole + ceil_div(blocks * plan.unit, plan.chunk_dwords)) + 1 : whole;
-        place(Parts(arena.reserve(place(Parts(nullptr), most, blocks + most))), most, blocks + most);
-        for (int64_t k = 0; k < depth;) {
-            const int count = cut_chunk(plan, k, depth, segments + num_segments);
-            const Segment& last = segments[num_segments + count - 1];
-            chunks[num_chunks++] = {k, last.begin + last.length, num_segments, count, last.dword + last.dwords};
-            num_segments += count;
-            k = last.begin + last.length;
-        }
-    }
-
-  private:
-    size_t place(Parts parts, int64_t most_chunks, int64_t most_segments) {
-        parts.take(chunks, most_chunks);
-        parts.take(segments, most_segments);
-        return parts.used();
-    }
-};
-
 // How the sums of u8s8 are to be corrected.
 struct Corrections {
     bool a_zeros = false, b_zeros = false;  // whether rows differ in what their bytes are too large by; whether b's are
@@ -107,20 +40,15 @@ struct Corrections {
 
 // A block of a's rows, decoded.
 struct Shared {
-    uint32_t* a;       // [chunks / slots, rows, kTileStride]: chunks that are half as deep lie side by side
+    uint32_t* a;       // [chunks, rows, kTileStride]
     Sums a_sums;       // [segments, rows]
     float* row_scale;  // [rows], for the epilogue
-    int64_t slots, slot;
 
-    uint32_t* chunk(int64_t index, int64_t row) const {
-        return a + (index / slots * a_sums.stride + row) * kTileStride + index % slots * slot;
-    }
+    uint32_t* chunk(int64_t index, int64_t row) const { return a + (index * a_sums.stride + row) * kTileStride; }
 
     size_t place(const Plan& plan, const Corrections& need, const Cuts& cuts, int64_t rows, uint8_t* base) {
         Parts parts(base);
-        slots = kTileDepth / plan.chunk_dwords;
-        slot = plan.chunk_dwords;
-        parts.take(a, ceil_div(cuts.num_chunks, slots) * rows * kTileStride);
+        parts.take(a, cuts.num_chunks * rows * kTileStride);
         parts.take(row_scale, rows);
         a_sums.stride = rows;
         if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
@@ -177,7 +105,7 @@ class TileProduct {
           serial_(serial),
           need_(problem, plan),
           cuts_(plan, problem.depth, arena(0)) {
-        const int64_t fit = kSharedBytes / (cuts_.num_chunks * plan.chunk_dwords * 4);
+        const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
         const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
@@ -229,7 +157,7 @@ class TileProduct {
         // Rows that pad the last register tile are zero; no result of theirs is stored.
         const int64_t padded = RowTiles(rows_, plan_, kernels_).padded();
         for (int64_t r = rows_; r < padded; ++r) {
-            std::memset(s_.chunk(index, r), 0, static_cast<size_t>(plan_.chunk_dwords) * 4);
+            std::memset(s_.chunk(index, r), 0, static_cast<size_t>(kTileStride) * 4);
             for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
                 const int64_t at = s * s_.a_sums.stride + r;
                 if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
@@ -325,6 +253,7 @@ class TileProduct {
             b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, t_.need_.a_zero, w_.b_sums, w_.start);
             look_ahead(next_chunk, next_col);
             int64_t ahead = 0;
+            const uint32_t* a = t_.s_.chunk(index, 0);
             const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
             for (int64_t i = first_; i < last_; ++i) {
                 const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
@@ -333,7 +262,7 @@ class TileProduct {
                 tile.c_stride = w_.c_stride;
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
-                    tile.a = t_.s_.chunk(index, row) + segments[s].dword;
+                    tile.a = a + row * kTileStride + segments[s].dword;
                     tile.b = w_.b_panel + segments[s].dword * kernels.nr;
                     tile.depth = segments[s].dwords;
                     tile.ahead = w_.ahead + std::min(ahead, num_ahead_);

@@ -163,6 +163,11 @@ int main() {
         const auto theme = static_cast<Theme>(i % static_cast<int>(Theme::kCount));
         compare(Case(theme, row_counts[below(7)], col_counts[below(5)], depth), theme, i, counts);
     }
+    // More rows than are decoded at a time, and more columns than a thread takes at a time.
+    for (int i = 0; i < 12; ++i) {
+        const auto theme = static_cast<Theme>(i % static_cast<int>(Theme::kCount));
+        compare(Case(theme, 513 + below(60), 129 + below(200), i % 2 == 0 ? 129 : 520), theme, cases + i, counts);
+    }
     // A bound that zeros would pass, or a path that is never taken, would make this test one of nothing.
     const bool thorough = counts.zeros * 20 < cases && counts.exact > 20 && counts.folded > 20 && counts.unfolded > 20;
     std::printf("%d comparisons of products, %d failures; %d exact, %d folded into bf16, %d not; zeros would pass %d\n",
