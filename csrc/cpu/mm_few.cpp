@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/numerics.h"
 #include "cpu/arena.h"
 #include "cpu/mm_load.h"
 #include "cpu/threads.h"
@@ -47,8 +48,16 @@ struct FewPlan {
 
     int64_t all_steps() const { return steps + (rest > 0); }
     bool ones(const Problem& p) const { return rows > p.a.rows; }
-    int64_t block_of(int64_t step) const { return step / block_steps * per_step; }
+    int64_t block_of(int64_t step) const { return step == 0 ? 0 : step / block_steps * per_step; }
 };
+
+bool exact_in_bf16(const Operand& x) { return x.has_codes() ? x.table->exact_bf16 : x.dtype == Element::bf16; }
+
+const FewUnit& bf16_unit_of(const Table& t, const FewKernels& k) {
+    static const FewUnit none;
+    if (t.bits == 8) return t.integer ? none : k.bf16_codes;  // whose lookup is symmetric in the top bit
+    return t.bits == 4 ? k.bf16_nibbles : t.bits == 6 ? k.bf16_sextets : none;
+}
 
 const FewUnit& unit_of(const Table& t, bool integers, const FewKernels& k) {
     static const FewUnit none;
@@ -80,6 +89,9 @@ bool make_few_plan(const Problem& p, const FewKernels& k, FewPlan& plan) {
     plan.integers = integers && !a_blocks && a.table->bits == 8 && p.depth <= kExactDepth && !(plan.blocks && shifted);
     if (integers && !a_blocks && !plan.blocks && !plan.integers) return false;  // only exact sums will do
     plan.unit = &unit_of(*b.table, plan.integers, k);
+    const FewUnit& bf16 = bf16_unit_of(*b.table, k);
+    const bool exact = exact_in_bf16(a) && !a_blocks && b.table->exact_bf16 && b.zero_point == nullptr;
+    if (!plan.integers && exact && bf16.elements > 0) plan.unit = &bf16;
     if (plan.unit->elements == 0) return false;
     if (plan.blocks && !fit_blocks(plan, b.block_cols, k.width)) return false;
     plan.more = plan.integers ? plan.blocks : b.zero_point != nullptr || (plan.unit->as_signed && !b.table->is_signed);
@@ -174,6 +186,12 @@ class Rows {
             loader.load(m, 1, &segment, 1, reinterpret_cast<uint32_t*>(x + k), Sums{});
         }
         std::fill(x + p_.depth, x + depth, 0.0f);
+        if (plan_.unit->input == FewInput::bf16) {
+            for (int64_t k = 0; k < depth; ++k) {
+                const auto high = static_cast<uint16_t>(bits_of(x[k]) >> 16);
+                std::memcpy(natural_ + 2 * k, &high, 2);
+            }
+        }
         arrange(m);
     }
 
@@ -215,12 +233,19 @@ class Columns {
         thread_local Arena arena;
         place(arena.reserve(place(nullptr)));
         blocks_ = blocks;
+        common_.table = p.b.table;
+        common_.lanes = lanes_;
+        common_.block_steps = plan.block_steps;
+        common_.per_step = plan.per_step;
+        const int64_t together = std::max<int64_t>(p.b.row_stride * few.cols, 1);
+        common_.ahead = together * ((kAheadBytes + together - 1) / together);
         const bool lookups = plan.per_step <= 1 && plan.unit->lookups[0][0] != nullptr;
         run_ = (lookups ? plan.unit->lookups : plan.unit->dots)[plan.more];
         for (int l = 0; l < few.width; ++l) {
             lanes_[l] = plan.per_step > 1 ? static_cast<int32_t>(l * plan.per_step / few.width) : 0;
         }
         std::memset(tails_, 0, kFewCols * kFewStepBytes);
+        std::fill_n(zeros_, blocks, zero_offset());
     }
 
     void run(int64_t begin, int64_t end) {
@@ -233,19 +258,13 @@ class Columns {
     }
 
   private:
-    bool in_scratch() const { return !plan_.integers && plan_.rows > kFewTile; }
+    bool in_scratch() const { return plan_.unit->decode[0] != nullptr && plan_.rows > kFewTile; }
 
     // Rows [row, row + count) of b, to the results' columns from `at` on. Missing rows repeat the last one.
     void multiply(int64_t row, int64_t count, int64_t at) {
         static constexpr float kOne = 1;
         const Operand& b = p_.b;
-        Few t;
-        t.table = b.table;
-        t.lanes = lanes_;
-        t.block_steps = plan_.block_steps;
-        t.per_step = plan_.per_step;
-        const int64_t together = b.row_stride * few_.cols;
-        t.ahead = together * ((kAheadBytes + together - 1) / std::max<int64_t>(together, 1));
+        Few t = common_;
         const uint8_t* codes[kFewCols] = {};
         for (int64_t n = 0; n < few_.cols; ++n) {
             const int64_t from = row + std::min(n, count - 1);
@@ -269,10 +288,10 @@ class Columns {
     }
 
     // The steps [first, first + count), whose codes t.b points to.
-    void stretch(Few t, int64_t first, int64_t count) const {
+    void stretch(Few& t, int64_t first, int64_t count) const {
         if (in_scratch()) return stretch_decoded(t, first, count);
         t.steps = count;
-        move_blocks(t, plan_.block_of(first));
+        if (first > 0) move_blocks(t, plan_.block_of(first));
         for (int64_t m = 0; m < plan_.rows; m += kFewTile) {
             t.a = rows_.tile(m, first);
             t.sums = sums_ + m * few_.cols * few_.width;
@@ -281,7 +300,7 @@ class Columns {
     }
 
     // For more rows than a tile has: codes become floats once, a nearby piece at a time.
-    void stretch_decoded(Few t, int64_t first, int64_t count) const {
+    void stretch_decoded(const Few& t, int64_t first, int64_t count) const {
         const FewUnit& unit = *plan_.unit;
         const int64_t piece = decoded_stride_ / unit.elements;
         Few floats = t;
@@ -335,16 +354,21 @@ class Columns {
         return out;
     }
 
+    // Zero points as decoded codes have them; where b has none, they are the same for all rows.
     const int32_t* block_zeros(int64_t row, int32_t* out) const {
         const Operand& b = p_.b;
-        const int flipped = 1 << (b.table->bits - 1);
-        const int offset = plan_.integers                                 ? (b.table->is_signed ? flipped : 0)
-                           : plan_.unit->as_signed && !b.table->is_signed ? -flipped
-                                                                          : 0;
+        if (b.zero_point == nullptr) return zeros_;
         const int64_t blocks = plan_.blocks ? (p_.depth - 1) / b.block_cols + 1 : 1;
-        for (int64_t i = 0; i < blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + offset;
+        for (int64_t i = 0; i < blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + zero_offset();
         std::fill_n(out + blocks, few_.width, 0);
         return out;
+    }
+
+    int32_t zero_offset() const {
+        const Table& t = *p_.b.table;
+        const int half = 1 << (t.bits - 1);
+        if (plan_.integers) return t.is_signed ? half : 0;
+        return plan_.unit->as_signed && !t.is_signed ? -half : 0;
     }
 
     void float_results(const uint8_t* const* codes, int64_t count, int64_t at) {
@@ -411,6 +435,7 @@ class Columns {
     const Rows& rows_;
     int64_t decoded_stride_, blocks_;
     const FewUnit::Run* run_;
+    Few common_;     // what all stretches share
     int32_t* sums_;  // [rows, cols] vectors: fp32, or int32 of integers in one block
     uint8_t* tails_;
     int32_t* lanes_;
