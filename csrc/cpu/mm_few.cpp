@@ -1,21 +1,19 @@
 // The loops of products with few rows of a: a put into a unit's order once, then rows of b, some at a time.
 //
 // Every output element is summed over all of K by one thread in an order that depends on K and the formats alone.
-#include "cpu/mm_few.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "common/numerics.h"
 #include "cpu/arena.h"
+#include "cpu/mm_few_plan.h"
 #include "cpu/mm_load.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
 namespace {
 
-constexpr int64_t kMaxBytes = int64_t{4} << 20;    // of a in a unit's order
-constexpr int64_t kExactDepth = int64_t{1} << 19;  // a lane's int32 sum cannot overflow
 constexpr int64_t kFinishCols = 64;
 constexpr int64_t kDecodedElements = 512;  // of a row of b; those of kFewCols then stay in the nearest cache
 constexpr int64_t kAheadBytes = 4096;
@@ -30,70 +28,7 @@ const FewKernels& few_in_use() {
     return kTables[static_cast<int>(current_isa())]();
 }
 
-bool is_integer(const Operand& x) { return x.has_codes() && x.table->integer; }
-
-// How a product is done.
-struct FewPlan {
-    const FewUnit* unit = nullptr;
-    bool integers = false;
-    bool blocks = false;    // b's scales change along K
-    bool more = false;      // FewUnit::dots[1]
-    bool a_folded = false;  // a's scales are in its elements
-    int64_t rows = 0;       // of a, and for integers with a zero point one of ones, which sums the rows of b
-    int64_t steps = 0;      // whole ones
-    int64_t rest = 0;       // elements after them
-    int64_t block_steps = 1, per_step = 0;
-    int slots = 0;
-
-    int64_t all_steps() const { return steps + (rest > 0); }
-    bool ones(const Problem& p) const { return rows > p.a.rows; }
-    int64_t block_of(int64_t step) const { return step / block_steps * per_step; }
-};
-
-const FewUnit& unit_of(const Table& t, bool integers, const FewKernels& k) {
-    static const FewUnit none;
-    if (integers) return t.bits == 8 ? k.int8 : t.bits == 4 ? k.int4 : none;
-    if (t.bits == 4) return k.nibbles;
-    if (t.bits == 8 && t.integer) return k.bytes;
-    if (t.bits == 8 && t.half_shift >= 0) return k.halves;
-    return t.bits == 6 && t.exact_bf16 && t.half_shift >= 0 ? k.sextets : none;
-}
-
-// Whether blocks of `block` elements begin with steps, or divide them at the stretches of lanes.
-bool fit_blocks(FewPlan& plan, int64_t block, int width) {
-    const int64_t step = plan.unit->elements;
-    if (block % step == 0) {
-        plan.block_steps = block / step;
-        plan.per_step = 1;
-        return true;
-    }
-    plan.per_step = step / block;
-    return step % block == 0 && block % (step / width) == 0;
-}
-
-bool make_few_plan(const Problem& p, const FewKernels& k, FewPlan& plan) {
-    const Operand &a = p.a, &b = p.b;
-    if (a.rows > kFewRows || p.depth == 0 || !b.has_codes() || (b.col_stride != 1 && p.depth > 1)) return false;
-    const bool a_blocks = a.has_codes() && a.block_cols < p.depth, integers = is_integer(a) && is_integer(b);
-    plan.blocks = b.block_cols < p.depth;
-    const bool shifted = a.zero_point != nullptr || (a.has_codes() && !a.table->is_signed);
-    plan.integers = integers && !a_blocks && a.table->bits == 8 && p.depth <= kExactDepth && !(plan.blocks && shifted);
-    if (integers && !a_blocks && !plan.blocks && !plan.integers) return false;  // only exact sums will do
-    plan.unit = &unit_of(*b.table, plan.integers, k);
-    if (plan.unit->elements == 0) return false;
-    if (plan.blocks && !fit_blocks(plan, b.block_cols, k.width)) return false;
-    plan.more = plan.integers ? plan.blocks : b.zero_point != nullptr || (plan.unit->as_signed && !b.table->is_signed);
-    if (plan.more && plan.unit->dots[1][0] == nullptr) return false;
-    plan.a_folded = a_blocks;
-    plan.rows = a.rows + (plan.integers && shifted);
-    plan.steps = p.depth / plan.unit->elements;
-    plan.rest = p.depth % plan.unit->elements;
-    if (!plan.blocks) plan.block_steps = plan.all_steps();
-    plan.slots = plan.unit->vectors + (plan.integers && plan.blocks);
-    return plan.rows * plan.all_steps() * plan.slots * 4 * k.width <= kMaxBytes;
-}
-
-// -- a
+// -- a ------------------------------------------------------------------------------------------------------------
 // -----------------------------------------------------------------------------------------------------------------
 
 // FewRows of a in the unit's order, tile after tile of at most kFewTile rows.
@@ -174,6 +109,12 @@ class FewRows {
             loader.load(m, 1, &segment, 1, reinterpret_cast<uint32_t*>(x + k), Sums{});
         }
         std::fill(x + p_.depth, x + depth, 0.0f);
+        if (plan_.unit->input == FewInput::bf16) {
+            for (int64_t k = 0; k < depth; ++k) {
+                const auto high = static_cast<uint16_t>(bits_of(x[k]) >> 16);
+                std::memcpy(natural_ + 2 * k, &high, 2);
+            }
+        }
         arrange(m);
     }
 
@@ -185,7 +126,7 @@ class FewRows {
     int64_t sums_[kAllRows];
 };
 
-// -- b
+// -- b ------------------------------------------------------------------------------------------------------------
 // -----------------------------------------------------------------------------------------------------------------
 
 // Some rows of b against all of a.
@@ -215,12 +156,19 @@ class Columns {
         thread_local Arena arena;
         place(arena.reserve(place(nullptr)));
         blocks_ = blocks;
+        common_.table = p.b.table;
+        common_.lanes = lanes_;
+        common_.block_steps = plan.block_steps;
+        common_.per_step = plan.per_step;
+        const int64_t together = std::max<int64_t>(p.b.row_stride * few.cols, 1);
+        common_.ahead = together * ((kAheadBytes + together - 1) / together);
         const bool lookups = plan.per_step <= 1 && plan.unit->lookups[0][0] != nullptr;
         run_ = (lookups ? plan.unit->lookups : plan.unit->dots)[plan.more];
         for (int l = 0; l < few.width; ++l) {
             lanes_[l] = plan.per_step > 1 ? static_cast<int32_t>(l * plan.per_step / few.width) : 0;
         }
         std::memset(tails_, 0, kFewCols * kFewStepBytes);
+        std::fill_n(zeros_, blocks, zero_offset());
     }
 
     void run(int64_t begin, int64_t end) {
@@ -233,19 +181,13 @@ class Columns {
     }
 
   private:
-    bool in_scratch() const { return !plan_.integers && plan_.rows > kFewTile; }
+    bool in_scratch() const { return plan_.unit->decode[0] != nullptr && plan_.rows > kFewTile; }
 
     // FewRows [row, row + count) of b, to the results' columns from `at` on. Missing rows repeat the last one.
     void multiply(int64_t row, int64_t count, int64_t at) {
         static constexpr float kOne = 1;
         const Operand& b = p_.b;
-        Few t;
-        t.table = b.table;
-        t.lanes = lanes_;
-        t.block_steps = plan_.block_steps;
-        t.per_step = plan_.per_step;
-        const int64_t together = b.row_stride * few_.cols;
-        t.ahead = together * ((kAheadBytes + together - 1) / std::max<int64_t>(together, 1));
+        Few t = common_;
         const uint8_t* codes[kFewCols] = {};
         for (int64_t n = 0; n < few_.cols; ++n) {
             const int64_t from = row + std::min(n, count - 1);
@@ -269,10 +211,10 @@ class Columns {
     }
 
     // The steps [first, first + count), whose codes t.b points to.
-    void stretch(Few t, int64_t first, int64_t count) const {
+    void stretch(Few& t, int64_t first, int64_t count) const {
         if (in_scratch()) return stretch_decoded(t, first, count);
         t.steps = count;
-        move_blocks(t, plan_.block_of(first));
+        if (first > 0) move_blocks(t, plan_.block_of(first));
         for (int64_t m = 0; m < plan_.rows; m += kFewTile) {
             t.a = rows_.tile(m, first);
             t.sums = sums_ + m * few_.cols * few_.width;
@@ -281,7 +223,7 @@ class Columns {
     }
 
     // For more rows than a tile has: codes become floats once, a nearby piece at a time.
-    void stretch_decoded(Few t, int64_t first, int64_t count) const {
+    void stretch_decoded(const Few& t, int64_t first, int64_t count) const {
         const FewUnit& unit = *plan_.unit;
         const int64_t piece = decoded_stride_ / unit.elements;
         Few floats = t;
@@ -315,36 +257,42 @@ class Columns {
         }
     }
 
+    // A division costs as much as the products of a short row.
+    int64_t block_row(int64_t row) const { return p_.b.block_rows == 1 ? row : row / p_.b.block_rows; }
+
     // The scales of a row's blocks, without the outer one.
     const float* block_scales(int64_t row, float* out) const {
         const Operand& b = p_.b;
         if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
-            return static_cast<const float*>(b.scale) + row / b.block_rows * b.scale_row_stride;
+            return static_cast<const float*>(b.scale) + block_row(row) * b.scale_row_stride;
         }
-        const int64_t count = (p_.depth - 1) / b.block_cols + 1;
         if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
-            const auto* codes = static_cast<const uint8_t*>(b.scale) + row / b.block_rows * b.scale_row_stride;
-            few_.byte_scales(codes, b.scale_format == kScaleE8m0, count, out);
+            const auto* codes = static_cast<const uint8_t*>(b.scale) + block_row(row) * b.scale_row_stride;
+            few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
         } else {
             Operand inner = b;
             inner.outer = nullptr;
             row_scales(inner, row, 0, p_.depth, out);
         }
         // Lanes of the last step that belong to no block: their elements of a are 0, and must stay so.
-        std::fill_n(out + count, few_.width, 1.0f);
+        std::fill_n(out + plan_.num_blocks, few_.width, 1.0f);
         return out;
     }
 
+    // Zero points as decoded codes have them; where b has none, they are the same for all rows.
     const int32_t* block_zeros(int64_t row, int32_t* out) const {
         const Operand& b = p_.b;
-        const int flipped = 1 << (b.table->bits - 1);
-        const int offset = plan_.integers                                 ? (b.table->is_signed ? flipped : 0)
-                           : plan_.unit->as_signed && !b.table->is_signed ? -flipped
-                                                                          : 0;
-        const int64_t blocks = plan_.blocks ? (p_.depth - 1) / b.block_cols + 1 : 1;
-        for (int64_t i = 0; i < blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + offset;
-        std::fill_n(out + blocks, few_.width, 0);
+        if (b.zero_point == nullptr) return zeros_;
+        for (int64_t i = 0; i < plan_.num_blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + zero_offset();
+        std::fill_n(out + plan_.num_blocks, few_.width, 0);
         return out;
+    }
+
+    int32_t zero_offset() const {
+        const Table& t = *p_.b.table;
+        const int half = 1 << (t.bits - 1);
+        if (plan_.integers) return t.is_signed ? half : 0;
+        return plan_.unit->as_signed && !t.is_signed ? -half : 0;
     }
 
     void float_results(const uint8_t* const* codes, int64_t count, int64_t at) {
@@ -411,6 +359,7 @@ class Columns {
     const FewRows& rows_;
     int64_t decoded_stride_, blocks_;
     const FewUnit::Run* run_;
+    Few common_;     // what all stretches share
     int32_t* sums_;  // [rows, cols] vectors: fp32, or int32 of integers in one block
     uint8_t* tails_;
     int32_t* lanes_;

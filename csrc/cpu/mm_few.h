@@ -69,7 +69,7 @@ struct FewKernels {
     int cols = 0;                             // rows of b at a time
     FewUnit floats;                           // fp32, as `decode` leaves them
     FewUnit nibbles, bytes, halves, sextets;  // to fp32: 4 bits, 8-bit integers, 8-bit floats by way of fp16, 6 bits
-    FewUnit bf16_nibbles, bf16_codes, bf16_sextets;  // to bf16: 4, 8 and 6 bits
+    FewUnit bf16_nibbles, bf16_codes, bf16_sextets;  // to bf16: 4 bits, 8-bit floats, 6 bits
     FewUnit int8, int4;                              // by int8
     // One number a vector: its lanes' sum.
     void (*sum_floats)(const float* vectors, int64_t count, float* sums) = nullptr;
@@ -85,7 +85,7 @@ LOWBIT_ISAS(LOWBIT_FEW)
 
 // What more processors have, as in mm_kernels.h.
 void add_few_avx512vnni(FewKernels& kernels);
-void add_few_avx512bf16(FewKernels& kernels);
+void add_few_avx512vbmibf16(FewKernels& kernels);
 
 // The product, if it is one for this path; else false, and nothing is done.
 bool multiply_few(const Problem& problem);

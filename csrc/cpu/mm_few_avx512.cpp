@@ -110,6 +110,9 @@ FewKernels make() {
     k.int8 = few_unit<Int8>();
     k.int4 = few_unit<Int4>();
     if (has_feature("avx512_vnni")) add_few_avx512vnni(k);
+    if (has_feature("avx512_vnni") && has_feature("avx512_vbmi") && has_feature("avx512_bf16")) {
+        add_few_avx512vbmibf16(k);
+    }
     return k;
 }
 

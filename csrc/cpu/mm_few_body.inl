@@ -238,16 +238,20 @@ struct Floats : ByF32 {
     VecF at(VecF raw, int) const { return raw; }
 };
 
+template <int... i>
+inline VecF swapped(VecF v, int apart, std::integer_sequence<int, i...>) {
+    const VecI lanes = {i...};
+    return (VecF)permute((VecI)v, lanes ^ apart);
+}
+
 inline void sum_floats(const float* vectors, int64_t count, float* sums) {
     for (int64_t i = 0; i < count; ++i, vectors += kWidth) {
-        float lanes[kWidth];
-        __builtin_memcpy(lanes, vectors, sizeof lanes);
+        VecF v = load<VecF>(vectors);
 #pragma GCC unroll 4
-        for (int half = kWidth / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-            for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+        for (int apart = kWidth / 2; apart > 0; apart /= 2) {
+            v += swapped(v, apart, std::make_integer_sequence<int, kWidth>());
         }
-        sums[i] = lanes[0];
+        sums[i] = v[0];
     }
 }
 
