@@ -257,17 +257,14 @@ class Columns {
         }
     }
 
-    // A division costs as much as the products of a short row.
-    int64_t block_row(int64_t row) const { return p_.b.block_rows == 1 ? row : row / p_.b.block_rows; }
-
     // The scales of a row's blocks, without the outer one.
     const float* block_scales(int64_t row, float* out) const {
         const Operand& b = p_.b;
         if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
-            return static_cast<const float*>(b.scale) + block_row(row) * b.scale_row_stride;
+            return static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
         }
         if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
-            const auto* codes = static_cast<const uint8_t*>(b.scale) + block_row(row) * b.scale_row_stride;
+            const auto* codes = static_cast<const uint8_t*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
             few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
         } else {
             Operand inner = b;

@@ -71,13 +71,13 @@ float stored_scale(const Operand& x, int64_t at) {
 
 float scale_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes()) return 1.0f;
-    const float scale =
-        stored_scale(x, row / x.block_rows * x.scale_row_stride + k / x.block_cols * x.scale_col_stride);
+    const float scale = stored_scale(
+        x, block_at(row, x.block_rows) * x.scale_row_stride + block_at(k, x.block_cols) * x.scale_col_stride);
     return x.outer == nullptr ? scale : scale * *x.outer;
 }
 
 void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, float* out) {
-    const int64_t down = x.block_rows == 1 ? row : row / x.block_rows;  // divisions are slow, and most are by 1
+    const int64_t down = block_at(row, x.block_rows);
     const int64_t at = down * x.scale_row_stride + block * x.scale_col_stride;
     for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
     if (x.outer == nullptr) return;
@@ -85,13 +85,14 @@ void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, f
 }
 
 void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
-    const int64_t first = begin / x.block_cols;
-    block_scales(x, row, first, (end - 1) / x.block_cols - first + 1, out);
+    const int64_t first = block_at(begin, x.block_cols);
+    block_scales(x, row, first, block_at(end - 1, x.block_cols) - first + 1, out);
 }
 
 int zero_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes() || x.zero_point == nullptr) return 0;
-    const uint8_t byte = x.zero_point[row / x.block_rows * x.zero_row_stride + k / x.block_cols * x.zero_col_stride];
+    const uint8_t byte =
+        x.zero_point[block_at(row, x.block_rows) * x.zero_row_stride + block_at(k, x.block_cols) * x.zero_col_stride];
     return x.table->is_signed ? static_cast<int8_t>(byte) : byte;
 }
 

@@ -66,6 +66,9 @@ void row_scales(const Operand& operand, int64_t row, int64_t begin, int64_t end,
 // The same for `count` blocks from the one that is numbered `block`.
 void block_scales(const Operand& operand, int64_t row, int64_t block, int64_t count, float* out);
 
+// The block that row or column `at` is in. A 64-bit division costs as much as the products of a short row.
+static inline int64_t block_at(int64_t at, int64_t block) { return block == 1 ? at : at < block ? 0 : at / block; }
+
 // The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
 float scale_at(const Operand& operand, int64_t row, int64_t k);
 int zero_at(const Operand& operand, int64_t row, int64_t k);
