@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from lowbit import formats, reference
 from lowbit.backends import registry
-from lowbit.backends.dispatch import call
+from lowbit.backends.dispatch import Bound, call
 from lowbit.ops.spec import as_rows
 from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.scaling import Scheme, as_matrix
@@ -331,10 +331,7 @@ def linear(
     derivatives. Source: docs/numerics.md sections 3, 5 and 9.
     """
     _refuse_tangents("linear", x, bias)
-    args = (
-        x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
-        None if input is None else find_scheme(input).name, x.dtype if out_dtype is None else out_dtype,
-    )  # fmt: skip
+    args = (x, *_linear_rest(weight, bias, input, x.dtype if out_dtype is None else out_dtype))
     if out is None:
         y: Tensor = call("linear", *args)
         return y
@@ -343,6 +340,31 @@ def linear(
     _refuse_grad_of_out("linear", args)
     torch.ops.lowbit.linear_out(*args, out=out)
     return out
+
+
+def _linear_rest(
+    weight: Quantized, bias: Tensor | None, input: str | Scheme | None, out_dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """The arguments of the op after ``x``."""
+    return (
+        weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
+        None if input is None else find_scheme(input).name, out_dtype,
+    )  # fmt: skip
+
+
+class BoundLinear:
+    """``linear`` with everything but ``x`` given once: what a layer calls, with half the overhead."""
+
+    def __init__(
+        self, weight: Quantized, bias: Tensor | None, input: str | Scheme | None, out_dtype: torch.dtype
+    ) -> None:
+        self.weight, self.bias, self.dtype = weight, bias, out_dtype
+        self._call = Bound("linear", *_linear_rest(weight, bias, input, out_dtype))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        _refuse_tangents("linear", x, self.bias)
+        y: Tensor = self._call(x)
+        return y
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:

@@ -287,6 +287,76 @@ def test_export(recipe):
     assert same_bits(program.module()(more), model(more))
 
 
+# -- what a layer keeps from one call to the next ----------------------------------------------------------------------
+def moved_scale(made: QuantLinear) -> None:
+    made.scale.data = made.scale.data.clone().add_(1 << 23)  # twice as large: the next exponent
+
+
+def assigned(made: QuantLinear) -> None:
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    state["scale"] += 1 << 23
+    made.load_state_dict(state, assign=True)
+
+
+def written(made: QuantLinear) -> None:
+    made.scale.data.add_(1 << 23)
+
+
+@pytest.mark.parametrize("change", [moved_scale, assigned, written])
+def test_a_layer_sees_its_parameters_change(change):
+    made, x = layer("int8", 40, 6, bias=False), torch.randn(3, 40)
+    with torch.no_grad():
+        before = made(x)
+        change(made)
+        assert torch.equal(made(x), 2 * before)
+
+
+def test_a_layer_sees_its_bias_and_its_dtype_change():
+    made, x = layer("int8", 40, 6), torch.randn(3, 40)
+    with torch.no_grad():
+        before = made(x)
+        made.bias = nn.Parameter(made.bias + 1)
+        torch.testing.assert_close(made(x), before + 1)
+        made.bias = None
+        without = made(x)
+        made.bfloat16()
+        assert made.weight.dtype == torch.bfloat16 and made(x.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(made(x), without)
+
+
+def test_a_layer_that_was_called_differentiates_and_changes_backend():
+    made, x = layer("int8", 40, 6), torch.randn(3, 40)
+    with torch.no_grad():
+        made(x)
+    made(x).sum().backward()
+    torch.testing.assert_close(made.bias.grad, torch.full((6,), 3.0))
+    x.requires_grad_()
+    made(x).sum().backward()
+    torch.testing.assert_close(x.grad, made.weight.dequantize().sum(0).expand(3, 40))
+    with torch.no_grad(), lb.use_backend("reference"), serving() as served:
+        made(x)
+    assert served["linear"] == "reference"
+
+
+def test_copies_and_pickles_hold_no_more_than_the_layer():
+    made = layer("int8", 400, 60)
+    fresh = len(pickle.dumps(made))
+    with torch.no_grad():
+        y = made(x := torch.randn(3, 400))
+        assert len(pickle.dumps(made)) == fresh
+        twin = copy.deepcopy(made)
+        assert twin._shown is None and torch.equal(twin(x), y)
+        assert twin.weight.codes.data_ptr() != made.weight.codes.data_ptr()
+
+
+def test_many_shapes_are_not_kept(monkeypatch):
+    made = layer("int8", 40, 6)
+    with torch.no_grad():
+        for rows in range(1, 200):
+            made(torch.zeros(rows, 40))
+    assert len(made._bound._call._plans) <= 64
+
+
 FSDP = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn

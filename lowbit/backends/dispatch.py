@@ -100,9 +100,13 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
+def _watched() -> bool:
+    return bool(torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None)
+
+
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.lowbit.NAME(*args)``; straight to its kernel where no autograd, mode or transform watches it."""
-    if torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None:
+    if _watched():
         return getattr(torch.ops.lowbit, name)(*args)
     grad = torch.is_grad_enabled()
     key: list[Any] = [name, registry.forced()]
@@ -125,6 +129,42 @@ def call(name: str, *args: Any) -> Any:
             return getattr(torch.ops.lowbit, name)(*args)
         plan = _add_plan(spec, call, tuple(key))
     return _run(plan, call)
+
+
+class Bound:
+    """``call(name, x, *rest)`` for an ``x`` that changes and a ``rest`` that stays; its part is settled."""
+
+    #: Plans that one keeps; forgotten all at once.
+    _MOST = 64
+
+    def __init__(self, name: str, *rest: Any) -> None:
+        self._spec, self._rest = OPS[name], rest
+        tensors = [value for value in rest if isinstance(value, Tensor)]
+        self._floats = tuple(t for t in tensors if t.is_floating_point())
+        self._plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_neg() for t in tensors)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._under = _plans  # whose metadata these plans were found under
+
+    def __call__(self, x: Tensor) -> Any:
+        if not self._plain or type(x) is not Tensor or _watched() or self._differentiated(x) or x.is_neg():
+            return call(self._spec.name, x, *self._rest)
+        key = (x.shape, x.dtype, x.stride(), x.device, registry.forced())
+        plan = self._plans.get(key)
+        if plan is None or self._under is not _plans or registry.asking():
+            if x.device.type not in _DEVICES:
+                return call(self._spec.name, x, *self._rest)
+            plan = self._find(x, key)
+        return _run(plan, self._spec.args(x, *self._rest))
+
+    def _differentiated(self, x: Tensor) -> bool:
+        return torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in self._floats))
+
+    def _find(self, x: Tensor, key: tuple[Any, ...]) -> Plan:
+        plan = _plan_of(self._spec, self._spec.args(x, *self._rest))
+        if self._under is not _plans or len(self._plans) >= self._MOST:
+            self._plans, self._under = {}, _plans
+        self._plans[key] = plan
+        return plan
 
 
 def _run(plan: Plan, call: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional import linear
+from lowbit.functional import BoundLinear, linear
 from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
@@ -90,6 +90,7 @@ class QuantLinear(nn.Module):
             self.register_parameter(name, None if part is None else _as_integers(part))
         self._scale_dtype: torch.dtype = weight.scale.dtype
         self._shown: Quantized | None = None
+        self._bound: BoundLinear | None = None
         self.register_parameter("bias", bias)
 
     @property
@@ -121,7 +122,7 @@ class QuantLinear(nn.Module):
         return Quantized(held["codes"], scale, held["zero_point"], outer, self.scheme, shape, self.weight_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shown": None}
+        return {**self.__dict__, "_shown": None, "_bound": None}
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
@@ -129,10 +130,16 @@ class QuantLinear(nn.Module):
             self._parameters[name] = other._parameters[name]
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype, input = result_dtype(x), self.recipe.input
+        dtype, input, bias = result_dtype(x), self.recipe.input, self._parameters["bias"]
         if input is None and x.dtype != dtype:
             x = x.to(dtype)
-        return linear(x, self.weight, self._parameters["bias"], input, dtype)
+        weight = self.weight
+        if torch.compiler.is_compiling():
+            return linear(x, weight, bias, input, dtype)
+        bound = self._bound
+        if bound is None or bound.weight is not weight or bound.bias is not bias or bound.dtype is not dtype:
+            bound = self._bound = BoundLinear(weight, bias, input, dtype)
+        return bound(x)
 
     def extra_repr(self) -> str:
         return (
