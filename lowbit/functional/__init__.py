@@ -1,0 +1,18 @@
+"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, linear, explain.
+
+Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are
+``[ceil(rows/r), ceil(cols/c)]`` for blocks ``(r, c)``.
+A scale is the multiplier that decodes; encoding divides by it in fp32.
+Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from lowbit.functional.codecs import decode, encode, pack, unpack
+from lowbit.functional.explaining import explain
+from lowbit.functional.products import BoundLinear, linear, scaled_mm
+from lowbit.functional.quantization import fake_quantize, quantize
+
+__all__ = [
+    "BoundLinear", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",
+]  # fmt: skip

@@ -1,0 +1,80 @@
+"""encode, decode, pack and unpack. Source: docs/numerics.md sections 2 to 4, 7 and 8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit import formats
+from lowbit.backends.dispatch import call
+from lowbit.functional.arguments import random_bits
+
+
+def encode(
+    x: Tensor,
+    format: str | formats.Format,
+    rounding: str = "nearest",
+    saturate: bool = True,
+    seed: int | None = None,
+    step: int = 0,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Codes of ``x``, one a byte (uint8, shape of ``x``), without any scale.
+
+    ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
+    the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
+    Without ``seed``, each call draws one from torch's CPU generator; a fullgraph ``torch.compile`` cannot, and raises.
+    Under ``torch.vmap`` every sample is a call of its own, which counts from ``offset`` again.
+    Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
+    NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its
+    sign.
+
+    Raises TypeError for dtypes other than float32, bfloat16, float16; ValueError for an unknown format or rounding.
+    Source: docs/numerics.md sections 2, 3, 4, 7.
+    """
+    args = (formats.find(format).name, rounding, saturate, *random_bits(rounding, seed, step, stream, offset, pitch))
+    if out is None:
+        made: Tensor = call("encode", x, *args)
+        return made
+    torch.ops.lowbit.encode_out(x, *args, out=out)
+    return out
+
+
+def decode(
+    codes: Tensor, format: str | formats.Format, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    """The values of ``codes`` (uint8, one a byte), exact in fp32 and rounded to ``dtype`` (nearest even).
+
+    Bits of a code above the format's width are ignored. Raises TypeError when codes are not uint8.
+    Source: docs/numerics.md section 6.
+    """
+    name = formats.find(format).name
+    if out is None:
+        made: Tensor = call("decode", codes, name, dtype)
+        return made
+    torch.ops.lowbit.decode_out(codes, name, dtype, out=out)
+    return out
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``[..., cols]`` one a byte to ``[..., ceil(cols*bits/8)]`` bytes: a little-endian bit stream a row.
+
+    Source: docs/numerics.md section 8.
+    """
+    packed: Tensor = call("pack", codes, bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Codes of ``shape`` (at least one axis), one a byte, from what ``pack`` made of them."""
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise ValueError(f"unpack: shape must be that of the codes that were packed, such as (4, 64), got {shape!r}")
+    codes: Tensor = call("unpack", packed, bits, shape[-1])
+    if codes.numel() != torch.Size(shape).numel():
+        raise ValueError(
+            f"unpack: {list(packed.shape)} holds {list(codes.shape)} codes of {bits} bits, not {list(shape)}"
+        )
+    return codes.reshape(shape)

@@ -1,0 +1,130 @@
+"""quantize and fake_quantize. Source: docs/numerics.md sections 3, 5, 7 and 10."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.backends.dispatch import call
+from lowbit.functional.arguments import random_bits, refuse_tangents
+from lowbit.functional.scales import given_scales
+from lowbit.quantized import Quantized, zero_dtype
+from lowbit.scaling import Scheme
+from lowbit.scaling import scheme as find_scheme
+
+
+def quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | int | None = None,
+    outer_scale: Tensor | float | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    step: int = 0,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """``x`` in ``scheme``: packed codes with a scale for each block.
+
+    ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
+    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``out`` is filled and returned.
+    Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
+
+    Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
+    Source: docs/numerics.md sections 3, 5.
+    """
+    kind = find_scheme(scheme)
+    matrix = x.detach() if x.dim() else x.detach().reshape(1)
+    rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    scales = tuple(
+        [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, outer_scale)]
+    )
+    parts = out.parts if out is not None else {}
+    if out is not None and (out.scheme, out.shape, out.dtype) != (kind, x.shape, x.dtype):
+        raise ValueError(
+            f"quantize: out holds {out.scheme} {list(out.shape)} of {out.dtype}, "
+            f"but the result is {kind} {list(x.shape)} of {x.dtype}"
+        )
+    if scales[0] is not None:
+        codes = _quantize_static(matrix, kind, scales, rounding, rng, parts)
+        made = (scales[0], scales[1])
+        _copygiven_scales(parts, scales)
+    else:
+        codes, *made = _quantize_dynamic(matrix, kind, scales[2], rounding, rng, parts)
+    if out is not None:
+        return out
+    return Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
+
+
+def _quantize_dynamic(
+    x: Tensor, scheme: Scheme, outer: Tensor | None, rounding: str, rng: tuple[Any, ...], parts: dict[str, Tensor]
+) -> Any:
+    args = (x, scheme.name, outer, rounding, *rng)
+    if not parts:
+        return call("quantize", *args)
+    zero = parts.get("zero_point")
+    if zero is None:
+        zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
+    torch.ops.lowbit.quantize_out(*args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
+    if outer is not None:
+        parts["outer_scale"].copy_(outer)
+    return parts["codes"], parts["scale"], zero
+
+
+def _quantize_static(
+    x: Tensor, scheme: Scheme, scales: tuple[Any, ...], rounding: str, rng: tuple[Any, ...], parts: dict[str, Tensor]
+) -> Any:
+    args = (x, scheme.name, *scales, rounding, *rng)
+    if not parts:
+        return call("quantize_static", *args)
+    torch.ops.lowbit.quantize_static_out(*args, out=parts["codes"])
+    return parts["codes"]
+
+
+def _copygiven_scales(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
+    for name, value in zip(("scale", "zero_point", "outer_scale"), scales, strict=True):
+        if value is not None and name in parts and parts[name] is not value:
+            parts[name].copy_(value)
+
+
+def fake_quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    scale: Tensor | float | None = None,
+    zero_point: Tensor | int | None = None,
+    outer_scale: Tensor | float | None = None,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    step: int = 0,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+) -> Tensor:
+    """``quantize(x, scheme, ...).dequantize()`` in every bit, in the dtype of ``x``, with a gradient.
+
+    The gradient passes where the element was in range (integers: ``qmin <= rint(x/s) + zp <= qmax``; floats:
+    ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
+    grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
+
+    Raises RuntimeError where an ``outer_scale``, or a scale that is stored as codes, requires grad: it would get none;
+    NotImplementedError for forward-mode derivatives.
+    Source: docs/numerics.md section 10.
+    """
+    refuse_tangents("fake_quantize", x, scale)
+    kind = find_scheme(scheme)
+    matrix = x if x.dim() else x.reshape(1)
+    scales = given_scales(kind, matrix, scale, zero_point, outer_scale)
+    learned = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
+    if learned and scales[0] is not None and not scales[0].is_floating_point():
+        raise RuntimeError(
+            f"fake_quantize: scale requires grad, but {kind} stores scales as {kind.scale_format.name} codes, "
+            "which have no gradient; give scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
+        )
+    rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    y: Tensor = call("fake_quantize", matrix, kind.name, *scales, rounding, *rng)
+    return y.reshape(x.shape)
