@@ -94,7 +94,7 @@ emulated: ## The same for VBMI, BF16 and AMX, whose instructions are computed by
 	$(cmake) -S . -B build/emulated -DCMAKE_BUILD_TYPE=Release -DLOWBIT_EMULATE=ON $(native_test)
 	$(cmake) --build build/emulated --parallel $(JOBS)
 	build/emulated/csrc/tests/lowbit_native_test
-	for without in "" amx_tile amx_tile,avx512_vbmi; do \
+	for without in "" amx_tile amx_tile,avx512_vbmi amx_tile,avx512_vbmi,avx512_bf16; do \
 	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_mm_test || exit 1; done
 
 sanitize: ## The native self-test under AddressSanitizer and UBSan
