@@ -111,8 +111,8 @@ neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the 
 	$(cmake) -S . -B build/neon -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ $(native_test)
 	$(cmake) --build build/neon --parallel $(JOBS)
-	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test
-	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test
+	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test 4
+	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test 4
 
 cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)
 	$(call setup,build)

@@ -3,6 +3,7 @@
 // All 65,536 bf16 and fp16 patterns, and fp32 samples crowded around what rounds differently: every format of the table
 // and some custom ones, both roundings, saturating or not, every kind of factor, every output type.
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -287,9 +288,11 @@ void test_noise_and_packing(const char* isa, const Lines& lines) {
 
 }  // namespace
 
-int main() {
+// An argument of N takes one fp32 sample in N, for emulators.
+int main(int argc, char** argv) {
     const FloatEnvironment environment;
-    std::vector<Input> inputs{all_patterns(Dtype::kBFloat16), all_patterns(Dtype::kFloat16), samples(200000)};
+    const int share = argc > 1 ? std::atoi(argv[1]) : 1;
+    std::vector<Input> inputs{all_patterns(Dtype::kBFloat16), all_patterns(Dtype::kFloat16), samples(200000 / share)};
     for (const std::string& name : isas()) {
         if (name == "scalar") continue;
         force_isa(name);

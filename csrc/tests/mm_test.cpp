@@ -3,6 +3,7 @@
 // Needs neither torch nor Python.
 #include <cfloat>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -153,10 +154,12 @@ void compare(const Case& c, Theme theme, int number, Counts& counts) {
 
 }  // namespace
 
-int main() {
+// An argument of N takes one case in N, for emulators.
+int main(int argc, char** argv) {
+    const int share = argc > 1 ? std::atoi(argv[1]) : 1;
     const int64_t row_counts[] = {1, 2, 4, 5, 9, 16, 33}, col_counts[] = {1, 3, 32, 37, 70};
     const int64_t depths[] = {1, 7, 31, 64, 130, 257, 513, 1100, 33000};
-    const int cases = 900;
+    const int cases = 900 / share;
     Counts counts;
     for (int i = 0; i < cases; ++i) {
         const int64_t depth = i % 100 < 3 ? 33000 : depths[below(8)];
@@ -164,12 +167,14 @@ int main() {
         compare(Case(theme, row_counts[below(7)], col_counts[below(5)], depth), theme, i, counts);
     }
     // More rows than are decoded at a time, and more columns than a thread takes at a time.
-    for (int i = 0; i < 12; ++i) {
+    for (int i = 0; i < 12 / share; ++i) {
         const auto theme = static_cast<Theme>(i % static_cast<int>(Theme::kCount));
         compare(Case(theme, 513 + below(60), 129 + below(200), i % 2 == 0 ? 129 : 520), theme, cases + i, counts);
     }
     // A bound that zeros would pass, or a path that is never taken, would make this test one of nothing.
-    const bool thorough = counts.zeros * 20 < cases && counts.exact > 20 && counts.folded > 20 && counts.unfolded > 20;
+    const int least = 20 / share;
+    const bool thorough =
+        counts.zeros * 20 < cases && counts.exact > least && counts.folded > least && counts.unfolded > least;
     std::printf("%d comparisons of products, %d failures; %d exact, %d folded into bf16, %d not; zeros would pass %d\n",
                 counts.comparisons, counts.failures, counts.exact, counts.folded, counts.unfolded, counts.zeros);
     return counts.failures != 0 || !thorough;
