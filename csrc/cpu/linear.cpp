@@ -1,15 +1,16 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "common/scales.h"
+#include "cpu/arena.h"
+#include "cpu/lines.h"
 
 namespace lowbit::cpu {
 namespace {
 
 // Codes and scales of this many bytes, or of this many rows if they take more, are made at a time, in memory that the
-// calling thread keeps; where blocks span all rows, those of all rows are, and it keeps no more than this.
+// calling thread keeps; where blocks span all rows, those of all rows are. It keeps no more than twice this.
 constexpr int64_t kPieceBytes = int64_t{16} << 20;
 constexpr int64_t kPieceRows = 1024;
 
@@ -55,19 +56,17 @@ mm::Operand operand_of(const SchemeParams& s, Shape shape, const uint8_t* base, 
 }  // namespace
 
 void linear(const Input& in, mm::Problem problem) {
-    thread_local std::vector<uint8_t> scratch;
+    thread_local Arena kept;
+    Arena large;
     const SchemeParams& s = in.scheme;
     const float outer = s.outer ? outer_scale(in.x, in.shape, s) : 1.0f;
     const int64_t most = piece_rows(in);
     const Layout at = layout_of(s, std::min(most, in.shape.rows), in.shape.cols);
-    if (static_cast<int64_t>(scratch.size()) < at.total()) scratch.resize(static_cast<size_t>(at.total()));
-    uint8_t* base = scratch.data();
+    uint8_t* base = (at.total() > 2 * kPieceBytes ? large : kept).reserve(static_cast<size_t>(at.total()));
     const int64_t out_row = problem.b.rows * (problem.out_dtype == mm::Element::f32 ? 4 : 2);
     for (int64_t row = 0; row < in.shape.rows; row += most) {
         const Shape shape{std::min(most, in.shape.rows - row), in.shape.cols};
-        const Values x{
-            static_cast<const char*>(in.x.data) + row * in.x.stride * (in.x.dtype == Dtype::kFloat32 ? 4 : 2),
-            in.x.dtype, in.x.stride};
+        const Values x{advance(in.x.data, row * in.x.stride, in.x.dtype), in.x.dtype, in.x.stride};
         const float* level = s.outer ? &outer : nullptr;
         quantize(x, shape, s, {base + at.code_bytes, s.affine ? base + at.zeros_at() : nullptr, level}, kNearest, {},
                  base);
@@ -75,7 +74,6 @@ void linear(const Input& in, mm::Problem problem) {
         mm::multiply(problem);
         problem.out = static_cast<char*>(problem.out) + shape.rows * out_row;
     }
-    if (at.total() > 2 * kPieceBytes) std::vector<uint8_t>().swap(scratch);
 }
 
 }  // namespace lowbit::cpu

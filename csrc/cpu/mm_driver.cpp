@@ -1,6 +1,4 @@
 // The product, by the way that suits its shape.
-#include <algorithm>
-
 #include "cpu/mm_few.h"
 #include "cpu/mm_tiles.h"
 

@@ -53,7 +53,7 @@ def quantize(
     if scales[0] is not None:
         codes = _quantize_static(matrix, kind, scales, rounding, rng, parts)
         made = (scales[0], scales[1])
-        _copygiven_scales(parts, scales)
+        _copy_given(parts, scales)
     else:
         codes, *made = _quantize_dynamic(matrix, kind, scales[2], rounding, rng, parts)
     if out is not None:
@@ -86,7 +86,7 @@ def _quantize_static(
     return parts["codes"]
 
 
-def _copygiven_scales(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
+def _copy_given(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
     for name, value in zip(("scale", "zero_point", "outer_scale"), scales, strict=True):
         if value is not None and name in parts and parts[name] is not value:
             parts[name].copy_(value)
