@@ -9,12 +9,6 @@ namespace {
 #include "cpu/mm_avx2.inl"
 #include "cpu/mm_convert.inl"
 
-struct DotS16 {
-    using Acc = VecI;
-    static constexpr Kind kind = Kind::s16;
-    static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-};
-
 void unpack(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
     int64_t i = 0;
     if (bits == 4) {

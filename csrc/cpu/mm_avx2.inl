@@ -9,3 +9,9 @@ inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)_mm256_fmadd_ps((__m256
 inline void stream(void* to, VecF v) { _mm256_stream_ps(static_cast<float*>(to), (__m256)v); }
 
 #include "cpu/mm_body.inl"
+
+struct DotS16 {
+    using Acc = VecI;
+    static constexpr Kind kind = Kind::s16;
+    static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+};

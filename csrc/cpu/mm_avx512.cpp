@@ -14,12 +14,6 @@ namespace {
 #include "cpu/mm_convert.inl"
 #include "cpu/mm_decode_avx512.inl"
 
-struct DotS16 {
-    using Acc = VecI;
-    static constexpr Kind kind = Kind::s16;
-    static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
-};
-
 void unpack(const uint8_t* packed, uint8_t* codes, int64_t count, int bits) {
     int64_t i = 0;
     if (bits == 6) {

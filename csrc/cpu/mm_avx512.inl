@@ -10,6 +10,12 @@ inline void stream(void* to, VecF v) { _mm512_stream_ps(static_cast<float*>(to),
 
 #include "cpu/mm_body.inl"
 
+struct DotS16 {
+    using Acc = VecI;
+    static constexpr Kind kind = Kind::s16;
+    static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+};
+
 inline __mmask64 first(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
 // Sixteen rows by sixteen dwords: `put(d, v)` for the sixteen rows' dwords d, counted from byte `at`. Loads gather four

@@ -15,9 +15,7 @@ inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm256_permutevar8x32_epi
 
 #include "cpu/mm_few_body.inl"
 
-inline __m256i load32(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline __m128i load16(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-inline __m256i flipped(bool flips, uint8_t bits) { return _mm256_set1_epi8(static_cast<char>(flips ? bits : 0)); }
 
 // 4-bit codes of any format: two lookups of three bits, and a choice by the fourth.
 struct Nibbles : ByF32 {
@@ -25,7 +23,7 @@ struct Nibbles : ByF32 {
     using Raw = __m256i;
     __m256 low, high;
     explicit Nibbles(const Table* t) : low(_mm256_load_ps(t->f32)), high(_mm256_load_ps(t->f32 + 8)) {}
-    Raw fetch(const uint8_t* from) const { return load32(from); }
+    Raw fetch(const uint8_t* from) const { return load<Raw>(from); }
     VecF at(Raw raw, int vector) const {
         const __m256i index = vector == 0 ? raw : _mm256_srli_epi32(raw, 4 * vector);
         const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 28 - 4 * vector));
@@ -40,7 +38,7 @@ struct Bytes : ByF32 {
     static constexpr int kElements = 8, kVectors = 1, kBytes = 8;
     using Raw = __m128i;
     __m128i flip;
-    explicit Bytes(const Table* t) : flip(_mm256_castsi256_si128(flipped(!t->is_signed, 0x80))) {}
+    explicit Bytes(const Table* t) : flip(_mm_set1_epi8(static_cast<char>(t->is_signed ? 0 : 0x80))) {}
     Raw fetch(const uint8_t* from) const {
         return _mm_xor_si128(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), flip);
     }
@@ -82,42 +80,14 @@ struct Sextets : FromHalves {
     VecF at(Raw raw, int vector) const { return widen(_mm_mullo_epi16(raw, lift[vector])); }
 };
 
-// Integers as words. (vpmaddubsw would saturate.)
-struct ByS16 {
-    using Acc = VecI;
-    using Raw = __m256i;
-    static constexpr FewInput kInput = FewInput::s16;
-    static constexpr bool kLooksUp = false, kStreamed = true;
-    __m256i flip;
-    static VecI dot(VecI acc, VecI code, VecI a) { return acc + (VecI)_mm256_madd_epi16((__m256i)code, (__m256i)a); }
-    static VecI correct(VecI acc, VecI zero, VecI a) { return dot(acc, zero, a); }
-    Raw fetch(const uint8_t* from) const { return _mm256_xor_si256(load32(from), flip); }
-};
-
-struct Int8 : ByS16 {
-    static constexpr int kElements = 32, kVectors = 2, kBytes = 32;
-    explicit Int8(const Table* t) : ByS16{flipped(t->is_signed, 0x80)} {}
-    VecI at(Raw raw, int vector) const {
-        return (VecI)(vector == 0 ? _mm256_and_si256(raw, _mm256_set1_epi16(0xff)) : _mm256_srli_epi16(raw, 8));
-    }
-};
-
-struct Int4 : ByS16 {
-    static constexpr int kElements = 64, kVectors = 4, kBytes = 32;
-    explicit Int4(const Table* t) : ByS16{flipped(t->is_signed, 0x88)} {}
-    VecI at(Raw raw, int vector) const {
-        return (VecI)_mm256_and_si256(_mm256_srli_epi16(raw, 4 * vector), _mm256_set1_epi16(15));
-    }
-};
-
 constexpr FewKernels make() {
     FewKernels k = few_kernels();
     k.nibbles = few_unit<Nibbles>();
     k.bytes = few_unit<Bytes>();
     k.halves = few_unit<Halves, false>();
     k.sextets = few_unit<Sextets, false>();
-    k.int8 = few_unit<Int8>();
-    k.int4 = few_unit<Int4>();
+    k.int8 = few_unit<Words<DotS16, 8>>();
+    k.int4 = few_unit<Words<DotS16, 4>>();
     return k;
 }
 constexpr FewKernels kTable = make();

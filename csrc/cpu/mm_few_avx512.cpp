@@ -73,42 +73,14 @@ struct Sextets : ByF32 {
     }
 };
 
-// Integers as words, where there is no product of bytes.
-struct ByS16 {
-    using Acc = VecI;
-    using Raw = __m512i;
-    static constexpr FewInput kInput = FewInput::s16;
-    static constexpr bool kLooksUp = false, kStreamed = true;
-    __m512i flip;
-    static VecI dot(VecI acc, VecI code, VecI a) { return acc + (VecI)_mm512_madd_epi16((__m512i)code, (__m512i)a); }
-    static VecI correct(VecI acc, VecI zero, VecI a) { return dot(acc, zero, a); }
-    Raw fetch(const uint8_t* from) const { return _mm512_xor_si512(_mm512_loadu_si512(from), flip); }
-};
-
-struct Int8 : ByS16 {
-    static constexpr int kElements = 64, kVectors = 2, kBytes = 64;
-    explicit Int8(const Table* t) : ByS16{_mm512_set1_epi8(static_cast<char>(t->is_signed ? 0x80 : 0))} {}
-    VecI at(Raw raw, int vector) const {
-        return (VecI)(vector == 0 ? _mm512_and_si512(raw, _mm512_set1_epi16(0xff)) : _mm512_srli_epi16(raw, 8));
-    }
-};
-
-struct Int4 : ByS16 {
-    static constexpr int kElements = 128, kVectors = 4, kBytes = 64;
-    explicit Int4(const Table* t) : ByS16{_mm512_set1_epi8(static_cast<char>(t->is_signed ? 0x88 : 0))} {}
-    VecI at(Raw raw, int vector) const {
-        return (VecI)_mm512_and_si512(_mm512_srli_epi16(raw, 4 * vector), _mm512_set1_epi16(15));
-    }
-};
-
 FewKernels make() {
     FewKernels k = few_kernels();
     k.nibbles = few_unit<Nibbles>();
     k.bytes = few_unit<Bytes>();
     k.halves = few_unit<Halves, false>();
     k.sextets = few_unit<Sextets, false>();
-    k.int8 = few_unit<Int8>();
-    k.int4 = few_unit<Int4>();
+    k.int8 = few_unit<Words<DotS16, 8>>();
+    k.int4 = few_unit<Words<DotS16, 4>>();
     if (has_feature("avx512_vnni")) add_few_avx512vnni(k);
     if (has_feature("avx512_vnni") && has_feature("avx512_vbmi") && has_feature("avx512_bf16")) {
         add_few_avx512vbmibf16(k);

@@ -14,6 +14,25 @@ struct ByF32 {
     static VecF dot(VecF acc, VecF code, VecI a) { return fused((VecF)a, code, acc); }
 };
 
+// Integers as words, where there is no product of bytes; `Dot` adds the products of pairs of words to dwords.
+template <class Dot, int kBits>
+struct Words {
+    using Acc = VecI;
+    typedef uint16_t Raw __attribute__((vector_size(kVectorBytes)));
+    static constexpr FewInput kInput = FewInput::s16;
+    static constexpr bool kLooksUp = false, kStreamed = true;
+    static constexpr int kVectors = 16 / kBits, kBytes = kVectorBytes, kElements = kBytes * 8 / kBits;
+    Raw flip;
+    explicit Words(const Table* t) : flip(t->is_signed ? Raw{} + kSigns : Raw{}) {}
+    static VecI dot(VecI acc, VecI code, VecI a) { return Dot::dot(acc, code, a); }
+    static VecI correct(VecI acc, VecI zero, VecI a) { return Dot::dot(acc, zero, a); }
+    Raw fetch(const uint8_t* from) const { return load<Raw>(from) ^ flip; }
+    VecI at(Raw raw, int vector) const { return (VecI)(raw >> static_cast<uint16_t>(kBits * vector) & kMask); }
+
+  private:
+    static constexpr uint16_t kMask = (1 << kBits) - 1, kSigns = 0xffff / kMask << (kBits - 1);
+};
+
 // The numbers of a step's blocks, for the lanes that belong to each.
 template <class T>
 inline VecI spread(const Few& t, const T* blocks) {
