@@ -56,6 +56,10 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
     m.def(
         "linear(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, "
         "Tensor? bias, Tensor(a!) out) -> ()");
+    m.def(
+        "adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, "
+        "Tensor(a!) new_param, Tensor(b!) new_avg, Tensor(c!) new_avg_scale, Tensor(d!) new_rms, "
+        "Tensor(e!) new_rms_scale, int scheme, int rms_scheme, float[] factors, int[] rng) -> ()");
     m.def("spin(int arithmetic, int operations) -> bool");
     m.def("read(Tensor x) -> int");
     m.def("keep(int[] numbers) -> int");

@@ -9,7 +9,7 @@ from lowbit import memory, nn, train
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.formats import FORMATS, Format, float_format
-from lowbit.functional import decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
+from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
 from lowbit.nn.convert import quantize_
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Recipe, recipe
@@ -25,6 +25,7 @@ __all__ = [
     "Recipe",
     "Scheme",
     "__version__",
+    "adamw_",
     "decode",
     "encode",
     "explain",

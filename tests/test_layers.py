@@ -24,7 +24,7 @@ LAYERS = [
     {"formats"},
     {"scaling"},
     {"recipes", "packing", "quantized"},
-    {"reference"},
+    {"reference", "reference_adamw"},
     {"ops"},
     {"backends"},
     {"autograd"},

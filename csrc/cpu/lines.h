@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/adamw.h"
 #include "common/params.h"
 #include "common/scales.h"
 #include "cpu/isa.h"
@@ -96,6 +97,9 @@ struct Lines {
                         const float* outer, const ScaleLine& line);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
+    // One step on n elements; `avg` and `rms` are replaced. new_param may be param.
+    void (*adamw)(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype,
+                  int64_t n, float* avg, float* rms, void* new_param);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);

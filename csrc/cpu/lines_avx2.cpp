@@ -32,6 +32,7 @@ inline H narrow_words(U v) {
 }
 inline F widen_half(H h) { return (F)_mm256_cvtph_ps((__m128i)h); }
 inline H narrow_half(F v) { return (H)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F root(F v) { return (F)_mm256_sqrt_ps((__m256)v); }
 inline int32_t largest(I v) {
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));

@@ -25,6 +25,7 @@ inline B narrow_bytes(U v) { return (B)_mm512_cvtepi32_epi8((__m512i)v); }
 inline H narrow_words(U v) { return (H)_mm512_cvtepi32_epi16((__m512i)v); }
 inline F widen_half(H h) { return (F)_mm512_cvtph_ps((__m256i)h); }
 inline H narrow_half(F v) { return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F root(F v) { return (F)_mm512_sqrt_ps((__m512)v); }
 inline int32_t largest(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline W multiply(W a, W b) { return (W)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
 inline F lookup(const F (&table)[1], U index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)table[0]); }

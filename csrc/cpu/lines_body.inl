@@ -1,8 +1,9 @@
 // Line kernels in vectors of kLanes 32-bit lanes; included by lines_<isa>.cpp inside its own namespace, after
 //   LOWBIT_REGISTER, kLanes, and the types F, U, I (float, uint32_t, int32_t), H, B (uint16_t, uint8_t), all of kLanes
 //   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
-//   odds(I, I) of the lanes of two vectors; W multiply(W, W) of the low 32 bits of each lane; F lookup(Table, U index)
-//   in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight codes.
+//   odds(I, I) of the lanes of two vectors; F root(F); W multiply(W, W) of the low 32 bits of each lane; F
+//   lookup(Table, U index) in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight
+//   codes.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -193,6 +194,53 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
     __builtin_memcpy(out + 8 * k, rest, static_cast<size_t>(count - k) * 16);
 }
 
+// -- AdamW (section 11)
+// ------------------------------------------------------------------------------------------------
+
+template <class Type, class Grad>
+void adamw_line(const AdamWFactors& f, const typename Type::Element* param, const typename Grad::Element* grad,
+                int64_t n, float* avg, float* rms, typename Type::Element* out) {
+    const F decay = splat(f.decay), mix = splat(f.mix), keep = splat(f.keep), mix_square = splat(f.mix_square),
+            correction = splat(f.correction), eps = splat(f.eps), rate = splat(f.rate);
+    const auto step = [&](const auto* p, const auto* g, float* m, float* r, auto* to) LOWBIT_INLINE {
+        const F x = (F)Grad::read(g), before = load<F>(m), root_before = load<F>(r);
+        const F mean = before + (x - before) * mix;
+        const F scale = root((root_before * root_before) * keep + (x * x) * mix_square);
+        const F next = (F)Type::read(p) * decay - mean / (scale * correction + eps) * rate;
+        store(m, mean);
+        store(r, scale);
+        Type::put(to, Type::round((U)(next == next ? next : (F)splat(kNan))));
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) step(param + i, grad + i, avg + i, rms + i, out + i);
+    if (i == n) return;
+    const size_t rest = static_cast<size_t>(n - i);
+    typename Type::Element p[kLanes] = {};
+    typename Grad::Element g[kLanes] = {};
+    float m[kLanes] = {}, r[kLanes] = {};
+    __builtin_memcpy(p, param + i, rest * sizeof *p);
+    __builtin_memcpy(g, grad + i, rest * sizeof *g);
+    __builtin_memcpy(m, avg + i, rest * sizeof *m);
+    __builtin_memcpy(r, rms + i, rest * sizeof *r);
+    step(p, g, m, r, p);
+    __builtin_memcpy(avg + i, m, rest * sizeof *m);
+    __builtin_memcpy(rms + i, r, rest * sizeof *r);
+    __builtin_memcpy(out + i, p, rest * sizeof *p);
+}
+
+void adamw(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype, int64_t n,
+           float* avg, float* rms, void* new_param) {
+    dispatch(dtype, [&](auto type) {
+        dispatch(grad_dtype, [&](auto grad_type) {
+            using Type = decltype(type);
+            using Grad = decltype(grad_type);
+            adamw_line<Type, Grad>(factors, static_cast<const typename Type::Element*>(param),
+                                   static_cast<const typename Grad::Element*>(grad), n, avg, rms,
+                                   static_cast<typename Type::Element*>(new_param));
+        });
+    });
+}
+
 // -- packing (section 8)
 // -----------------------------------------------------------------------------------------------
 
@@ -223,5 +271,5 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     lines_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr Lines kTable{encode,      in_range,    quotients,   decode, block_stats, column_stats,
-                       finite_amax, make_scales, read_scales, noise,  pack,        unpack};
+constexpr Lines kTable{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
+                       make_scales, read_scales, noise,     adamw,  pack,        unpack};

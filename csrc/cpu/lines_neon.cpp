@@ -35,6 +35,7 @@ inline B narrow_bytes(U v) {
 }
 inline F widen_half(H h) { return (F)vcvt_f32_f16((float16x4_t)h); }
 inline H narrow_half(F v) { return (H)vcvt_f16_f32((float32x4_t)v); }
+inline F root(F v) { return (F)vsqrtq_f32((float32x4_t)v); }
 inline int32_t largest(I v) { return vmaxvq_s32((int32x4_t)v); }
 inline W multiply(W a, W b) { return (W)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b)); }
 inline F lookup(const F (&table)[4], U index) {

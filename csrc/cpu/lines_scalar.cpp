@@ -143,6 +143,15 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
     }
 }
 
+void adamw(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype, int64_t n,
+           float* avg, float* rms, void* new_param) {
+    for (int64_t i = 0; i < n; ++i) {
+        const float p = float_of(load(param, dtype, i)), g = float_of(load(grad, grad_dtype, i));
+        const uint32_t bits = bits_of(adamw_element(factors, p, g, avg[i], rms[i]));
+        store(new_param, dtype, i, is_nan(bits) ? kNan : bits);
+    }
+}
+
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
     const uint64_t mask = (1u << bits) - 1;
     for (int64_t g = 0; g < groups; ++g) {
@@ -164,8 +173,8 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const Lines& lines_scalar() {
-    static constexpr Lines table{encode,      in_range,    quotients,   decode, block_stats, column_stats,
-                                 finite_amax, make_scales, read_scales, noise,  pack,        unpack};
+    static constexpr Lines table{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
+                                 make_scales, read_scales, noise,     adamw,  pack,        unpack};
     return table;
 }
 

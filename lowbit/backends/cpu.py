@@ -14,7 +14,11 @@ from lowbit.backends.registry import Impl
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
-IMPLS = tuple(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native.RUN.items()) + cpu_mm.IMPLS
+IMPLS = (
+    *(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native.RUN.items()),
+    Impl("adamw", "cpu", ("cpu",), 10, native.adamw),
+    *cpu_mm.IMPLS,
+)
 
 
 def unavailable() -> str | None:

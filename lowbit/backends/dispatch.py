@@ -104,10 +104,13 @@ def _watched() -> bool:
     return bool(torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None)
 
 
-def call(name: str, *args: Any) -> Any:
-    """``torch.ops.lowbit.NAME(*args)``; straight to its kernel where no autograd, mode or transform watches it."""
+def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
+    """``torch.ops.lowbit.NAME(*args)``; straight to its kernel where no autograd, mode or transform watches it.
+
+    ``outs``: tensors to fill, as ``NAME_out`` does.
+    """
     if _watched():
-        return getattr(torch.ops.lowbit, name)(*args)
+        return _dispatched(name, args, outs)
     grad = torch.is_grad_enabled()
     key: list[Any] = [name, registry.forced()]
     for value in args[: _decisive[name]]:
@@ -115,10 +118,10 @@ def call(name: str, *args: Any) -> Any:
         if kind is Tensor or kind is nn.Parameter:  # subclasses have their own ideas of an op
             dtype = value.dtype
             if dtype is not torch.uint8 and (value.is_neg() or (grad and value.requires_grad)):
-                return getattr(torch.ops.lowbit, name)(*args)
+                return _dispatched(name, args, outs)
             key += (value.shape, dtype, value.stride(), value.device)
         elif isinstance(value, Tensor):
-            return getattr(torch.ops.lowbit, name)(*args)
+            return _dispatched(name, args, outs)
         else:
             key.append(value)
     spec = OPS[name]
@@ -126,9 +129,15 @@ def call(name: str, *args: Any) -> Any:
     plan = None if registry.asking() else _plans.get(tuple(key))
     if plan is None:
         if args[0].device.type not in _DEVICES:
-            return getattr(torch.ops.lowbit, name)(*args)
+            return _dispatched(name, args, outs)
         plan = _add_plan(spec, call, tuple(key))
-    return _run(plan, call)
+    return _run(plan, call) if outs is None else _fill(spec, plan, call, outs)
+
+
+def _dispatched(name: str, args: tuple[Any, ...], outs: tuple[Tensor, ...] | None) -> Any:
+    if outs is None:
+        return getattr(torch.ops.lowbit, name)(*args)
+    return getattr(torch.ops.lowbit, f"{name}_out")(*args, **dict(zip(OPS[name].returns, outs, strict=True)))
 
 
 class Bound:
@@ -207,17 +216,21 @@ def _out(spec: OpSpec) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
-        device, shapes, run = _plan_of(spec, call)
-        _check_outs(spec, shapes, device, outs)
-        straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
-        _check_overlap(spec, call, straight)
-        if run is not None:
-            run(straight, call)
-        for out, filled in zip(outs, straight, strict=True):
-            if out is not filled:
-                out.copy_(filled)
+        _fill(spec, _plan_of(spec, call), call, outs)
 
     return kernel
+
+
+def _fill(spec: OpSpec, plan: Plan, call: Any, outs: tuple[Tensor, ...]) -> None:
+    device, shapes, run = plan
+    _check_outs(spec, shapes, device, outs)
+    straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
+    _check_overlap(spec, call, straight)
+    if run is not None:
+        run(straight, call)
+    for out, filled in zip(outs, straight, strict=True):
+        if out is not filled:
+            out.copy_(filled)
 
 
 def _fake_out(spec: OpSpec) -> Callable[..., None]:
@@ -233,17 +246,24 @@ def _fake_out(spec: OpSpec) -> Callable[..., None]:
 
 def _check_overlap(spec: OpSpec, call: Any, outs: tuple[Tensor, ...]) -> None:
     """Raises where an output that is filled in place shares bytes with an input or another output."""
-    filled: list[tuple[str, int, int]] = []
+    taken = [(field, *_bytes_of(t)) for field, t in zip(call._fields, call, strict=True) if isinstance(t, Tensor)]
     for name, out in zip(spec.returns, outs, strict=True):
         start, end = _bytes_of(out)
-        others = [(field, *_bytes_of(t)) for field, t in zip(call._fields, call, strict=True) if isinstance(t, Tensor)]
-        for other, first, last in (*others, *filled):
-            if first < end and start < last:
+        for other, first, last in taken:
+            if first < end and start < last and not _in_place(spec, call, name, out, other):
                 raise ValueError(
                     f"lowbit.{spec.name}: {name} shares memory with {other}, which would be overwritten while it is "
                     f"read; give another tensor for {name}, or a copy of {other}"
                 )
-        filled.append((name, start, end))
+        taken.append((name, start, end))
+
+
+def _in_place(spec: OpSpec, call: Any, name: str, out: Tensor, other: str) -> bool:
+    """Whether an output is the argument that it may stand in place of."""
+    if spec.in_place.get(name) != other:
+        return False
+    given: Tensor = getattr(call, other)
+    return out.data_ptr() == given.data_ptr() and out.stride() == given.stride()
 
 
 def _bytes_of(t: Tensor) -> tuple[int, int]:
@@ -251,6 +271,8 @@ def _bytes_of(t: Tensor) -> tuple[int, int]:
     if t.numel() == 0:
         return 0, 0
     start = t.data_ptr()
+    if t.is_contiguous():
+        return start, start + t.nbytes
     last = sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)])
     return start, start + (last + 1) * t.element_size()
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.backends.registry import Impl, forced
-from lowbit.ops import codec
+from lowbit.ops import codec, optimizer
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import as_rows
 
-__all__ = ["LIBRARY", "RUN", "build_notice", "load", "loading_error", "scheme_number", "with_warning"]
+__all__ = ["LIBRARY", "RUN", "adamw", "build_notice", "load", "loading_error", "scheme_number", "with_warning"]
 
 #: The torch ops, built by CMake into the package.
 LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
@@ -205,6 +205,17 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
     torch.ops.lowbit_native.fake_quantize_backward(
         _matrix(call.grad), x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
         None if call.scale is None else outs[1], scheme_number(call.scheme),
+    )  # fmt: skip
+
+
+def adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
+    param, codes = _matrix(call.param), [_filled(call[i].contiguous()) for i in (2, 4)]
+    made, avg, avg_scale, rms, rms_scale = outs
+    torch.ops.lowbit_native.adamw(
+        param, _matrix(call.grad), codes[0], call.exp_avg_scale.contiguous(), codes[1], call.exp_rms_scale.contiguous(),
+        _filled(made), _filled(avg), avg_scale, _filled(rms), rms_scale,
+        scheme_number(call.scheme), scheme_number(call.rms_scheme), list(optimizer.factors(call)),
+        _rng(call, param.shape[1]),
     )  # fmt: skip
 
 

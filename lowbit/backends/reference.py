@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit import formats, packing, reference, scaling
+from lowbit import formats, packing, reference, reference_adamw, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
-from lowbit.ops import codec, matmul
+from lowbit.ops import codec, matmul, optimizer
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -99,6 +99,22 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     outs[0].copy_(reference.scaled_mm(a, b, call.bias, call.out_dtype))
 
 
+def _adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
+    param, moments = as_rows(call.param), []
+    for text, codes, scale in (
+        (call.scheme, call.exp_avg, call.exp_avg_scale),
+        (call.rms_scheme, call.exp_rms, call.exp_rms_scale),
+    ):
+        scheme = scaling.scheme(text)
+        unpacked = reference.unpack(as_rows(codes), scheme, param.shape[1])
+        moments.append(reference_adamw.Moment(unpacked, scale, scheme))
+    made, *moments = reference_adamw.adamw(param, as_rows(call.grad), *moments, optimizer.factors(call), _rng(call))
+    outs[0].copy_(made.reshape(outs[0].shape))
+    for moment, codes, scale in zip(moments, outs[1::2], outs[2::2], strict=True):
+        _store(codes, moment.codes, moment.scheme)
+        scale.copy_(moment.scale)
+
+
 _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "encode": _encode,
     "decode": _decode,
@@ -111,6 +127,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "fake_quantize": _fake_quantize,
     "fake_quantize_backward": _fake_quantize_backward,
     "scaled_mm": _scaled_mm,
+    "adamw": _adamw,
 }
 
 _ROWS = tuple(

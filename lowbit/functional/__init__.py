@@ -1,4 +1,4 @@
-"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, linear, explain.
+"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, linear, adamw_, explain.
 
 Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are
 ``[ceil(rows/r), ceil(cols/c)]`` for blocks ``(r, c)``.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from lowbit.functional.codecs import decode, encode, pack, unpack
 from lowbit.functional.explaining import explain
+from lowbit.functional.optimizing import adamw_
 from lowbit.functional.products import BoundLinear, linear, scaled_mm
 from lowbit.functional.quantization import fake_quantize, quantize
 
 __all__ = [
-    "BoundLinear", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",
+    "BoundLinear", "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",
 ]  # fmt: skip

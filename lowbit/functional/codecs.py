@@ -39,7 +39,7 @@ def encode(
     if out is None:
         made: Tensor = call("encode", x, *args)
         return made
-    torch.ops.lowbit.encode_out(x, *args, out=out)
+    call("encode", x, *args, outs=(out,))
     return out
 
 
@@ -55,7 +55,7 @@ def decode(
     if out is None:
         made: Tensor = call("decode", codes, name, dtype)
         return made
-    torch.ops.lowbit.decode_out(codes, name, dtype, out=out)
+    call("decode", codes, name, dtype, outs=(out,))
     return out
 
 

@@ -49,7 +49,7 @@ def scaled_mm(
     if isinstance(out, Tensor):
         viewed = out.dim() == 2 or out.is_contiguous()
         matrix = as_rows(out) if viewed else out.new_empty((out.shape[:-1].numel(), out.shape[-1]))
-        torch.ops.lowbit.scaled_mm_out(*args, out=matrix)
+        call("scaled_mm", *args, outs=(matrix,))
         return out if viewed else out.copy_(matrix.reshape(shape))
     y: Tensor = call("scaled_mm", *args).reshape(shape)
     return y if out_scheme is None else quantize(y, out_scheme, scale=out_scale, out=out)
@@ -106,7 +106,7 @@ def linear(
     if tuple(out.shape) != (*x.shape[:-1], weight.shape[0]):
         raise ValueError(f"linear: out must be of shape {[*x.shape[:-1], weight.shape[0]]}, got {list(out.shape)}")
     _refuse_grad_of_out("linear", args)
-    torch.ops.lowbit.linear_out(*args, out=out)
+    call("linear", *args, outs=(out,))
     return out
 
 

@@ -70,7 +70,7 @@ def _quantize_dynamic(
     zero = parts.get("zero_point")
     if zero is None:
         zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
-    torch.ops.lowbit.quantize_out(*args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
+    call("quantize", *args, outs=(parts["codes"], parts["scale"], zero))
     if outer is not None:
         parts["outer_scale"].copy_(outer)
     return parts["codes"], parts["scale"], zero
@@ -82,7 +82,7 @@ def _quantize_static(
     args = (x, scheme.name, *scales, rounding, *rng)
     if not parts:
         return call("quantize_static", *args)
-    torch.ops.lowbit.quantize_static_out(*args, out=parts["codes"])
+    call("quantize_static", *args, outs=(parts["codes"],))
     return parts["codes"]
 
 

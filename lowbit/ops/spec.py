@@ -7,7 +7,7 @@ concerns a call (checks, the fake rule, selection, kernels) receives that one tu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -30,6 +30,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",
     int | None: "SymInt?",
     bool: "bool",
+    float: "float",
     torch.dtype: "ScalarType",
 }
 
@@ -65,7 +66,7 @@ class OpSpec:
     ``samples(device)``: small calls that tests run on every kernel. ``cost(call)``: for rooflines.
     ``workloads(rows, cols)``: large calls that benchmarks measure.
     ``tolerance(call, numerics)``: elementwise bound on the error of the last output (the others are exact), or
-    None where kernels agree in every bit.
+    None where kernels agree in every bit. ``in_place``: outputs that may be the very tensor of an argument.
     """
 
     name: str
@@ -77,6 +78,7 @@ class OpSpec:
     cost: Callable[[Any], Cost]
     workloads: Callable[[int, int], Iterator[Workload]]
     tolerance: Callable[[Any, Numerics], Tensor] | None = None
+    in_place: dict[str, str] = field(default_factory=dict)
 
     @property
     def schemas(self) -> tuple[str, str]:

@@ -1,0 +1,124 @@
+// A run of elements at a time, whole blocks of both moments: codes to numbers, the step, maxima, scales, and codes
+// again, all in the first-level cache. Memory is read and written once.
+#include "cpu/adamw.h"
+
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+#include "common/scales.h"
+#include "cpu/runs.h"
+
+namespace lowbit::cpu {
+namespace {
+
+// What a moment needs besides the run at work.
+class Kept {
+  public:
+    Kept(const Moment& moment, Shape shape, bool stochastic)
+        : moment_(moment),
+          width_(moment.scheme.block_cols),
+          across_((shape.cols + width_ - 1) / width_),
+          row_bytes_(packed_cols(shape.cols, moment.scheme.format.bits)),
+          decoder_(moment.scheme.format),
+          encoder_(make_encoder(moment.scheme.format, true, stochastic)),
+          rule_(scale_rule(moment.scheme)) {
+        const bool fits = moment.scheme.block_rows == 1 && width_ <= kMaxMomentBlock;
+        if (!fits || moment.scheme.affine || moment.scheme.outer) {
+            throw std::invalid_argument("moments have blocks of one row, at most 2048 columns, and plain scales");
+        }
+    }
+
+    int64_t width() const { return width_; }
+
+    // One thread's memory.
+    struct Scratch {
+        float numbers[kRun];
+        uint8_t codes[kRun];
+        float value[kRun + kAlign], divisor[kRun + kAlign], each[kRun];
+        uint32_t high[kRun + kAlign];
+    };
+
+    void decode(const Lines& line, const Run& run, Scratch& s) const {
+        const int bits = moment_.scheme.format.bits;
+        const int64_t first = run.row * across_ + run.begin / width_;
+        line.read_scales(static_cast<const uint8_t*>(moment_.scale) + first * scale_bytes(rule_.scale_format), nullptr,
+                         blocks(run), rule_, nullptr, {s.value, s.divisor, nullptr});
+        const uint8_t* codes = moment_.codes + run.row * row_bytes_ + run.begin * bits / 8;
+        if (bits < 8) unpack_run(line, codes, run.count, bits, s.codes);
+        line.decode(decoder_, bits < 8 ? s.codes : codes, run.count, factors(run, s.value, false, s), s.numbers,
+                    Dtype::kFloat32);
+    }
+
+    void encode(const Lines& line, const Run& run, const uint16_t* noise, const void* ahead, Scratch& s) const {
+        const int bits = moment_.scheme.format.bits;
+        const int64_t first = run.row * across_ + run.begin / width_;
+        std::fill_n(s.high, blocks(run), 0u);
+        line.block_stats(s.numbers, Dtype::kFloat32, run.count, width_, false, s.high, nullptr);
+        const bool broken =
+            line.make_scales(s.high, nullptr, blocks(run), rule_, nullptr,
+                             static_cast<uint8_t*>(moment_.new_scale) + first * scale_bytes(rule_.scale_format),
+                             nullptr, {s.value, s.divisor, nullptr});
+        uint8_t* to = moment_.new_codes + run.row * row_bytes_ + run.begin * bits / 8;
+        uint8_t* codes = bits == 8 ? to : s.codes;
+        const bool inverse = has_inverse(rule_, nullptr);
+        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, s.divisor, inverse, s), noise,
+                    ahead, codes);
+        for (int64_t b = 0; broken && b < blocks(run); ++b) {
+            if (!is_nan(bits_of(s.value[b]))) continue;
+            const int64_t n = std::min(width_, run.count - b * width_);
+            std::fill_n(codes + b * width_, n, static_cast<uint8_t>(encoder_.canonical));
+        }
+        if (bits < 8) pack_run(line, codes, run.count, bits, to);
+    }
+
+  private:
+    const Moment& moment_;
+    const int64_t width_, across_, row_bytes_;
+    const Decoder decoder_;
+    const Encoder encoder_;
+    const ScaleRule rule_;
+
+    int64_t blocks(const Run& run) const { return (run.count + width_ - 1) / width_; }
+
+    // One for each block; where vectors do not divide blocks, one for each element.
+    Factors factors(const Run& run, const float* by, bool inverse, Scratch& s) const {
+        if (width_ % kAlign == 0 || run.count <= width_) {
+            return {inverse ? Factors::kInverse : Factors::kBlocks, by, nullptr, width_, width_};
+        }
+        const float* each = inverse ? s.value : by;
+        for (int64_t i = 0; i < run.count; ++i) s.each[i] = each[i / width_];
+        return {Factors::kEach, s.each, nullptr};
+    }
+};
+
+}  // namespace
+
+void adamw(const Values& param, const Values& grad, Shape shape, const Moment& avg, const Moment& rms,
+           const AdamWFactors& factors, Rounding rounding, const Rng& rng, const Results& new_param) {
+    const bool stochastic = rounding == kStochastic;
+    const Kept kept[] = {{avg, shape, stochastic}, {rms, shape, stochastic}};
+    // Whole blocks of both moments, and whole bytes of packed codes.
+    const int64_t unit = std::lcm(std::lcm(kept[0].width(), kept[1].width()), int64_t{8});
+    const int64_t width = unit >= shape.cols ? shape.cols : std::max(unit, kRun / unit * unit);
+    if (width > kRun) throw std::invalid_argument("blocks of the moments have no common multiple of at most 2048");
+    const int64_t across = (shape.cols + width - 1) / width;
+    parallel_for(shape.rows * across, (kGrain + width - 1) / width, [&](int64_t begin, int64_t end) {
+        static thread_local std::vector<Kept::Scratch> scratch(2);
+        const Lines& line = lines();
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t at = i % across * width;
+            const Run run{i / across, at, std::min(width, shape.cols - at)};
+            for (int k = 0; k < 2; ++k) kept[k].decode(line, run, scratch[k]);
+            line.adamw(factors, at_run(param, run), param.dtype, at_run(grad, run), grad.dtype, run.count,
+                       scratch[0].numbers, scratch[1].numbers, at_run(new_param, run));
+            const uint16_t* noise = stochastic ? Scratch::mine().noise_at(line, rng, run) : nullptr;
+            const int64_t after = std::min(i + 1, end - 1);
+            const Run next{after / across, after % across * width, 0};
+            kept[0].encode(line, run, noise, at_run(param, next), scratch[0]);
+            kept[1].encode(line, run, noise, at_run(grad, next), scratch[1]);
+        }
+    });
+}
+
+}  // namespace lowbit::cpu

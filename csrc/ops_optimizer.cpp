@@ -1,0 +1,42 @@
+// CPU kernels of lowbit_native::* for optimizers.
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "cpu/adamw.h"
+#include "ops_params.h"
+#include "ops_tensors.h"
+
+namespace {
+
+using namespace lowbit;
+
+cpu::Moment moment(const Tensor& codes, const Tensor& scale, const Tensor& new_codes, const Tensor& new_scale,
+                   cpu::Shape shape, const SchemeParams& s) {
+    const int64_t packed = cpu::packed_cols(shape.cols, s.format.bits);
+    return {s, bytes(codes, shape.rows, packed, "moment"), scale_data(scale, shape, s, false),
+            new_bytes(new_codes, shape.rows, packed, "moment"), new_scale_data(new_scale, shape, s, false)};
+}
+
+void adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, Tensor new_param,
+           Tensor new_avg, Tensor new_avg_scale, Tensor new_rms, Tensor new_rms_scale, int64_t scheme,
+           int64_t rms_scheme, std::vector<double> factors, std::vector<int64_t> rng) {
+    const cpu::Shape shape = shape_of(param);
+    for (const Tensor& t : {grad, new_param}) {
+        STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == shape.rows && t.size(1) == shape.cols,
+                        "grad and new_param must have param's shape");
+    }
+    STD_TORCH_CHECK(new_param.scalar_type() == param.scalar_type(), "new_param must have param's dtype");
+    STD_TORCH_CHECK(factors.size() == kAdamWFactors, "adamw needs ", kAdamWFactors, " factors, got ", factors.size());
+    float f[kAdamWFactors];
+    for (int i = 0; i < kAdamWFactors; ++i) f[i] = static_cast<float>(factors[static_cast<size_t>(i)]);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols),
+                       rms_s = kept_scheme(rms_scheme, shape.rows, shape.cols);
+    cpu::adamw(values(param), values(grad), shape, moment(avg, avg_scale, new_avg, new_avg_scale, shape, s),
+               moment(rms, rms_scale, new_rms, new_rms_scale, shape, rms_s), {f[0], f[1], f[2], f[3], f[4], f[5], f[6]},
+               rounding_of(rng), rng_of(rng), results(new_param));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) { m.impl("adamw", TORCH_BOX(&adamw)); }

@@ -1,0 +1,71 @@
+"""One step of an optimizer on quantized moments. Source: docs/numerics.md section 11."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.backends.dispatch import call
+from lowbit.functional.arguments import random_bits
+from lowbit.ops.optimizer import STATE_SCHEME, state_refusal
+from lowbit.quantized import Quantized
+
+
+def adamw_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Quantized,
+    exp_rms: Quantized,
+    *,
+    step: int,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    stream: int | str = 0,
+    offset: int = 0,
+    pitch: int | None = None,
+) -> None:
+    """One step of AdamW in place: on ``param``, and on the moments, which are kept quantized.
+
+    ``exp_avg`` is the first moment, ``exp_rms`` the root of the second, each of ``param``'s shape; zeros to begin with,
+    ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do whose blocks are at most 2048
+    elements of one row, without zero points or outer scale. ``step`` counts from 1. ``rounding="stochastic"`` keeps
+    moments that change by less than their codes' steps from standing still.
+
+    Raises TypeError and ValueError for dtypes, shapes, schemes and numbers that do not fit.
+    Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861; docs/numerics.md section 11.
+    """
+    _check_numbers(step, lr, betas, eps, weight_decay)
+    for name, moment in (("exp_avg", exp_avg), ("exp_rms", exp_rms)):
+        if not isinstance(moment, Quantized):
+            raise TypeError(
+                f"adamw_: {name} must be a Quantized, got {type(moment).__name__}; begin with "
+                f"lb.quantize(torch.zeros_like(param), {STATE_SCHEME!r})"
+            )
+        if moment.shape != param.shape:
+            raise ValueError(f"adamw_: {name} is {list(moment.shape)}, param is {list(param.shape)}")
+        refusal = state_refusal(moment.scheme)
+        if refusal is not None:
+            raise ValueError(f"adamw_: {name} cannot be {moment.scheme}: {refusal}; use {STATE_SCHEME}")
+    rng = list(random_bits(rounding, seed, step, stream, offset, pitch))
+    rng[1] = step  # also where no random bits are drawn: the correction of the moments' bias depends on it
+    matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
+    parts = (exp_avg.codes, exp_avg.scale, exp_rms.codes, exp_rms.scale)
+    call(
+        "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_rms.scheme.name, rounding, *rng,
+        lr, *betas, eps, weight_decay, outs=(matrix, *parts),
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(param)
+
+
+def _check_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    if step < 1:
+        raise ValueError(f"adamw_: step counts from 1, got {step}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"adamw_: {name} must be 0 or more, got {value}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"adamw_: betas must be in [0, 1), got {betas}")

@@ -1,0 +1,202 @@
+"""adamw: one step of AdamW whose two moments are kept as codes with scales.
+
+Stored are the first moment and the *root* of the second one: a root spans half the binades, so that 8 bits of floating
+point hold what a block's gradients differ by.  Source: docs/numerics.md section 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle, product
+from math import lcm
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit import formats, packing, reference, scaling
+from lowbit.ops.samples import large_matrix, random_matrix, specials
+from lowbit.ops.spec import (
+    FLOATS,
+    Cost,
+    OpSpec,
+    Out,
+    Workload,
+    as_rows,
+    dtype_name,
+    matrix_shape,
+    require,
+    require_codes,
+    require_float,
+    require_rounding,
+    require_scales,
+)
+
+#: What the moments are kept in unless another scheme is asked for.
+STATE_SCHEME = "fp8_e4m3:group256"
+
+#: Elements that kernels hold at once at most: whole blocks of both moments, and whole bytes of their codes.
+MAX_RUN = 2048
+
+
+class AdamW(NamedTuple):
+    """``param`` and ``grad`` float, of one shape; the moments: packed codes and scales of that shape in their schemes.
+
+    ``step`` counts from 1; with stochastic rounding it also chooses the random bits, which both moments share.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_scale: Tensor
+    exp_rms: Tensor
+    exp_rms_scale: Tensor
+    scheme: str = STATE_SCHEME
+    rms_scheme: str = STATE_SCHEME
+    rounding: str = "nearest"
+    seed: int = 0
+    step: int = 1
+    stream: int = 0
+    offset: int = 0
+    pitch: int | None = None
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+
+class Factors(NamedTuple):
+    """What a step multiplies with, each rounded to fp32 once."""
+
+    decay: float
+    mix: float
+    keep: float
+    mix_square: float
+    correction: float
+    eps: float
+    rate: float
+
+
+def factors(call: AdamW) -> Factors:
+    """From the hyperparameters and the step, in double precision."""
+    exact = (
+        1 - call.lr * call.weight_decay,
+        1 - call.beta1,
+        call.beta2,
+        1 - call.beta2,
+        (1 - call.beta2**call.step) ** -0.5,
+        call.eps,
+        call.lr / (1 - call.beta1**call.step),
+    )
+    return Factors(*(formats.fp32_value(formats.fp32_bits(value)) for value in exact))
+
+
+def state_refusal(scheme: scaling.Scheme) -> str | None:
+    """Why moments cannot be kept in a scheme; None where they can."""
+    rows, cols = scheme.block
+    if rows != 1 or cols is None or cols > MAX_RUN:
+        return f"its blocks must be one row of at most {MAX_RUN} elements"
+    if scheme.affine or scheme.outer:
+        return "moments have neither zero points nor an outer scale"
+    return None
+
+
+def _check(call: AdamW) -> None:
+    require_float("adamw", "param", call.param)
+    require_float("adamw", "grad", call.grad)
+    require(
+        call.grad.shape == call.param.shape,
+        f"lowbit.adamw: grad is {list(call.grad.shape)}, param is {list(call.param.shape)}",
+    )
+    require(call.param.dim() >= 1, "lowbit.adamw: param needs at least one axis; give a scalar as param.reshape(1)")
+    moments = (
+        ("exp_avg", call.scheme, call.exp_avg, call.exp_avg_scale),
+        ("exp_rms", call.rms_scheme, call.exp_rms, call.exp_rms_scale),
+    )
+    for name, text, codes, scale in moments:
+        scheme = scaling.scheme(text)
+        refusal = state_refusal(scheme)
+        require(refusal is None, f"lowbit.adamw: {name} cannot be {scheme}: {refusal}; use {STATE_SCHEME}")
+        require_rounding("adamw", call.rounding, scheme.format)
+        require_codes("adamw", name, codes)
+        expected = (*call.param.shape[:-1], scheme.packed_cols(call.param.shape[-1]))
+        require(
+            tuple(codes.shape) == expected,
+            f"lowbit.adamw: {name} of param {list(call.param.shape)} takes codes {list(expected)} in {scheme}, "
+            f"got {list(codes.shape)}",
+        )
+        require_scales("adamw", scheme, *matrix_shape(call.param), scale, None, None)
+    together = lcm(8, *(scaling.scheme(text).block[1] or 1 for text in (call.scheme, call.rms_scheme)))
+    require(
+        together <= MAX_RUN,
+        f"lowbit.adamw: blocks of {call.scheme} and {call.rms_scheme} meet after {together} elements, "
+        f"which may be {MAX_RUN} at most; use one scheme for both moments",
+    )
+
+
+def _outputs(call: AdamW) -> list[Out]:
+    return [(tuple(t.shape), t.dtype) for t in (call.param, *call[2:6])]
+
+
+def make_call(param: Tensor, grad: Tensor, avg: Tensor, square: Tensor, scheme: str, rms_scheme: str, **more: object):  # type: ignore[no-untyped-def]
+    """A call on moments that are given as numbers, ``square`` being the second one (tests, benchmarks)."""
+    stored = []
+    for moment, text in ((avg, scheme), (square.sqrt(), rms_scheme)):
+        kind = scaling.scheme(text)
+        codes, scale, _ = reference.quantize(as_rows(moment), kind, None, None)
+        packed = packing.pack(codes, kind.format.bits)
+        stored += [packed.reshape(*param.shape[:-1], packed.shape[-1]), scale]
+    return AdamW(param, grad, *stored, scheme, rms_scheme, **more)  # type: ignore[arg-type]
+
+
+#: Schemes of both moments: narrow codes, codebooks, every format of scales, blocks that vectors do not divide.
+_SAMPLED = (
+    (STATE_SCHEME, STATE_SCHEME), ("fp8_e5m2:group32", "mxfp8"), ("int8:group64:bf16", "fp8_e4m3:group7"),
+    ("mxfp4", "mxfp6:ceil"), ("fp6_e3m2:group96:fp16", "int4:group33"), ("nf4", "fp8_e4m3:group2048"),
+)  # fmt: skip
+
+
+def _samples(device: str) -> Iterator[AdamW]:
+    dtypes = cycle(product(FLOATS, FLOATS))
+    rng = {"rounding": "stochastic", "seed": 7, "step": 3, "stream": 11, "offset": 5, "pitch": 1000}
+    for index, (scheme, rms_scheme) in enumerate(_SAMPLED):
+        for shape in ((1, 5), (3, 130), (2, 2, 2100), (1, 1)):
+            rows = torch.Size(shape[:-1]).numel()
+            numbers = [random_matrix(rows, shape[-1], seed=10 * index + j).reshape(shape) for j in range(3)]
+            param, grad, avg = numbers
+            if shape == (3, 130):  # damage shows in its element of the parameter, and in its block of the moments
+                grad[1, : specials().numel()] = specials()[: shape[-1]]
+            kind, grad_kind = next(dtypes)
+            codebook = "nf4" in scheme
+            call = make_call(
+                param.to(kind), grad.to(grad_kind), avg, (avg * 1.5) ** 2, scheme, rms_scheme,
+                **(rng if index % 2 and not codebook else {"step": 1 + 40 * index, "weight_decay": 0.1 * index}),
+            )  # fmt: skip
+            yield AdamW(*(v.to(device) if isinstance(v, Tensor) else v for v in call))
+
+
+def _workloads(rows: int, cols: int) -> Iterator[Workload]:
+    def make(dtype: torch.dtype, rounding: str) -> AdamW:
+        param = large_matrix(rows, cols, dtype)
+        moments = torch.ops.lowbit.quantize(large_matrix(rows, cols).abs(), STATE_SCHEME)[:2]
+        return AdamW(param, param, *moments, *moments, rounding=rounding)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for rounding in ("nearest", "stochastic"):
+            yield Workload(rounding, f"{dtype_name(dtype)}, moments {STATE_SCHEME}", partial(make, dtype, rounding))
+
+
+def _cost(call: AdamW) -> Cost:
+    sizes = [t.numel() * t.element_size() for t in call[:6]]
+    return Cost(0, 2 * sum(sizes) - sizes[1])
+
+
+SPECS = (
+    OpSpec(
+        "adamw", AdamW, ("new_param", "new_exp_avg", "new_exp_avg_scale", "new_exp_rms", "new_exp_rms_scale"),
+        _outputs, _check, _samples, _cost, _workloads,
+        in_place={f"new_{name}": name for name in ("param", *AdamW._fields[2:6])},
+    ),
+)  # fmt: skip
