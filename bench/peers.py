@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.bench import layer_peers, probe
+from lowbit.bench import layer_peers, optimizer_peers, probe
 from lowbit.bench.timing import Case, usable
 from lowbit.formats import Format
 from lowbit.ops.matmul import ScaledMM, sides
@@ -175,4 +175,5 @@ OFFERS: dict[str, Callable[[Any], Iterator[Case]]] = {
     ),
     "scaled_mm": multipliers,
     "linear": layer_peers.of,
+    "adamw": optimizer_peers.of,
 }

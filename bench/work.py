@@ -58,6 +58,12 @@ def isas() -> list[str]:
     return cpu.isas() if cpu.unavailable() is None else [""]
 
 
+def _outs(spec: OpSpec, call: Any) -> dict[str, Tensor]:
+    """Memory to fill: the call's own tensors where an op works in place."""
+    made = {n: torch.empty(s, dtype=d) for n, (s, d) in zip(spec.returns, spec.outputs(call), strict=True)}
+    return made | {name: getattr(call, argument) for name, argument in spec.in_place.items()}
+
+
 #: Operations above which the scalar kernels, which are there as proof, would take minutes.
 _FOR_SCALAR = 1 << 30
 
@@ -65,10 +71,7 @@ _FOR_SCALAR = 1 << 30
 def _ours(spec: OpSpec, calls: list[Any], cost: Cost) -> Iterator[Case]:
     """lowbit's op on ``calls`` in turn with preallocated outputs: once for each instruction set."""
     run = getattr(torch.ops.lowbit, f"{spec.name}_out")
-    outs = [
-        {n: torch.empty(s, dtype=d) for n, (s, d) in zip(spec.returns, spec.outputs(call), strict=True)}
-        for call in calls
-    ]
+    outs = [_outs(spec, call) for call in calls]
 
     def case(who: str, enter: Callable[[], None]) -> Case:
         made = [lambda c=call, o=out: run(*c, **o) for call, out in zip(calls, outs, strict=True)]  # type: ignore[misc]

@@ -209,11 +209,12 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
 
 
 def adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
-    param, codes = _matrix(call.param), [_filled(call[i].contiguous()) for i in (2, 4)]
-    made, avg, avg_scale, rms, rms_scale = outs
+    param, avg, rms = _matrix(call.param), call.exp_avg.contiguous(), call.exp_rms.contiguous()
+    made, new_avg, new_avg_scale, new_rms, new_rms_scale = outs
     torch.ops.lowbit_native.adamw(
-        param, _matrix(call.grad), codes[0], call.exp_avg_scale.contiguous(), codes[1], call.exp_rms_scale.contiguous(),
-        _filled(made), _filled(avg), avg_scale, _filled(rms), rms_scale,
+        param, _matrix(call.grad), _filled(avg), call.exp_avg_scale.contiguous(),
+        _filled(rms), call.exp_rms_scale.contiguous(),
+        _filled(made), _filled(new_avg), new_avg_scale, _filled(new_rms), new_rms_scale,
         scheme_number(call.scheme), scheme_number(call.rms_scheme), list(optimizer.factors(call)),
         _rng(call, param.shape[1]),
     )  # fmt: skip

@@ -100,19 +100,24 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 
 
 def _adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
-    param, moments = as_rows(call.param), []
-    for text, codes, scale in (
-        (call.scheme, call.exp_avg, call.exp_avg_scale),
-        (call.rms_scheme, call.exp_rms, call.exp_rms_scale),
-    ):
+    param = as_rows(call.param)
+
+    def moment(text: str, codes: Tensor, scale: Tensor) -> reference_adamw.Moment:
         scheme = scaling.scheme(text)
-        unpacked = reference.unpack(as_rows(codes), scheme, param.shape[1])
-        moments.append(reference_adamw.Moment(unpacked, scale, scheme))
-    made, *moments = reference_adamw.adamw(param, as_rows(call.grad), *moments, optimizer.factors(call), _rng(call))
+        return reference_adamw.Moment(reference.unpack(as_rows(codes), scheme, param.shape[1]), scale, scheme)
+
+    made, *moments = reference_adamw.adamw(
+        param,
+        as_rows(call.grad),
+        moment(call.scheme, call.exp_avg, call.exp_avg_scale),
+        moment(call.rms_scheme, call.exp_rms, call.exp_rms_scale),
+        optimizer.factors(call),
+        _rng(call),
+    )
     outs[0].copy_(made.reshape(outs[0].shape))
-    for moment, codes, scale in zip(moments, outs[1::2], outs[2::2], strict=True):
-        _store(codes, moment.codes, moment.scheme)
-        scale.copy_(moment.scale)
+    for new, codes, scale in zip(moments, outs[1::2], outs[2::2], strict=True):
+        _store(codes, new.codes, new.scheme)
+        scale.copy_(new.scale)
 
 
 _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {

@@ -1,4 +1,4 @@
-"""The public functions on tensors: encode, decode, pack, unpack, quantize, fake_quantize, scaled_mm, linear, adamw_, explain.
+"""The public functions on tensors: codecs, quantization, products, an optimizer's step, and which kernel would run.
 
 Shapes: a tensor of any rank is seen as ``[rows, cols]``, cols its last axis; scales are
 ``[ceil(rows/r), ceil(cols/c)]`` for blocks ``(r, c)``.
@@ -15,5 +15,6 @@ from lowbit.functional.products import BoundLinear, linear, scaled_mm
 from lowbit.functional.quantization import fake_quantize, quantize
 
 __all__ = [
-    "BoundLinear", "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",
+    "BoundLinear", "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm",
+    "unpack",
 ]  # fmt: skip

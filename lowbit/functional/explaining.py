@@ -6,6 +6,7 @@ from typing import Any
 
 from lowbit.backends import registry
 from lowbit.functional.codecs import decode, encode, pack, unpack
+from lowbit.functional.optimizing import adamw_
 from lowbit.functional.products import linear, scaled_mm
 from lowbit.functional.quantization import fake_quantize, quantize
 from lowbit.quantized import Quantized
@@ -33,4 +34,5 @@ _EXPLAINED: dict[str, tuple[Any, ...]] = {
     "fake_quantize": (fake_quantize,),
     "scaled_mm": (scaled_mm,),
     "linear": (linear,),
+    "adamw": (adamw_,),
 }

@@ -7,10 +7,10 @@ point hold what a block's gradients differ by.  Source: docs/numerics.md section
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import cycle, product
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,15 +81,14 @@ class Factors(NamedTuple):
 
 def factors(call: AdamW) -> Factors:
     """From the hyperparameters and the step, in double precision."""
+    return _factors(call.step, call.lr, call.beta1, call.beta2, call.eps, call.weight_decay)
+
+
+@lru_cache
+def _factors(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Factors:
     exact = (
-        1 - call.lr * call.weight_decay,
-        1 - call.beta1,
-        call.beta2,
-        1 - call.beta2,
-        (1 - call.beta2**call.step) ** -0.5,
-        call.eps,
-        call.lr / (1 - call.beta1**call.step),
-    )
+        1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, eps, lr / (1 - beta1**step)
+    )  # fmt: skip
     return Factors(*(formats.fp32_value(formats.fp32_bits(value)) for value in exact))
 
 
@@ -140,15 +139,11 @@ def _outputs(call: AdamW) -> list[Out]:
     return [(tuple(t.shape), t.dtype) for t in (call.param, *call[2:6])]
 
 
-def make_call(param: Tensor, grad: Tensor, avg: Tensor, square: Tensor, scheme: str, rms_scheme: str, **more: object):  # type: ignore[no-untyped-def]
-    """A call on moments that are given as numbers, ``square`` being the second one (tests, benchmarks)."""
-    stored = []
-    for moment, text in ((avg, scheme), (square.sqrt(), rms_scheme)):
-        kind = scaling.scheme(text)
-        codes, scale, _ = reference.quantize(as_rows(moment), kind, None, None)
-        packed = packing.pack(codes, kind.format.bits)
-        stored += [packed.reshape(*param.shape[:-1], packed.shape[-1]), scale]
-    return AdamW(param, grad, *stored, scheme, rms_scheme, **more)  # type: ignore[arg-type]
+def _stored(moment: Tensor, text: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a moment that is given as numbers."""
+    scheme = scaling.scheme(text)
+    codes, scale, _ = reference.quantize(as_rows(moment), scheme, None, None)
+    return packing.pack(codes, scheme.format.bits).reshape(*moment.shape[:-1], -1), scale
 
 
 #: Schemes of both moments: narrow codes, codebooks, every format of scales, blocks that vectors do not divide.
@@ -160,7 +155,7 @@ _SAMPLED = (
 
 def _samples(device: str) -> Iterator[AdamW]:
     dtypes = cycle(product(FLOATS, FLOATS))
-    rng = {"rounding": "stochastic", "seed": 7, "step": 3, "stream": 11, "offset": 5, "pitch": 1000}
+    rng: dict[str, Any] = {"rounding": "stochastic", "seed": 7, "step": 3, "stream": 11, "offset": 5, "pitch": 1000}
     for index, (scheme, rms_scheme) in enumerate(_SAMPLED):
         for shape in ((1, 5), (3, 130), (2, 2, 2100), (1, 1)):
             rows = torch.Size(shape[:-1]).numel()
@@ -169,19 +164,21 @@ def _samples(device: str) -> Iterator[AdamW]:
             if shape == (3, 130):  # damage shows in its element of the parameter, and in its block of the moments
                 grad[1, : specials().numel()] = specials()[: shape[-1]]
             kind, grad_kind = next(dtypes)
-            codebook = "nf4" in scheme
-            call = make_call(
-                param.to(kind), grad.to(grad_kind), avg, (avg * 1.5) ** 2, scheme, rms_scheme,
-                **(rng if index % 2 and not codebook else {"step": 1 + 40 * index, "weight_decay": 0.1 * index}),
-            )  # fmt: skip
-            yield AdamW(*(v.to(device) if isinstance(v, Tensor) else v for v in call))
+            m, m_scale = (t.to(device) for t in _stored(avg, scheme))
+            r, r_scale = (t.to(device) for t in _stored((avg * 1.5).abs(), rms_scheme))
+            given = param.to(device, kind), grad.to(device, grad_kind)
+            call = AdamW(*given, m, m_scale, r, r_scale, scheme, rms_scheme)
+            changed = (
+                rng if index % 2 and "nf4" not in scheme else {"step": 1 + 40 * index, "weight_decay": 0.1 * index}
+            )
+            yield call._replace(**changed)
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     def make(dtype: torch.dtype, rounding: str) -> AdamW:
-        param = large_matrix(rows, cols, dtype)
-        moments = torch.ops.lowbit.quantize(large_matrix(rows, cols).abs(), STATE_SCHEME)[:2]
-        return AdamW(param, param, *moments, *moments, rounding=rounding)
+        grad = large_matrix(rows, cols, dtype)
+        avg, rms = (torch.ops.lowbit.quantize(x, STATE_SCHEME)[:2] for x in (grad, grad.abs()))
+        return AdamW(grad.clone(), grad, *avg, *rms)._replace(rounding=rounding)
 
     for dtype in (torch.float32, torch.bfloat16):
         for rounding in ("nearest", "stochastic"):

@@ -86,9 +86,9 @@ class OpSpec:
         hints = get_type_hints(self.args)
         defaults = self.args._field_defaults
         words = []
-        for field in self.args._fields:
-            word = f"{_SCHEMA_TYPES[hints[field]]} {field}"
-            words.append(f"{word}={_schema_default(defaults[field])}" if field in defaults else word)
+        for name in self.args._fields:
+            word = f"{_SCHEMA_TYPES[hints[name]]} {name}"
+            words.append(f"{word}={_schema_default(defaults[name])}" if name in defaults else word)
         arguments = ", ".join(words)
         outs = ", ".join(f"Tensor({chr(97 + i)}!) {name}" for i, name in enumerate(self.returns))
         results = ", ".join("Tensor" for _ in self.returns)

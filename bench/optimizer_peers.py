@@ -1,0 +1,44 @@
+"""What others offer for a step of AdamW: torch's own on moments in fp32, and optimizers with moments of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lowbit.bench.timing import Case, usable
+from lowbit.ops.optimizer import AdamW
+
+#: Elements above which bitsandbytes' and torchao's steps on a CPU take seconds each.
+_MOST = 1 << 25
+
+
+def of(call: AdamW) -> Iterator[Case]:
+    if call.rounding != "nearest":
+        return
+    yield from usable(lambda: _case("torch fused, fp32 moments", call, lambda p: torch.optim.AdamW(p, fused=True)))
+    if call.param.numel() <= _MOST:
+        yield from usable(lambda: _case("torchao 8-bit", call, _torchao))
+        yield from usable(lambda: _case("bitsandbytes 8-bit", call, _bitsandbytes))
+
+
+def _case(who: str, call: AdamW, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Case:
+    param = call.param.clone().requires_grad_()
+    param.grad = call.grad.clone()
+    optimizer = make([param])
+    return Case(who, lambda: optimizer.step())
+
+
+def _torchao(params: list[Tensor]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(params)
+    return made
+
+
+def _bitsandbytes(params: list[Tensor]) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(params)
+    return made
