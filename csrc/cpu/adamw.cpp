@@ -62,8 +62,8 @@ class Kept {
         uint8_t* to = moment_.new_codes + run.row * row_bytes_ + run.begin * bits / 8;
         uint8_t* codes = bits == 8 ? to : s.codes;
         const bool inverse = has_inverse(rule_, nullptr);
-        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, s.divisor, inverse, s), noise,
-                    ahead, codes);
+        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, s.divisor, inverse, s), noise, ahead,
+                    codes);
         for (int64_t b = 0; broken && b < blocks(run); ++b) {
             if (!is_nan(bits_of(s.value[b]))) continue;
             const int64_t n = std::min(width_, run.count - b * width_);
