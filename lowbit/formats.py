@@ -200,6 +200,11 @@ class Format:
         return 2.0**-self.mantissa
 
     @property
+    def in_bf16(self) -> bool:
+        """Whether bf16 holds every value."""
+        return not any(bits & 0xFFFF for bits in self.bits_table)
+
+    @property
     def num_finite(self) -> int:
         """How many codes decode to a finite value; +0 and -0 are two."""
         if self.kind in ("integer", "codebook"):

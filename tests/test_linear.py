@@ -9,7 +9,7 @@ import torch
 from bits import assert_same_bits, describe
 from mm_oracle import check
 from torch import Tensor
-from variants import ALL, NATIVE, Kernel, Variant, kernels, params, threads
+from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding, threads
 
 import lowbit as lb
 from lowbit.functional import linear
@@ -32,7 +32,7 @@ def moved(call: Linear, device: str) -> Linear:
     return Linear(*(v.to(device) if isinstance(v, Tensor) else v for v in call))
 
 
-@pytest.mark.parametrize("kernel", params([REFERENCE, *kernels("linear")]))
+@pytest.mark.parametrize("kernel", params([REFERENCE, *kernels("linear"), *rounding("linear")]))
 def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
     served, reasons = 0, set()
     for call in samples()[:: 31 if kernel.variant.interpreted else 2]:

@@ -16,7 +16,7 @@ from bits import assert_same_bits, describe
 from covering import pairwise
 from mm_oracle import Wanted, check
 from torch import Tensor
-from variants import ALL, NATIVE, Kernel, Variant, kernels, params, threads
+from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding, threads
 
 import lowbit as lb
 from lowbit.ops import OPS, Numerics
@@ -129,9 +129,10 @@ REFERENCE = Kernel(
     "scaled_mm", next(i for i in lb.impls("scaled_mm", "cpu") if i.name == "reference"), Variant("reference")
 )
 KERNELS = params([REFERENCE, *kernels("scaled_mm")])
+OF_FLOATS = params([REFERENCE, *kernels("scaled_mm"), *rounding("scaled_mm")])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", OF_FLOATS)
 def test_every_pair_of_schemes_shapes_and_dtypes(kernel: Kernel):
     check_kernel(kernel, covering()[:: 9 if kernel.variant.interpreted else 1])
 
@@ -141,7 +142,7 @@ def samples() -> list[ScaledMM]:
     return list(SPEC.samples("cpu"))[::4]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", OF_FLOATS)
 def test_the_samples_of_the_op(kernel: Kernel):
     check_kernel(kernel, samples()[:: 12 if kernel.variant.interpreted else 1])
 

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.backends import dispatch, registry
+from lowbit.backends import cpu_mm, dispatch, registry
 from lowbit.ops import OPS
+
+#: The implementation that rounds fp32 operands, which it must be allowed to.
+ROUNDING = "cpu_bf16"
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -62,8 +65,8 @@ def serving() -> Iterator[dict[str, str]]:
 
 
 def best(ops: Iterable[str]) -> dict[str, str]:
-    """The kernel of each op that serves CPU tensors where no backend is asked for."""
-    return {op: lb.impls(op, "cpu")[0].name for op in ops}
+    """The kernel of each op that serves CPU tensors where no backend is asked for, and no rounding allowed."""
+    return {op: next(i.name for i in lb.impls(op, "cpu") if i.name != ROUNDING) for op in ops}
 
 
 @contextmanager
@@ -164,12 +167,28 @@ class Kernel:
         spec = OPS[self.op]
         assert self.impl is not None
         spec.check(call)
-        with forced_isa(self.variant.isa):
+        with forced_isa(self.variant.isa), _allowing(self.impl):
             if self.impl.supports(call) is not None:
                 return None
             outs = tuple(_poisoned(shape, dtype, self.variant.device) for shape, dtype in spec.outputs(call))
             self.impl.run(outs, call)
         return outs
+
+
+@contextmanager
+def _allowing(impl: registry.Impl) -> Iterator[None]:
+    """What an implementation asks for besides its call: leave to round to bf16, and a processor that gains by it."""
+    if impl.name != ROUNDING:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_mm, "bf16_products", lambda: True)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -179,13 +198,18 @@ def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor
 
 
 def kernels(op: str) -> list[Kernel]:
-    """Every kernel of ``op`` but the reference's own, for every instruction set and device."""
+    """Every kernel of ``op`` on every instruction set and device, but the reference's own and those of ``rounding``."""
     found = []
     for device in ("cpu", *(["cuda"] if HAS_GPU else [])):
         for impl in lb.impls(op, device):
-            if impl.name != "reference" or device != "cpu":
+            if impl.name != ROUNDING and (impl.name != "reference" or device != "cpu"):
                 found += [Kernel(op, impl, v) for v in _expand([impl.name], device)]
     return [*found, *(Kernel(op, None, v) for v in _absent())]
+
+
+def rounding(op: str) -> list[Kernel]:
+    """The kernels of a product that round fp32 operands, and so serve nothing else."""
+    return [Kernel(op, i, v) for i in lb.impls(op, "cpu") if i.name == ROUNDING for v in _expand([i.name], "cpu")]
 
 
 def params(rows: list[Any]) -> list[Any]:

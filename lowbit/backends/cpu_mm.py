@@ -1,7 +1,8 @@
 """The native ``scaled_mm`` and ``linear`` for CPUs: any pair of schemes and float matrices (csrc/cpu/mm.h, linear.h).
 
 Operands are multiplied in fp32, or in bf16 or integers where every value and product is exact in them, and summed in
-fp32 or exactly; so the declared numerics are those of fp32. Source: docs/numerics.md section 9.
+fp32 or exactly; so the declared numerics are those of fp32. ``cpu_bf16`` rounds fp32 operands to bf16 where torch's
+float32 matmul precision allows it and the processor gains by it.  Source: docs/numerics.md section 9.
 """
 
 from __future__ import annotations
@@ -64,11 +65,58 @@ def _linear(like: Linear) -> Run:
     return run
 
 
-def _impl(op: str, prepare: Callable[[Any], Run]) -> Impl:
+# -- float operands rounded to bf16 ------------------------------------------------------------------------------------
+def bf16_products() -> bool:
+    """Whether the kernels in use multiply bf16 as such, and so faster than fp32."""
+    return bool(torch.ops.lowbit_native.spin(1, 1))
+
+
+def _operands(call: ScaledMM | Linear) -> dict[str, tuple[Tensor, str | None]]:
+    """Both operands and their schemes, by the argument that holds them."""
+    if isinstance(call, Linear):
+        return {"x": (call.x, call.input), "weight": (call.weight, call.scheme)}
+    return {"a": (call.a, call.a_scheme), "b": (call.b, call.b_scheme)}
+
+
+def _wide(call: ScaledMM | Linear) -> list[str]:
+    """The operands that would be rounded."""
+    return [name for name, (data, scheme) in _operands(call).items() if scheme is None and data.dtype != torch.bfloat16]
+
+
+def _no_bf16(call: ScaledMM | Linear) -> str | None:
+    if not _wide(call):
+        return "it rounds fp32 and fp16 operands to bf16, and there is none"
+    if torch.get_float32_matmul_precision() != "medium":
+        return "rounding operands to bf16 takes torch.set_float32_matmul_precision('medium')"
+    for _, text in _operands(call).values():
+        format = None if text is None else scaling.scheme(text).format
+        if format is not None and not format.in_bf16:
+            return f"the values of {format} are not exact in bf16, so nothing would be gained"
+    return None if bf16_products() else "this processor has no products of bf16 numbers"
+
+
+def _in_bf16(prepare: Callable[[Any], Run]) -> Callable[[Any], Run]:
+    def rounded(call: Any) -> Any:
+        return call._replace(**{name: getattr(call, name).bfloat16() for name in _wide(call)})
+
+    def prepared(like: Any) -> Run:
+        run = prepare(rounded(like))
+        return lambda outs, call: run(outs, rounded(call))
+
+    return prepared
+
+
+def _impl(op: str, name: str, priority: int, prepare: Callable[[Any], Run], **more: Any) -> Impl:
     def run(outs: tuple[Tensor, ...], call: Any) -> None:
         prepare(call)(outs, call)
 
-    return Impl(op, "cpu", ("cpu",), 10, run, numerics=Numerics("fp32", "fp32"), prepare=prepare)
+    return Impl(op, name, ("cpu",), priority, run, prepare=prepare, **more)
 
 
-IMPLS = (_impl("scaled_mm", _scaled_mm), _impl("linear", _linear))
+_PREPARE: dict[str, Callable[[Any], Run]] = {"scaled_mm": _scaled_mm, "linear": _linear}
+_ROUNDED = {"supports": _no_bf16, "numerics": Numerics("bf16", "fp32")}
+
+IMPLS = (
+    *(_impl(op, "cpu", 10, prepare, numerics=Numerics("fp32", "fp32")) for op, prepare in _PREPARE.items()),
+    *(_impl(op, "cpu_bf16", 11, _in_bf16(prepare), **_ROUNDED) for op, prepare in _PREPARE.items()),
+)

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     kernel: Run | None
 
 
-#: Plans by op, choice of backend and metadata. Forgotten all at once, lest shapes that never come back pile up.
+#: Plans by op, circumstances and metadata. Forgotten all at once, lest shapes that never come back pile up.
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MOST_PLANS = 8192
 
@@ -58,7 +58,7 @@ _decisive: dict[str, int] = {
 
 
 def _plan_of(spec: OpSpec, call: Any) -> Plan:
-    key: list[Any] = [spec.name, registry.forced()]
+    key: list[Any] = [spec.name, registry.circumstances()]
     for value in call[: _decisive[spec.name]]:
         key += (value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else (value,)
     plan = None if registry.asking() else _plans.get(tuple(key))
@@ -112,7 +112,7 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
     if _watched():
         return _dispatched(name, args, outs)
     grad = torch.is_grad_enabled()
-    key: list[Any] = [name, registry.forced()]
+    key: list[Any] = [name, registry.circumstances()]
     for value in args[: _decisive[name]]:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:  # subclasses have their own ideas of an op
@@ -157,7 +157,7 @@ class Bound:
     def __call__(self, x: Tensor) -> Any:
         if not self._plain or type(x) is not Tensor or _watched() or self._differentiated(x) or x.is_neg():
             return call(self._spec.name, x, *self._rest)
-        key = (x.shape, x.dtype, x.stride(), x.device, registry.forced())
+        key = (x.shape, x.dtype, x.stride(), x.device, registry.circumstances())
         plan = self._plans.get(key)
         if plan is None or self._under is not _plans or registry.asking():
             if x.device.type not in _DEVICES:

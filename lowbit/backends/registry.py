@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit.ops import OPS, Numerics
@@ -124,6 +125,11 @@ def impls(op: str, device: str = "cpu") -> tuple[Impl, ...]:
 def forced() -> str | None:
     """The backend that ``use_backend`` asked for, if any."""
     return _forced.get()
+
+
+def circumstances() -> tuple[str | None, str]:
+    """What the choice depends on besides the call: the backend asked for, and torch's leave to round fp32 operands."""
+    return _forced.get(), torch._C._get_float32_matmul_precision()
 
 
 def asking() -> bool:
