@@ -54,6 +54,7 @@ bench: ## Measure every op beside its peers and the machine's limits; writes ben
 	$(call setup,bench --optional bench/requirements.txt)
 	$(native)
 	$(RUN) -m lowbit.cli bench $(or $(strip $(ARGS)),--out bench/results)
+	$(if $(strip $(ARGS)),,$(RUN) docs/generate_tables.py)
 
 lint: ## Every check that needs no test: format, lint, types, C++ format
 	$(call setup,lint)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -90,7 +91,41 @@ def ops() -> str:
     )  # fmt: skip
 
 
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, scalings, short_names, recipes, ops)}
+#: What the README shows of bench/results/cpu.csv: operations, and of what.
+SHOWN = (
+    ("encode", "fp8_e4m3"), ("decode to bf16", "fp8_e4m3"), ("quantize fp32", "int8:row"), ("quantize fp32", "mxfp8"),
+    ("quantize fp32", "nvfp4"), ("dequantize fp32", "nf4"), ("linear 1x4096x4096", "fp32 -> int8:row x int8:row"),
+    ("linear 1x4096x4096", "bf16 x int4:group128"), ("linear 1x4096x4096", "bf16 x nf4"),
+    ("linear 16x4096x4096", "fp32 -> int8:row x int8:row"), ("linear 16x4096x4096", "fp32 -> int8:row x int4:group128"),
+    ("linear 512x4096x4096", "fp32 -> int8:row x int8:row"),
+    ("linear 512x4096x4096", "bf16 -> fp8_e4m3:row x fp8_e4m3:row"),
+    ("linear 512x4096x4096", "fp32 -> int8:row x int4:group128"), ("adamw nearest", "fp32, moments fp8_e4m3:group256"),
+)  # fmt: skip
+
+
+def speed() -> str:
+    with (ROOT / "bench" / "results" / "cpu.csv").open() as file:
+        measured = list(csv.DictReader(file))
+
+    def row(op: str, subject: str) -> tuple[object, ...]:
+        cases = [case for case in measured if (case["op"], case["subject"]) == (op, subject)]
+        ours, theirs = (
+            [case for case in cases if case["who"].startswith("lowbit ") == mine] for mine in (True, False)
+        )  # fmt: skip
+        best = min(ours, key=lambda case: float(case["seconds"]))
+        what = f"{op} `{subject}`", f"{1e3 * float(best['seconds']):.3g} ms", f"{float(best['percent']):.0f}%"
+        if not theirs:
+            return *what, "-", ""
+        peer = min(theirs, key=lambda case: float(case["seconds"]))
+        times = float(peer["seconds"]) / float(best["seconds"])
+        return *what, f"{peer['who']}, {1e3 * float(peer['seconds']):.3g} ms", f"{times:.2g}x"
+
+    present = {(case["op"], case["subject"]) for case in measured}
+    head = "operation | lowbit | of the machine's limit | best of the others | lowbit is"
+    return _markdown(head, (row(*shown) for shown in SHOWN if shown in present))
+
+
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed)}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
