@@ -27,6 +27,7 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.ops.optimizer import STATE_SCHEME
 from lowbit.ops.samples import element_formats, schemes
 from lowbit.quantized import scale_dtype, zero_dtype
 
@@ -141,10 +142,24 @@ def _product_cases() -> Iterator[Case]:
         )
 
 
+def _step_cases() -> Iterator[Case]:
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    for index, text in enumerate((STATE_SCHEME, "fp8_e5m2:group32", "mxfp8", "int4:group32")):
+        scheme = scaling.scheme(text)
+        codes, scale = (
+            _meta(64, scheme.packed_cols(4096)),
+            _meta(*scheme.scale_shape(64, 4096), dtype=scale_dtype(scheme)),
+        )
+        moment = launch.Moment(scheme, codes, scale, codes, scale)
+        param, grad = (_meta(64, 4096, dtype=kinds[(index + j) % 3]) for j in (0, 1))
+        made = launch.adamw(param, grad, [moment, moment], (0.5,) * 7, param, _rounding(index % 2 == 1))
+        yield Case(f"adamw {scheme}", made, index < 2)
+
+
 @cache
 def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
-    return [*_codec_cases(), *_scheme_cases(), *_product_cases()]
+    return [*_codec_cases(), *_scheme_cases(), *_step_cases(), *_product_cases()]
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
@@ -169,9 +184,10 @@ def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
         if param.is_constexpr or value is None or (not tensor and value == 1 and not param.do_not_specialize):
             signature[param.name], constants[param.name] = "constexpr", value
             continue
-        wide = param.annotation_type or ("i32" if not tensor and abs(value) < 1 << 31 else "i64")
+        number = "fp32" if isinstance(value, float) else "i32" if not tensor and abs(value) < 1 << 31 else "i64"
+        wide = param.annotation_type or number
         signature[param.name] = f"*{_TYPES[value.dtype]}" if tensor else wide
-        if tensor or (value % 16 == 0 and not param.do_not_specialize):
+        if tensor or (wide != "fp32" and value % 16 == 0 and not param.do_not_specialize):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(one.kernel, signature, constants, attributes)
     options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}

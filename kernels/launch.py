@@ -7,14 +7,14 @@ any strides, outputs contiguous. Scratch memory is allocated here.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowbit.formats import Format
-from lowbit.kernels import backward, codec, matmul, quantize
+from lowbit.kernels import backward, codec, matmul, optimizer, quantize
 from lowbit.kernels.spec import (
     DTYPES,
     INTERPRETED,
@@ -64,6 +64,16 @@ def _dtype(x: Tensor) -> int:
 
 def _input(x: Tensor) -> dict[str, Any]:
     return {"x_ptr": _pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
+
+
+class Moment(NamedTuple):
+    """A moment of an optimizer: packed codes and scales as they come, and where they go; these may be the same."""
+
+    scheme: Scheme
+    codes: Tensor
+    scale: Tensor
+    new_codes: Tensor
+    new_scale: Tensor
 
 
 class Rounding:
@@ -267,6 +277,31 @@ def fake_quantize_backward(
     if grad_scale is not None and pieces > 1:
         finish = {"sums_ptr": sums, "out_ptr": grad_scale, "pieces": pieces, "SIZE": min(power_of_two(pieces), 1024)}
         launches.append(Launch(backward.sum_pieces, (grad_scale.numel(),), finish))
+    return launches
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+def adamw(
+    param: Tensor, grad: Tensor, moments: list[Moment], factors: tuple[float, ...], out: Tensor, rounding: Rounding
+) -> list[Launch]:
+    """The next parameter into ``out``, and both moments; the matrices between are fp32 scratch."""
+    rows, cols = param.shape
+    numbers = [torch.empty((rows, cols), dtype=torch.float32, device=param.device) for _ in moments]
+    launches = []
+    for moment, x in zip(moments, numbers, strict=True):
+        launches += dequantize(moment.codes, moment.scheme, moment.scale, None, None, x)
+    tiles, sizes = _plain(rows, cols)
+    names = ("decay", "mix", "keep", "mix_square", "correction", "eps", "rate")
+    more = {
+        "param_ptr": _pattern(param), "stride_r": param.stride(0), "stride_c": param.stride(1),
+        "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
+        "avg_ptr": numbers[0], "rms_ptr": numbers[1], "out_ptr": _pattern(out), "out_pitch": cols,
+        "DTYPE": _dtype(param), "GRAD_DTYPE": _dtype(grad),
+    }  # fmt: skip
+    arguments = more | sizes | dict(zip(names, factors, strict=True))
+    launches.append(Launch(optimizer.adamw, tiles.grid, arguments, tiles.warps))
+    for moment, x in zip(moments, numbers, strict=True):
+        launches += quantize_dynamic(x, moment.scheme, None, moment.new_codes, moment.new_scale, None, rounding)
     return launches
 
 

@@ -31,6 +31,7 @@ class Target(NamedTuple):
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
     "seed", "step", "stream_id", "offset", "pitch",
+    "decay", "mix", "keep", "mix_square", "correction", "eps", "rate",
 )  # fmt: skip
 
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)

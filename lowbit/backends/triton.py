@@ -20,7 +20,7 @@ from lowbit import formats, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
 from lowbit.checkout import adopt
-from lowbit.ops import codec, matmul
+from lowbit.ops import codec, matmul, optimizer
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -47,7 +47,7 @@ def _start(launches: Any, device: torch.device) -> None:
 
 
 def _rounding(call: Any) -> Any:
-    pitch = matrix_shape(call.x)[1] if call.pitch is None else call.pitch
+    pitch = matrix_shape(call[0])[1] if call.pitch is None else call.pitch
     stochastic = call.rounding == "stochastic"
     return _launch().Rounding(stochastic, call.seed, call.step, call.stream, call.offset, pitch)
 
@@ -128,6 +128,16 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     _start(_launch().scaled_mm(*operands, call.bias, outs[0], call.cols), outs[0].device)
 
 
+def _adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
+    param, made, avg, avg_scale, rms, rms_scale = (as_rows(t) for t in (call.param, *outs))
+    moments = [
+        _launch().Moment(scaling.scheme(call.scheme), as_rows(call.exp_avg), call.exp_avg_scale, avg, avg_scale),
+        _launch().Moment(scaling.scheme(call.rms_scheme), as_rows(call.exp_rms), call.exp_rms_scale, rms, rms_scale),
+    ]
+    launches = _launch().adamw(param, as_rows(call.grad), moments, optimizer.factors(call), made, _rounding(call))
+    _start(launches, param.device)
+
+
 def _fits(x: Tensor) -> str | None:
     rows, cols = matrix_shape(x)
     if max(rows, cols) > _LONGEST:
@@ -172,6 +182,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "fake_quantize": (_fake_quantize, _fits_first),
     "fake_quantize_backward": (_fake_quantize_backward, _fits_first),
     "scaled_mm": (_scaled_mm, _supports_mm),
+    "adamw": (_adamw, _fits_first),
 }
 
 _NUMERICS = Numerics("bf16", "fp32")
