@@ -46,7 +46,7 @@ class Kept {
                          blocks(run), rule_, nullptr, {s.value, s.divisor, nullptr});
         const uint8_t* codes = moment_.codes + run.row * row_bytes_ + run.begin * bits / 8;
         if (bits < 8) unpack_run(line, codes, run.count, bits, s.codes);
-        line.decode(decoder_, bits < 8 ? s.codes : codes, run.count, factors(run, s.value, false, s), s.numbers,
+        line.decode(decoder_, bits < 8 ? s.codes : codes, run.count, factors(run, s.value, false, false, s), s.numbers,
                     Dtype::kFloat32);
     }
 
@@ -62,8 +62,8 @@ class Kept {
         uint8_t* to = moment_.new_codes + run.row * row_bytes_ + run.begin * bits / 8;
         uint8_t* codes = bits == 8 ? to : s.codes;
         const bool inverse = has_inverse(rule_, nullptr);
-        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, s.divisor, inverse, s), noise, ahead,
-                    codes);
+        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, s.divisor, inverse, !broken, s),
+                    noise, ahead, codes);
         for (int64_t b = 0; broken && b < blocks(run); ++b) {
             if (!is_nan(bits_of(s.value[b]))) continue;
             const int64_t n = std::min(width_, run.count - b * width_);
@@ -82,13 +82,13 @@ class Kept {
     int64_t blocks(const Run& run) const { return (run.count + width_ - 1) / width_; }
 
     // One for each block; where vectors do not divide blocks, one for each element.
-    Factors factors(const Run& run, const float* by, bool inverse, Scratch& s) const {
+    Factors factors(const Run& run, const float* by, bool inverse, bool finite, Scratch& s) const {
         if (width_ % kAlign == 0 || run.count <= width_) {
-            return {inverse ? Factors::kInverse : Factors::kBlocks, by, nullptr, width_, width_};
+            return {inverse ? Factors::kInverse : Factors::kBlocks, by, nullptr, width_, width_, finite};
         }
         const float* each = inverse ? s.value : by;
         for (int64_t i = 0; i < run.count; ++i) s.each[i] = each[i / width_];
-        return {Factors::kEach, s.each, nullptr};
+        return {Factors::kEach, s.each, nullptr, 0, 0, finite};
     }
 };
 

@@ -54,6 +54,7 @@ struct Factors {
     const float* each = nullptr;
     const float* zeros = nullptr;  // zero points, one for every entry of `each`; null: none
     int64_t lead = 0, width = 0;   // multiples of kAlign where several blocks follow each other
+    bool finite = false;           // encode: elements are finite and factors positive, so that no quotient is NaN
 };
 constexpr int64_t kAlign = 16;
 

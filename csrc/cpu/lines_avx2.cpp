@@ -40,6 +40,21 @@ inline int32_t largest(I v) {
     return _mm_cvtsi128_si32(m);
 }
 inline W multiply(W a, W b) { return (W)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+inline I rounded(F v) { return (I)_mm256_cvtps_epi32((__m256)v); }
+inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
+inline F smaller(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
+inline U zip_low(U a, U b) { return (U)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
+inline U zip_high(U a, U b) { return (U)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
+inline U join_words(U a, U b) { return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8); }
+inline U widen_words(const void* p) { return (U)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline F first_halves(U words) { return (F)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)words)); }
+inline F second_halves(U words) { return (F)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)words, 1)); }
+inline U join_bytes(U a, U b, U c, U d, bool zipped) {
+    const __m256i first = _mm256_packus_epi32((__m256i)a, (__m256i)b),
+                  second = _mm256_packus_epi32((__m256i)c, (__m256i)d), bytes = _mm256_packus_epi16(first, second);
+    if (zipped) return (U)_mm256_permute4x64_epi64(bytes, 0xd8);
+    return (U)_mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 inline F lookup(const F (&table)[2], U index) {
     const __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], (__m256i)index);
     const __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)index);

@@ -28,6 +28,25 @@ inline H narrow_half(F v) { return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_N
 inline F root(F v) { return (F)_mm512_sqrt_ps((__m512)v); }
 inline int32_t largest(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline W multiply(W a, W b) { return (W)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+inline I rounded(F v) { return (I)_mm512_cvtps_epi32((__m512)v); }
+inline F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
+inline F smaller(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
+inline U zip_low(U a, U b) { return (U)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+inline U zip_high(U a, U b) { return (U)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
+inline U join_words(U a, U b) {
+    const __m512i words = _mm512_packus_epi32((__m512i)a, (__m512i)b);
+    return (U)_mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), words);
+}
+inline U widen_words(const void* p) { return (U)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline F first_halves(U words) { return (F)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)words)); }
+inline F second_halves(U words) { return (F)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)words, 1)); }
+inline U join_bytes(U a, U b, U c, U d, bool zipped) {
+    const __m512i first = _mm512_packus_epi32((__m512i)a, (__m512i)b),
+                  second = _mm512_packus_epi32((__m512i)c, (__m512i)d);
+    const __m512i whole = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0),
+                  pairs = _mm512_set_epi32(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
+    return (U)_mm512_permutexvar_epi32(zipped ? pairs : whole, _mm512_packus_epi16(first, second));
+}
 inline F lookup(const F (&table)[1], U index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)table[0]); }
 inline I evens(I a, I b) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);

@@ -3,7 +3,10 @@
 //   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
 //   odds(I, I) of the lanes of two vectors; F root(F); W multiply(W, W) of the low 32 bits of each lane; F
 //   lookup(Table, U index) in 16 entries, of whose index the low four bits count; pack_group(), unpack_group() of eight
-//   codes.
+//   codes; I rounded(F) to nearest even; F larger(F, F), smaller(F, F), the second where the first is NaN, or NaN; U
+//   zip_low(U, U), zip_high(U, U) of 16-bit words, in each 16 bytes; U join_bytes(U, U, U, U, zipped) of lanes below
+//   256, in order, or in that in which zip_low(v, 0) and zip_high(v, 0) leave the words of v; U join_words(U, U) of
+//   lanes below 65536; U widen_words(p) of bytes; F first_halves(U), second_halves(U) of words that are fp16.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -34,26 +37,48 @@ inline U smaller(U a, U b) { return a < b ? a : b; }
 // -- element types
 // -----------------------------------------------------------------------------------------------------
 
-// round() keeps what does not fit from a result; put() stores what fits. NaN has no bits that do not fit.
+// round() keeps what does not fit from a result; put() and put_pair() store what fits. NaN has no bits that do not fit.
+// read_quad() reads four vectors of elements, each two of them zipped (in the order of zip_low and zip_high), or in
+// order.
+constexpr int kQuad = 4 * kLanes;
+
 struct Float32 {
     using Element = uint32_t;
+    static constexpr bool kZipped = false;
+    LOWBIT_INLINE static void read_quad(const Element* p, U (&v)[4]) {
+        for (int k = 0; k < 4; ++k) v[k] = read(p + k * kLanes);
+    }
     static U read(const Element* p) { return load<U>(p); }
     static U round(U bits) { return bits; }
     static void put(Element* p, U bits) { store(p, bits); }
+    static void put_pair(Element* p, U first, U second) { store(p, first), store(p + kLanes, second); }
 };
 struct BFloat16 {
     using Element = uint16_t;
+    static constexpr bool kZipped = true;
+    LOWBIT_INLINE static void read_quad(const Element* p, U (&v)[4]) {
+        for (int k = 0; k < 4; k += 2) {
+            const U words = load<U>(p + k * kLanes);
+            v[k] = zip_low(U{}, words), v[k + 1] = zip_high(U{}, words);
+        }
+    }
     static U read(const Element* p) { return widen(load<H>(p)) << 16; }
     static U widened(U words) { return words << 16; }
     static U round(U bits) { return bits + 0x7fffu + ((bits >> 16) & 1u); }
     static void put(Element* p, U bits) { store(p, narrow_words(bits >> 16)); }
+    static void put_pair(Element* p, U first, U second) { store(p, join_words(first >> 16, second >> 16)); }
 };
 struct Float16 {
     using Element = uint16_t;
+    static constexpr bool kZipped = false;
+    LOWBIT_INLINE static void read_quad(const Element* p, U (&v)[4]) {
+        for (int k = 0; k < 4; ++k) v[k] = read(p + k * kLanes);
+    }
     static U read(const Element* p) { return (U)widen_half(load<H>(p)); }
     static U widened(U words) { return (U)widen_half(narrow_words(words)); }
     static U round(U bits) { return bits; }
     static void put(Element* p, U bits) { store(p, narrow_half((F)bits)); }
+    static void put_pair(Element* p, U first, U second) { put(p, first), put(p + kLanes, second); }
 };
 
 template <class Function>
@@ -104,6 +129,72 @@ LOWBIT_INLINE inline void for_lanes(const Factors& f, int64_t n, const Step& ste
     }
 }
 
+// For vector k of a quad, of blocks of less than a quad. A zipped vector has elements of two vectors' worth: of two
+// blocks where one fills but half of it.
+template <bool zipped, int width>
+LOWBIT_INLINE inline F factor_of(const float* each, int k) {
+    const int first = zipped ? k / 2 * 2 : k;
+    const F by = splat(each[first * kLanes / width]);
+    if (!zipped || width >= 2 * kLanes) return by;
+    const F other = splat(each[(first + 1) * kLanes / width]);
+    I upper;
+    for (int j = 0; j < kLanes; ++j) upper[j] = j < kLanes / 2 ? 0 : -1;
+    return upper ? other : by;
+}
+
+// Calls quad(i, four factors) for whole quads of whole blocks of `width`, of which a quad has several; advances `left`
+// to the rest.
+template <bool zipped, int width, class Quad>
+LOWBIT_INLINE inline int64_t quads_of_blocks(Factors& left, int64_t n, const Quad& quad) {
+    constexpr int kBlocks = kQuad / width;
+    int64_t i = 0;
+    if constexpr (kBlocks > 1) {
+        for (; i + kQuad <= n; i += kQuad, left.each += kBlocks) {
+            Factor four[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+                four[k].by = factor_of<zipped, width>(left.each, k);
+                four[k].zero = left.zeros ? factor_of<zipped, width>(left.zeros, k) : F{};
+            }
+            if (left.zeros) left.zeros += kBlocks;
+            quad(i, four);
+        }
+    }
+    return i;
+}
+
+// The same, with quad(i, four factors) for every kQuad elements of one block or of whole ones.
+template <Factors::Mode mode, bool zipped, class Quad, class Step, class Rest>
+LOWBIT_INLINE inline void for_quads(const Factors& f, int64_t n, const Quad& quad, const Step& step, const Rest& rest) {
+    if (mode == Factors::kEach) return for_lanes<mode>(f, n, step, rest);
+    int64_t i = 0;
+    Factors left = f;
+    if (mode != Factors::kNone && f.lead == f.width && f.width == 16) {
+        i = quads_of_blocks<zipped, 16>(left, n, quad);
+    } else if (mode != Factors::kNone && f.lead == f.width && f.width == 32) {
+        i = quads_of_blocks<zipped, 32>(left, n, quad);
+    }
+    // A whole number of quads a block, or one block.
+    while (i + kQuad <= n && (mode == Factors::kNone || left.lead % kQuad == 0 || left.lead >= n - i)) {
+        const Factor by =
+            mode == Factors::kNone ? Factor{} : Factor{splat(*left.each), splat(left.zeros ? *left.zeros : 0.0f)};
+        const Factor four[4] = {by, by, by, by};
+        const int64_t end = mode == Factors::kNone || left.lead >= n - i ? n : i + left.lead;
+        for (; i + kQuad <= end; i += kQuad) quad(i, four);
+        if (end == n) {
+            left.lead = n - i;
+            break;
+        }
+        ++left.each;
+        if (left.zeros) ++left.zeros;
+        left.lead = left.width;
+    }
+    if (i == n) return;
+    for_lanes<mode>(
+        left, n - i, [&](int64_t j, const Factor& factor) LOWBIT_INLINE { step(i + j, factor); },
+        [&](int64_t j, const Factors& factors) { rest(i + j, factors); });
+}
+
 // Fewer than kLanes elements, in arrays that hold as many.
 template <class Element>
 struct Padded {
@@ -123,20 +214,22 @@ struct Padded {
     }
 };
 
-// x / factor: its magnitude (a NaN with any sign bit), its sign in the top bit; or both at once (NaN's sign is lost).
+// x / factor: its magnitude (a NaN with any sign bit), its sign in the top bit, the others being anything; or both at
+// once (NaN's sign is lost).
 struct Quotient {
     U magnitude, sign;
     F value;
-    U bits() const { return magnitude | sign; }
+    U bits() const { return (magnitude & kMagnitude) | (sign & kSign); }
 };
 struct Divide {
-    const U magnitude = held(kMagnitude), sign = held(kSign);
-    template <Factors::Mode mode>
+    const U magnitude = held(kMagnitude);
+    template <Factors::Mode mode, bool finite = false>
     LOWBIT_INLINE Quotient by(U x, const Factor& factor) const {
         const U a = x & magnitude, d = (U)factor.by;
-        if (mode == Factors::kNone) return {a, x & sign, (F)x};
-        if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x & sign, (F)x * factor.by};
-        return {(U)((F)a / (F)(d & magnitude)), (x ^ d) & sign, (F)x / factor.by};
+        if (mode == Factors::kNone) return {a, x, (F)x};
+        if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x, (F)x * factor.by};
+        if (finite) return {(U)((F)a / factor.by), x, (F)x / factor.by};
+        return {(U)((F)a / (F)(d & magnitude)), x ^ d, (F)x / factor.by};
     }
 };
 

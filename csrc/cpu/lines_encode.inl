@@ -1,27 +1,33 @@
 // Codes from numbers: docs/numerics.md sections 2, 3, 4 and 7; which are in range: section 10. Part of lines_body.inl.
 
+// Codes of quotients; `finite`: none is NaN.
 struct FloatCodes {
-    const U limit, emin, nan, nan_sign, inf, drop, sign_shift;
+    const U limit, emin, nan, sign, nan_sign, inf, drop, sign_shift;
     const int mantissa;
     explicit FloatCodes(const Encoder& e)
         : limit(held(e.limit)),
           emin(splat(static_cast<uint32_t>(128 - e.format.bias))),
           nan(held(e.nan_code)),
-          nan_sign(held(e.format.nan_code >= 0 ? kSign : 0u)),
+          sign(held(1u << (e.format.bits - 1))),
+          nan_sign(held(e.format.nan_code >= 0 ? 1u << (e.format.bits - 1) : 0u)),
           inf(held(kInf)),
           drop(held(static_cast<uint32_t>(23 - e.format.mantissa))),
           sign_shift(held(static_cast<uint32_t>(32 - e.format.bits))),
           mantissa(e.format.mantissa) {}
 
+    template <bool finite>
     LOWBIT_INLINE U finish(const Quotient& q, U code) const {
+        const U shifted = q.sign >> sign_shift;
+        if (finite) return code | (shifted & sign);
         const auto is_nan = q.magnitude > inf;
-        return (is_nan ? nan : code) | ((is_nan ? q.sign & nan_sign : q.sign) >> sign_shift);
+        return (is_nan ? nan : code) | (shifted & (is_nan ? nan_sign : sign));
     }
 };
 
 // Adding 2^(23 - mantissa) units of the element's binade (at least the least normal one) rounds to whole units, and
 // leaves their number in the low bits; subnormals and carries into the next binade need no case of their own.
 struct FloatNearest : FloatCodes {
+    static constexpr bool kRandom = false;
     const U least, unit, base;
     explicit FloatNearest(const Encoder& e)
         : FloatCodes(e),
@@ -29,18 +35,48 @@ struct FloatNearest : FloatCodes {
           unit(held(static_cast<uint32_t>(23 - mantissa) << 23)),
           base(held(emin[0] << mantissa)) {}
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const {
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
         const U a = smaller(q.magnitude, limit);
         const U binade = larger(a & inf, least);
         const U magic = binade + unit;
         const U units = (U)((F)a + (F)magic) - magic;
-        return finish(q, units + (binade >> drop) - base);
+        return finish<finite>(q, units + (binade >> drop) - base);
+    }
+};
+
+// The same for formats of at most 16 binades, where looking up is cheap: what is added, and what is taken from the sum
+// to leave the code.
+struct FloatLookup : FloatCodes {
+    static constexpr bool kRandom = false;
+    static constexpr bool kCheap = kLanes == 16;
+    const U least;
+    Table magic, base;
+    explicit FloatLookup(const Encoder& e) : FloatCodes(e), least(held(emin[0] << 23)) {
+        uint32_t magics[16], bases[16];
+        for (uint32_t j = 0; j < 16; ++j) {
+            const uint32_t field = emin[0] + j, at = field & 15u;
+            magics[at] = (field + static_cast<uint32_t>(23 - mantissa)) << 23;
+            bases[at] = magics[at] - (j << mantissa);
+        }
+        __builtin_memcpy(magic, magics, sizeof magic);
+        __builtin_memcpy(base, bases, sizeof base);
+    }
+    static bool serves(const Encoder& e) {
+        return kCheap && static_cast<int>(e.limit >> 23) - (128 - e.format.bias) < 16;
+    }
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        const U a = smaller(q.magnitude, limit), field = larger(a, least) >> 23;
+        return finish<finite>(q, (U)((F)a + lookup(magic, field)) - (U)lookup(base, field));
     }
 };
 
 // Normals of the format: the noise is added below the bits that stay, and carries into them, and from the mantissa into
 // the exponent. Subnormals: as a whole number of 2^-16 units, cut off, to which the noise is added.
 struct FloatStochastic : FloatCodes {
+    static constexpr bool kRandom = true;
     const U least, base, above;
     const F units;  // 2^16 for the least positive value
     explicit FloatStochastic(const Encoder& e)
@@ -50,62 +86,67 @@ struct FloatStochastic : FloatCodes {
           above(held(static_cast<uint32_t>(7 - mantissa))),
           units((F)held(bits_of(65536.0f / float_of(grid_value(1, grid_of(e.format)))))) {}
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t* noise) const {
-        const U a = smaller(q.magnitude, limit), random = widen(load<H>(noise));
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U random) const {
+        const U a = smaller(q.magnitude, limit);
         const U normal = ((a + (random << above)) >> drop) - base;
         const U subnormal = (U) __builtin_convertvector((F)smaller(a, least) * units, I);
-        return finish(q, a < least ? (subnormal + random) >> 16 : normal);
+        return finish<finite>(q, a < least ? (subnormal + random) >> 16 : normal);
     }
 };
 
-// Quotients beyond +-1024 saturate whatever the zero point; within, adding 1.5 * 2^23 rounds to a whole number.
 struct IntegerCodes {
-    const I low, high;
-    const U mask, inf, bound;
-    const F whole;
+    const F low, high;
+    const U mask;
     explicit IntegerCodes(const Encoder& e)
-        : low((I)held(static_cast<uint32_t>(e.format.qmin))),
-          high((I)held(static_cast<uint32_t>(e.format.qmax))),
-          mask(held((1u << e.format.bits) - 1u)),
-          inf(held(kInf)),
-          bound(held(0x44800000u)),
-          whole((F)held(bits_of(12582912.0f))) {}
+        : low((F)held(bits_of(static_cast<float>(e.format.qmin)))),
+          high((F)held(bits_of(static_cast<float>(e.format.qmax)))),
+          mask(held((1u << e.format.bits) - 1u)) {}
 
-    LOWBIT_INLINE I nearest(const Quotient& q) const {
-        const U a = smaller(q.magnitude, bound);
-        return (I)((F)(a | q.sign) + whole) - (I)whole;
-    }
-    LOWBIT_INLINE U finish(const Quotient& q, I whole_code, F zero) const {
-        const I zero_point = __builtin_convertvector(zero, I);
-        I code = whole_code + zero_point;
-        code = code < low ? low : code;
-        code = code > high ? high : code;
-        return (U)((q.magnitude > inf) ? zero_point : code) & mask;
+    // `q`: the quotient, or its magnitude.
+    template <bool finite>
+    LOWBIT_INLINE U finish(F q, I code, I zero_point) const {
+        if (!finite) code = q == q ? code : zero_point;
+        return (U)code & mask;
     }
 };
 
+// The ends of the range are whole numbers: quotients are clamped before they are rounded.
 struct IntegerNearest : IntegerCodes {
+    static constexpr bool kRandom = false;
     explicit IntegerNearest(const Encoder& e) : IntegerCodes(e) {}
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F zero, const uint16_t*) const { return finish(q, nearest(q), zero); }
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F zero, U) const {
+        const I zero_point = __builtin_convertvector(zero, I);
+        const F v = smaller(larger(q.value, low - zero), high - zero);
+        return finish<finite>(q.value, rounded(v) + zero_point, zero_point);
+    }
 };
 
+// Quotients beyond +-1024 saturate whatever the zero point.
 struct IntegerStochastic : IntegerCodes {
-    explicit IntegerStochastic(const Encoder& e) : IntegerCodes(e) {}
+    static constexpr bool kRandom = true;
+    const U bound, sign;
+    explicit IntegerStochastic(const Encoder& e) : IntegerCodes(e), bound(held(0x44800000u)), sign(held(kSign)) {}
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F zero, const uint16_t* noise) const {
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F zero, U random) const {
         const F a = (F)smaller(q.magnitude, bound);
-        const I floor = __builtin_convertvector(a, I);
+        const I floor = __builtin_convertvector(a, I), zero_point = __builtin_convertvector(zero, I);
         const F rest = (a - __builtin_convertvector(floor, F)) * splat(65536.0f);
-        const I random = (I)widen(load<H>(noise));
-        const I whole = floor + ((__builtin_convertvector(rest, I) + random) >> 16);
-        return finish(q, q.sign != 0u ? -whole : whole, zero);
+        const I whole = floor + ((__builtin_convertvector(rest, I) + (I)random) >> 16);
+        const I least = __builtin_convertvector(low, I), most = __builtin_convertvector(high, I);
+        I code = ((q.sign & sign) != 0u ? -whole : whole) + zero_point;
+        code = code < least ? least : code;
+        return finish<finite>((F)q.magnitude, code > most ? most : code, zero_point);
     }
 };
 
 // Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of
 // those that are left. Missing ones are Inf, below which everything lies.
 struct CodebookNearest {
+    static constexpr bool kRandom = false;
     Table by4, by2, by1;  // from entry 3, 1 and 0 on
     const F middle;
     const I nan;
@@ -118,49 +159,86 @@ struct CodebookNearest {
     }
     static uint32_t threshold(const Encoder& e, int k) { return k < e.num_thresholds ? e.thresholds[k] : kInf; }
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const {
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
         const F v = q.value;
         I code = v > middle ? I{} + 8 : I{};
         code = v > lookup(by4, (U)code) ? code + 4 : code;
         code = v > lookup(by2, (U)code) ? code + 2 : code;
         code = v > lookup(by1, (U)code) ? code + 1 : code;
-        return (U)(v == v ? code : nan);
+        return finite ? (U)code : (U)(v == v ? code : nan);
     }
 };
 
 // 1 in range, 0 out of it, in place of codes.
 struct IntegerInRange : IntegerCodes {
+    static constexpr bool kRandom = false;
     explicit IntegerInRange(const Encoder& e) : IntegerCodes(e) {}
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F zero, const uint16_t*) const {
-        const I code = nearest(q) + __builtin_convertvector(zero, I);
-        return (U)((code >= low) & (code <= high)) & 1u;
+    template <bool>
+    LOWBIT_INLINE U codes(const Quotient& q, F zero, U) const {
+        const F least = low - zero, most = high - zero;
+        const F v = smaller(larger(q.value, least - 1.0f), most + 1.0f);
+        const F whole = __builtin_convertvector(rounded(v), F);
+        return (U)((whole >= least) & (whole <= most) & (q.value == q.value)) & 1u;
     }
 };
 
 struct ValueInRange {
+    static constexpr bool kRandom = false;
     const U limit;
     explicit ValueInRange(const Encoder& e) : limit(splat(e.limit)) {}
 
-    LOWBIT_INLINE U operator()(const Quotient& q, F, const uint16_t*) const { return (U)(q.magnitude <= limit) & 1u; }
+    template <bool>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        return (U)(q.magnitude <= limit) & 1u;
+    }
 };
 
-template <class Type, Factors::Mode mode, class Codes>
+// Four vectors of random numbers in the order of read_quad().
+template <bool zipped>
+LOWBIT_INLINE inline void noise_quad(const uint16_t* noise, U (&random)[4]) {
+    for (int k = 0; k < 4; k += zipped ? 2 : 1) {
+        if (zipped) {
+            const U words = load<U>(noise + k * kLanes);
+            random[k] = zip_low(words, U{}), random[k + 1] = zip_high(words, U{});
+        } else {
+            random[k] = widen(load<H>(noise + k * kLanes));
+        }
+    }
+}
+
+template <class Type, Factors::Mode mode, bool finite, class Codes>
 void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, const Factors& f, const uint16_t* noise,
                  const typename Type::Element* ahead, uint8_t* codes) {
+    using Element = typename Type::Element;
     const Codes make(e);
     const Divide divide;
-    for_lanes<mode>(
+    for_quads<mode, Type::kZipped>(
         f, n,
+        [&](int64_t i, const Factor(&factor)[4]) LOWBIT_INLINE {
+            constexpr int64_t kLine = 64 / sizeof(Element);
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < kQuad; k += kLine) __builtin_prefetch(ahead + i + k);
+            U v[4], random[4] = {}, code[4];
+            Type::read_quad(x + i, v);
+            if (Codes::kRandom) noise_quad<Type::kZipped>(noise + i, random);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+                const Quotient q = divide.by<mode, finite>(v[k], factor[k]);
+                code[k] = make.template codes<finite>(q, factor[k].zero, random[k]);
+            }
+            store(codes + i, join_bytes(code[0], code[1], code[2], code[3], Type::kZipped));
+        },
         [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
-            __builtin_prefetch(ahead + i);
-            const Quotient q = divide.by<mode>(Type::read(x + i), factor);
-            store(codes + i, narrow_bytes(make(q, factor.zero, noise + i)));
+            const Quotient q = divide.by<mode, finite>(Type::read(x + i), factor);
+            const U random = Codes::kRandom ? widen(load<H>(noise + i)) : U{};
+            store(codes + i, narrow_bytes(make.template codes<finite>(q, factor.zero, random)));
         },
         [&](int64_t i, const Factors& rest) {
-            const Padded<typename Type::Element> last(x + i, n - i, rest, noise ? noise + i : nullptr);
+            const Padded<Element> last(x + i, n - i, rest, noise ? noise + i : nullptr);
             uint8_t out[kLanes];
-            encode_line<Type, mode, Codes>(e, last.x, kLanes, last.factors, last.noise, last.x, out);
+            encode_line<Type, mode, finite, Codes>(e, last.x, kLanes, last.factors, last.noise, last.x, out);
             __builtin_memcpy(codes + i, out, static_cast<size_t>(n - i));
         });
 }
@@ -168,18 +246,16 @@ void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, c
 template <class Type, class Codes>
 void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f, const uint16_t* noise,
                     const void* ahead, uint8_t* codes) {
-    const auto *p = static_cast<const typename Type::Element*>(x),
-               *next = static_cast<const typename Type::Element*>(ahead);
-    switch (f.mode) {
-        case Factors::kNone:
-            return encode_line<Type, Factors::kNone, Codes>(e, p, n, f, noise, next, codes);
-        case Factors::kBlocks:
-            return encode_line<Type, Factors::kBlocks, Codes>(e, p, n, f, noise, next, codes);
-        case Factors::kInverse:
-            return encode_line<Type, Factors::kInverse, Codes>(e, p, n, f, noise, next, codes);
-        case Factors::kEach:
-            return encode_line<Type, Factors::kEach, Codes>(e, p, n, f, noise, next, codes);
-    }
+    using Element = typename Type::Element;
+    using Line =
+        void(const Encoder&, const Element*, int64_t, const Factors&, const uint16_t*, const Element*, uint8_t*);
+    static constexpr Line* kLines[4][2] = {
+        {encode_line<Type, Factors::kNone, false, Codes>, encode_line<Type, Factors::kNone, false, Codes>},
+        {encode_line<Type, Factors::kBlocks, false, Codes>, encode_line<Type, Factors::kBlocks, true, Codes>},
+        {encode_line<Type, Factors::kInverse, false, Codes>, encode_line<Type, Factors::kInverse, true, Codes>},
+        {encode_line<Type, Factors::kEach, false, Codes>, encode_line<Type, Factors::kEach, false, Codes>},
+    };
+    kLines[f.mode][f.finite](e, static_cast<const Element*>(x), n, f, noise, static_cast<const Element*>(ahead), codes);
 }
 
 void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
@@ -193,8 +269,11 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
             return e.stochastic ? encode_factors<Type, IntegerStochastic>(e, x, n, f, noise, ahead, codes)
                                 : encode_factors<Type, IntegerNearest>(e, x, n, f, noise, ahead, codes);
         }
-        return e.stochastic ? encode_factors<Type, FloatStochastic>(e, x, n, f, noise, ahead, codes)
-                            : encode_factors<Type, FloatNearest>(e, x, n, f, noise, ahead, codes);
+        if (e.stochastic) return encode_factors<Type, FloatStochastic>(e, x, n, f, noise, ahead, codes);
+        if constexpr (FloatLookup::kCheap) {
+            if (FloatLookup::serves(e)) return encode_factors<Type, FloatLookup>(e, x, n, f, noise, ahead, codes);
+        }
+        return encode_factors<Type, FloatNearest>(e, x, n, f, noise, ahead, codes);
     });
 }
 

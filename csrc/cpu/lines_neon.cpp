@@ -38,6 +38,20 @@ inline H narrow_half(F v) { return (H)vcvt_f16_f32((float32x4_t)v); }
 inline F root(F v) { return (F)vsqrtq_f32((float32x4_t)v); }
 inline int32_t largest(I v) { return vmaxvq_s32((int32x4_t)v); }
 inline W multiply(W a, W b) { return (W)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b)); }
+inline I rounded(F v) { return (I)vcvtnq_s32_f32((float32x4_t)v); }
+inline F larger(F a, F b) { return (F)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+inline F smaller(F a, F b) { return (F)vminq_f32((float32x4_t)a, (float32x4_t)b); }
+inline U zip_low(U a, U b) { return (U)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b); }
+inline U zip_high(U a, U b) { return (U)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b); }
+inline U join_words(U a, U b) { return (U)vuzp1q_u16((uint16x8_t)a, (uint16x8_t)b); }
+inline U widen_words(const void* p) { return (U)vmovl_u8(vld1_u8(static_cast<const uint8_t*>(p))); }
+inline F first_halves(U words) { return (F)vcvt_f32_f16(vget_low_f16((float16x8_t)words)); }
+inline F second_halves(U words) { return (F)vcvt_f32_f16(vget_high_f16((float16x8_t)words)); }
+inline U join_bytes(U a, U b, U c, U d, bool) {
+    const uint16x8_t first = vuzp1q_u16((uint16x8_t)a, (uint16x8_t)b),
+                     second = vuzp1q_u16((uint16x8_t)c, (uint16x8_t)d);
+    return (U)vuzp1q_u8((uint8x16_t)first, (uint8x16_t)second);
+}
 inline F lookup(const F (&table)[4], U index) {
     const uint8x16x4_t bytes = {
         {(uint8x16_t)table[0], (uint8x16_t)table[1], (uint8x16_t)table[2], (uint8x16_t)table[3]}};

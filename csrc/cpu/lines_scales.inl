@@ -51,7 +51,7 @@ struct ScaleCodes {
         const U quotient = (U)((F)amount / divisor);
         if (rule.scale_format == kScaleE4m3) {
             const U bits = outer ? (U)((F)quotient / outside) : quotient;
-            return encode({bits & kMagnitude, bits & kSign, F{}}, F{}, nullptr);
+            return encode.codes<false>({bits & kMagnitude, bits, F{}}, F{}, U{});
         }
         const U scale = amount == 0u ? splat(kOne) : larger(quotient, splat(kMinScale));
         if (rule.scale_format == kScaleBf16) return round_up_to_bf16(scale);

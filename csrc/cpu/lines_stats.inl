@@ -31,8 +31,6 @@ struct Extremes {
     }
 };
 
-inline I maximum(I a, I b) { return a > b ? a : b; }
-
 // Both maxima of n elements. Fewer than a vector are padded with zeros, which raise nothing.
 template <class Type>
 void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t& high, uint32_t& low) {
@@ -53,41 +51,60 @@ void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t&
     if (affine && bottom > low) low = bottom;
 }
 
-// Vectors whose lanes are folded pairwise, until each is one lane.
-LOWBIT_INLINE inline I folded(I (&v)[kLanes]) {
-#pragma GCC unroll 8
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-#pragma GCC unroll 16
-        for (int k = 0; k < half; ++k) v[k] = maximum(evens(v[2 * k], v[2 * k + 1]), odds(v[2 * k], v[2 * k + 1]));
+// One vector of the lanes of n vectors, folded pairwise until each is one lane: those of leaf(0), leaf(1), ... in
+// order. Depth first, so that few are alive at a time.
+template <class Words, int n, class Leaf>
+LOWBIT_INLINE inline Words folded(const Leaf& leaf, int first) {
+    if constexpr (n == 1) {
+        return leaf(first);
+    } else {
+        const I a = (I)folded<Words, n / 2>(leaf, first), b = (I)folded<Words, n / 2>(leaf, first + n / 2);
+        const Words even = (Words)evens(a, b), odd = (Words)odds(a, b);
+        return even > odd ? even : odd;
     }
-    return v[0];
 }
 
-// kLanes blocks of whole vectors at once. Of 16-bit floats that fill no vector, fp32 is made.
+inline void raise(uint32_t* to, I found) {
+    const I before = load<I>(to);
+    store(to, found > before ? found : before);
+}
+
+// kLanes blocks of whole vectors at once.
 template <class Type>
 void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
-    const bool whole = block % Extremes<Type>::kStep == 0;
-    I most[kLanes], least[kLanes];
-    for (int k = 0; k < kLanes; ++k, x += block) {
-        if (whole) {
-            Extremes<Type> found(affine);
-            for (int64_t i = 0; i < block; i += found.kStep) {
-                found.add(x + i, affine);
-            }
-            most[k] = found.lanes(found.most);
-            if (affine) least[k] = found.lanes(found.least);
-            continue;
+    I least[kLanes];
+    const auto most = [&](int k) LOWBIT_INLINE {
+        Extremes<Type> found(affine);
+        for (int64_t i = k * block; i < (k + 1) * block; i += found.kStep) found.add(x + i, affine);
+        if (affine) least[k] = found.lanes(found.least);
+        return found.lanes(found.most);
+    };
+    raise(high, folded<I, kLanes>(most, 0));
+    if (affine) raise(low, folded<I, kLanes>([&](int k) LOWBIT_INLINE { return least[k]; }, 0));
+}
+
+// 2 * kLanes blocks of 16-bit floats: a vector each, or half of one. Maxima of two vectors become the halves of lanes.
+template <class Type, bool half>
+void amax_of_small_blocks(const uint16_t* x, uint32_t* high) {
+    using Words = typename Extremes<Type>::Words;
+    const U low_half = splat(0xffffu);
+    const auto pair = [&](int k) LOWBIT_INLINE {
+        const U first = load<U>(x + 4 * kLanes * k) & 0x7fff7fffu;
+        const U second = load<U>(x + 4 * kLanes * k + 2 * kLanes) & 0x7fff7fffu;
+        const Words a = (Words)((first & low_half) | (second << 16)), b = (Words)((first >> 16) | (second & ~low_half));
+        return a > b ? a : b;
+    };
+    // Lane d has blocks 2d and 2d + 1; with two blocks a vector, 2d - d % 2 and 2d - d % 2 + 2.
+    const U words = (U)folded<Words, half ? kLanes / 2 : kLanes>(pair, 0);
+    U both[2] = {Type::widened(words & low_half), Type::widened(words >> 16)};
+    for (int side = 0; side < 2; ++side) {
+        U order;
+        for (int j = 0; j < kLanes; ++j) {
+            const int b = side * kLanes + j, lane = half ? b / 4 * 2 + b % 2 : b / 2, upper = half ? b / 2 % 2 : b % 2;
+            order[j] = static_cast<uint32_t>(lane + upper * kLanes);
         }
-        Extremes<Float32> found(affine);
-        for (int64_t i = 0; i < block; i += kLanes) {
-            const U bits = Type::read(x + i);
-            found.add(&bits, affine);
-        }
-        most[k] = found.most;
-        least[k] = found.least;
+        raise(high + side * kLanes, (I)__builtin_shuffle(both[0], both[1], order));
     }
-    store(high, maximum(folded(most), load<I>(high)));
-    if (affine) store(low, maximum(folded(least), load<I>(low)));
 }
 
 void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
@@ -96,11 +113,15 @@ void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affi
         const auto* p = static_cast<const typename Type::Element*>(x);
         uint32_t unused = 0;
         int64_t b = 0;
-        if (block % kLanes == 0) {
-            for (; (b + kLanes) * block <= n; b += kLanes) {
-                stats_of_blocks<Type>(p + b * block, block, affine, high + b, affine ? low + b : nullptr);
-            }
+        constexpr int kStep = Extremes<Type>::kStep;
+        if constexpr (Extremes<Type>::kHalf) {
+            for (; !affine && block == kStep && (b + 2 * kLanes) * block <= n; b += 2 * kLanes)
+                amax_of_small_blocks<Type, false>(p + b * block, high + b);
+            for (; !affine && 2 * block == kStep && (b + 2 * kLanes) * block <= n; b += 2 * kLanes)
+                amax_of_small_blocks<Type, true>(p + b * block, high + b);
         }
+        for (; block % kStep == 0 && (b + kLanes) * block <= n; b += kLanes)
+            stats_of_blocks<Type>(p + b * block, block, affine, high + b, affine ? low + b : nullptr);
         for (; b * block < n; ++b) {
             const int64_t rest = n - b * block;
             stats_of<Type>(p + b * block, rest < block ? rest : block, affine, high[b], affine ? low[b] : unused);

@@ -38,10 +38,10 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         const Stats& stats = worker.measure(job, t);
-        worker.broken = job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule, to.outer,
-                                             to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
-                                             to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr,
-                                             worker.room(count));
+        worker.made_scales(job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule, to.outer,
+                                                to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+                                                to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr,
+                                                worker.room(count)));
         worker.apply(job, t, &next);
     });
 }
@@ -90,7 +90,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
         std::copy_n(value.data() + first, blocks, line.value);
         std::copy_n(divisor.data() + first, blocks, line.divisor);
         std::copy_n(zero.data() + first, blocks, line.zero);
-        worker.broken = broken;
+        worker.made_scales(broken);
         worker.apply(job, t, nullptr);
     });
 }

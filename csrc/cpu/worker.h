@@ -58,7 +58,9 @@ inline float sum_slopes(const uint8_t* kept, const float* level, const float* qu
 
 class Worker {
   public:
-    bool broken = false;  // whether a block of the tile has a NaN for its scale, which was made from it
+    // Whether a block of the tile has a NaN for its scale, and whether none has; known if they were made from x.
+    bool broken = false, finite = false;
+    void made_scales(bool with_nan) { broken = with_nan, finite = !with_nan; }
 
     // Room for the scales of the blocks that a tile touches, from the one at its first column on.
     ScaleLine room(int64_t blocks) {
@@ -66,7 +68,7 @@ class Worker {
         for (auto* v : {&value_, &divisor_, &zero_}) {
             if (v->size() < wanted) v->resize(wanted);
         }
-        broken = false;
+        broken = finite = false;
         return {value_.data(), divisor_.data(), zero_.data()};
     }
 
@@ -198,7 +200,11 @@ class Worker {
             return {Factors::kEach, (divide ? divisors(job) : value_.data()) + first_, zeros};
         }
         return {divide && job.inverse ? Factors::kInverse : Factors::kBlocks,
-                (divide ? divisor_ : value_).data() + first_, zeros, lead_, job.blocks.width};
+                (divide ? divisor_ : value_).data() + first_,
+                zeros,
+                lead_,
+                job.blocks.width,
+                finite};
     }
 
     const uint8_t* unpacked(const Job& job, const Run& run) {
