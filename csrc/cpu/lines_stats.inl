@@ -31,6 +31,8 @@ struct Extremes {
     }
 };
 
+constexpr int64_t kAheadOfStats = 512;  // elements that are fetched ahead where blocks are long
+
 // Both maxima of n elements. Fewer than a vector are padded with zeros, which raise nothing.
 template <class Type>
 void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t& high, uint32_t& low) {
@@ -38,6 +40,7 @@ void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t&
     Extremes<Type> found(affine);
     int64_t i = 0;
     for (; i + kStep <= n; i += kStep) {
+        __builtin_prefetch(x + i + kAheadOfStats);
         found.add(x + i, affine);
     }
     if (i < n) {
@@ -164,7 +167,7 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
         I most{};
         int64_t i = 0;
         for (; i + kLanes <= n; i += kLanes) {
-            __builtin_prefetch(p + i + 512);
+            __builtin_prefetch(p + i + kAheadOfStats);
             const I bits = (I)(Type::read(p + i) & kMagnitude);
             most = (bits > most) & (bits < static_cast<int32_t>(kInf)) ? bits : most;
         }
