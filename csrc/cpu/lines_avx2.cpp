@@ -49,6 +49,19 @@ inline U join_words(U a, U b) { return (U)_mm256_permute4x64_epi64(_mm256_packus
 inline U widen_words(const void* p) { return (U)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
 inline F first_halves(U words) { return (F)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)words)); }
 inline F second_halves(U words) { return (F)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)words, 1)); }
+inline void store_threes(void* p, U v) {
+    const __m128i first = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
+    const __m256i dense = _mm256_permutevar8x32_epi32(
+        _mm256_shuffle_epi8((__m256i)v, _mm256_broadcastsi128_si256(first)), _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 0, 0));
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(dense));
+    _mm_storel_epi64((__m128i*)p + 1, _mm256_extracti128_si256(dense, 1));
+}
+inline U load_threes(const void* p) {
+    const __m128i wide = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
+    const __m256i dense = _mm256_setr_m128i(_mm_loadu_si128((const __m128i*)p), _mm_loadl_epi64((const __m128i*)p + 1));
+    const __m256i spread = _mm256_permutevar8x32_epi32(dense, _mm256_setr_epi32(0, 1, 2, 0, 3, 4, 5, 0));
+    return (U)_mm256_shuffle_epi8(spread, _mm256_broadcastsi128_si256(wide));
+}
 inline U join_bytes(U a, U b, U c, U d, bool zipped) {
     const __m256i first = _mm256_packus_epi32((__m256i)a, (__m256i)b),
                   second = _mm256_packus_epi32((__m256i)c, (__m256i)d), bytes = _mm256_packus_epi16(first, second);

@@ -40,6 +40,17 @@ inline U join_words(U a, U b) {
 inline U widen_words(const void* p) { return (U)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline F first_halves(U words) { return (F)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)words)); }
 inline F second_halves(U words) { return (F)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)words, 1)); }
+inline void store_threes(void* p, U v) {
+    const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1)),
+                  dense = _mm512_set_epi32(0, 0, 0, 0, 14, 13, 12, 10, 9, 8, 6, 5, 4, 2, 1, 0);
+    _mm512_mask_storeu_epi32(p, 0x0fff, _mm512_permutexvar_epi32(dense, _mm512_shuffle_epi8((__m512i)v, first)));
+}
+inline U load_threes(const void* p) {
+    const __m512i apart = _mm512_set_epi32(0, 11, 10, 9, 0, 8, 7, 6, 0, 5, 4, 3, 0, 2, 1, 0),
+                  wide = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1));
+    const __m512i spread = _mm512_permutexvar_epi32(apart, _mm512_maskz_loadu_epi32(0x0fff, p));
+    return (U)_mm512_shuffle_epi8(spread, wide);
+}
 inline U join_bytes(U a, U b, U c, U d, bool zipped) {
     const __m512i first = _mm512_packus_epi32((__m512i)a, (__m512i)b),
                   second = _mm512_packus_epi32((__m512i)c, (__m512i)d);

@@ -6,7 +6,8 @@
 //   codes; I rounded(F) to nearest even; F larger(F, F), smaller(F, F), the second where the first is NaN, or NaN; U
 //   zip_low(U, U), zip_high(U, U) of 16-bit words, in each 16 bytes; U join_bytes(U, U, U, U, zipped) of lanes below
 //   256, in order, or in that in which zip_low(v, 0) and zip_high(v, 0) leave the words of v; U join_words(U, U) of
-//   lanes below 65536; U widen_words(p) of bytes; F first_halves(U), second_halves(U) of words that are fp16.
+//   lanes below 65536; U widen_words(p) of bytes; store_threes(p, U) and U load_threes(p) of
+//   the low three bytes of each lane; F first_halves(U), second_halves(U) of words that are fp16.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 
 // GCC leaves what several loops call out of them, and then loads its constants each time.
@@ -346,6 +347,10 @@ void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
             store(out + 4 * g, narrow_words((bytes & 0xffu) | ((bytes >> 8) & 0xff00u)));
         }
     }
+    for (; bits == 6 && g + kLanes / 2 <= groups; g += kLanes / 2) {
+        const U bytes = load<U>(codes + 8 * g), words = (bytes & 0x003f003fu) | ((bytes >> 2) & 0x0fc00fc0u);
+        store_threes(out + 6 * g, (words & 0xfffu) | ((words >> 4) & 0xfff000u));
+    }
     for (; g * bits + 8 <= groups * bits; ++g) store(out + g * bits, pack_group(load<uint64_t>(codes + 8 * g), mask));
     lines_scalar().pack(codes + 8 * g, groups - g, bits, out + g * bits);
 }
@@ -358,6 +363,10 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
             const U words = widen(load<H>(packed + 4 * g)), bytes = (words | words << 8) & 0x00ff00ffu;
             store(codes + 8 * g, (bytes | bytes << 4) & 0x0f0f0f0fu);
         }
+    }
+    for (; bits == 6 && g + kLanes / 2 <= groups; g += kLanes / 2) {
+        const U threes = load_threes(packed + 6 * g), words = (threes & 0xfffu) | ((threes << 4) & 0x0fff0000u);
+        store(codes + 8 * g, (words & 0x003f003fu) | ((words << 2) & 0x3f003f00u));
     }
     for (; g * bits + 8 <= groups * bits; ++g)
         store(codes + 8 * g, unpack_group(load<uint64_t>(packed + g * bits), mask));

@@ -47,6 +47,17 @@ inline U join_words(U a, U b) { return (U)vuzp1q_u16((uint16x8_t)a, (uint16x8_t)
 inline U widen_words(const void* p) { return (U)vmovl_u8(vld1_u8(static_cast<const uint8_t*>(p))); }
 inline F first_halves(U words) { return (F)vcvt_f32_f16(vget_low_f16((float16x8_t)words)); }
 inline F second_halves(U words) { return (F)vcvt_f32_f16(vget_high_f16((float16x8_t)words)); }
+inline void store_threes(void* p, U v) {
+    const uint8x16_t first = {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 255, 255, 255, 255};
+    const uint8x16_t dense = vqtbl1q_u8((uint8x16_t)v, first);
+    __builtin_memcpy(p, &dense, 12);
+}
+inline U load_threes(const void* p) {
+    const uint8x16_t wide = {0, 1, 2, 255, 3, 4, 5, 255, 6, 7, 8, 255, 9, 10, 11, 255};
+    uint8x16_t dense = {};
+    __builtin_memcpy(&dense, p, 12);
+    return (U)vqtbl1q_u8(dense, wide);
+}
 inline U join_bytes(U a, U b, U c, U d, bool) {
     const uint16x8_t first = vuzp1q_u16((uint16x8_t)a, (uint16x8_t)b),
                      second = vuzp1q_u16((uint16x8_t)c, (uint16x8_t)d);

@@ -6,97 +6,115 @@
 namespace lowbit::cpu {
 namespace {
 
-uint32_t load(const void* x, Dtype dtype, int64_t i) {
-    switch (dtype) {
-        case Dtype::kFloat32:
-            return static_cast<const uint32_t*>(x)[i];
-        case Dtype::kBFloat16:
-            return widen_bf16(static_cast<const uint16_t*>(x)[i]);
-        default:
-            return widen_fp16(static_cast<const uint16_t*>(x)[i]);
+// Calls f(read), where read(i) is the fp32 bits of element i.
+template <class F>
+void with_reader(const void* x, Dtype dtype, const F& f) {
+    const auto* words = static_cast<const uint32_t*>(x);
+    const auto* halves = static_cast<const uint16_t*>(x);
+    if (dtype == Dtype::kFloat32) return f([=](int64_t i) { return words[i]; });
+    if (dtype == Dtype::kBFloat16) return f([=](int64_t i) { return widen_bf16(halves[i]); });
+    f([=](int64_t i) { return widen_fp16(halves[i]); });
+}
+
+// Calls f(write), where write(i, bits) rounds to the dtype and keeps.
+template <class F>
+void with_writer(void* out, Dtype dtype, const F& f) {
+    auto* words = static_cast<uint32_t*>(out);
+    auto* halves = static_cast<uint16_t*>(out);
+    if (dtype == Dtype::kFloat32) return f([=](int64_t i, uint32_t bits) { words[i] = bits; });
+    if (dtype == Dtype::kBFloat16) return f([=](int64_t i, uint32_t bits) { halves[i] = narrow_bf16(bits); });
+    f([=](int64_t i, uint32_t bits) { halves[i] = narrow_fp16(bits); });
+}
+
+// Calls f(i, factor, zero point) for each of n elements; a block's are looked up once.
+template <class F>
+void with_factors(const Factors& f, int64_t n, const F& step) {
+    const int64_t width = f.mode == Factors::kEach ? 1 : f.mode == Factors::kNone ? n : f.width;
+    int64_t end = f.mode == Factors::kEach ? 1 : f.mode == Factors::kNone ? n : f.lead;
+    for (int64_t i = 0, b = 0; i < n; ++b, end += width) {
+        const float by = f.each ? f.each[b] : 1.0f, zero = f.zeros ? f.zeros[b] : 0.0f;
+        for (const int64_t stop = end < n ? end : n; i < stop; ++i) step(i, by, zero);
     }
 }
 
-void store(void* out, Dtype dtype, int64_t i, uint32_t bits) {
-    switch (dtype) {
-        case Dtype::kFloat32:
-            static_cast<uint32_t*>(out)[i] = bits;
-            break;
-        case Dtype::kBFloat16:
-            static_cast<uint16_t*>(out)[i] = narrow_bf16(bits);
-            break;
-        default:
-            static_cast<uint16_t*>(out)[i] = narrow_fp16(bits);
-            break;
-    }
-}
-
-int64_t entry(const Factors& f, int64_t i) {
-    return f.mode == Factors::kEach ? i : i < f.lead ? 0 : 1 + (i - f.lead) / f.width;
-}
-float factor(const Factors& f, int64_t i) { return f.each[entry(f, i)]; }
-float zero(const Factors& f, int64_t i) { return f.zeros ? f.zeros[entry(f, i)] : 0.0f; }
-
-// x / factor, with the quotient's sign on NaN too.
-uint32_t divided(uint32_t bits, const Factors& f, int64_t i) {
-    if (f.mode == Factors::kNone) return bits;
-    if (f.mode != Factors::kInverse) return bits_of(quotient(float_of(bits), factor(f, i)));
-    const float q = float_of(bits & kMagnitude) * factor(f, i);
-    return (bits_of(q) & kMagnitude) | (bits & kSign);
-}
-
-uint32_t encode_one(const Encoder& e, uint32_t bits, float zero_point, uint32_t noise) {
-    if (e.format.kind == kKindFloat) return encode_float(bits, e.format, e.saturate, e.stochastic, noise);
-    if (e.format.kind == kKindCodebook)
-        return encode_codebook(float_of(bits), e.thresholds, e.num_thresholds, e.nan_code);
-    return encode_integer(float_of(bits), e.format, zero_point, e.stochastic, noise);
+// Calls f(i, fp32 bits of x / factor, with the quotient's sign on NaN too, zero point) for each of n elements.
+template <class F>
+void with_quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, const F& step) {
+    with_reader(x, dtype, [&](auto read) {
+        if (f.mode == Factors::kNone) {
+            for (int64_t i = 0; i < n; ++i) step(i, read(i), 0.0f);
+        } else if (f.mode == Factors::kInverse) {
+            with_factors(f, n, [&](int64_t i, float by, float zero) {
+                const uint32_t bits = read(i), q = bits_of(float_of(bits & kMagnitude) * by);
+                step(i, (q & kMagnitude) | (bits & kSign), zero);
+            });
+        } else {
+            with_factors(f, n, [&](int64_t i, float by, float zero) {
+                step(i, bits_of(quotient(float_of(read(i)), by)), zero);
+            });
+        }
+    });
 }
 
 void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
             const void*, uint8_t* codes) {
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = divided(load(x, dtype, i), f, i);
-        codes[i] = static_cast<uint8_t>(encode_one(e, bits, zero(f, i), noise ? noise[i] : 0));
+    const FormatParams format = e.format;
+    const bool saturate = e.saturate, stochastic = e.stochastic;
+    auto random = [=](int64_t i) { return noise ? noise[i] : 0u; };
+    if (format.kind == kKindFloat) {
+        return with_quotients(x, dtype, n, f, [=](int64_t i, uint32_t q, float) {
+            codes[i] = static_cast<uint8_t>(encode_float(q, format, saturate, stochastic, random(i)));
+        });
     }
+    if (format.kind == kKindCodebook) {
+        return with_quotients(x, dtype, n, f, [&e, codes](int64_t i, uint32_t q, float) {
+            codes[i] = static_cast<uint8_t>(encode_codebook(float_of(q), e.thresholds, e.num_thresholds, e.nan_code));
+        });
+    }
+    with_quotients(x, dtype, n, f, [=](int64_t i, uint32_t q, float zero) {
+        codes[i] = static_cast<uint8_t>(encode_integer(float_of(q), format, zero, stochastic, random(i)));
+    });
 }
 
 void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*, uint8_t* kept) {
-    for (int64_t i = 0; i < n; ++i) {
-        const float v = float_of(divided(load(x, dtype, i), f, i));
-        kept[i] = e.format.kind == kKindInteger ? integer_in_range(v, e.format, zero(f, i))
-                                                : (bits_of(v) & kMagnitude) <= e.limit;
-    }
+    with_quotients(x, dtype, n, f, [&e, kept](int64_t i, uint32_t q, float zero) {
+        kept[i] =
+            e.format.kind == kKindInteger ? integer_in_range(float_of(q), e.format, zero) : (q & kMagnitude) <= e.limit;
+    });
 }
 
 void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = float_of(divided(load(x, dtype, i), f, i));
+    with_quotients(x, dtype, n, f, [out](int64_t i, uint32_t q, float) { out[i] = float_of(q); });
 }
 
 void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out, Dtype dtype) {
     const uint32_t mask = (1u << d.format.bits) - 1;
-    for (int64_t i = 0; i < n; ++i) {
-        uint32_t bits = d.table[codes[i] & mask];
-        if (f.mode != Factors::kNone) {
-            bits = bits_of((float_of(bits) - zero(f, i)) * factor(f, i));
-            if (is_nan(bits)) bits = kNan;
+    const uint32_t* table = d.table;
+    with_writer(out, dtype, [&](auto write) {
+        if (f.mode == Factors::kNone) {
+            for (int64_t i = 0; i < n; ++i) write(i, table[codes[i] & mask]);
+            return;
         }
-        store(out, dtype, i, bits);
-    }
-}
-
-void raise(uint32_t bits, bool affine, uint32_t& high, uint32_t& low) {
-    const uint32_t magnitude = bits & kMagnitude;
-    uint32_t& side = affine && (bits & kSign) ? low : high;
-    if (magnitude > side) side = magnitude;
+        with_factors(f, n, [&](int64_t i, float by, float zero) {
+            const uint32_t bits = bits_of((float_of(table[codes[i] & mask]) - zero) * by);
+            write(i, is_nan(bits) ? kNan : bits);
+        });
+    });
 }
 
 void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
-    for (int64_t b = 0; b * block < n; ++b) {
-        uint32_t unused = 0;
-        for (int64_t i = b * block; i < n && i < (b + 1) * block; ++i) {
-            raise(load(x, dtype, i), affine, high[b], affine ? low[b] : unused);
+    with_reader(x, dtype, [&](auto read) {
+        for (int64_t b = 0, i = 0; i < n; ++b) {
+            uint32_t most = high[b], least = affine ? low[b] : 0;
+            for (const int64_t end = n - i < block ? n : i + block; i < end; ++i) {
+                const uint32_t bits = read(i), magnitude = bits & kMagnitude;
+                uint32_t& side = affine && (bits & kSign) ? least : most;
+                side = magnitude > side ? magnitude : side;
+            }
+            high[b] = most;
+            if (affine) low[b] = least;
         }
-    }
+    });
 }
 
 void column_stats(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low) {
@@ -105,10 +123,12 @@ void column_stats(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* 
 
 uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
     uint32_t amax = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t magnitude = load(x, dtype, i) & kMagnitude;
-        if (magnitude < kInf && magnitude > amax) amax = magnitude;
-    }
+    with_reader(x, dtype, [&](auto read) {
+        for (int64_t i = 0; i < n; ++i) {
+            const uint32_t magnitude = read(i) & kMagnitude;
+            if (magnitude < kInf && magnitude > amax) amax = magnitude;
+        }
+    });
     return amax;
 }
 

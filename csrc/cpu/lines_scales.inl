@@ -23,6 +23,8 @@ inline U round_up_to_fp16(U bits) {
     return smaller(code, splat(0x7bffu));
 }
 
+// For one way to store them.
+template <int32_t scale_format>
 struct ScaleCodes {
     const ScaleRule& rule;
     const float* const outer;
@@ -47,22 +49,22 @@ struct ScaleCodes {
     }
 
     LOWBIT_INLINE U stored(U amount) const {
-        if (rule.scale_format == kScaleE8m0) return e8m0_codes(amount, rule);
+        if (scale_format == kScaleE8m0) return e8m0_codes(amount, rule);
         const U quotient = (U)((F)amount / divisor);
-        if (rule.scale_format == kScaleE4m3) {
+        if (scale_format == kScaleE4m3) {
             const U bits = outer ? (U)((F)quotient / outside) : quotient;
             return encode.codes<false>({bits & kMagnitude, bits, F{}}, F{}, U{});
         }
         const U scale = amount == 0u ? splat(kOne) : larger(quotient, splat(kMinScale));
-        if (rule.scale_format == kScaleBf16) return round_up_to_bf16(scale);
-        return rule.scale_format == kScaleFp16 ? round_up_to_fp16(scale) : scale;
+        if (scale_format == kScaleBf16) return round_up_to_bf16(scale);
+        return scale_format == kScaleFp16 ? round_up_to_fp16(scale) : scale;
     }
     LOWBIT_INLINE F value(U stored) const {
         U bits = stored;
-        if (rule.scale_format == kScaleBf16) bits = stored << 16;
-        if (rule.scale_format == kScaleFp16) bits = (U)widen_half(narrow_words(stored));
-        if (rule.scale_format == kScaleE4m3) bits = (U)decode(stored);
-        if (rule.scale_format == kScaleE8m0) {
+        if (scale_format == kScaleBf16) bits = stored << 16;
+        if (scale_format == kScaleFp16) bits = (U)widen_half(narrow_words(stored));
+        if (scale_format == kScaleE4m3) bits = (U)decode(stored);
+        if (scale_format == kScaleE8m0) {
             bits = stored == 255u ? splat(kNan) : stored == 0u ? splat(0x00400000u) : stored << 23;
         }
         return outer ? (F)bits * outside : (F)bits;
@@ -75,18 +77,20 @@ struct ScaleCodes {
     }
 };
 
-bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
-                 void* scales, void* zero_points, const ScaleLine& line) {
-    const ScaleCodes codes(rule, outer);
-    const int bytes = scale_bytes(rule.scale_format);
+template <int32_t scale_format>
+bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+                    void* scales, void* zero_points, const ScaleLine& line) {
+    const ScaleCodes<scale_format> codes(rule, outer);
+    constexpr int bytes = scale_format == kScaleFp32                                 ? 4
+                          : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
+                                                                                     : 1;
     const F qmin = splat(rule.qmin), qmax = splat(rule.qmax), whole = splat(12582912.0f);
     U broken{};
     for (int64_t i = 0; i < n; i += kLanes) {
         const U up = load<U>(high + i), down = rule.affine ? load<U>(low + i) : U{};
         const U amax = larger(up, down), amount = rule.affine ? (U)((F)up + (F)down) : amax;
         const auto finite = amax < kInf;
-        const U stored =
-            finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(rule.scale_format));
+        const U stored = finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(scale_format));
         const F value = codes.value(stored);
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
         if (count == kLanes) broken |= (U)(value != value);
@@ -117,10 +121,13 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
     return largest((I)(broken & kMagnitude)) != 0;
 }
 
-void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
-                 const ScaleLine& line) {
-    const ScaleCodes codes(rule, outer);
-    const int bytes = scale_bytes(rule.scale_format);
+template <int32_t scale_format>
+void read_scales_of(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+                    const ScaleLine& line) {
+    const ScaleCodes<scale_format> codes(rule, outer);
+    constexpr int bytes = scale_format == kScaleFp32                                 ? 4
+                          : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
+                                                                                     : 1;
     for (int64_t i = 0; i < n; i += kLanes) {
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
         const auto* from = static_cast<const char*>(scales) + i * bytes;
@@ -145,4 +152,18 @@ void read_scales(const void* scales, const void* zero_points, int64_t n, const S
         const I zero = (I)widen(narrow), sign = I{} + (rule.is_signed ? 0x80 : 0);
         store(line.zero + i, __builtin_convertvector((zero ^ sign) - sign, F));
     }
+}
+
+bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+                 void* scales, void* zero_points, const ScaleLine& line) {
+    static constexpr decltype(&make_scales_of<0>) kMake[] = {make_scales_of<0>, make_scales_of<1>, make_scales_of<2>,
+                                                             make_scales_of<3>, make_scales_of<4>};
+    return kMake[rule.scale_format](high, low, n, rule, outer, scales, zero_points, line);
+}
+
+void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+                 const ScaleLine& line) {
+    static constexpr decltype(&read_scales_of<0>) kRead[] = {read_scales_of<0>, read_scales_of<1>, read_scales_of<2>,
+                                                             read_scales_of<3>, read_scales_of<4>};
+    kRead[rule.scale_format](scales, zero_points, n, rule, outer, line);
 }

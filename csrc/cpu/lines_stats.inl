@@ -31,6 +31,8 @@ struct Extremes {
     }
 };
 
+constexpr int64_t kAheadOfStats = 512;  // elements that are fetched ahead where blocks are long
+
 // Both maxima of n elements. Fewer than a vector are padded with zeros, which raise nothing.
 template <class Type>
 void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t& high, uint32_t& low) {
@@ -38,6 +40,7 @@ void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t&
     Extremes<Type> found(affine);
     int64_t i = 0;
     for (; i + kStep <= n; i += kStep) {
+        __builtin_prefetch(x + i + kAheadOfStats);
         found.add(x + i, affine);
     }
     if (i < n) {
@@ -69,9 +72,10 @@ inline void raise(uint32_t* to, I found) {
     store(to, found > before ? found : before);
 }
 
-// kLanes blocks of whole vectors at once.
-template <class Type>
-void stats_of_blocks(const typename Type::Element* x, int64_t block, bool affine, uint32_t* high, uint32_t* low) {
+// kLanes blocks of whole vectors at once: of `vectors`, or of any number if that is 0.
+template <class Type, bool affine, int vectors>
+void stats_of_blocks(const typename Type::Element* x, int64_t any, uint32_t* high, uint32_t* low) {
+    const int64_t block = vectors ? vectors * Extremes<Type>::kStep : any;
     I least[kLanes];
     const auto most = [&](int k) LOWBIT_INLINE {
         Extremes<Type> found(affine);
@@ -120,8 +124,16 @@ void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affi
             for (; !affine && 2 * block == kStep && (b + 2 * kLanes) * block <= n; b += 2 * kLanes)
                 amax_of_small_blocks<Type, true>(p + b * block, high + b);
         }
-        for (; block % kStep == 0 && (b + kLanes) * block <= n; b += kLanes)
-            stats_of_blocks<Type>(p + b * block, block, affine, high + b, affine ? low + b : nullptr);
+        const auto several = block == kStep       ? stats_of_blocks<Type, false, 1>
+                             : block == 2 * kStep ? stats_of_blocks<Type, false, 2>
+                                                  : stats_of_blocks<Type, false, 0>;
+        for (; block % kStep == 0 && (b + kLanes) * block <= n; b += kLanes) {
+            if (affine) {
+                stats_of_blocks<Type, true, 0>(p + b * block, block, high + b, low + b);
+            } else {
+                several(p + b * block, block, high + b, nullptr);
+            }
+        }
         for (; b * block < n; ++b) {
             const int64_t rest = n - b * block;
             stats_of<Type>(p + b * block, rest < block ? rest : block, affine, high[b], affine ? low[b] : unused);
@@ -155,7 +167,7 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
         I most{};
         int64_t i = 0;
         for (; i + kLanes <= n; i += kLanes) {
-            __builtin_prefetch(p + i + 512);
+            __builtin_prefetch(p + i + kAheadOfStats);
             const I bits = (I)(Type::read(p + i) & kMagnitude);
             most = (bits > most) & (bits < static_cast<int32_t>(kInf)) ? bits : most;
         }
