@@ -14,6 +14,7 @@ namespace {
 struct DotS16 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s16;
+    static constexpr bool kFromMemory = false;
     static VecI dot(VecI acc, VecI a, VecI b) {
         const int16x8_t x = vreinterpretq_s16_s32((int32x4_t)a), y = vreinterpretq_s16_s32((int32x4_t)b);
         const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
