@@ -151,11 +151,15 @@ const Kernels& kernels_in_use();
 // Below this many products, threads cost more than they save.
 constexpr int64_t kSmallProduct = int64_t{1} << 16;
 
-// What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp replaces entries.
+// What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp or mm_neonADDED.cpp
+// replaces entries.
 void add_avx512vbmi(Kernels& kernels);
 void add_avx512vnni(Kernels& kernels);
 void add_avx512bf16(Kernels& kernels);
 void add_avx512amx(Kernels& kernels);
+void add_neondot(Kernels& kernels);
+void add_neoni8mm(Kernels& kernels);
+void add_neonbf16(Kernels& kernels);
 // Asks the operating system, once, to let this process use matrix registers.
 bool allow_amx();
 

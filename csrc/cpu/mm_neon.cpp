@@ -22,10 +22,22 @@ struct DotS16 {
     }
 };
 
-constexpr Kernels kTable = plain_kernels<DotF32, DotS16>();
+Kernels make() {
+    Kernels k = plain_kernels<DotF32, DotS16>();
+    if (has_feature("bf16")) add_neonbf16(k);
+    if (has_feature("i8mm")) {
+        add_neoni8mm(k);
+    } else if (has_feature("dotprod")) {
+        add_neondot(k);
+    }
+    return k;
+}
 
 }  // namespace
 
-const Kernels& kernels_neon() { return kTable; }
+const Kernels& kernels_neon() {
+    static const Kernels table = make();
+    return table;
+}
 
 }  // namespace lowbit::cpu::mm
