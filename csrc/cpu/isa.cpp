@@ -9,6 +9,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace lowbit::cpu {
@@ -69,15 +73,32 @@ bool detected(const Feature& f) {
 #else
 struct Feature {
     std::string_view name;
+    unsigned long word = 0, bit = 0;   // Linux: of the auxiliary vector; 0: it is always there
+    const char* apple_name = nullptr;  // macOS: of sysctl
 };
 
 #if defined(__aarch64__)
-constexpr Feature kFeatures[] = {{"neon"}};
+// By their numbers, which are Linux's ABI: headers of older systems lack some.
+constexpr Feature kFeatures[] = {{"neon"},
+                                 {"dotprod", 16, 1ul << 20, "hw.optional.arm.FEAT_DotProd"},
+                                 {"i8mm", 26, 1ul << 13, "hw.optional.arm.FEAT_I8MM"},
+                                 {"bf16", 26, 1ul << 14, "hw.optional.arm.FEAT_BF16"}};
 #else
 constexpr Feature kFeatures[] = {{"generic"}};
 #endif
 
-bool detected(const Feature&) { return true; }
+bool detected(const Feature& f) {
+    if (f.word == 0) return true;
+#if defined(__linux__)
+    return (getauxval(f.word) & f.bit) != 0;
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname(f.apple_name, &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+    return false;
+#endif
+}
 #endif
 
 constexpr const Feature* find_feature(std::string_view name) {

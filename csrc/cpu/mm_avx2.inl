@@ -13,5 +13,6 @@ inline void stream(void* to, VecF v) { _mm256_stream_ps(static_cast<float*>(to),
 struct DotS16 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s16;
+    static constexpr bool kFromMemory = false;
     static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 };

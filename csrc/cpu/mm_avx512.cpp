@@ -1,6 +1,8 @@
 // The matrix product for AVX-512 F, BW, DQ and VL (Skylake-X, Zen 4 on): fp32, and integers as int16 pairs.
 #include <immintrin.h>
 
+#include <algorithm>
+
 // gcc 12 warns of its own headers' _mm512_undefined_epi32.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -87,16 +89,27 @@ void transpose(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t de
     }
 }
 
+void pack(const uint32_t* rows, int64_t count, int64_t depth, uint32_t* out) {
+    const uint8_t* at[16];
+    for (int64_t r = 0; r < 16; ++r)
+        at[r] = reinterpret_cast<const uint8_t*>(rows + std::min(r, count - 1) * kTileStride);
+    for (int64_t d = 0; d < depth; d += 16) {
+        // Every store writes over what the one before it wrote too much.
+        turn_dwords(at, 4 * d, [&](int64_t i, __m512i v) { _mm512_storeu_si512(out + (d + i) * count, v); });
+    }
+}
+
 #include "cpu/mm_panel_avx512.inl"
 
 Kernels make() {
-    Kernels k = plain_kernels<DotF32, DotS16>();
+    Kernels k = plain_kernels<DotF32AtMemory, DotS16>();
     k.unpack = unpack;
     k.decode_f32 = decode_f32<Bf16Decoder>;
     k.scale_bf16_blocks = scale_bf16_blocks;
     k.decode_bf16 = decode_bf16<Bf16Decoder>;
     k.widen = widen;
     k.transpose = transpose;
+    k.pack = pack;
     k.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, true>;
     if (has_feature("avx512_vbmi")) add_avx512vbmi(k);
     if (has_feature("avx512_vnni")) add_avx512vnni(k);

@@ -10,9 +10,23 @@ inline void stream(void* to, VecF v) { _mm512_stream_ps(static_cast<float*>(to),
 
 #include "cpu/mm_body.inl"
 
+struct DotF32AtMemory : DotF32 {
+    static constexpr bool kFromMemory = true;
+    // As assembly: gcc 12 moves the intrinsic's accumulators about.
+    static VecF dot(VecF acc, VecI a, VecI b) {
+        asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+        return acc;
+    }
+    static VecF dot_at(VecF acc, const uint32_t& a, VecI b) {
+        asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(a));
+        return acc;
+    }
+};
+
 struct DotS16 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s16;
+    static constexpr bool kFromMemory = false;
     static VecI dot(VecI acc, VecI a, VecI b) { return acc + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 };
 

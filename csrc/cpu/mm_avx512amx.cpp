@@ -23,9 +23,9 @@ struct SumsBf16 {
     using Acc = VecF;
     static constexpr Kind kind = Kind::bf16;
 };
-struct SumsU8S8 {
+struct SumsS8U8 {
     using Acc = VecI;
-    static constexpr Kind kind = Kind::u8s8;
+    static constexpr Kind kind = Kind::s8u8;
 };
 
 // Tile registers: 0 to 3 sums, 4 and 5 a, 6 and 7 b. All are 16 rows of 64 bytes.
@@ -49,8 +49,8 @@ inline void multiply_add(const Tile& t) {
         _tile_loadd(7, b + kSide, kBRow);
         _tile_loadd(4, a, kARow);
         if constexpr (kBytes) {
-            _tile_dpbusd(0, 4, 6);
-            _tile_dpbusd(1, 4, 7);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
         } else {
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -58,8 +58,8 @@ inline void multiply_add(const Tile& t) {
         if constexpr (kBoth) {
             _tile_loadd(5, a + kSide * kTileStride, kARow);
             if constexpr (kBytes) {
-                _tile_dpbusd(2, 5, 6);
-                _tile_dpbusd(3, 5, 7);
+                _tile_dpbsud(2, 5, 6);
+                _tile_dpbsud(3, 5, 7);
             } else {
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
@@ -109,14 +109,14 @@ template <class Sums, bool kScaled, bool kBoth>
 void segment(const Tile& t) {
     alignas(64) uint32_t sums[2 * kSide * kNr];
     clear();
-    multiply_add<Sums::kind == Kind::u8s8, kBoth>(t);
+    multiply_add<Sums::kind == Kind::s8u8, kBoth>(t);
     store_sums<kBoth>(sums, kNr);
     for (int r = 0; r < (kBoth ? 2 : 1) * kSide; ++r) {
         typename Sums::Acc sum[1][kVectors];
         for (int v = 0; v < kVectors; ++v) {
             sum[0][v] = load<typename Sums::Acc>(sums + r * kNr + v * kWidth);
-            if constexpr (Sums::kind == Kind::u8s8) {
-                if (t.start != nullptr) sum[0][v] += load<VecI>(t.start + v * kWidth);
+            if constexpr (Sums::kind == Kind::s8u8) {
+                if (t.start != nullptr) sum[0][v] += t.start[r];
             }
         }
         add_sums<Sums, kScaled>(t, r, sum);
@@ -130,7 +130,7 @@ void run_bf16(bool scaled, const Tile& t) {
 
 template <bool kBoth>
 void run_bytes(bool scaled, const Tile& t) {
-    scaled ? segment<SumsU8S8, true, kBoth>(t) : segment<SumsU8S8, false, kBoth>(t);
+    scaled ? segment<SumsS8U8, true, kBoth>(t) : segment<SumsS8U8, false, kBoth>(t);
 }
 
 void tile_bf16(bool scaled, int rows, const Tile& t) {
@@ -155,7 +155,7 @@ bool allow_amx() {
 
 void add_avx512amx(Kernels& kernels) {
     kernels.tile[static_cast<int>(Kind::bf16)] = tile_bf16;
-    kernels.tile[static_cast<int>(Kind::u8s8)] = tile_bytes;
+    kernels.tile[static_cast<int>(Kind::s8u8)] = tile_bytes;
     kernels.matrix_side = kSide;
     kernels.enter = enter;
     kernels.leave = leave;

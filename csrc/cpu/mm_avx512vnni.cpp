@@ -12,12 +12,17 @@ namespace {
 
 #include "cpu/mm_avx512.inl"
 
-struct DotU8S8 {
+struct DotS8U8 {
     using Acc = VecI;
-    static constexpr Kind kind = Kind::u8s8;
+    static constexpr Kind kind = Kind::s8u8;
+    static constexpr bool kFromMemory = true;
     // As assembly: gcc 12 spills the intrinsic's accumulators in large tiles.
     static VecI dot(VecI acc, VecI a, VecI b) {
-        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+        return acc;
+    }
+    static VecI dot_at(VecI acc, const uint32_t& a, VecI b) {
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(a));
         return acc;
     }
 };
@@ -26,7 +31,7 @@ int32_t sum_bytes(const uint8_t* bytes, int64_t n) {
     __m512i sum = _mm512_setzero_si512();
     const __m512i ones = _mm512_set1_epi8(1);
     for (int64_t i = 0; i < n; i += 64) {
-        sum = _mm512_dpbusd_epi32(sum, _mm512_maskz_loadu_epi8(first(n - i), bytes + i), ones);
+        sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi8(first(n - i), bytes + i));
     }
     return _mm512_reduce_add_epi32(sum);
 }
@@ -38,7 +43,7 @@ void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
         for (int v = 0; v < kVectors; ++v) {
             const __m512i bytes = _mm512_load_si512(panel + d * kNr + v * kWidth);
             __m512i& sum = d % 2 == 0 ? even[v] : odd[v];
-            sum = _mm512_dpbusd_epi32(sum, ones, bytes);
+            sum = _mm512_dpbusd_epi32(sum, bytes, ones);
         }
     }
     for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(sums + v * kWidth, _mm512_add_epi32(even[v], odd[v]));
@@ -79,16 +84,16 @@ void panel_nibbles(const Panel& p) {
     }
 }
 
-void panel_u8s8(const Panel& p) { p.table->bits == 4 ? panel_nibbles(p) : panel_bytes(p); }
+void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_nibbles(p) : panel_bytes(p); }
 
 }  // namespace
 
 void add_avx512vnni(Kernels& kernels) {
-    kernels.integer = Kind::u8s8;
-    kernels.panel[static_cast<int>(Kind::u8s8)] = panel_u8s8;
+    kernels.integer = Kind::s8u8;
+    kernels.panel[static_cast<int>(Kind::s8u8)] = panel_s8u8;
     kernels.sum_panel = sum_panel;
     kernels.sum_bytes = sum_bytes;
-    add_kind<DotU8S8>(kernels);
+    add_kind<DotS8U8>(kernels);
 }
 
 }  // namespace lowbit::cpu::mm

@@ -30,6 +30,7 @@ inline VecF broadcast(float value) {
 struct DotF32 {
     using Acc = VecF;
     static constexpr Kind kind = Kind::f32;
+    static constexpr bool kFromMemory = false;
     static VecF dot(VecF acc, VecI a, VecI b) { return fused((VecF)a, (VecF)b, acc); }
 };
 
@@ -63,10 +64,10 @@ inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRow
     }
 }
 
-// The same after the corrections of u8s8. By value: stores to c cannot change it.
+// The same after the corrections of s8u8. By value: stores to c cannot change it.
 template <class Dot, bool kScaled, int kRows>
 inline void add_sums(const Tile t, int row, typename Dot::Acc (&acc)[kRows][kVectors]) {
-    if constexpr (Dot::kind == Kind::u8s8) {
+    if constexpr (Dot::kind == Kind::s8u8) {
         auto correct = [&](const int32_t* of_rows, const int32_t* of_columns) {
             if (of_rows == nullptr || of_columns == nullptr) return;
 #pragma GCC unroll 16
@@ -84,6 +85,8 @@ inline void add_sums(const Tile t, int row, typename Dot::Acc (&acc)[kRows][kVec
     t.fresh ? put_sums<Dot, kScaled, true>(t, row, acc) : put_sums<Dot, kScaled, false>(t, row, acc);
 }
 
+// Dot::kFromMemory: every third row's dwords are operands in memory of the multiplications (`dot_at`), which saves the
+// instruction that would broadcast them to a register, at the price of a second load.
 template <class Dot, bool kScaled, int kRows>
 void tile(const Tile& t) {
     using Acc = typename Dot::Acc;
@@ -95,8 +98,8 @@ void tile(const Tile& t) {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
             acc[r][v] = Acc{};
-            if constexpr (Dot::kind == Kind::u8s8) {
-                if (t.start != nullptr) acc[r][v] = load<VecI>(t.start + v * kWidth);
+            if constexpr (Dot::kind == Kind::s8u8) {
+                if (t.start != nullptr) acc[r][v] = broadcast(static_cast<uint32_t>(t.start[r]));
             } else if constexpr (kResume) {
                 if (!t.fresh) acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
             }
@@ -110,11 +113,18 @@ void tile(const Tile& t) {
         for (int v = 0; v < kVectors; ++v) column[v] = load<VecI>(b + v * kWidth);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
-            const VecI row = broadcast(a[r * kTileStride]);
+            if constexpr (Dot::kFromMemory) {
+                if (r % 3 == 1) {
+#pragma GCC unroll 2
+                    for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot_at(acc[r][v], a[r], column[v]);
+                    continue;
+                }
+            }
+            const VecI row = broadcast(a[r]);
 #pragma GCC unroll 2
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], row, column[v]);
         }
-        ++a;
+        a += kRows;
         b += kNr;
     };
     const uint8_t* const* ahead = t.ahead;

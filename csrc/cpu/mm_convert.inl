@@ -3,13 +3,6 @@
 
 inline uint32_t bits_of(float value) { return load<uint32_t>(&value); }
 
-// fp32 to bf16, nearest even; NaN stays NaN.
-inline uint16_t bf16_bits(float value) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded >> 16);
-}
-
 // fp32 to fp16, nearest even with subnormals; NaN becomes the quiet NaN.
 inline uint16_t f16_bits(float value) {
     const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff, sign = (bits >> 16) & 0x8000;
@@ -99,6 +92,12 @@ inline void transpose_any(const uint32_t* rows, int64_t stride, uint32_t* panel,
     }
 }
 
+inline void pack_any(const uint32_t* rows, int64_t count, int64_t depth, uint32_t* out) {
+    for (int64_t r = 0; r < count; ++r) {
+        for (int64_t d = 0; d < depth; ++d) out[d * count + r] = rows[r * kTileStride + d];
+    }
+}
+
 template <class Sum>
 inline VecF load_sums(const Sum* from) {
     if constexpr (sizeof(Sum) == 8) {
@@ -112,65 +111,79 @@ inline VecF load_sums(const Sum* from) {
     }
 }
 
+// The first `count` lanes, in the output's dtype; NaN is canonical already.
 inline void narrow(VecF v, void* out, Element dtype, int64_t count) {
-    float lanes[kWidth];
-    store(lanes, v);
     if (dtype == Element::f32) {
-        __builtin_memcpy(out, lanes, static_cast<uint64_t>(count) * 4);
+        __builtin_memcpy(out, &v, static_cast<uint64_t>(count) * 4);
         return;
     }
     uint16_t halves[kWidth];
     if (dtype == Element::bf16) {
-        for (int i = 0; i < kWidth; ++i) halves[i] = bf16_bits(lanes[i]);
+        typedef uint32_t VecU __attribute__((vector_size(sizeof(VecF))));
+        typedef uint16_t Halves __attribute__((vector_size(sizeof(VecF) / 2)));
+        const VecU bits = (VecU)v;
+        store(halves, __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves));
     } else {
+        float lanes[kWidth];
+        store(lanes, v);
         for (int i = 0; i < kWidth; ++i) halves[i] = f16_bits(lanes[i]);
     }
     __builtin_memcpy(out, halves, static_cast<uint64_t>(count) * 2);
 }
 
-template <class Sum>
-inline void finish_sums(const Row row) {  // by value: stores cannot change it
-    const Sum* sums = static_cast<const Sum*>(row.sum);
-    char* out = static_cast<char*>(row.out);
-    const int64_t size = row.out_dtype == Element::f32 ? 4 : 2;
-    const VecF nan = (VecF)(VecI{} + 0x7fc00000);  // NaN is canonical, whatever made it
-    for (int64_t n = 0; n < row.cols; n += kWidth) {
-        VecF v = load_sums(sums + n);
-        if (row.scaled) v = v * (broadcast(row.a_scale) * load<VecF>(row.b_scale + n));
-        if (row.bias != nullptr) v = v + load<VecF>(row.bias + n);
-        v = v == v ? v : nan;
-        const bool whole = row.cols - n >= kWidth;
-        if (whole && row.stream && size == 4 && reinterpret_cast<uintptr_t>(out + n * size) % sizeof v == 0) {
-            stream(out + n * size, v);
-        } else if (whole) {
-            narrow(v, out + n * size, row.out_dtype, kWidth);
-        } else {
-            narrow(v, out + n * size, row.out_dtype, row.cols - n);
-        }
-    }
+// Lines that are written soon: every row's are in other pages, which the hardware does not foresee.
+inline void fetch_lines(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 1);
 }
 
-template <class Sum>
-void finish_all(const Rows& rows) {
+// Each row fetches the lines of its like in the tile below.
+template <class Sum, Element kOut>
+void finish_as(const Rows& rows) {
     Row row = rows.row;
+    constexpr int64_t kSize = kOut == Element::f32 ? 4 : 2;
+    const VecF nan = (VecF)(VecI{} + 0x7fc00000);  // NaN is canonical, whatever made it
+    const int64_t whole = row.cols / kWidth * kWidth, below = rows.count * rows.out_stride;
     for (int64_t r = 0; r < rows.count; ++r) {
-        row.a_scale = rows.a_scales == nullptr ? 1.0f : rows.a_scales[r];
-        finish_sums<Sum>(row);
+        const VecF a_scale = broadcast(rows.a_scales == nullptr ? 1.0f : rows.a_scales[r]);
+        const Sum* sums = static_cast<const Sum*>(row.sum);
+        char* out = static_cast<char*>(row.out);
+        auto result = [&](int64_t n) {
+            VecF v = load_sums(sums + n);
+            if (row.scaled) v = v * (a_scale * load<VecF>(row.b_scale + n));
+            if (row.bias != nullptr) v = v + load<VecF>(row.bias + n);
+            return v == v ? v : nan;
+        };
+        if (row.stream && kSize == 4 && reinterpret_cast<uintptr_t>(out) % sizeof(VecF) == 0) {
+            for (int64_t n = 0; n < whole; n += kWidth) stream(out + n * kSize, result(n));
+        } else {
+            if (below != 0) fetch_lines(out + below, row.cols * kSize);
+            for (int64_t n = 0; n < whole; n += kWidth) narrow(result(n), out + n * kSize, kOut, kWidth);
+        }
+        if (whole < row.cols) narrow(result(whole), out + whole * kSize, kOut, row.cols - whole);
         row.sum = static_cast<const char*>(row.sum) + rows.sum_stride;
         row.out = static_cast<char*>(row.out) + rows.out_stride;
     }
 }
 
+template <class Sum>
+void finish_sums(const Rows& rows) {
+    if (rows.row.out_dtype == Element::f32) return finish_as<Sum, Element::f32>(rows);
+    if (rows.row.out_dtype == Element::bf16) return finish_as<Sum, Element::bf16>(rows);
+    return finish_as<Sum, Element::f16>(rows);
+}
+
 inline void finish_rows_any(const Rows& rows) {
-    if (rows.row.sum_kind == 0) return finish_all<float>(rows);
-    if (rows.row.sum_kind == 1) return finish_all<int32_t>(rows);
-    return finish_all<int64_t>(rows);
+    if (rows.row.sum_kind == 0) return finish_sums<float>(rows);
+    if (rows.row.sum_kind == 1) return finish_sums<int32_t>(rows);
+    return finish_sums<int64_t>(rows);
 }
 
 inline void finish_any(const Row& row) {
-    if (row.sum_kind == 0) return finish_sums<float>(row);
-    if (row.sum_kind == 1) return finish_sums<int32_t>(row);
-    return finish_sums<int64_t>(row);
+    Rows rows;
+    rows.row = row;
+    rows.count = 1;
+    rows.a_scales = &row.a_scale;
+    finish_rows_any(rows);
 }
 
 // Everything by the loops above, for products of the kinds named; a file replaces what its instructions do better.
@@ -187,6 +200,7 @@ constexpr Kernels plain_kernels() {
     k.decode_s16 = decode_s16_any;
     k.widen = widen_any;
     k.transpose = transpose_any;
+    k.pack = pack_any;
     (add_kind<Dots>(k), ...);
     k.finish = finish_any;
     k.finish_rows = finish_rows_any;

@@ -13,17 +13,17 @@
 namespace lowbit::cpu::mm {
 
 // f32: anything. bf16: formats exact in bf16, and bf16 activations. s16: integers less their zero points.
-// u8s8: integers for vpdpbusd, a as unsigned and b as signed bytes, with corrections for the offsets.
-enum class Kind : int { f32 = 0, bf16 = 1, s16 = 2, u8s8 = 3 };
+// s8u8: integers for vpdpbusd, a as signed bytes (the operand that may be a dword of memory) and b as unsigned ones,
+// with corrections for the offsets.
+enum class Kind : int { f32 = 0, bf16 = 1, s16 = 2, s8u8 = 3 };
 constexpr int kNumKinds = 4;
 
-constexpr int64_t elements_per_dword(Kind kind) { return kind == Kind::f32 ? 1 : kind == Kind::u8s8 ? 4 : 2; }
+constexpr int64_t elements_per_dword(Kind kind) { return kind == Kind::f32 ? 1 : kind == Kind::s8u8 ? 4 : 2; }
 
 // Depth, in dwords, of what is decoded at a time. Half of it, whose panels of b would fit the first-level cache beside
 // a's rows, was measured to be slower: sums are loaded and stored twice as often.
 constexpr int64_t kTileDepth = 256;
-// Dwords from one row of a to the next in the tile kernels: not a multiple of 4 KiB, and a constant, so that the
-// rows of a tile are reached by displacements from one pointer.
+// Dwords from one row of a to the next where they lie row by row: not a multiple of 4 KiB.
 constexpr int64_t kTileStride = kTileDepth + 16;
 // Decoders may write this many bytes past the end of what they were asked for.
 constexpr int64_t kSlack = 64;
@@ -34,11 +34,11 @@ static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 constexpr int64_t kAheadSteps = 4;
 
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
-// u8s8: the segment's sum is start[n] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where b_sum has
-// length * b_zero taken off already; start is -a_zero * b_sum where all rows have the same a_zero.
+// s8u8: the segment's sum is start[r] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where a_sum has
+// length * a_zero taken off already; start is -a_sum * b_zero where all columns have the same b_zero.
 // Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or int32) += sum.
 struct Tile {
-    const uint32_t* a = nullptr;  // [rows, kTileStride]
+    const uint32_t* a = nullptr;  // [depth, rows]; of matrix registers [rows, kTileStride]
     const uint32_t* b = nullptr;  // [depth, nr]
     int64_t depth = 0;
     void* c = nullptr;
@@ -48,16 +48,16 @@ struct Tile {
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
     const int32_t* start = nullptr;   // null: zeros
-    const int32_t* a_zero = nullptr;  // null: in `start`
-    const int32_t* a_sum = nullptr;
-    const int32_t* b_zero = nullptr;  // null: all zero
+    const int32_t* b_zero = nullptr;  // null: in `start`
     const int32_t* b_sum = nullptr;
+    const int32_t* a_zero = nullptr;  // null: all zero
+    const int32_t* a_sum = nullptr;
 };
 
 constexpr int kMaxNr = 32;
 
 // A panel [length / elements per dword, nr] from rows of 8- or 4-bit codes. What they decode to: f32: (value - zero) *
-// scale; u8s8: (code ^ flip) - less, as bytes.
+// scale; s8u8: (code ^ flip) - less, as bytes.
 struct Panel {
     const Table* table = nullptr;
     const uint8_t* rows[kMaxNr];
@@ -99,7 +99,7 @@ using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
 struct Kernels {
     int nr = 0;                // columns of a tile
     int max_rows = 0;          // rows of a tile, at most
-    Kind integer = Kind::s16;  // how integers are multiplied: s16 or u8s8
+    Kind integer = Kind::s16;  // how integers are multiplied: s16 or s8u8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
     // Multiplies and adds in registers alone, for benchmarks: how many operations that were.
@@ -122,17 +122,20 @@ struct Kernels {
     // ((code ^ half) - half) - zero.
     void (*decode_s16)(const uint8_t* codes, int16_t* out, int64_t count, int half, int zero) = nullptr;
     void (*widen)(const void* values, Element dtype, float* out, int64_t count) = nullptr;
+    // rows[count, kTileStride] to out[depth, count], count <= max_rows; may write to the end of out[kTileStride,
+    // count].
+    void (*pack)(const uint32_t* rows, int64_t count, int64_t depth, uint32_t* out) = nullptr;
     // rows[nr, stride] to panel[depth, nr].
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
     // By Kind; null: there is none.
     void (*panel[kNumKinds])(const Panel& panel) = {};
-    // u8s8: the sum of a row's unsigned bytes; sums[nr] of a panel's signed ones.
+    // s8u8: the sum of a row's signed bytes; sums[nr] of a panel's unsigned ones.
     int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
     void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;
     void (*finish)(const Row& row) = nullptr;
     void (*finish_rows)(const Rows& rows) = nullptr;
     bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }
-    // Matrix registers: `tile` of bf16 and u8s8 then has matrix_side or twice as many rows, and segments are padded to
+    // Matrix registers: `tile` of bf16 and s8u8 then has matrix_side or twice as many rows, and segments are padded to
     // matrix_side dwords. A thread calls `enter` before such tiles and `leave` after them.
     int matrix_side = 0;  // 0: there are none
     void (*enter)() = nullptr;
@@ -148,11 +151,15 @@ const Kernels& kernels_in_use();
 // Below this many products, threads cost more than they save.
 constexpr int64_t kSmallProduct = int64_t{1} << 16;
 
-// What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp replaces entries.
+// What processors with more than the row's features (isa.h) do better: each file mm_avx512ADDED.cpp or mm_neonADDED.cpp
+// replaces entries.
 void add_avx512vbmi(Kernels& kernels);
 void add_avx512vnni(Kernels& kernels);
 void add_avx512bf16(Kernels& kernels);
 void add_avx512amx(Kernels& kernels);
+void add_neondot(Kernels& kernels);
+void add_neoni8mm(Kernels& kernels);
+void add_neonbf16(Kernels& kernels);
 // Asks the operating system, once, to let this process use matrix registers.
 bool allow_amx();
 

@@ -42,11 +42,11 @@ void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t pitch) {
 
 ByteForm byte_form(const Operand& x, bool is_a, int zero) {
     if (x.table->bits == 8) {
-        const bool flips = x.table->is_signed == is_a;
-        const int offset = !flips ? 0 : is_a ? 128 : -128;
+        const bool flips = x.table->is_signed != is_a;
+        const int offset = !flips ? 0 : is_a ? -128 : 128;
         return {static_cast<uint8_t>(flips ? 128 : 0), 0, zero + offset};
     }
-    const int half = x.table->is_signed ? 1 << (x.table->bits - 1) : 0, lift = is_a ? 128 : 0;
+    const int half = x.table->is_signed ? 1 << (x.table->bits - 1) : 0, lift = is_a ? 0 : 128;
     const int least = -half - zero, most = least + (1 << x.table->bits) - 1;
     const int kept = least >= -128 && most <= 127 ? 0 : zero;
     return {static_cast<uint8_t>(half), static_cast<uint8_t>(lift - half - zero + kept), lift + kept};
@@ -158,7 +158,7 @@ void Loader::fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out
     kernels.scale_bf16_blocks(out, length, first, inner.block_cols, levels);
 }
 
-void Loader::decode_u8s8(int64_t row, const uint8_t* codes, const Segment& s, uint8_t* out) const {
+void Loader::decode_s8u8(int64_t row, const uint8_t* codes, const Segment& s, uint8_t* out) const {
     const ByteForm form = byte_form(operand, is_a, zero_at(operand, row, s.begin));
     if (form.flip == 0 && form.shift == 0) {
         std::memcpy(out, codes, static_cast<size_t>(s.length));
@@ -189,8 +189,8 @@ void Loader::decode(int64_t row, const void* stored, int64_t begin, const Segmen
             kernels.decode_s16(codes, reinterpret_cast<int16_t*>(out), s.length, half, zero);
             break;
         }
-        case Kind::u8s8:
-            decode_u8s8(row, codes, s, reinterpret_cast<uint8_t*>(out));
+        case Kind::s8u8:
+            decode_s8u8(row, codes, s, reinterpret_cast<uint8_t*>(out));
             break;
     }
     const int64_t bytes = s.length * 4 / elements_per_dword(plan.kind);
@@ -207,7 +207,9 @@ void Loader::load(int64_t row, int64_t count, const Segment* segments, int num_s
     const Segment all{begin, end - begin, 0, last.dword + last.dwords};
     const bool transposed =
         operand.has_codes() && operand.table->bits == 8 && operand.row_stride == 1 && operand.col_stride != 1;
-    const int64_t turned = transposed ? count - count % kBytes : 0;
+    // More rows than are asked for, if there are more.
+    const int64_t up = ceil_div(count, kBytes) * kBytes, turnable = row + up <= operand.rows ? up : up - kBytes;
+    const int64_t turned = transposed ? turnable : 0;
     for (int64_t r = 0; r < count; ++r, out += kTileStride) {
         const void* stored = nullptr;
         if (r < turned) {
@@ -252,8 +254,11 @@ void Loader::sum_segments(int64_t row, const Segment* segments, int num_segments
         const Segment& s = segments[i];
         const auto* bytes = reinterpret_cast<const uint8_t*>(data + s.dword);
         const int64_t to = i * sums.stride + at;
-        if (sums.zero != nullptr) sums.zero[to] = byte_form(operand, is_a, zero_at(operand, row, s.begin)).zero;
-        if (sums.sum != nullptr) sums.sum[to] = kernels.sum_bytes(bytes, s.length);
+        const int zero = byte_form(operand, is_a, zero_at(operand, row, s.begin)).zero;
+        if (sums.zero != nullptr) sums.zero[to] = zero;
+        if (sums.sum != nullptr) {
+            sums.sum[to] = (kernels.sum_bytes(bytes, s.length) - static_cast<int32_t>(s.length) * zero) * sums.factor;
+        }
     }
 }
 

@@ -17,12 +17,13 @@ constexpr int64_t kMaxBlocks = kTileDepth * 4 + 16;
 // What a loader leaves for each segment, [segments, stride]; null where the product does not need it.
 struct Sums {
     float* scale = nullptr;
-    int32_t* zero = nullptr;  // u8s8: what to take off the stored bytes
-    int32_t* sum = nullptr;   // u8s8: the sum of the stored bytes
+    int32_t* zero = nullptr;  // s8u8: what to take off the stored bytes
+    int32_t* sum = nullptr;   // s8u8: the sum of the stored bytes; of a's less `zero` each, times `factor`
+    int32_t factor = 1;
     int64_t stride = 0;
 };
 
-// u8s8 keeps a's elements as unsigned and b's as signed bytes: (code ^ flip) + shift, which are `zero` too large. Codes
+// s8u8 keeps a's elements as signed and b's as unsigned bytes: (code ^ flip) + shift, which are `zero` too large. Codes
 // of fewer than 8 bits lose their zero point here where what is left fits a byte; others keep it, and the sums are
 // corrected for it.
 struct ByteForm {
@@ -58,7 +59,7 @@ struct Loader {
     void sum_segments(int64_t row, const Segment* segments, int num_segments, const uint32_t* data, const Sums& sums,
                       int64_t at) const;
     void fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const;
-    void decode_u8s8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
+    void decode_s8u8(int64_t row, const uint8_t* codes, const Segment& segment, uint8_t* out) const;
 };
 
 // The scales of the blocks of `row` from the one that holds element `begin` to that of `end` - 1.

@@ -14,6 +14,7 @@ namespace {
 struct DotS16 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s16;
+    static constexpr bool kFromMemory = false;
     static VecI dot(VecI acc, VecI a, VecI b) {
         const int16x8_t x = vreinterpretq_s16_s32((int32x4_t)a), y = vreinterpretq_s16_s32((int32x4_t)b);
         const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
@@ -21,10 +22,22 @@ struct DotS16 {
     }
 };
 
-constexpr Kernels kTable = plain_kernels<DotF32, DotS16>();
+Kernels make() {
+    Kernels k = plain_kernels<DotF32, DotS16>();
+    if (has_feature("bf16")) add_neonbf16(k);
+    if (has_feature("i8mm")) {
+        add_neoni8mm(k);
+    } else if (has_feature("dotprod")) {
+        add_neondot(k);
+    }
+    return k;
+}
 
 }  // namespace
 
-const Kernels& kernels_neon() { return kTable; }
+const Kernels& kernels_neon() {
+    static const Kernels table = make();
+    return table;
+}
 
 }  // namespace lowbit::cpu::mm

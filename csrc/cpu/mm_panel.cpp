@@ -53,7 +53,7 @@ void PanelLoader::load_direct(int64_t row, int64_t valid, int64_t begin, int64_t
         pitch = turned_pitch(length);
     }
     for (int64_t n = 0; n < kernels.nr; ++n) p.rows[n] = base + std::min(n, valid - 1) * pitch;
-    if (plan.kind == Kind::u8s8) {
+    if (plan.kind == Kind::s8u8) {
         const ByteForm form = byte_form(b, false, 0);
         p.flip = form.flip;
         p.less = static_cast<uint8_t>(-form.shift);
@@ -86,25 +86,19 @@ void PanelLoader::put_levels(int64_t row, int64_t valid, int64_t begin, int64_t 
 }
 
 void PanelLoader::load_sums(int64_t row, int64_t valid, const Segment* segments, int num_segments,
-                            const uint32_t* panel, int a_zero, const Sums& sums, int32_t* start) const {
+                            const uint32_t* panel, const Sums& sums) const {
     if (sums.scale != nullptr) {
         const Loader loader{b, kernels, plan, false, raw, levels};
         loader.scale_segments(row, valid, segments, num_segments, sums.scale, sums.stride);
     }
-    if (plan.kind != Kind::u8s8) return;
     const int64_t nr = kernels.nr;
     for (int i = 0; i < num_segments; ++i) {
         const Segment& s = segments[i];
-        int32_t* sum = sums.sum + i * nr;
-        kernels.sum_panel(panel + s.dword * nr, s.dwords, sum);
-        if (sums.zero != nullptr) {
-            int32_t* zero = sums.zero + i * nr;
-            for (int64_t n = 0; n < nr; ++n) {
-                zero[n] = byte_form(b, false, zero_at(b, row + std::min(n, valid - 1), s.begin)).zero;
-                sum[n] -= static_cast<int32_t>(s.length) * zero[n];
-            }
+        if (sums.sum != nullptr) kernels.sum_panel(panel + s.dword * nr, s.dwords, sums.sum + i * nr);
+        for (int64_t n = 0; sums.zero != nullptr && n < nr; ++n) {
+            const int zero = zero_at(b, row + std::min(n, valid - 1), s.begin);
+            sums.zero[i * nr + n] = byte_form(b, false, zero).zero;
         }
-        for (int64_t n = 0; n < nr; ++n) start[i * nr + n] = -a_zero * sum[n];
     }
 }
 

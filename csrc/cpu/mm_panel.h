@@ -17,9 +17,9 @@ struct PanelLoader {
 
     // Rows [row, row + valid), valid <= nr, of the segments' stretch of K; columns past them hold anything.
     void load(int64_t row, int64_t valid, const Segment* segments, int num_segments, uint32_t* panel) const;
-    // What the sums of segments need: scales, and what u8s8 is corrected by, with -a_zero * sum in `start`.
+    // What the sums of segments need: scales, and what s8u8 is corrected by.
     void load_sums(int64_t row, int64_t valid, const Segment* segments, int num_segments, const uint32_t* panel,
-                   int a_zero, const Sums& sums, int32_t* start) const;
+                   const Sums& sums) const;
 
   private:
     bool direct(const Segment& first, const Segment& last) const;

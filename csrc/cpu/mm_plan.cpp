@@ -63,7 +63,7 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     }
     plan.a_block = plan.scaled ? a : 0;
     plan.b_block = plan.scaled ? b : 0;
-    plan.wide = !plan.scaled && (plan.kind == Kind::s16 || plan.kind == Kind::u8s8) && p.depth > kExactTerms;
+    plan.wide = !plan.scaled && (plan.kind == Kind::s16 || plan.kind == Kind::s8u8) && p.depth > kExactTerms;
 }
 
 }  // namespace
@@ -71,7 +71,7 @@ void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
 Plan make_plan(const Problem& p, const Kernels& kernels) {
     Plan plan{};
     choose_kind(plan, p, kernels);
-    plan.matrix = kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::u8s8);
+    plan.matrix = kernels.matrix_side > 0 && (plan.kind == Kind::bf16 || plan.kind == Kind::s8u8);
     plan.unit = plan.matrix ? kernels.matrix_side : 1;
     return plan;
 }

@@ -12,6 +12,7 @@ namespace {
 struct DotS16 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s16;
+    static constexpr bool kFromMemory = false;
     static VecI dot(VecI acc, VecI a, VecI b) {
         return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
     }

@@ -26,21 +26,22 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;  // of a row of b, in a chunk
 constexpr int64_t kAheadPad = kTileDepth / kAheadSteps;
 
-// How the sums of u8s8 are to be corrected.
+// How the sums of s8u8 are to be corrected.
 struct Corrections {
-    bool a_zeros = false, b_zeros = false;  // whether rows differ in what their bytes are too large by; whether b's are
-    int a_zero = 0;                         // what all of a's are, if they do not differ
+    bool a_zeros = false;  // whether a's bytes are too large
+    bool b_zeros = false;  // whether columns differ in what b's are too large by
+    int b_zero = 0;        // what all of b's are, if they do not differ
     Corrections(const Problem& p, const Plan& plan) {
-        if (plan.kind != Kind::u8s8) return;
-        a_zeros = p.a.zero_point != nullptr;
-        if (!a_zeros) a_zero = byte_form(p.a, true, 0).zero;
-        b_zeros = p.b.zero_point != nullptr || byte_form(p.b, false, 0).zero != 0;
+        if (plan.kind != Kind::s8u8) return;
+        a_zeros = p.a.zero_point != nullptr || byte_form(p.a, true, 0).zero != 0;
+        b_zeros = p.b.zero_point != nullptr;
+        if (!b_zeros) b_zero = byte_form(p.b, false, 0).zero;
     }
 };
 
 // A block of a's rows, decoded.
 struct Shared {
-    uint32_t* a;       // [chunks, rows, kTileStride]
+    uint32_t* a;       // [chunks, tiles, depth, rows of a tile]; of matrix registers [chunks, rows, kTileStride]
     Sums a_sums;       // [segments, rows]
     float* row_scale;  // [rows], for the epilogue
 
@@ -53,7 +54,8 @@ struct Shared {
         a_sums.stride = rows;
         if (plan.scaled) parts.take(a_sums.scale, cuts.num_segments * rows);
         if (need.a_zeros) parts.take(a_sums.zero, cuts.num_segments * rows);
-        if (need.b_zeros) parts.take(a_sums.sum, cuts.num_segments * rows);
+        if (need.b_zeros || need.b_zero != 0) parts.take(a_sums.sum, cuts.num_segments * rows);
+        a_sums.factor = need.b_zeros ? 1 : -need.b_zero;
         return parts.used();
     }
 };
@@ -68,8 +70,7 @@ struct Worker {
     uint32_t* c;    // [rows, c_stride]: fp32 or int32
     int64_t* wide;  // [rows, c_stride]
     int64_t c_stride;
-    Sums b_sums;  // [segments of a chunk, nr]
-    int32_t* start;
+    Sums b_sums;              // [segments of a chunk, nr]
     float *col_scale, *bias;  // [columns of a group]
 
     size_t place(const Plan& plan, const Corrections& need, int nr, int64_t rows, uint8_t* base) {
@@ -90,8 +91,7 @@ struct Worker {
         b_sums.stride = nr;
         if (plan.scaled) parts.take(b_sums.scale, segments * nr);
         if (need.b_zeros) parts.take(b_sums.zero, segments * nr);
-        if (plan.kind == Kind::u8s8) parts.take(b_sums.sum, segments * nr);
-        if (plan.kind == Kind::u8s8) parts.take(start, segments * nr);
+        if (need.a_zeros) parts.take(b_sums.sum, segments * nr);
         return parts.used();
     }
 };
@@ -121,6 +121,9 @@ class TileProduct {
     }
 
   private:
+    // Whether a register tile's sums are done when it is left, so that all tiles have one place for them.
+    bool single() const { return cuts_.num_chunks == 1; }
+
     static Arena& arena(int index) {
         thread_local Arena arenas[2];
         return arenas[index];
@@ -133,31 +136,43 @@ class TileProduct {
         return sums;
     }
 
+    // Some register tiles of a chunk at a time: about as many rows as are turned together.
     void load_a() {
-        const int64_t groups = ceil_div(rows_, kTurned), items = groups * cuts_.num_chunks;
+        const RowTiles tiles(rows_, plan_, kernels_);
+        const int64_t each = ceil_div(kTurned, tiles.begin(1)), groups = ceil_div(tiles.count, each);
+        const int64_t items = groups * cuts_.num_chunks;
         parallel_for(items, serial_ ? items : 1, [&](int64_t begin, int64_t end) {
             thread_local Arena arena;
-            uint8_t* raw = arena.reserve(kRawBytes + kMaxBlocks * sizeof(float));
-            const Loader a{p_.a, kernels_, plan_, true, raw, reinterpret_cast<float*>(raw + kRawBytes)};
-            for (int64_t i = begin; i < end; ++i) load_rows(a, i % groups * kTurned, i / groups);
+            const int64_t dwords = plan_.matrix ? 0 : each * tiles.begin(1) * kTileStride;
+            uint8_t* raw = arena.reserve(kRawBytes + kMaxBlocks * sizeof(float) + static_cast<size_t>(dwords) * 4);
+            auto* levels = reinterpret_cast<float*>(raw + kRawBytes);
+            const Loader a{p_.a, kernels_, plan_, true, raw, levels};
+            auto* decoded = reinterpret_cast<uint32_t*>(levels + kMaxBlocks);
+            for (int64_t i = begin; i < end; ++i) {
+                const int64_t first = i % groups * each, last = std::min(first + each, tiles.count);
+                const int64_t row = tiles.begin(first), index = i / groups;
+                uint32_t* rows = plan_.matrix ? s_.chunk(index, row) : decoded;
+                load_rows(a, row, tiles.begin(last), index, rows);
+                for (int64_t t = first; t < last && !plan_.matrix; ++t) {
+                    const int64_t at = tiles.begin(t), count = tiles.begin(t + 1) - at;
+                    kernels_.pack(rows + (at - row) * kTileStride, count, cuts_.chunks[index].dwords,
+                                  s_.chunk(index, at));
+                }
+            }
         });
     }
 
-    void load_rows(const Loader& a, int64_t row, int64_t index) const {
+    void load_rows(const Loader& a, int64_t row, int64_t padded, int64_t index, uint32_t* rows) const {
         const Chunk& chunk = cuts_.chunks[index];
-        const int64_t count = std::min(kTurned, rows_ - row);
+        const int64_t end = std::min(padded, rows_);
         const Sums sums = from(s_.a_sums, chunk.first * s_.a_sums.stride + row);
-        a.load(row0_ + row, count, cuts_.segments + chunk.first, chunk.count, s_.chunk(index, row), sums);
+        a.load(row0_ + row, end - row, cuts_.segments + chunk.first, chunk.count, rows, sums);
         if (index == 0 && in_epilogue(p_.a, plan_.a_folded)) {
-            for (int64_t r = row; r < row + count; ++r) {
-                s_.row_scale[r] = row_scale(p_.a, plan_.a_folded, row0_ + r);
-            }
+            for (int64_t r = row; r < end; ++r) s_.row_scale[r] = row_scale(p_.a, plan_.a_folded, row0_ + r);
         }
-        if (row + count < rows_) return;
         // Rows that pad the last register tile are zero; no result of theirs is stored.
-        const int64_t padded = RowTiles(rows_, plan_, kernels_).padded();
-        for (int64_t r = rows_; r < padded; ++r) {
-            std::memset(s_.chunk(index, r), 0, static_cast<size_t>(kTileStride) * 4);
+        for (int64_t r = end; r < padded; ++r) {
+            std::memset(rows + (r - row) * kTileStride, 0, static_cast<size_t>(kTileStride) * 4);
             for (int64_t s = chunk.first; s < chunk.first + chunk.count; ++s) {
                 const int64_t at = s * s_.a_sums.stride + r;
                 if (s_.a_sums.scale != nullptr) s_.a_sums.scale[at] = 0;
@@ -178,8 +193,9 @@ class TileProduct {
         parallel_for(units, serial_ ? units : 1, [&](int64_t begin, int64_t end) {
             thread_local Arena arena;
             Worker worker{};
-            const size_t bytes = worker.place(plan_, need_, kernels_.nr, tiles.padded(), nullptr);
-            worker.place(plan_, need_, kernels_.nr, tiles.padded(), arena.reserve(bytes));
+            const int64_t rows = single() ? tiles.begin(1) : tiles.padded();
+            const size_t bytes = worker.place(plan_, need_, kernels_.nr, rows, nullptr);
+            worker.place(plan_, need_, kernels_.nr, rows, arena.reserve(bytes));
             if (plan_.matrix) kernels_.enter();
             while (begin < end) {
                 const int64_t part = begin / panels, panel = begin % panels;
@@ -250,19 +266,19 @@ class TileProduct {
             const int64_t valid = std::min<int64_t>(kernels.nr, cols_ - col);
             const PanelLoader b{t_.p_.b, kernels, plan, w_.b_rows, w_.scales, w_.zeros, w_.raw, w_.levels};
             b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
-            b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, t_.need_.a_zero, w_.b_sums, w_.start);
+            b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, w_.b_sums);
             look_ahead(next_chunk, next_col);
             int64_t ahead = 0;
             const uint32_t* a = t_.s_.chunk(index, 0);
             const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
+            Tile tile;  // made once: clearing it takes longer than it seems
+            tile.c_stride = w_.c_stride;
             for (int64_t i = first_; i < last_; ++i) {
                 const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
-                Tile tile;
-                tile.c = w_.c + row * w_.c_stride + col;
-                tile.c_stride = w_.c_stride;
+                tile.c = w_.c + sums_at(row, col);
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
-                    tile.a = a + row * kTileStride + segments[s].dword;
+                    tile.a = a + row * kTileStride + segments[s].dword * (plan.matrix ? 1 : rows);
                     tile.b = w_.b_panel + segments[s].dword * kernels.nr;
                     tile.depth = segments[s].dwords;
                     tile.ahead = w_.ahead + std::min(ahead, num_ahead_);
@@ -299,7 +315,6 @@ class TileProduct {
                 tile.a_scale = left.scale + a;
                 tile.b_scale = right.scale + b;
             }
-            if (w_.start != nullptr) tile.start = w_.start + b;
             if (left.zero != nullptr) {
                 tile.a_zero = left.zero + a;
                 tile.b_sum = right.sum + b;
@@ -307,8 +322,12 @@ class TileProduct {
             if (right.zero != nullptr) {
                 tile.a_sum = left.sum + a;
                 tile.b_zero = right.zero + b;
+            } else if (left.sum != nullptr) {
+                tile.start = left.sum + a;
             }
         }
+
+        int64_t sums_at(int64_t row, int64_t col) const { return t_.single() ? 0 : row * w_.c_stride + col; }
 
         void widen_sums() {
             const auto* narrow = reinterpret_cast<const int32_t*>(w_.c);
@@ -331,9 +350,9 @@ class TileProduct {
             const Problem& p = t_.p_;
             const Plan& plan = t_.plan_;
             const int64_t row = tiles_.begin(tile), end = std::min(tiles_.begin(tile + 1), t_.rows_);
-            const bool integers = plan.kind == Kind::s16 || plan.kind == Kind::u8s8;
+            const bool integers = plan.kind == Kind::s16 || plan.kind == Kind::s8u8;
             const bool a_scaled = t_.in_epilogue(p.a, plan.a_folded), b_scaled = t_.in_epilogue(p.b, plan.b_folded);
-            const int64_t at = row * w_.c_stride + col, size = p.out_dtype == Element::f32 ? 4 : 2;
+            const int64_t at = sums_at(row, col), size = p.out_dtype == Element::f32 ? 4 : 2;
             Rows rows;
             rows.row.sum_kind = plan.wide ? 2 : integers && !plan.scaled ? 1 : 0;
             rows.row.sum = plan.wide ? static_cast<void*>(w_.wide + at) : w_.c + at;

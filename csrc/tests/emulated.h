@@ -131,9 +131,9 @@ inline void tile_dpbf16ps(int c, int a, int b) {
         return multiply_add(sum, pairs[0], pairs[1]);
     });
 }
-inline void tile_dpbusd(int c, int a, int b) {
+inline void tile_dpbsud(int c, int a, int b) {
     multiply_tiles<int32_t>(c, a, b, [](int32_t sum, const uint8_t* x, const uint8_t* y) {
-        for (int i = 0; i < 4; ++i) sum += x[i] * static_cast<int8_t>(y[i]);
+        for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(x[i]) * y[i];
         return sum;
     });
 }
@@ -151,14 +151,14 @@ inline void tile_dpbusd(int c, int a, int b) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
-#undef _tile_dpbusd
+#undef _tile_dpbsud
 #undef _tile_loadconfig
 #undef _tile_release
 #define _tile_loadd lowbit::emulated::load_tile
 #define _tile_stored lowbit::emulated::store_tile
 #define _tile_zero(tile) (lowbit::emulated::tiles[tile] = {})
 #define _tile_dpbf16ps lowbit::emulated::tile_dpbf16ps
-#define _tile_dpbusd lowbit::emulated::tile_dpbusd
+#define _tile_dpbsud lowbit::emulated::tile_dpbsud
 #define _tile_loadconfig(config) static_cast<void>(config)
 #define _tile_release() static_cast<void>(0)
 #define syscall(number, request, what) (static_cast<void>(request), static_cast<void>(what), 0)  // permits tiles
