@@ -165,11 +165,16 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
 
 void adamw(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype, int64_t n,
            float* avg, float* rms, void* new_param) {
-    for (int64_t i = 0; i < n; ++i) {
-        const float p = float_of(load(param, dtype, i)), g = float_of(load(grad, grad_dtype, i));
-        const uint32_t bits = bits_of(adamw_element(factors, p, g, avg[i], rms[i]));
-        store(new_param, dtype, i, is_nan(bits) ? kNan : bits);
-    }
+    with_reader(param, dtype, [&](auto params) {
+        with_reader(grad, grad_dtype, [&](auto grads) {
+            with_writer(new_param, dtype, [&](auto write) {
+                for (int64_t i = 0; i < n; ++i) {
+                    const float next = adamw_element(factors, float_of(params(i)), float_of(grads(i)), avg[i], rms[i]);
+                    write(i, is_nan(bits_of(next)) ? kNan : bits_of(next));
+                }
+            });
+        });
+    });
 }
 
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {

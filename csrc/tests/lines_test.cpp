@@ -2,6 +2,7 @@
 //
 // All 65,536 bf16 and fp16 patterns, and fp32 samples crowded around what rounds differently: every format of the table
 // and some custom ones, both roundings, saturating or not, every kind of factor, every output type.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
