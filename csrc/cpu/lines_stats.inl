@@ -31,16 +31,16 @@ struct Extremes {
     }
 };
 
-constexpr int64_t kAheadOfStats = 512;  // elements that are fetched ahead where blocks are long
+constexpr int64_t kAheadOfStats = 512;  // elements that are fetched ahead, where blocks are long (`far`)
 
 // Both maxima of n elements. Fewer than a vector are padded with zeros, which raise nothing.
 template <class Type>
-void stats_of(const typename Type::Element* x, int64_t n, bool affine, uint32_t& high, uint32_t& low) {
+void stats_of(const typename Type::Element* x, int64_t n, bool far, bool affine, uint32_t& high, uint32_t& low) {
     constexpr int64_t kStep = Extremes<Type>::kStep;
     Extremes<Type> found(affine);
     int64_t i = 0;
     for (; i + kStep <= n; i += kStep) {
-        __builtin_prefetch(x + i + kAheadOfStats);
+        if (far) __builtin_prefetch(x + i + kAheadOfStats);
         found.add(x + i, affine);
     }
     if (i < n) {
@@ -136,7 +136,8 @@ void block_stats(const void* x, Dtype dtype, int64_t n, int64_t block, bool affi
         }
         for (; b * block < n; ++b) {
             const int64_t rest = n - b * block;
-            stats_of<Type>(p + b * block, rest < block ? rest : block, affine, high[b], affine ? low[b] : unused);
+            stats_of<Type>(p + b * block, rest < block ? rest : block, block >= 2 * kAheadOfStats, affine, high[b],
+                           affine ? low[b] : unused);
         }
     });
 }
