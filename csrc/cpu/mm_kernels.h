@@ -57,7 +57,7 @@ struct Tile {
 constexpr int kMaxNr = 32;
 
 // A panel [length / elements per dword, nr] from rows of 8- or 4-bit codes. What they decode to: f32: (value - zero) *
-// scale; s8u8: (code ^ flip) - less, as bytes.
+// scale; bf16: value; s8u8: (code ^ flip) - less, as bytes.
 struct Panel {
     const Table* table = nullptr;
     const uint8_t* rows[kMaxNr];

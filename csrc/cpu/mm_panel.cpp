@@ -24,6 +24,8 @@ bool PanelLoader::direct(const Segment& first, const Segment& last) const {
     if (length * t.bits % (8 * kPanelBytes) != 0 || first.begin * t.bits % 8 != 0) return false;
     if (plan.kind == Kind::f32) return !plan.b_folded || power_of_two(b.block_cols);
     const bool dense = last.begin - first.begin == last.dword * elements_per_dword(plan.kind);
+    if (plan.kind == Kind::bf16)
+        return dense && !plan.b_folded && b.zero_point == nullptr && (t.bits == 4 || !t.integer);
     return dense && (t.bits == 8 || b.zero_point == nullptr);
 }
 
@@ -57,7 +59,7 @@ void PanelLoader::load_direct(int64_t row, int64_t valid, int64_t begin, int64_t
         const ByteForm form = byte_form(b, false, 0);
         p.flip = form.flip;
         p.less = static_cast<uint8_t>(-form.shift);
-    } else {
+    } else if (plan.kind == Kind::f32) {
         put_levels(row, valid, begin, length, p);
     }
     kernels.panel[static_cast<int>(plan.kind)](p);

@@ -158,11 +158,11 @@ void compare(const Case& c, Theme theme, int number, Counts& counts) {
 int main(int argc, char** argv) {
     const int share = argc > 1 ? std::atoi(argv[1]) : 1;
     const int64_t row_counts[] = {1, 2, 4, 5, 9, 16, 33}, col_counts[] = {1, 3, 32, 37, 70};
-    const int64_t depths[] = {1, 7, 31, 64, 130, 257, 513, 1100, 33000};
+    const int64_t depths[] = {1, 7, 31, 64, 130, 257, 512, 513, 1100, 33000};
     const int cases = 900 / share;
     Counts counts;
     for (int i = 0; i < cases; ++i) {
-        const int64_t depth = i % 100 < 3 ? 33000 : depths[below(8)];
+        const int64_t depth = i % 100 < 3 ? 33000 : depths[below(9)];
         const auto theme = static_cast<Theme>(i % static_cast<int>(Theme::kCount));
         compare(Case(theme, row_counts[below(7)], col_counts[below(5)], depth), theme, i, counts);
     }
