@@ -13,6 +13,8 @@ constexpr int kCols = 2;
 
 inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm256_permutevar8x32_epi32((__m256i)v, (__m256i)lanes); }
 
+inline VecF fused_dword(VecF a, const uint32_t* b, VecF c) { return fused(a, (VecF)broadcast(load<uint32_t>(b)), c); }
+
 #include "cpu/mm_few_body.inl"
 
 inline __m128i load16(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }

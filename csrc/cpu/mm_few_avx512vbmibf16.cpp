@@ -19,9 +19,18 @@ struct ByBf16 {
     using Acc = VecF;
     using Raw = __m512i;
     static constexpr FewInput kInput = FewInput::bf16;
-    static constexpr bool kLooksUp = false, kStreamed = true;
+    static constexpr bool kLooksUp = false;
     static VecF dot(VecF acc, VecI code, VecI a) {
         return (VecF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)code, (__m512bh)a);
+    }
+    static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, code, a); }
+    static VecF times(VecF acc, VecI a, const uint32_t* code) {
+#ifdef LOWBIT_EMULATE
+        return dot(acc, broadcast(*code), a);
+#else
+        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*code));
+        return acc;
+#endif
     }
 };
 

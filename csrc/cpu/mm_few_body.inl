@@ -3,15 +3,17 @@
 // rows of b are multiplied at a time.
 //
 // A unit D has kElements, kVectors and kBytes of a step, `Raw fetch(from)`, `at(raw, vector)`, which decodes, and the
-// arithmetic: kInput, Acc, dot(acc, code, a). kStreamed: its codes come from memory.
+// arithmetic: kInput, Acc, dot(acc, code, a).
 
 constexpr int kVectorBytes = 4 * kWidth;
 
 struct ByF32 {
     using Acc = VecF;
     static constexpr FewInput kInput = FewInput::f32;
-    static constexpr bool kLooksUp = false, kStreamed = true, kHalves = false, kSigned = false;
+    static constexpr bool kLooksUp = false, kHalves = false, kSigned = false;
     static VecF dot(VecF acc, VecF code, VecI a) { return fused((VecF)a, code, acc); }
+    static VecF times(VecF acc, VecI a, const uint32_t* code) { return fused_dword((VecF)a, code, acc); }
+    static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, (VecF)code, a); }
 };
 
 // Integers as words, where there is no product of bytes; `Dot` adds the products of pairs of words to dwords.
@@ -20,7 +22,7 @@ struct Words {
     using Acc = VecI;
     typedef uint16_t Raw __attribute__((vector_size(kVectorBytes)));
     static constexpr FewInput kInput = FewInput::s16;
-    static constexpr bool kLooksUp = false, kStreamed = true;
+    static constexpr bool kLooksUp = false;
     static constexpr int kVectors = 16 / kBits, kBytes = kVectorBytes, kElements = kBytes * 8 / kBits;
     Raw flip;
     explicit Words(const Table* t) : flip(t->is_signed ? Raw{} + kSigns : Raw{}) {}
@@ -34,15 +36,10 @@ struct Words {
 };
 
 // The numbers of a step's blocks, for the lanes that belong to each.
-template <class T>
-inline VecI spread(const Few& t, const T* blocks) {
+template <class Product, class T>
+inline VecI spread(const Product& t, const T* blocks) {
     if (t.per_step > 1) return permute(load<VecI>(blocks), load<VecI>(t.lanes));
     return broadcast(load<uint32_t>(blocks));
-}
-
-template <class D>
-inline void fetch_ahead(const Few& t, const uint8_t* at) {
-    if constexpr (D::kStreamed) __builtin_prefetch(at + t.ahead);
 }
 
 // Floats with or without zero points; integers in one block or in blocks of their own scales.
@@ -73,7 +70,7 @@ void few_dots(const Few& t) {
 #pragma GCC unroll 4
             for (int n = 0; n < kCols; ++n) {
                 raw[n] = unit.fetch(t.b[n] + at);
-                fetch_ahead<D>(t, t.b[n] + at);
+                __builtin_prefetch(t.b[n] + at + t.ahead);
             }
 #pragma GCC unroll 8
             for (int v = 0; v < D::kVectors; ++v, a += kRows * kVectorBytes) {
@@ -139,7 +136,7 @@ void few_lookups(const Few& t) {
         left -= here;
         for (int64_t s = 0; s < here; ++s, at += D::kBytes) {
 #pragma GCC unroll 4
-            for (int n = 0; n < kCols; ++n) fetch_ahead<D>(t, t.b[n] + at);
+            for (int n = 0; n < kCols; ++n) __builtin_prefetch(t.b[n] + at + t.ahead);
 #pragma GCC unroll 8
             for (int v = 0; v < D::kVectors; ++v, a += kRows * kVectorBytes) {
                 VecF code[kCols];
@@ -156,30 +153,6 @@ void few_lookups(const Few& t) {
     }
     for (int m = 0; m < kRows; ++m) {
         for (int n = 0; n < kCols; ++n) store(sums + (m * kCols + n) * kVectorBytes, sum[m][n]);
-    }
-}
-
-template <class D, bool kZeros>
-void few_decode(const Few& t) {
-    const D unit(t.table);
-    for (int n = 0; n < kCols; ++n) {
-        const uint8_t* from = t.b[n];
-        float* out = t.decoded + n * t.decoded_stride;
-        int64_t block = 0;
-        for (int64_t left = t.steps; left > 0; block += t.per_step) {
-            const VecF scale = (VecF)spread(t, t.scales[n] + block);
-            const VecF zero = kZeros ? to_float(spread(t, t.zeros[n] + block)) : VecF{};
-            const int64_t here = left < t.block_steps ? left : t.block_steps;
-            left -= here;
-            for (int64_t s = 0; s < here; ++s, from += D::kBytes) {
-                const typename D::Raw raw = unit.fetch(from);
-                fetch_ahead<D>(t, from);
-#pragma GCC unroll 8
-                for (int v = 0; v < D::kVectors; ++v, out += kWidth) {
-                    store(out, kZeros ? (unit.at(raw, v) - zero) * scale : unit.at(raw, v) * scale);
-                }
-            }
-        }
     }
 }
 
@@ -222,16 +195,17 @@ void arrange(const void* x, int64_t steps, int64_t step_pitch, int64_t pitch, ui
     arrange_as<T, D::kVectors>(x, steps, step_pitch, pitch, out);
 }
 
+#include "cpu/mm_lanes_body.inl"
+
 template <class D, bool kMore, int... i>
 constexpr void add_dots(FewUnit& u, std::integer_sequence<int, i...>) {
     ((u.dots[kMore][i] = few_dots<D, kMore, i + 1>), ...);
-    if constexpr (D::kInput == FewInput::f32) u.decode[kMore] = few_decode<D, kMore>;
     if constexpr (D::kLooksUp) ((u.lookups[kMore][i] = few_lookups<D, kMore, i + 1>), ...);
 }
 
-template <class D, bool kMore = true>
-constexpr FewUnit few_unit() {
-    constexpr std::make_integer_sequence<int, kFewTile> rows;
+// Without kernels.
+template <class D>
+constexpr FewUnit bare_unit() {
     FewUnit u;
     u.elements = D::kElements;
     u.bytes = D::kBytes;
@@ -242,20 +216,18 @@ constexpr FewUnit few_unit() {
         u.as_signed = D::kSigned;
     }
     u.arrange = arrange<D>;
-    add_dots<D, false>(u, rows);
-    if constexpr (kMore) add_dots<D, true>(u, rows);
     return u;
 }
 
-// fp32 as `decode` leaves them, in the order of a's vectors.
-struct Floats : ByF32 {
-    static constexpr int kElements = kWidth, kVectors = 1, kBytes = kVectorBytes;
-    static constexpr bool kStreamed = false;
-    using Raw = VecF;
-    explicit Floats(const Table*) {}
-    VecF fetch(const uint8_t* from) const { return load<VecF>(from); }
-    VecF at(VecF raw, int) const { return raw; }
-};
+template <class D, bool kMore = true>
+constexpr FewUnit few_unit() {
+    constexpr std::make_integer_sequence<int, kFewTile> rows;
+    FewUnit u = bare_unit<D>();
+    add_dots<D, false>(u, rows);
+    if constexpr (kMore) add_dots<D, true>(u, rows);
+    add_lanes<D, kMore>(u.lanes);
+    return u;
+}
 
 template <int... i>
 inline VecF swapped(VecF v, int apart, std::integer_sequence<int, i...>) {
@@ -310,9 +282,12 @@ constexpr FewKernels few_kernels() {
     FewKernels k;
     k.width = kWidth;
     k.cols = kCols;
-    k.floats = few_unit<Floats, false>();
+    k.lane_cols = kTileCols;
+    k.least_lanes = kWidth == 16 ? 13 : 5;  // measured: docs/measured.md
     k.sum_floats = sum_floats;
     k.sum_integers = sum_integers;
+    k.turn = turn;
+    k.correct = correct;
     k.holds = holds;
     k.byte_scales = byte_scales;
     return k;

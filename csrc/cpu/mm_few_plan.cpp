@@ -1,5 +1,7 @@
 #include "cpu/mm_few_plan.h"
 
+#include "cpu/mm_plan.h"
+
 namespace lowbit::cpu::mm {
 namespace {
 
@@ -16,9 +18,10 @@ const FewUnit& bf16_unit_of(const Table& t, const FewKernels& k) {
     return t.bits == 4 ? k.bf16_nibbles : t.bits == 6 ? k.bf16_sextets : none;
 }
 
-const FewUnit& unit_of(const Table& t, bool integers, const FewKernels& k) {
+const FewUnit& unit_of(const Table& t, const FewPlan& plan, const FewKernels& k) {
     static const FewUnit none;
-    if (integers) return t.bits == 8 ? k.int8 : t.bits == 4 ? k.int4 : none;
+    if (plan.integers && plan.lanes) return t.bits == 8 ? k.lane_int8 : t.bits == 4 ? k.lane_int4 : none;
+    if (plan.integers) return t.bits == 8 ? k.int8 : t.bits == 4 ? k.int4 : none;
     if (t.bits == 4) return k.nibbles;
     if (t.bits == 8 && t.integer) return k.bytes;
     if (t.bits == 8 && t.half_shift >= 0) return k.halves;
@@ -37,32 +40,45 @@ bool fit_blocks(FewPlan& plan, int64_t block, int width) {
     return step % block == 0 && block % (step / width) == 0;
 }
 
-}  // namespace
-
-bool make_few_plan(const Problem& p, const FewKernels& k, FewPlan& plan) {
+// How the product is done with a's rows as lanes, or else with their elements.
+bool fit(const Problem& p, const FewKernels& k, bool lanes, FewPlan& plan) {
     const Operand &a = p.a, &b = p.b;
-    if (a.rows > kFewRows || p.depth == 0 || !b.has_codes() || (b.col_stride != 1 && p.depth > 1)) return false;
     const bool a_blocks = a.has_codes() && a.block_cols < p.depth, integers = is_integer(a) && is_integer(b);
+    const bool shifted = a.zero_point != nullptr || (a.has_codes() && !a.table->is_signed);
+    const bool zeros = b.zero_point != nullptr;
+    plan = FewPlan{};
+    plan.lanes = lanes;
     plan.blocks = b.block_cols < p.depth;
     plan.num_blocks = plan.blocks ? (p.depth - 1) / b.block_cols + 1 : 1;
-    const bool shifted = a.zero_point != nullptr || (a.has_codes() && !a.table->is_signed);
-    plan.integers = integers && !a_blocks && a.table->bits == 8 && p.depth <= kExactDepth && !(plan.blocks && shifted);
-    if (integers && !a_blocks && !plan.blocks && !plan.integers) return false;  // only exact sums will do
-    plan.unit = &unit_of(*b.table, plan.integers, k);
+    const bool correctable = !plan.blocks || !(shifted || (lanes && zeros));
+    plan.integers =
+        integers && !a_blocks && a.table->bits == 8 && correctable && p.depth <= (lanes ? kExactTerms : kExactDepth);
+    if (integers && !a_blocks && !plan.integers && (lanes || !plan.blocks)) return false;  // only exact sums will do
+    plan.unit = &unit_of(*b.table, plan, k);
     const FewUnit& bf16 = bf16_unit_of(*b.table, k);
-    const bool exact = exact_in_bf16(a) && !a_blocks && b.table->exact_bf16 && b.zero_point == nullptr;
+    const bool exact = exact_in_bf16(a) && !a_blocks && b.table->exact_bf16 && !zeros;
     if (!plan.integers && exact && bf16.elements > 0) plan.unit = &bf16;
     if (plan.unit->elements == 0) return false;
     if (plan.blocks && !fit_blocks(plan, b.block_cols, k.width)) return false;
-    plan.more = plan.integers ? plan.blocks : b.zero_point != nullptr || (plan.unit->as_signed && !b.table->is_signed);
-    if (plan.more && plan.unit->dots[1][0] == nullptr) return false;
+    // Sums that are scaled block by block: of four lanes of bytes at least, or two dwords that follow each other.
+    if (lanes && plan.unit->input != FewInput::f32 && plan.per_step > k.width / (plan.integers ? 4 : 2)) return false;
+    plan.more = plan.integers ? plan.blocks : zeros || (plan.unit->as_signed && !b.table->is_signed);
+    if (plan.more && (lanes ? plan.unit->lanes.decode[1] == nullptr : plan.unit->dots[1][0] == nullptr)) return false;
     plan.a_folded = a_blocks;
-    plan.rows = a.rows + (plan.integers && shifted);
+    plan.rows = lanes ? (a.rows + k.width - 1) / k.width * k.width : a.rows + (plan.integers && shifted);
     plan.steps = p.depth / plan.unit->elements;
     plan.rest = p.depth % plan.unit->elements;
     if (!plan.blocks) plan.block_steps = plan.all_steps();
-    plan.slots = plan.unit->vectors + (plan.integers && plan.blocks);
-    return plan.rows * plan.all_steps() * plan.slots * 4 * k.width <= kMaxBytes;
+    plan.slots = plan.unit->vectors + (plan.integers && plan.blocks && !lanes);
+    return plan.rows * plan.all_steps() * plan.slots * 4 * k.width <= (lanes ? kMaxBytes / 2 : kMaxBytes);
+}
+
+}  // namespace
+
+bool make_few_plan(const Problem& p, const FewKernels& k, FewPlan& plan) {
+    if (p.depth == 0 || !p.b.has_codes() || (p.b.col_stride != 1 && p.depth > 1)) return false;
+    if (p.a.rows >= k.least_lanes && p.a.rows <= kLaneRows && fit(p, k, true, plan)) return true;
+    return p.a.rows <= kFewRows && fit(p, k, false, plan);
 }
 
 }  // namespace lowbit::cpu::mm

@@ -328,6 +328,33 @@ void test_noise_and_packing(const char* isa, const Lines& lines) {
     }
 }
 
+// Parameters of one input with gradients of another; NaN of moments need not have the same bits.
+void test_adamw(const char* isa, const Lines& lines, const Input& params, const Input& grads) {
+    const AdamWFactors factors{0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f};
+    const int64_t count = std::min(params.count, grads.count) / 4;
+    const size_t size = static_cast<size_t>(count);
+    const Input start = samples(2 * count);
+    std::vector<uint32_t> made[2];
+    std::vector<float> moments[2];
+    for (size_t k = 0; k < 2; ++k) {
+        made[k].resize(size);
+        moments[k].resize(2 * size);
+        std::memcpy(moments[k].data(), start.words.data(), 2 * size * sizeof(float));
+        const Lines& by = k == 0 ? lines : lines_scalar();
+        for (int64_t at = 0, n = 1; at < count; at += n, n = n < 40 ? n + 1 : count - at) {
+            by.adamw(factors, advance(params.words.data(), at, params.dtype), params.dtype,
+                     advance(grads.words.data(), at, grads.dtype), grads.dtype, n, moments[k].data() + at,
+                     moments[k].data() + count + at, advance(made[k].data(), at, params.dtype));
+        }
+    }
+    bool same = made[0] == made[1];
+    for (size_t i = 0; i < 2 * size; ++i) {
+        const uint32_t a = bits_of(moments[0][i]), b = bits_of(moments[1][i]);
+        same &= a == b || (is_nan(a) && is_nan(b));
+    }
+    expect(same, isa, "adamw", {}, params.dtype, static_cast<int>(grads.dtype));
+}
+
 }  // namespace
 
 // An argument of N takes one fp32 sample in N, for emulators.
@@ -349,6 +376,9 @@ int main(int argc, char** argv) {
             }
         }
         for (const Input& in : inputs) test_stats(name.c_str(), lines, in);
+        for (const Input& params : inputs) {
+            for (const Input& grads : inputs) test_adamw(name.c_str(), lines, params, grads);
+        }
         test_scales(name.c_str(), lines);
         test_noise_and_packing(name.c_str(), lines);
         std::printf("%s: %ld comparisons with the scalar code, %ld differ\n", name.c_str(), comparisons - compared,

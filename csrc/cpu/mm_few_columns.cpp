@@ -1,0 +1,88 @@
+#include "cpu/mm_few_columns.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/mm_load.h"
+
+namespace lowbit::cpu::mm {
+
+void FewColumns::put_lanes(int32_t* lanes) const {
+    for (int l = 0; l < few_.width; ++l) {
+        lanes[l] = plan_.per_step > 1 ? static_cast<int32_t>(l * plan_.per_step / few_.width) : 0;
+    }
+}
+
+const float* FewColumns::block_scales(int64_t row, float* out) const {
+    static constexpr float kOne = 1;
+    if (!plan_.blocks) return &kOne;
+    const Operand& b = p_.b;
+    if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
+        return static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
+    }
+    if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
+        const auto* codes = static_cast<const uint8_t*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
+        few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
+    } else {
+        Operand inner = b;
+        inner.outer = nullptr;
+        row_scales(inner, row, 0, p_.depth, out);
+    }
+    // Lanes of the last step that belong to no block: their elements of a are 0, and must stay so.
+    std::fill_n(out + plan_.num_blocks, few_.width, 1.0f);
+    return out;
+}
+
+const int32_t* FewColumns::block_zeros(int64_t row, int32_t* out) const {
+    const Operand& b = p_.b;
+    if (b.zero_point == nullptr) return out;
+    for (int64_t i = 0; i < plan_.num_blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + zero_offset();
+    std::fill_n(out + plan_.num_blocks, few_.width, 0);
+    return out;
+}
+
+int32_t FewColumns::zero_offset() const {
+    const Table& t = *p_.b.table;
+    const int half = 1 << (t.bits - 1);
+    if (plan_.unit->input == FewInput::u8) return t.is_signed || t.bits < 8 ? 0 : -half;
+    if (plan_.integers) return t.is_signed ? half : 0;
+    return plan_.unit->as_signed && !t.is_signed ? -half : 0;
+}
+
+float FewColumns::factor(const uint8_t* codes) const {
+    const Table& t = *p_.b.table;
+    if (!plan_.unit->halves) return 1;
+    return t.half_nan != 0 && few_.holds(codes, p_.depth, t.half_nan) ? NAN : t.half_unit;
+}
+
+void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t first, int64_t count) const {
+    const Operand &a = p_.a, &b = p_.b;
+    float scales[kMost + kFewStepBytes / 4], bias[kMost + kFewStepBytes / 4];
+    Row row;
+    row.sum_kind = kind;
+    row.scaled = true;
+    row.b_scale = scales;
+    row.out_dtype = p_.out_dtype;
+    row.cols = count;
+    if (p_.bias != nullptr) {
+        row.bias = bias;
+        for (int64_t n = 0; n < count; ++n) bias[n] = float_at(p_.bias, p_.bias_dtype, (first + n) * p_.bias_stride);
+    }
+    if (plan_.blocks) {
+        std::fill_n(scales, count, b.outer == nullptr ? 1.0f : *b.outer);
+    } else if (b.scale_format == kScaleFp32 && b.block_rows == 1 && b.outer == nullptr) {
+        const auto* from = static_cast<const float*>(b.scale) + first * b.scale_row_stride;
+        for (int64_t n = 0; n < count; ++n) scales[n] = from[n * b.scale_row_stride];
+    } else {
+        for (int64_t n = 0; n < count; ++n) scales[n] = scale_at(b, first + n, 0);
+    }
+    const int64_t size = p_.out_dtype == Element::f32 ? 4 : 2;
+    for (int64_t m = 0; m < a.rows; ++m) {
+        row.sum = static_cast<const uint8_t*>(results) + m * pitch;
+        row.a_scale = plan_.a_folded ? 1.0f : scale_at(a, m, 0);
+        row.out = static_cast<uint8_t*>(p_.out) + (m * b.rows + first) * size;
+        kernels_in_use().finish(row);
+    }
+}
+
+}  // namespace lowbit::cpu::mm

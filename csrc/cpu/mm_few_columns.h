@@ -1,0 +1,44 @@
+// What all products with few rows do to some rows of b, which are columns of the output: their scales and zero points,
+// and the epilogue.
+#pragma once
+
+#include "cpu/mm_few_rows.h"
+
+namespace lowbit::cpu::mm {
+
+constexpr int64_t kAheadBytes = 4096;  // fetched for later
+
+class FewColumns {
+  protected:
+    static constexpr int64_t kMost = 4 * kLaneCols;  // columns that `finish` takes at a time
+
+    FewColumns(const Problem& p, const FewKernels& few, const FewPlan& plan, const FewRows& rows)
+        : p_(p), few_(few), plan_(plan), rows_(rows) {}
+
+    // Room for the blocks of a row, those that pad the last step, and a vector more.
+    int64_t block_room() const { return (plan_.blocks ? plan_.block_of(plan_.all_steps()) : 0) + 2 * few_.width + 1; }
+    // Into which block each lane of a step falls.
+    void put_lanes(int32_t* lanes) const;
+    // The scales of a row's blocks, without the outer one; in `out`, if not where they are.
+    const float* block_scales(int64_t row, float* out) const;
+    // Zero points as decoded codes have them. Where b has none, `out` holds them already: they are the same for all.
+    const int32_t* block_zeros(int64_t row, int32_t* out) const;
+    int32_t zero_offset() const;
+    // What a row's float sums are to be multiplied by.
+    float factor(const uint8_t* codes) const;
+    // Scales that are constant along K, bias and cast: of results [rows, pitch], of Row::sum_kind, from row `first` of
+    // b.
+    void finish(const void* results, int64_t pitch, int kind, int64_t first, int64_t count) const;
+
+    const Problem& p_;
+    const FewKernels& few_;
+    const FewPlan& plan_;
+    const FewRows& rows_;
+};
+
+// Sums over lanes; see mm_few.h.
+void multiply_elements(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows);
+// a's rows are lanes.
+void multiply_lanes(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows);
+
+}  // namespace lowbit::cpu::mm

@@ -1,0 +1,49 @@
+// Rows of a in the order that a unit multiplies them in: tile after tile of at most kFewTile rows, or as lanes.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/mm_few_plan.h"
+
+namespace lowbit::cpu::mm {
+
+// Room for results that are summed from a's rows: those that tiles have, and one of ones.
+constexpr int64_t kAllRows = kLaneRows + 1;
+
+class FewRows {
+  public:
+    FewRows(const Problem& problem, const FewKernels& few, const FewPlan& plan);
+    // The vectors of the tile that begins with row m, from a step on.
+    const uint8_t* tile(int64_t m, int64_t step) const {
+        return packed_ + (m * plan_.all_steps() + step * tile_rows(m)) * step_;
+    }
+    int64_t tile_rows(int64_t m) const {
+        const int64_t most = plan_.lanes ? 2 * few_.width : kFewTile;
+        return std::min(most, plan_.rows - m / most * most);
+    }
+    // Integers: of the bytes that are multiplied; and how much larger they are than the codes.
+    int64_t sum(int64_t m) const { return sums_[m]; }
+    int lift() const;
+    // Of lanes: where the dwords of a step that are multiplied one after the other come from.
+    const int32_t* places() const { return places_; }
+
+  private:
+    void take_row(int64_t m, int64_t depth, uint8_t* raw);
+    template <class T>
+    void integers(int64_t m, int64_t depth);
+    void floats(int64_t m, int64_t depth, uint8_t* raw) const;
+    template <class T>
+    void lane_sums(int64_t m, uint8_t* out) const;
+    void order_step();
+    void turn(const uint8_t* ordered);
+
+    const Problem& p_;
+    const FewKernels& few_;
+    const FewPlan& plan_;
+    const int64_t vector_, step_;  // bytes
+    uint8_t *packed_, *natural_;
+    int32_t places_[kLaneDepth], order_[kLaneDepth];
+    int64_t sums_[kAllRows] = {};
+};
+
+}  // namespace lowbit::cpu::mm
