@@ -50,7 +50,8 @@ bool fit(const Problem& p, const FewKernels& k, bool lanes, FewPlan& plan) {
     plan.lanes = lanes;
     plan.blocks = b.block_cols < p.depth;
     plan.num_blocks = plan.blocks ? (p.depth - 1) / b.block_cols + 1 : 1;
-    const bool correctable = !plan.blocks || !(shifted || (lanes && zeros));
+    const bool b_shifted = zeros || (b.table->bits == 8 && !b.table->is_signed);  // of lanes: bytes are signed there
+    const bool correctable = !plan.blocks || !(shifted || (lanes && b_shifted));
     plan.integers =
         integers && !a_blocks && a.table->bits == 8 && correctable && p.depth <= (lanes ? kExactTerms : kExactDepth);
     if (integers && !a_blocks && !plan.integers && (lanes || !plan.blocks)) return false;  // only exact sums will do

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "common/numerics.h"
 #include "cpu/arena.h"
@@ -72,12 +73,8 @@ void FewRows::integers(int64_t m, int64_t depth) {
         kernels.decode_s16(codes, x, p_.depth, is_signed ? 128 : 0, is_signed ? 0 : 128);
     }
     if (!plan_.exact()) return;
-    if (unsigned_bytes) {
-        sums_[m] = kernels.sum_bytes(natural_, p_.depth);
-    } else {
-        sums_[m] = 0;
-        for (int64_t k = 0; k < p_.depth; ++k) sums_[m] += x[k];
-    }
+    sums_[m] = unsigned_bytes ? std::accumulate(natural_, natural_ + p_.depth, int64_t{0})
+                              : std::accumulate(x, x + p_.depth, int64_t{0});
 }
 
 // A step's last slot: less the sum of the elements of each lane, as a word.

@@ -113,7 +113,9 @@ bool within(const std::vector<uint8_t>& got, const Expected& wanted, mm::Element
         const double y = binary_value(got.data(), dtype, static_cast<int64_t>(i));
         const double exact = wanted.exact[i], bound = wanted.bound[i];
         const bool over = std::isinf(y) && std::fabs(exact) + bound > largest[static_cast<int>(dtype)];
-        if (!(std::fabs(y - exact) <= bound) && !(over && std::signbit(y) == std::signbit(exact))) return false;
+        const bool either = std::fabs(exact) <= bound;  // the sign is anybody's
+        if (!(std::fabs(y - exact) <= bound) && !(over && (either || std::signbit(y) == std::signbit(exact))))
+            return false;
     }
     return true;
 }
