@@ -21,7 +21,6 @@
 namespace lowbit::cpu::mm {
 
 constexpr int64_t kFewRows = 16;   // of a, at most; measured: docs/measured.md
-constexpr int64_t kLaneRows = 32;  // the same, as lanes
 constexpr int kFewTile = 4;        // rows of a that are multiplied at a time, at most
 constexpr int kFewCols = 4;        // rows of b at a time, at most
 constexpr int kFewStepBytes = 64;  // of a step, at most, and of a vector

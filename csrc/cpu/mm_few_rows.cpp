@@ -132,7 +132,7 @@ void FewRows::turn(const uint8_t* ordered) {
     order_step();
     const int64_t width = few_.width, row = plan_.all_steps() * step_;
     for (int64_t m = 0; m < plan_.rows; m += width) {
-        const uint8_t* rows[kLaneRows];
+        const uint8_t* rows[kFewRows];
         for (int64_t i = 0; i < width; ++i) rows[i] = ordered + std::min(m + i, p_.a.rows) * row;
         const int64_t first = m / (2 * width) * (2 * width), pitch = tile_rows(m) * 4;
         uint8_t* to = packed_ + first * row + (m - first) * 4;

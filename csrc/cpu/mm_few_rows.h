@@ -8,7 +8,7 @@
 namespace lowbit::cpu::mm {
 
 // Room for results that are summed from a's rows: those that tiles have, and one of ones.
-constexpr int64_t kAllRows = kLaneRows + 1;
+constexpr int64_t kAllRows = kFewRows + 1;
 
 class FewRows {
   public:

@@ -178,7 +178,7 @@ class LaneColumns : FewColumns {
     void put_results(int64_t first, int64_t count) const {
         const int64_t width = few_.width, pitch = kMost * 4;
         for (int64_t n = 0; n < count; n += width) {
-            const uint8_t* from[kLaneRows];
+            const uint8_t* from[kFewRows];
             for (int64_t i = 0; i < width; ++i) from[i] = reinterpret_cast<uint8_t*>(sums_ + (n + i) * plan_.rows);
             for (int64_t m = 0; m < plan_.rows; m += width) {
                 few_.turn(from, m * 4, reinterpret_cast<uint8_t*>(results_ + m * kMost + n), pitch, nullptr);
@@ -196,7 +196,7 @@ class LaneColumns : FewColumns {
     uint8_t* tails_;
     const float* row_scales_[kLaneCols];
     const int32_t* row_zeros_[kLaneCols];
-    int32_t a_zeros_[kLaneRows], a_sums_[kLaneRows];
+    int32_t a_zeros_[kFewRows], a_sums_[kFewRows];
 };
 
 }  // namespace
