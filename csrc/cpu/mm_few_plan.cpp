@@ -77,9 +77,9 @@ bool fit(const Problem& p, const FewKernels& k, bool lanes, FewPlan& plan) {
 }  // namespace
 
 bool make_few_plan(const Problem& p, const FewKernels& k, FewPlan& plan) {
-    if (p.depth == 0 || !p.b.has_codes() || (p.b.col_stride != 1 && p.depth > 1)) return false;
-    if (p.a.rows >= k.least_lanes && p.a.rows <= kFewRows && fit(p, k, true, plan)) return true;
-    return p.a.rows <= kFewRows && fit(p, k, false, plan);
+    if (p.a.rows > kFewRows || p.depth == 0 || !p.b.has_codes()) return false;
+    if (p.b.col_stride != 1 && p.depth > 1) return false;
+    return (p.a.rows >= k.least_lanes && fit(p, k, true, plan)) || fit(p, k, false, plan);
 }
 
 }  // namespace lowbit::cpu::mm
