@@ -27,7 +27,7 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
-from lowbit.ops.optimizer import STATE_SCHEME
+from lowbit.ops.optimizer import STATE_SCHEME, Factors
 from lowbit.ops.samples import element_formats, schemes
 from lowbit.quantized import scale_dtype, zero_dtype
 
@@ -152,7 +152,9 @@ def _step_cases() -> Iterator[Case]:
         )
         moment = launch.Moment(scheme, codes, scale, codes, scale)
         param, grad = (_meta(64, 4096, dtype=kinds[(index + j) % 3]) for j in (0, 1))
-        made = launch.adamw(param, grad, [moment, moment], (0.5,) * 7, param, _rounding(index % 2 == 1))
+        made = launch.adamw(
+            param, grad, [moment, moment], dict.fromkeys(Factors._fields, 0.5), param, _rounding(index % 2 == 1)
+        )
         yield Case(f"adamw {scheme}", made, index < 2)
 
 

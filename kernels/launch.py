@@ -282,7 +282,7 @@ def fake_quantize_backward(
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 def adamw(
-    param: Tensor, grad: Tensor, moments: list[Moment], factors: tuple[float, ...], out: Tensor, rounding: Rounding
+    param: Tensor, grad: Tensor, moments: list[Moment], factors: dict[str, float], out: Tensor, rounding: Rounding
 ) -> list[Launch]:
     """The next parameter into ``out``, and both moments; the matrices between are fp32 scratch."""
     rows, cols = param.shape
@@ -291,14 +291,13 @@ def adamw(
     for moment, x in zip(moments, numbers, strict=True):
         launches += dequantize(moment.codes, moment.scheme, moment.scale, None, None, x)
     tiles, sizes = _plain(rows, cols)
-    names = ("decay", "mix", "keep", "mix_square", "correction", "eps", "rate")
     more = {
         "param_ptr": _pattern(param), "stride_r": param.stride(0), "stride_c": param.stride(1),
         "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
         "avg_ptr": numbers[0], "rms_ptr": numbers[1], "out_ptr": _pattern(out), "out_pitch": cols,
         "DTYPE": _dtype(param), "GRAD_DTYPE": _dtype(grad),
     }  # fmt: skip
-    arguments = more | sizes | dict(zip(names, factors, strict=True))
+    arguments = more | sizes | factors
     launches.append(Launch(optimizer.adamw, tiles.grid, arguments, tiles.warps))
     for moment, x in zip(moments, numbers, strict=True):
         launches += quantize_dynamic(x, moment.scheme, None, moment.new_codes, moment.new_scale, None, rounding)

@@ -199,6 +199,7 @@ def test_what_does_not_fit_is_refused():
         refused(ValueError, why, param, grad, avg, lb.quantize(param, scheme))
     odd = lb.quantize(param, "fp8_e4m3:group2047")
     refused(ValueError, "meet after .* elements", param, grad, avg, odd)
+    lb.adamw_(param.clone(), grad, odd, odd.map(torch.clone), step=1)
     nf4 = lb.quantize(param, "nf4")
     refused(ValueError, "codebook and rounds to nearest only", param, grad, nf4, rms, rounding="stochastic", seed=1)
     refused(ValueError, "new_exp_avg shares memory with exp_rms", param, grad, avg, avg)

@@ -40,7 +40,7 @@ FACTORS: dict[str, list[Any]] = {
     "a_scaling": SCALINGS,
     "b_format": FORMATS,
     "b_scaling": SCALINGS,
-    "shape": [(1, 17, 96), (5, 3, 33), (16, 40, 64), (33, 1, 130), (2, 65, 257), (1, 1, 1)],
+    "shape": [(1, 17, 96), (5, 3, 33), (16, 40, 64), (13, 117, 66), (33, 1, 130), (2, 65, 257), (1, 1, 1)],
     "out_dtype": FLOATS,
     "bias": [None, *FLOATS],
     "a_strided": [False, True],
@@ -134,7 +134,7 @@ OF_FLOATS = params([REFERENCE, *kernels("scaled_mm"), *rounding("scaled_mm")])
 
 @pytest.mark.parametrize("kernel", OF_FLOATS)
 def test_every_pair_of_schemes_shapes_and_dtypes(kernel: Kernel):
-    check_kernel(kernel, covering()[:: 9 if kernel.variant.interpreted else 1])
+    check_kernel(kernel, covering()[:: 7 if kernel.variant.interpreted else 1])
 
 
 @functools.cache
@@ -319,3 +319,22 @@ def test_damage_stays_in_its_row_and_column(variant: Variant, name):
     hit[2], hit[:, 4] = True, True
     bad = y.isnan() if name else ~y.isfinite()
     assert torch.equal(bad, hit), f"{name} on {variant}: {bad.int().tolist()}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["e3m2n", "e2m1n", "int4"])
+def test_bits_that_pad_a_row_and_nan_in_narrow_formats(kernel: Kernel, format):
+    """Few rows to many, an odd depth whose last byte holds any bits besides, and a NaN where the format has one."""
+    if kernel.variant.interpreted:
+        pytest.skip("the interpreter takes minutes")
+    for rows in (1, 3, 13, 16, 20):
+        call = make_call(random_matrix(rows, 97), random_matrix(9, 97, seed=1), None, f"{format}:row")
+        bits, codes = lb.scheme(call.b_scheme).format.bits, call.b.clone()
+        expected = kernel.run(moved(call, kernel.variant.device))
+        codes[:, -1] |= 0xFF << (97 * bits % 8) & 0xFF
+        got = kernel.run(moved(call._replace(b=codes), kernel.variant.device))
+        assert (got is None) == (expected is None)
+        if got is not None and expected is not None:
+            assert_same_bits(got[0], expected[0], f"{format}, {rows} rows")
+            assert got[0].isfinite().all()
+            check(got[0], call, kernel.impl.numerics, str(kernel))

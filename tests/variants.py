@@ -182,7 +182,7 @@ def _allowing(impl: registry.Impl) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_mm, "bf16_products", lambda: True)
+        patch.setattr(cpu_mm, "bf16_products", lambda rows: True)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")
         try:

@@ -29,17 +29,18 @@ class Kept {
         }
     }
 
-    int64_t width() const { return width_; }
+    // Whole blocks, and whole bytes of packed codes.
+    int64_t unit() const { return std::lcm(width_, int64_t{moment_.scheme.format.bits < 8 ? 8 : 1}); }
 
     // One thread's memory.
-    struct Scratch {
+    struct Numbers {
         float numbers[kRun];
         uint8_t codes[kRun];
         float value[kRun + kAlign], divisor[kRun + kAlign], each[kRun];
         uint32_t high[kRun + kAlign];
     };
 
-    void decode(const Lines& line, const Run& run, Scratch& s) const {
+    void decode(const Lines& line, const Run& run, Numbers& s) const {
         const int bits = moment_.scheme.format.bits;
         const int64_t first = run.row * across_ + run.begin / width_;
         line.read_scales(static_cast<const uint8_t*>(moment_.scale) + first * scale_bytes(rule_.scale_format), nullptr,
@@ -50,7 +51,7 @@ class Kept {
                     Dtype::kFloat32);
     }
 
-    void encode(const Lines& line, const Run& run, const uint16_t* noise, const void* ahead, Scratch& s) const {
+    void encode(const Lines& line, const Run& run, const uint16_t* noise, const void* ahead, Numbers& s) const {
         const int bits = moment_.scheme.format.bits;
         const int64_t first = run.row * across_ + run.begin / width_;
         std::fill_n(s.high, blocks(run), 0u);
@@ -82,7 +83,7 @@ class Kept {
     int64_t blocks(const Run& run) const { return (run.count + width_ - 1) / width_; }
 
     // One for each block; where vectors do not divide blocks, one for each element.
-    Factors factors(const Run& run, const float* by, bool inverse, bool finite, Scratch& s) const {
+    Factors factors(const Run& run, const float* by, bool inverse, bool finite, Numbers& s) const {
         if (width_ % kAlign == 0 || run.count <= width_) {
             return {inverse ? Factors::kInverse : Factors::kBlocks, by, nullptr, width_, width_, finite};
         }
@@ -98,25 +99,24 @@ void adamw(const Values& param, const Values& grad, Shape shape, const Moment& a
            const AdamWFactors& factors, Rounding rounding, const Rng& rng, const Results& new_param) {
     const bool stochastic = rounding == kStochastic;
     const Kept kept[] = {{avg, shape, stochastic}, {rms, shape, stochastic}};
-    // Whole blocks of both moments, and whole bytes of packed codes.
-    const int64_t unit = std::lcm(std::lcm(kept[0].width(), kept[1].width()), int64_t{8});
+    const int64_t unit = std::lcm(kept[0].unit(), kept[1].unit());
     const int64_t width = unit >= shape.cols ? shape.cols : std::max(unit, kRun / unit * unit);
     if (width > kRun) throw std::invalid_argument("blocks of the moments have no common multiple of at most 2048");
     const int64_t across = (shape.cols + width - 1) / width;
     parallel_for(shape.rows * across, (kGrain + width - 1) / width, [&](int64_t begin, int64_t end) {
-        static thread_local std::vector<Kept::Scratch> scratch(2);
+        static thread_local std::vector<Kept::Numbers> numbers(2);
         const Lines& line = lines();
         for (int64_t i = begin; i < end; ++i) {
             const int64_t at = i % across * width;
             const Run run{i / across, at, std::min(width, shape.cols - at)};
-            for (int k = 0; k < 2; ++k) kept[k].decode(line, run, scratch[k]);
+            for (int k = 0; k < 2; ++k) kept[k].decode(line, run, numbers[k]);
             line.adamw(factors, at_run(param, run), param.dtype, at_run(grad, run), grad.dtype, run.count,
-                       scratch[0].numbers, scratch[1].numbers, at_run(new_param, run));
+                       numbers[0].numbers, numbers[1].numbers, at_run(new_param, run));
             const uint16_t* noise = stochastic ? Scratch::mine().noise_at(line, rng, run) : nullptr;
             const int64_t after = std::min(i + 1, end - 1);
             const Run next{after / across, after % across * width, 0};
-            kept[0].encode(line, run, noise, at_run(param, next), scratch[0]);
-            kept[1].encode(line, run, noise, at_run(grad, next), scratch[1]);
+            kept[0].encode(line, run, noise, at_run(param, next), numbers[0]);
+            kept[1].encode(line, run, noise, at_run(grad, next), numbers[1]);
         }
     });
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/adamw.h"
-#include "cpu/codec.h"
+#include "cpu/runs.h"
 
 namespace lowbit::cpu {
 
@@ -15,7 +15,7 @@ struct Moment {
     uint8_t* new_codes;
     void* new_scale;
 };
-constexpr int64_t kMaxMomentBlock = 2048;
+constexpr int64_t kMaxMomentBlock = kRun;
 
 // `rms` is the root of the second moment. param and new_param may be the same memory.
 void adamw(const Values& param, const Values& grad, Shape shape, const Moment& avg, const Moment& rms,

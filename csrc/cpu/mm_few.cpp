@@ -12,6 +12,7 @@
 namespace lowbit::cpu::mm {
 namespace {
 
+constexpr int64_t kAheadBytes = 4096;  // fetched for later
 constexpr int64_t kFinishCols = 64;
 
 const FewKernels& few_in_use() {
@@ -85,10 +86,9 @@ class Columns : FewColumns {
         std::memset(sums_, 0, static_cast<size_t>(plan_.rows * few_.cols * few_.width) * 4);
         stretch(t, 0, plan_.steps);
         if (plan_.rest > 0) {
-            const int64_t done = plan_.steps * plan_.unit->bytes, bytes = (plan_.rest * b.table->bits + 7) / 8;
             for (int64_t n = 0; n < few_.cols; ++n) {
+                take_tail(codes[n], tails_ + n * kFewStepBytes);
                 t.b[n] = tails_ + n * kFewStepBytes;
-                std::memcpy(tails_ + n * kFewStepBytes, codes[n] + done, static_cast<size_t>(bytes));
             }
             t.ahead = 0;
             stretch(t, plan_.steps, 1);

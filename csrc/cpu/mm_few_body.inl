@@ -283,7 +283,7 @@ constexpr FewKernels few_kernels() {
     k.width = kWidth;
     k.cols = kCols;
     k.lane_cols = kTileCols;
-    k.least_lanes = kWidth == 16 ? 13 : 5;  // measured: docs/measured.md
+    k.least_lanes = kWidth == 16 ? 13 : 5;  // the first measured (docs/measured.md), the others not
     k.sum_floats = sum_floats;
     k.sum_integers = sum_integers;
     k.turn = turn;

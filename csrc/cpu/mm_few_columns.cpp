@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "cpu/mm_load.h"
 
@@ -39,6 +40,12 @@ const int32_t* FewColumns::block_zeros(int64_t row, int32_t* out) const {
     for (int64_t i = 0; i < plan_.num_blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + zero_offset();
     std::fill_n(out + plan_.num_blocks, few_.width, 0);
     return out;
+}
+
+void FewColumns::take_tail(const uint8_t* codes, uint8_t* to) const {
+    const int64_t bits = plan_.rest * p_.b.table->bits, bytes = (bits + 7) / 8;
+    std::memcpy(to, codes + plan_.steps * plan_.unit->bytes, static_cast<size_t>(bytes));
+    to[bytes - 1] &= static_cast<uint8_t>(0xff >> (8 * bytes - bits));
 }
 
 int32_t FewColumns::zero_offset() const {

@@ -6,8 +6,6 @@
 
 namespace lowbit::cpu::mm {
 
-constexpr int64_t kAheadBytes = 4096;  // fetched for later
-
 class FewColumns {
   protected:
     static constexpr int64_t kMost = 4 * kLaneCols;  // columns that `finish` takes at a time
@@ -24,6 +22,8 @@ class FewColumns {
     // Zero points as decoded codes have them. Where b has none, `out` holds them already: they are the same for all.
     const int32_t* block_zeros(int64_t row, int32_t* out) const;
     int32_t zero_offset() const;
+    // A row's codes after the whole steps, `to` a step's bytes. The bits that pad it may be any, but not a NaN's here.
+    void take_tail(const uint8_t* codes, uint8_t* to) const;
     // What a row's float sums are to be multiplied by.
     float factor(const uint8_t* codes) const;
     // Scales that are constant along K, bias and cast: of results [rows, pitch], of Row::sum_kind, from row `first` of

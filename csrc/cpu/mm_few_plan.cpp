@@ -25,7 +25,7 @@ const FewUnit& unit_of(const Table& t, const FewPlan& plan, const FewKernels& k)
     if (t.bits == 4) return k.nibbles;
     if (t.bits == 8 && t.integer) return k.bytes;
     if (t.bits == 8 && t.half_shift >= 0) return k.halves;
-    return t.bits == 6 && t.exact_bf16 && t.half_shift >= 0 ? k.sextets : none;
+    return t.bits == 6 && t.exact_bf16 && t.half_shift >= 0 && t.half_nan == 0 ? k.sextets : none;
 }
 
 // Whether blocks of `block` elements begin with steps, or divide them at the stretches of lanes.

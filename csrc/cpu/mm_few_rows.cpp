@@ -53,9 +53,9 @@ void FewRows::take_row(int64_t m, int64_t depth, uint8_t* raw) {
 template <class T>
 void FewRows::integers(int64_t m, int64_t depth) {
     auto* x = reinterpret_cast<T*>(natural_);
-    std::fill(x + p_.depth, x + depth, T{0});
     if (m == p_.a.rows) {
         std::fill(x, x + p_.depth, T{1});
+        std::fill(x + p_.depth, x + depth, T{0});
         sums_[m] = p_.depth;
         return;
     }
@@ -72,6 +72,7 @@ void FewRows::integers(int64_t m, int64_t depth) {
     } else {
         kernels.decode_s16(codes, x, p_.depth, is_signed ? 128 : 0, is_signed ? 0 : 128);
     }
+    std::fill(x + p_.depth, x + depth, T{0});  // decoders may have written there
     if (!plan_.exact()) return;
     sums_[m] = unsigned_bytes ? std::accumulate(natural_, natural_ + p_.depth, int64_t{0})
                               : std::accumulate(x, x + p_.depth, int64_t{0});

@@ -102,13 +102,9 @@ class LaneColumns : FewColumns {
             piece(t, s, sums);
         }
         if (plan_.rest > 0) {
-            const int64_t done = plan_.steps * plan_.unit->bytes, bits = plan_.rest * p_.b.table->bits;
-            const int64_t bytes = (bits + 7) / 8;
-            const auto last = static_cast<uint8_t>(0xff >> (8 * bytes - bits));
             for (int64_t n = 0; n < kLaneCols; ++n) {
+                take_tail(codes[n], tails_ + n * kFewStepBytes);
                 tails[n] = tails_ + n * kFewStepBytes;
-                std::memcpy(tails_ + n * kFewStepBytes, codes[n] + done, static_cast<size_t>(bytes));
-                tails_[n * kFewStepBytes + bytes - 1] &= last;  // codes are summed, and a row's last bits may be any
             }
             t.b = tails;
             t.ahead = later;

@@ -147,7 +147,8 @@ void lane_dots(const Lanes& t) {
 template <class D, bool kBlocks, int... i>
 constexpr void add_lane_dots(LaneUnit& u, std::integer_sequence<int, i...>) {
     ((u.dots[kBlocks][0][i] = lane_dots<D, kBlocks, 1, (kTileCols >> i)>), ...);
-    ((u.dots[kBlocks][1][i] = lane_dots<D, kBlocks, 2, (kTileCols / 2 >> i)>), ...);
+    if constexpr (2 * kWidth <= kFewRows)
+        ((u.dots[kBlocks][1][i] = lane_dots<D, kBlocks, 2, (kTileCols / 2 >> i)>), ...);
 }
 
 template <class D, bool kMore>

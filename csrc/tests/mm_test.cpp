@@ -159,14 +159,14 @@ void compare(const Case& c, Theme theme, int number, Counts& counts) {
 // An argument of N takes one case in N, for emulators.
 int main(int argc, char** argv) {
     const int share = argc > 1 ? std::atoi(argv[1]) : 1;
-    const int64_t row_counts[] = {1, 2, 4, 5, 9, 16, 24, 33}, col_counts[] = {1, 3, 32, 37, 70};
+    const int64_t row_counts[] = {1, 2, 4, 5, 9, 13, 16, 33}, col_counts[] = {1, 3, 32, 37, 70, 230};
     const int64_t depths[] = {1, 7, 31, 64, 130, 257, 512, 513, 1100, 33000};
     const int cases = 900 / share;
     Counts counts;
     for (int i = 0; i < cases; ++i) {
         const int64_t depth = i % 100 < 3 ? 33000 : depths[below(9)];
         const auto theme = static_cast<Theme>(i % static_cast<int>(Theme::kCount));
-        compare(Case(theme, row_counts[below(8)], col_counts[below(5)], depth), theme, i, counts);
+        compare(Case(theme, row_counts[below(8)], col_counts[below(6)], depth), theme, i, counts);
     }
     // More rows than are decoded at a time, and more columns than a thread takes at a time.
     for (int i = 0; i < 12 / share; ++i) {

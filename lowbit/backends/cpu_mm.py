@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import scheme_number
-from lowbit.backends.registry import Impl, Run
+from lowbit.backends.native import features, scheme_number
+from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import Numerics
@@ -66,9 +66,13 @@ def _linear(like: Linear) -> Run:
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------
-def bf16_products() -> bool:
-    """Whether the kernels in use multiply bf16 as such, and so faster than fp32."""
-    return bool(torch.ops.lowbit_native.spin(1, 1))
+#: Rows of activations up to which weights are multiplied as they are stored (kFewRows in csrc/cpu/mm_few.h).
+_FEW_ROWS = 16
+
+
+def bf16_products(rows: int) -> bool:
+    """Whether the kernels in use multiply ``rows`` rows of bf16 as such, and so faster than fp32."""
+    return bool(torch.ops.lowbit_native.spin(1, 1)) and (rows > _FEW_ROWS or "avx512_vbmi" in features())
 
 
 def _operands(call: ScaledMM | Linear) -> dict[str, tuple[Tensor, str | None]]:
@@ -86,13 +90,27 @@ def _wide(call: ScaledMM | Linear) -> list[str]:
 def _no_bf16(call: ScaledMM | Linear) -> str | None:
     if not _wide(call):
         return "it rounds fp32 and fp16 operands to bf16, and there is none"
-    if torch.get_float32_matmul_precision() != "medium":
+    if matmul_precision() != "medium":
         return "rounding operands to bf16 takes torch.set_float32_matmul_precision('medium')"
     for _, text in _operands(call).values():
         format = None if text is None else scaling.scheme(text).format
         if format is not None and not format.in_bf16:
             return f"the values of {format} are not exact in bf16, so nothing would be gained"
-    return None if bf16_products() else "this processor has no products of bf16 numbers"
+    rows, few = _rows_of(call), "with so few rows these weights are multiplied by fp32, so nothing would be gained"
+    weight = (
+        scaling.scheme(call.scheme) if isinstance(call, Linear) else call.b_scheme and scaling.scheme(call.b_scheme)
+    )
+    if (
+        rows <= _FEW_ROWS
+        and weight
+        and (weight.affine or (weight.format.kind == "integer" and weight.format.bits == 8))
+    ):
+        return few
+    return None if bf16_products(rows) else f"this processor has no products of bf16 numbers for {rows} rows"
+
+
+def _rows_of(call: ScaledMM | Linear) -> int:
+    return call.x.shape[:-1].numel() if isinstance(call, Linear) else call.a.shape[0]
 
 
 def _in_bf16(prepare: Callable[[Any], Run]) -> Callable[[Any], Run]:
@@ -100,7 +118,8 @@ def _in_bf16(prepare: Callable[[Any], Run]) -> Callable[[Any], Run]:
         return call._replace(**{name: getattr(call, name).bfloat16() for name in _wide(call)})
 
     def prepared(like: Any) -> Run:
-        run = prepare(rounded(like))
+        empty = {name: torch.empty_like(getattr(like, name), dtype=torch.bfloat16) for name in _wide(like)}
+        run = prepare(like._replace(**empty))
         return lambda outs, call: run(outs, rounded(call))
 
     return prepared

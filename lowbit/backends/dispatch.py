@@ -109,7 +109,9 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
 
     ``outs``: tensors to fill, as ``NAME_out`` does.
     """
-    if _watched():
+    if _watched() or (
+        outs is not None and any(type(out) not in (Tensor, nn.Parameter) or out.is_neg() for out in outs)
+    ):
         return _dispatched(name, args, outs)
     grad = torch.is_grad_enabled()
     key: list[Any] = [name, registry.circumstances()]

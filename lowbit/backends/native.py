@@ -23,7 +23,17 @@ from lowbit.ops import codec, optimizer
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import as_rows
 
-__all__ = ["LIBRARY", "RUN", "adamw", "build_notice", "load", "loading_error", "scheme_number", "with_warning"]
+__all__ = [
+    "LIBRARY",
+    "RUN",
+    "adamw",
+    "build_notice",
+    "features",
+    "load",
+    "loading_error",
+    "scheme_number",
+    "with_warning",
+]
 
 #: The torch ops, built by CMake into the package.
 LIBRARY = Path(__file__).parents[1] / "lowbit_ops.so"
@@ -105,6 +115,15 @@ def load() -> Any:
     if error is not None:
         raise RuntimeError(error)
     return torch.ops.lowbit_native
+
+
+def features() -> list[str]:
+    """The processor features that kernels ask for, those present; none without the module that knows them."""
+    try:
+        from lowbit import _native  # type: ignore[attr-defined]
+    except ImportError:
+        return []
+    return list(_native.cpu_features())
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

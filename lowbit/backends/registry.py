@@ -129,7 +129,15 @@ def forced() -> str | None:
 
 def circumstances() -> tuple[str | None, str]:
     """What the choice depends on besides the call: the backend asked for, and torch's leave to round fp32 operands."""
-    return _forced.get(), torch._C._get_float32_matmul_precision()
+    return _forced.get(), matmul_precision()
+
+
+def matmul_precision() -> str:
+    """torch's float32 matmul precision; ``highest`` where its newer settings differ from it, and it will not tell."""
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
 
 
 def asking() -> bool:

@@ -134,7 +134,9 @@ def _adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
         _launch().Moment(scaling.scheme(call.scheme), as_rows(call.exp_avg), call.exp_avg_scale, avg, avg_scale),
         _launch().Moment(scaling.scheme(call.rms_scheme), as_rows(call.exp_rms), call.exp_rms_scale, rms, rms_scale),
     ]
-    launches = _launch().adamw(param, as_rows(call.grad), moments, optimizer.factors(call), made, _rounding(call))
+    launches = _launch().adamw(
+        param, as_rows(call.grad), moments, optimizer.factors(call)._asdict(), made, _rounding(call)
+    )
     _start(launches, param.device)
 
 

@@ -44,12 +44,13 @@ def examine() -> dict[str, Any]:
     """Everything ``lowbit doctor`` prints."""
     import torch
 
+    from lowbit.backends import registry
     from lowbit.backends.cpu import processor
     from lowbit.backends.native import build_notice
 
     native, notice = processor(), build_notice()
     backends = _backends()
-    precision = torch.get_float32_matmul_precision()
+    precision = registry.matmul_precision()
     advice = [
         f"{name}: {state.removeprefix('missing: ')}" for name, state in backends.items() if state.startswith("missing")
     ]

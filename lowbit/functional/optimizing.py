@@ -32,13 +32,13 @@ def adamw_(
 
     ``exp_avg`` is the first moment, ``exp_rms`` the root of the second, each of ``param``'s shape; zeros to begin with,
     ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do whose blocks are at most 2048
-    elements of one row, without zero points or outer scale. ``step`` counts from 1. ``rounding="stochastic"`` keeps
-    moments that change by less than their codes' steps from standing still.
+    elements of one row, without zero points or outer scale, and meet those of the other moment within as many.
+    ``step`` counts from 1. ``rounding="stochastic"`` keeps moments that change by less than their codes' steps from
+    standing still.
 
     Raises TypeError and ValueError for dtypes, shapes, schemes and numbers that do not fit.
     Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861; docs/numerics.md section 11.
     """
-    _check_numbers(step, lr, betas, eps, weight_decay)
     for name, moment in (("exp_avg", exp_avg), ("exp_rms", exp_rms)):
         if not isinstance(moment, Quantized):
             raise TypeError(
@@ -59,13 +59,3 @@ def adamw_(
         lr, *betas, eps, weight_decay, outs=(matrix, *parts),
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)
-
-
-def _check_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    if step < 1:
-        raise ValueError(f"adamw_: step counts from 1, got {step}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"adamw_: {name} must be 0 or more, got {value}")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"adamw_: betas must be in [0, 1), got {betas}")

@@ -80,12 +80,16 @@ class Factors(NamedTuple):
 
 
 def factors(call: AdamW) -> Factors:
-    """From the hyperparameters and the step, in double precision."""
+    """From the hyperparameters and the step, in double precision. Raises ValueError for numbers that make none."""
     return _factors(call.step, call.lr, call.beta1, call.beta2, call.eps, call.weight_decay)
 
 
 @lru_cache
 def _factors(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Factors:
+    require(step >= 1, f"lowbit.adamw: step counts from 1, got {step}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        require(value >= 0, f"lowbit.adamw: {name} must be 0 or more, got {value}")
+    require(0 <= beta1 < 1 and 0 <= beta2 < 1, f"lowbit.adamw: betas must be in [0, 1), got {(beta1, beta2)}")
     exact = (
         1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, eps, lr / (1 - beta1**step)
     )  # fmt: skip
@@ -127,11 +131,12 @@ def _check(call: AdamW) -> None:
             f"got {list(codes.shape)}",
         )
         require_scales("adamw", scheme, *matrix_shape(call.param), scale, None, None)
-    together = lcm(8, *(scaling.scheme(text).block[1] or 1 for text in (call.scheme, call.rms_scheme)))
+    schemes = [scaling.scheme(text) for text in (call.scheme, call.rms_scheme)]
+    together = lcm(*(s.block[1] or 1 for s in schemes), 8 if min(s.format.bits for s in schemes) < 8 else 1)
     require(
         together <= MAX_RUN,
-        f"lowbit.adamw: blocks of {call.scheme} and {call.rms_scheme} meet after {together} elements, "
-        f"which may be {MAX_RUN} at most; use one scheme for both moments",
+        f"lowbit.adamw: blocks of {call.scheme} and {call.rms_scheme}, and whole bytes, meet after {together} "
+        f"elements, which may be {MAX_RUN} at most; use blocks of powers of two",
     )
 
 
@@ -168,10 +173,9 @@ def _samples(device: str) -> Iterator[AdamW]:
             r, r_scale = (t.to(device) for t in _stored((avg * 1.5).abs(), rms_scheme))
             given = param.to(device, kind), grad.to(device, grad_kind)
             call = AdamW(*given, m, m_scale, r, r_scale, scheme, rms_scheme)
-            changed = (
-                rng if index % 2 and "nf4" not in scheme else {"step": 1 + 40 * index, "weight_decay": 0.1 * index}
-            )
-            yield call._replace(**changed)
+            yield call._replace(step=1 + 40 * index, weight_decay=0.1 * index)
+            if "nf4" not in scheme:
+                yield call._replace(**rng)
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
