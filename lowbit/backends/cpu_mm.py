@@ -92,25 +92,14 @@ def _no_bf16(call: ScaledMM | Linear) -> str | None:
         return "it rounds fp32 and fp16 operands to bf16, and there is none"
     if matmul_precision() != "medium":
         return "rounding operands to bf16 takes torch.set_float32_matmul_precision('medium')"
-    for _, text in _operands(call).values():
-        format = None if text is None else scaling.scheme(text).format
-        if format is not None and not format.in_bf16:
-            return f"the values of {format} are not exact in bf16, so nothing would be gained"
-    rows, few = _rows_of(call), "with so few rows these weights are multiplied by fp32, so nothing would be gained"
-    weight = (
-        scaling.scheme(call.scheme) if isinstance(call, Linear) else call.b_scheme and scaling.scheme(call.b_scheme)
-    )
-    if (
-        rows <= _FEW_ROWS
-        and weight
-        and (weight.affine or (weight.format.kind == "integer" and weight.format.bits == 8))
-    ):
-        return few
+    schemes = [scaling.scheme(text) for _, text in _operands(call).values() if text is not None]
+    for scheme in schemes:
+        if not scheme.format.in_bf16:
+            return f"the values of {scheme.format} are not exact in bf16, so nothing would be gained"
+    rows = call[0].shape[:-1].numel()
+    if rows <= _FEW_ROWS and any(s.affine or (s.format.kind, s.format.bits) == ("integer", 8) for s in schemes):
+        return "with so few rows these weights are multiplied by fp32, so nothing would be gained"
     return None if bf16_products(rows) else f"this processor has no products of bf16 numbers for {rows} rows"
-
-
-def _rows_of(call: ScaledMM | Linear) -> int:
-    return call.x.shape[:-1].numel() if isinstance(call, Linear) else call.a.shape[0]
 
 
 def _in_bf16(prepare: Callable[[Any], Run]) -> Callable[[Any], Run]:
