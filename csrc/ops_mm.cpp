@@ -7,6 +7,7 @@
 
 #include "cpu/linear.h"
 #include "cpu/mm.h"
+#include "cpu/mm_stored.h"
 #include "ops_params.h"
 
 namespace {
@@ -28,26 +29,44 @@ mm::Element element_of(const Tensor& x, const char* name) {
     }
 }
 
-mm::Operand operand_of(const char* name, const Tensor& data, int64_t scheme, const std::optional<Tensor>& scale,
-                       const std::optional<Tensor>& zero_point, const std::optional<Tensor>& outer, int64_t cols) {
-    STD_TORCH_CHECK(data.dim() == 2, "lowbit: ", name, " must be a matrix");
-    mm::Operand x;
-    x.data = data.const_data_ptr();
-    x.rows = data.size(0);
+void put_rows(mm::Operand& x, const char* name, const Tensor& data, int64_t packed, int bits) {
+    STD_TORCH_CHECK(data.dim() == 2 && data.element_size() == 1 && data.size(1) == packed, "lowbit: ", name,
+                    " must be a matrix of ", packed, " bytes a row");
     x.row_stride = data.stride(0);
     x.col_stride = data.stride(1);
+    STD_TORCH_CHECK(bits == 8 || x.col_stride == 1 || packed <= 1, "lowbit: packed rows of ", name,
+                    " must be contiguous");
+}
+
+// Panels as lowbit/panels.py makes them.
+void put_panels(mm::Operand& x, const char* name, const Tensor& data, int64_t packed, int bits) {
+    const int64_t panels = (x.rows + mm::kPanelRows - 1) / mm::kPanelRows, depth = (packed + 3) / 4;
+    STD_TORCH_CHECK((bits == 8 || bits == 4) && data.element_size() == 1 && data.size(0) == panels &&
+                        data.size(1) == depth && data.size(2) == mm::kPanelRows * 4 && data.is_contiguous(),
+                    "lowbit: panels of ", name, " must be [", panels, ", ", depth, ", ", mm::kPanelRows * 4,
+                    "] bytes, contiguous, of 8- or 4-bit codes");
+    x.panel_bytes = depth * mm::kPanelRows * 4;
+}
+
+mm::Operand operand_of(const char* name, const Tensor& data, int64_t scheme, const std::optional<Tensor>& scale,
+                       const std::optional<Tensor>& zero_point, const std::optional<Tensor>& outer, int64_t cols) {
+    mm::Operand x;
+    x.data = data.const_data_ptr();
     if (scheme < 0) {
+        STD_TORCH_CHECK(data.dim() == 2 && data.size(1) == cols, "lowbit: ", name, " must be a matrix of ", cols,
+                        " columns");
         x.dtype = element_of(data, name);
-        STD_TORCH_CHECK(data.size(1) == cols, "lowbit: ", name, " must have ", cols, " columns, got ", data.size(1));
+        x.rows = data.size(0);
+        x.row_stride = data.stride(0);
+        x.col_stride = data.stride(1);
         return x;
     }
-    const lowbit::SchemeParams params = lowbit::kept_scheme(scheme, x.rows, cols);
-    const int64_t packed = (cols * params.format.bits + 7) / 8;
-    STD_TORCH_CHECK(data.element_size() == 1 && data.size(1) == packed, "lowbit: ", name, " must hold rows of ", packed,
-                    " bytes, got ", data.size(1), " of ", data.element_size());
-    STD_TORCH_CHECK(params.format.bits == 8 || x.col_stride == 1 || packed <= 1, "lowbit: packed rows of ", name,
-                    " must be contiguous");
     STD_TORCH_CHECK(scale.has_value() && scale->dim() == 2, "lowbit: ", name, " needs a matrix of scales");
+    const bool panels = data.dim() == 3;
+    x.rows = panels ? scale->size(0) : data.size(0);
+    const lowbit::SchemeParams params = lowbit::kept_scheme(scheme, x.rows, cols);
+    const int bits = params.format.bits;
+    (panels ? put_panels : put_rows)(x, name, data, (cols * bits + 7) / 8, bits);
     STD_TORCH_CHECK(!params.affine || (zero_point.has_value() && zero_point->dim() == 2), "lowbit: ", name,
                     " is affine and needs a matrix of zero points");
     x.table = &mm::table_of(params.format);
@@ -89,6 +108,7 @@ void scaled_mm(const Tensor& a, int64_t a_scheme, std::optional<Tensor> a_scale,
                std::optional<Tensor> a_outer, const Tensor& b, int64_t b_scheme, std::optional<Tensor> b_scale,
                std::optional<Tensor> b_zero_point, std::optional<Tensor> b_outer, std::optional<Tensor> bias,
                Tensor out, int64_t cols) {
+    STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "lowbit: a and b must be matrices");
     mm::Problem p;
     p.a = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_outer, cols);
     p.b = operand_of("b", b, b_scheme, b_scale, b_zero_point, b_outer, cols);

@@ -41,7 +41,7 @@ void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
     __m512i even[2] = {}, odd[2] = {};
     for (int64_t d = 0; d < depth; ++d) {
         for (int v = 0; v < kVectors; ++v) {
-            const __m512i bytes = _mm512_load_si512(panel + d * kNr + v * kWidth);
+            const __m512i bytes = _mm512_loadu_si512(panel + d * kNr + v * kWidth);
             __m512i& sum = d % 2 == 0 ? even[v] : odd[v];
             sum = _mm512_dpbusd_epi32(sum, bytes, ones);
         }
@@ -84,6 +84,18 @@ void panel_nibbles(const Panel& p) {
     }
 }
 
+// The low nibbles are one dword of bytes, the high ones the next.
+void spread(const uint32_t* stored, int64_t count, uint32_t* panel) {
+    const __m512i nibbles = _mm512_set1_epi8(15);
+    for (int64_t d = 0; d < count; ++d, stored += kNr, panel += 2 * kNr) {
+        for (int n = 0; n < kNr; n += kWidth) {
+            const __m512i v = _mm512_loadu_si512(stored + n);
+            _mm512_store_si512(panel + n, _mm512_and_si512(v, nibbles));
+            _mm512_store_si512(panel + kNr + n, _mm512_and_si512(_mm512_srli_epi32(v, 4), nibbles));
+        }
+    }
+}
+
 void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_nibbles(p) : panel_bytes(p); }
 
 }  // namespace
@@ -91,6 +103,8 @@ void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_nibbles(p) : panel_
 void add_avx512vnni(Kernels& kernels) {
     kernels.integer = Kind::s8u8;
     kernels.panel[static_cast<int>(Kind::s8u8)] = panel_s8u8;
+    kernels.spread = spread;
+    kernels.nibble_tile = run_nibble_tile<DotS8U8>;
     kernels.sum_panel = sum_panel;
     kernels.sum_bytes = sum_bytes;
     add_kind<DotS8U8>(kernels);

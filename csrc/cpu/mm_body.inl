@@ -85,14 +85,11 @@ inline void add_sums(const Tile t, int row, typename Dot::Acc (&acc)[kRows][kVec
     t.fresh ? put_sums<Dot, kScaled, true>(t, row, acc) : put_sums<Dot, kScaled, false>(t, row, acc);
 }
 
-// Dot::kFromMemory: every third row's dwords are operands in memory of the multiplications (`dot_at`), which saves the
-// instruction that would broadcast them to a register, at the price of a second load.
 template <class Dot, bool kScaled, int kRows>
-void tile(const Tile& t) {
+inline void start_sums(const Tile& t, typename Dot::Acc (&acc)[kRows][kVectors]) {
     using Acc = typename Dot::Acc;
     // fp32 sums go on from c, which makes one chain over all of K whatever the tiles.
     constexpr bool kResume = __is_same(Acc, VecF) && !kScaled;
-    Acc acc[kRows][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -105,36 +102,86 @@ void tile(const Tile& t) {
             }
         }
     }
+}
+
+// Adds the products of one dword of depth. Dot::kFromMemory: every third row's dwords are operands in memory of the multiplications (`dot_at`), which saves the
+// instruction that would broadcast them to a register, at the price of a second load.
+template <class Dot, int kRows>
+__attribute__((always_inline)) inline void add_products(const uint32_t* a, const VecI (&column)[kVectors],
+                                                        typename Dot::Acc (&acc)[kRows][kVectors]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+        if constexpr (Dot::kFromMemory) {
+            if (r % 3 == 1) {
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot_at(acc[r][v], a[r], column[v]);
+                continue;
+            }
+        }
+        const VecI row = broadcast(a[r]);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], row, column[v]);
+    }
+}
+
+inline void fetch_ahead(const uint32_t* stream) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kNr * 4; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 2);
+}
+
+template <class Dot, bool kScaled, int kRows>
+void tile(const Tile& t) {
+    typename Dot::Acc acc[kRows][kVectors];
+    start_sums<Dot, kScaled>(t, acc);
     const uint32_t* a = t.a;
     const uint32_t* b = t.b;
     auto step = [&]() __attribute__((always_inline)) {
         VecI column[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) column[v] = load<VecI>(b + v * kWidth);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-            if constexpr (Dot::kFromMemory) {
-                if (r % 3 == 1) {
-#pragma GCC unroll 2
-                    for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot_at(acc[r][v], a[r], column[v]);
-                    continue;
-                }
-            }
-            const VecI row = broadcast(a[r]);
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], row, column[v]);
-        }
+        add_products<Dot>(a, column, acc);
         a += kRows;
         b += kNr;
     };
     const uint8_t* const* ahead = t.ahead;
     int64_t d = t.depth;
+    if constexpr (kRows <= kStreamedRows) {
+        for (; t.streamed && d >= kAheadSteps; d -= kAheadSteps) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kAheadSteps; ++i) {
+                fetch_ahead(b);
+                step();
+            }
+        }
+    }
     for (; d >= kAheadSteps; d -= kAheadSteps) {
         __builtin_prefetch(*ahead++, 0, 2);
 #pragma GCC unroll 4
         for (int i = 0; i < kAheadSteps; ++i) step();
     }
     for (; d > 0; --d) step();
+    add_sums<Dot, kScaled>(t, 0, acc);
+}
+
+// The same of b's stored dwords of 4-bit codes (mm_stored.h), each of which is two dwords of depth.
+template <class Dot, bool kScaled, int kRows>
+void nibble_tile(const Tile& t) {
+    typename Dot::Acc acc[kRows][kVectors];
+    start_sums<Dot, kScaled>(t, acc);
+    const uint32_t* a = t.a;
+    const uint32_t* b = t.b;
+    for (int64_t d = 0; d < t.depth; d += 2, a += 2 * kRows, b += kNr) {
+        VecI low[kVectors], high[kVectors];
+        fetch_ahead(b);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            const VecI stored = load<VecI>(b + v * kWidth);
+            low[v] = stored & 0x0f0f0f0f;
+            high[v] = stored >> 4 & 0x0f0f0f0f;
+        }
+        add_products<Dot>(a, low, acc);
+        if (d + 1 < t.depth) add_products<Dot>(a + kRows, high, acc);
+    }
     add_sums<Dot, kScaled>(t, 0, acc);
 }
 
@@ -166,6 +213,28 @@ void tile_of(int rows, const Tile& t) {
             default:
                 __builtin_unreachable();
         }
+}
+
+template <class Dot, bool kScaled>
+void nibble_tile_of(int rows, const Tile& t) {
+    static_assert(kStreamedRows == 8, "a case for each number of rows");
+    switch (rows) {
+        case 2:
+            return nibble_tile<Dot, kScaled, 2>(t);
+        case 4:
+            return nibble_tile<Dot, kScaled, 4>(t);
+        case 6:
+            return nibble_tile<Dot, kScaled, 6>(t);
+        case 8:
+            return nibble_tile<Dot, kScaled, 8>(t);
+        default:
+            __builtin_unreachable();
+    }
+}
+
+template <class Dot>
+void run_nibble_tile(bool scaled, int rows, const Tile& t) {
+    scaled ? nibble_tile_of<Dot, true>(rows, t) : nibble_tile_of<Dot, false>(rows, t);
 }
 
 template <class Dot>

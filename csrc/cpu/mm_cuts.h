@@ -34,10 +34,10 @@ struct Chunk {
 // Cuts rows into register tiles of about the same size: the first `longer` of them are a unit longer.
 struct RowTiles {
     int64_t unit, units, count, size, longer;
-    RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels)
+    RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels, int64_t max_rows)
         : unit(plan.matrix ? kernels.matrix_side : 2),
           units(ceil_div(rows, unit)),
-          count(ceil_div(units, plan.matrix ? 2 : kernels.max_rows / 2)),
+          count(ceil_div(units, plan.matrix ? 2 : max_rows / 2)),
           size(units / count),
           longer(units % count) {}
     int64_t begin(int64_t tile) const { return unit * (tile * size + std::min(tile, longer)); }

@@ -1,5 +1,6 @@
 // The product, by the way that suits its shape.
 #include "cpu/mm_few.h"
+#include "cpu/mm_stored.h"
 #include "cpu/mm_tiles.h"
 
 namespace lowbit::cpu::mm {
@@ -14,8 +15,9 @@ const Kernels& kernels_in_use() {
 }
 
 void multiply(const Problem& problem) {
-    if (problem.a.rows == 0 || problem.b.rows == 0 || multiply_few(problem)) return;
-    multiply_tiles(problem, kernels_in_use());
+    if (problem.a.rows == 0 || problem.b.rows == 0) return;
+    if (problem.b.panel_bytes > 0) return multiply_stored(problem, kernels_in_use());
+    if (!multiply_few(problem)) multiply_tiles(problem, kernels_in_use());
 }
 
 }  // namespace lowbit::cpu::mm

@@ -32,6 +32,11 @@ static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 
 // Steps of a tile from one line that it fetches for later to the next.
 constexpr int64_t kAheadSteps = 4;
+// Bytes that streams from memory are fetched ahead.
+constexpr int64_t kStreamAhead = 8192;
+
+// Rows of a tile, at most, that multiply faster than memory gives them panels.
+constexpr int kStreamedRows = 8;
 
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
 // s8u8: the segment's sum is start[r] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where a_sum has
@@ -45,6 +50,7 @@ struct Tile {
     int64_t c_stride = 0;
     bool fresh = false;                     // c holds nothing yet: it is stored, not added to
     const uint8_t* const* ahead = nullptr;  // [depth / kAheadSteps] lines to fetch meanwhile, for later
+    bool streamed = false;                  // b comes from memory: what follows it is fetched instead, for few rows
     const float* a_scale = nullptr;
     const float* b_scale = nullptr;
     const int32_t* start = nullptr;   // null: zeros
@@ -102,6 +108,8 @@ struct Kernels {
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or s8u8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
+    // The tile of s8u8 for b's stored dwords of 4-bit codes, at most kStreamedRows rows. Null: there is none.
+    Multiply nibble_tile = nullptr;
     // Multiplies and adds in registers alone, for benchmarks: how many operations that were.
     int64_t (*spin[kNumKinds])(int64_t steps) = {};
     int32_t (*read_lines)(const void* data, int64_t lines) = nullptr;  // of 256 bytes
@@ -129,6 +137,8 @@ struct Kernels {
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
     // By Kind; null: there is none.
     void (*panel[kNumKinds])(const Panel& panel) = {};
+    // Stored dwords of panels of 4-bit codes (mm_stored.h), [count, nr], to twice as many of bytes. Null: none are read.
+    void (*spread)(const uint32_t* stored, int64_t count, uint32_t* panel) = nullptr;
     // s8u8: the sum of a row's signed bytes; sums[nr] of a panel's unsigned ones.
     int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
     void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;

@@ -6,6 +6,7 @@
 
 #include "common/numerics.h"
 #include "common/scales.h"
+#include "cpu/mm_stored.h"
 #include "format_table.h"
 
 namespace lowbit::cpu::mm {
@@ -41,6 +42,7 @@ void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t pitch) {
 }  // namespace
 
 ByteForm byte_form(const Operand& x, bool is_a, int zero) {
+    if (x.panel_bytes > 0) return {0, 0, stored_offset(x) + zero};
     if (x.table->bits == 8) {
         const bool flips = x.table->is_signed != is_a;
         const int offset = !flips ? 0 : is_a ? -128 : 128;
@@ -234,12 +236,20 @@ void Loader::scale_segments(int64_t row, int64_t count, const Segment* segments,
                             int64_t stride) const {
     const int64_t cols = operand.block_cols, first = segments[0].begin / cols;
     const int64_t blocks = (segments[num_segments - 1].begin) / cols - first + 1;
+    const Operand& x = operand;
+    if (x.has_codes() && blocks == num_segments && x.scale_format == kScaleFp32 && x.outer == nullptr) {
+        for (int64_t r = 0; r < count; ++r) {  // of many blocks, the scales are most of what small products read
+            const auto* scale = static_cast<const float*>(x.scale) + block_at(row + r, x.block_rows) * x.scale_row_stride;
+            for (int64_t i = 0; i < blocks; ++i) out[i * stride + r] = scale[(first + i) * x.scale_col_stride];
+        }
+        return;
+    }
     for (int64_t r = 0; r < count; ++r) {
         levels[0] = 1.0f;
-        if (operand.has_codes()) block_scales(operand, row + r, first, blocks, levels);
+        if (x.has_codes()) block_scales(x, row + r, first, blocks, levels);
         int64_t block = 0, end = (first + 1) * cols;
         for (int i = 0; i < num_segments; ++i) {
-            if (operand.has_codes() && segments[i].begin == end) {  // a block never ends within a segment
+            if (x.has_codes() && segments[i].begin == end) {  // a block never ends within a segment
                 ++block;
                 end += cols;
             }

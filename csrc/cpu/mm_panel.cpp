@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/mm_stored.h"
+
 namespace lowbit::cpu::mm {
 namespace {
 
@@ -29,10 +31,13 @@ bool PanelLoader::direct(const Segment& first, const Segment& last) const {
     return dense && (t.bits == 8 || b.zero_point == nullptr);
 }
 
-void PanelLoader::load(int64_t row, int64_t valid, const Segment* segments, int num_segments, uint32_t* panel) const {
+const uint32_t* PanelLoader::load(int64_t row, int64_t valid, const Segment* segments, int num_segments,
+                                  uint32_t* panel) const {
     const Segment &first = segments[0], &last = segments[num_segments - 1];
+    if (b.panel_bytes > 0) return load_stored(row, segments, num_segments, panel);
     if (direct(first, last) && (b.col_stride == 1 || valid % 16 == 0)) {
-        return load_direct(row, valid, first.begin, last.begin + last.length - first.begin, panel);
+        load_direct(row, valid, first.begin, last.begin + last.length - first.begin, panel);
+        return panel;
     }
     const Loader loader{b, kernels, plan, false, raw, levels};
     loader.load(row, valid, segments, num_segments, rows, Sums{});
@@ -40,6 +45,26 @@ void PanelLoader::load(int64_t row, int64_t valid, const Segment* segments, int 
         std::memset(rows + r * kTileStride, 0, static_cast<size_t>(kTileStride) * 4);
     }
     kernels.transpose(rows, kTileStride, panel, last.dword + last.dwords);
+    return panel;
+}
+
+// Bytes without padding between segments are used as they are stored.
+const uint32_t* PanelLoader::load_stored(int64_t row, const Segment* segments, int num_segments,
+                                         uint32_t* panel) const {
+    const int64_t per_dword = 32 / b.table->bits, nr = kernels.nr;
+    const uint32_t* base = stored_panel(b, row);
+    const Segment& last = segments[num_segments - 1];
+    const bool dense = (last.begin - segments[0].begin) / 4 == last.dword && ceil_div(last.length, 4) == last.dwords;
+    if (dense && per_dword == 4) return base + segments[0].begin / 4 * nr;
+    for (int i = 0; i < num_segments; ++i) {
+        const Segment& s = segments[i];
+        const int64_t stored = ceil_div(s.length, per_dword), bytes = ceil_div(s.length, 4);
+        uint32_t* to = panel + s.dword * nr;
+        if (per_dword == 4) std::memcpy(to, base + s.begin / 4 * nr, static_cast<size_t>(stored * nr) * 4);
+        if (per_dword == 8) kernels.spread(base + s.begin / 8 * nr, stored, to);
+        std::memset(to + bytes * nr, 0, static_cast<size_t>((s.dwords - bytes) * nr) * 4);
+    }
+    return panel;
 }
 
 void PanelLoader::load_direct(int64_t row, int64_t valid, int64_t begin, int64_t length, uint32_t* panel) const {

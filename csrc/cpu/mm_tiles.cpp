@@ -12,6 +12,7 @@
 
 #include "cpu/mm_cuts.h"
 #include "cpu/mm_panel.h"
+#include "cpu/mm_stored.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu::mm {
@@ -103,12 +104,13 @@ class TileProduct {
           kernels_(kernels),
           plan_(plan),
           serial_(serial),
+          few_(problem.b.panel_bytes > 0 && !plan.matrix && problem.a.rows <= 2 * kStreamedRows),
           need_(problem, plan),
           cuts_(plan, problem.depth, arena(0)) {
         const int64_t fit = kSharedBytes / (cuts_.num_chunks * kTileStride * 4);
         const int64_t most = std::clamp(fit, kLeastRows, kBlockRows);
         block_rows_ = ceil_div(p_.a.rows, ceil_div(p_.a.rows, most));
-        const int64_t padded = RowTiles(block_rows_, plan, kernels).padded();
+        const int64_t padded = tiles_of(block_rows_).padded();
         s_.place(plan, need_, cuts_, padded, arena(1).reserve(s_.place(plan, need_, cuts_, padded, nullptr)));
     }
 
@@ -121,6 +123,10 @@ class TileProduct {
     }
 
   private:
+    RowTiles tiles_of(int64_t rows) const {
+        return {rows, plan_, kernels_, few_ ? kStreamedRows : kernels_.max_rows};
+    }
+
     // Whether a register tile's sums are done when it is left, so that all tiles have one place for them.
     bool single() const { return cuts_.num_chunks == 1; }
 
@@ -138,10 +144,10 @@ class TileProduct {
 
     // Some register tiles of a chunk at a time: about as many rows as are turned together.
     void load_a() {
-        const RowTiles tiles(rows_, plan_, kernels_);
+        const RowTiles tiles = tiles_of(rows_);
         const int64_t each = ceil_div(kTurned, tiles.begin(1)), groups = ceil_div(tiles.count, each);
         const int64_t items = groups * cuts_.num_chunks;
-        parallel_for(items, serial_ ? items : 1, [&](int64_t begin, int64_t end) {
+        parallel_for(items, serial_ || few_ ? items : 1, [&](int64_t begin, int64_t end) {
             thread_local Arena arena;
             const int64_t dwords = plan_.matrix ? 0 : each * tiles.begin(1) * kTileStride;
             uint8_t* raw = arena.reserve(kRawBytes + kMaxBlocks * sizeof(float) + static_cast<size_t>(dwords) * 4);
@@ -184,7 +190,7 @@ class TileProduct {
 
     // Columns, and where there are too few of them for the threads also rows, are what threads take.
     void multiply_block() {
-        const RowTiles tiles(rows_, plan_, kernels_);
+        const RowTiles tiles = tiles_of(rows_);
         const int64_t panels = ceil_div(p_.b.rows, kernels_.nr), threads = serial_ ? 1 : num_threads();
         int64_t parts = 1;
         auto waste = [&](int64_t n) { return ceil_div(panels * n, threads) * threads * 8 > panels * n * 9; };
@@ -199,7 +205,7 @@ class TileProduct {
             if (plan_.matrix) kernels_.enter();
             while (begin < end) {
                 const int64_t part = begin / panels, panel = begin % panels;
-                const int64_t count = std::min({kGroup, panels - panel, end - begin});
+                const int64_t count = std::min({few_ ? 1 : kGroup, panels - panel, end - begin});
                 const int64_t first = part * tiles.count / parts, last = (part + 1) * tiles.count / parts;
                 Group(*this, worker, tiles, first, last, panel, count).run();
                 begin += count;
@@ -265,12 +271,14 @@ class TileProduct {
             const Segment* segments = t_.cuts_.segments + chunk.first;
             const int64_t valid = std::min<int64_t>(kernels.nr, cols_ - col);
             const PanelLoader b{t_.p_.b, kernels, plan, w_.b_rows, w_.scales, w_.zeros, w_.raw, w_.levels};
-            b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
-            b.load_sums(col0_ + col, valid, segments, chunk.count, w_.b_panel, w_.b_sums);
+            const bool nibbles = t_.few_ && t_.p_.b.table->bits == 4 && !t_.need_.a_zeros;
+            const uint32_t* panel = nibbles ? stored_panel(t_.p_.b, col0_ + col)
+                                            : b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
+            b.load_sums(col0_ + col, valid, segments, chunk.count, panel, w_.b_sums);
             look_ahead(next_chunk, next_col);
             int64_t ahead = 0;
             const uint32_t* a = t_.s_.chunk(index, 0);
-            const Multiply tile_kernel = kernels.tile[static_cast<int>(plan.kind)];
+            const Multiply tile_kernel = nibbles ? kernels.nibble_tile : kernels.tile[static_cast<int>(plan.kind)];
             Tile tile;  // made once: clearing it takes longer than it seems
             tile.c_stride = w_.c_stride;
             for (int64_t i = first_; i < last_; ++i) {
@@ -279,8 +287,9 @@ class TileProduct {
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
                     tile.a = a + row * kTileStride + segments[s].dword * (plan.matrix ? 1 : rows);
-                    tile.b = w_.b_panel + segments[s].dword * kernels.nr;
+                    tile.b = panel + (nibbles ? segments[s].begin / 8 : segments[s].dword) * kernels.nr;
                     tile.depth = segments[s].dwords;
+                    tile.streamed = t_.few_ && i == first_ && panel != w_.b_panel;
                     tile.ahead = w_.ahead + std::min(ahead, num_ahead_);
                     ahead += tile.depth / kAheadSteps;
                     put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * w_.b_sums.stride);
@@ -295,15 +304,21 @@ class TileProduct {
         void look_ahead(int64_t index, int64_t col) {
             const Operand& b = t_.p_.b;
             num_ahead_ = 0;
-            if (index < t_.cuts_.num_chunks && b.col_stride == 1) {
+            if (index < t_.cuts_.num_chunks && b.col_stride == 1 && !t_.few_) {
                 const int64_t bits = b.has_codes() ? b.table->bits : b.dtype == Element::f32 ? 32 : 16;
                 const int64_t pitch = b.has_codes() ? b.row_stride : b.row_stride * bits / 8;
                 const int64_t valid = std::min<int64_t>(t_.kernels_.nr, cols_ - col);
                 const Chunk& chunk = t_.cuts_.chunks[index];
                 const uint8_t* base = static_cast<const uint8_t*>(b.data) + (col0_ + col) * pitch;
                 const int64_t begin = chunk.begin * bits / 8, end = ceil_div(chunk.end * bits, 8);
-                for (int64_t r = 0; r < valid; ++r, base += pitch) {
-                    for (int64_t i = begin; i < end; i += kLine) w_.ahead[num_ahead_++] = base + i;
+                auto list = [&](const uint8_t* from, const uint8_t* to) {
+                    for (; from < to; from += kLine) w_.ahead[num_ahead_++] = from;
+                };
+                if (b.panel_bytes > 0) {
+                    const auto* panel = reinterpret_cast<const uint8_t*>(stored_panel(b, col0_ + col));
+                    list(panel + begin * kPanelRows, panel + end * kPanelRows);
+                } else {
+                    for (int64_t r = 0; r < valid; ++r, base += pitch) list(base + begin, base + end);
                 }
             }
             std::fill_n(w_.ahead + num_ahead_, kAheadPad, reinterpret_cast<const uint8_t*>(w_.b_panel));
@@ -382,6 +397,7 @@ class TileProduct {
     const Kernels& kernels_;
     const Plan plan_;
     const bool serial_;
+    const bool few_;  // rows of a weight in panels, which then is one stream from memory
     const Corrections need_;
     const Cuts cuts_;
     Shared s_{};

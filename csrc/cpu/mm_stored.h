@@ -1,0 +1,26 @@
+// Weights that are kept as panels: the layout that lowbit/panels.py defines, which products of bytes read in place.
+//
+// Panels of kPanelRows rows follow each other; a panel is dwords of depth, [depth, kPanelRows]. A dword holds four codes
+// of 8 bits, or eight of 4: the first four in the low nibbles of its bytes, the others in the high ones. Codes of signed
+// integers have their sign bit flipped, so that they are unsigned and stored_offset too large.
+#pragma once
+
+#include "cpu/mm_plan.h"
+
+namespace lowbit::cpu::mm {
+
+constexpr int64_t kPanelRows = 32;
+
+inline int stored_offset(const Operand& b) {
+    return b.table->integer && b.table->is_signed ? 1 << (b.table->bits - 1) : 0;
+}
+
+inline const uint32_t* stored_panel(const Operand& b, int64_t row) {
+    const auto* base = static_cast<const uint8_t*>(b.data) + row / kPanelRows * b.panel_bytes;
+    return reinterpret_cast<const uint32_t*>(base);
+}
+
+// The product with such a b: by the tiles that read panels, or where there are none for it, of b's rows.
+void multiply_stored(const Problem& problem, const Kernels& kernels);
+
+}  // namespace lowbit::cpu::mm
