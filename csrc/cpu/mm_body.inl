@@ -126,7 +126,7 @@ __attribute__((always_inline)) inline void add_products(const uint32_t* a, const
 
 inline void fetch_ahead(const uint32_t* stream) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kNr * 4; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 2);
+    for (int i = 0; i < kNr * 4; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 3);
 }
 
 template <class Dot, bool kScaled, int kRows>

@@ -33,7 +33,7 @@ static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 // Steps of a tile from one line that it fetches for later to the next.
 constexpr int64_t kAheadSteps = 4;
 // Bytes that streams from memory are fetched ahead.
-constexpr int64_t kStreamAhead = 8192;
+constexpr int64_t kStreamAhead = 4096;
 
 // Rows of a tile, at most, that multiply faster than memory gives them panels.
 constexpr int kStreamedRows = 8;

@@ -237,10 +237,19 @@ void Loader::scale_segments(int64_t row, int64_t count, const Segment* segments,
     const int64_t cols = operand.block_cols, first = segments[0].begin / cols;
     const int64_t blocks = (segments[num_segments - 1].begin) / cols - first + 1;
     const Operand& x = operand;
-    if (x.has_codes() && blocks == num_segments && x.scale_format == kScaleFp32 && x.outer == nullptr) {
-        for (int64_t r = 0; r < count; ++r) {  // of many blocks, the scales are most of what small products read
-            const auto* scale = static_cast<const float*>(x.scale) + block_at(row + r, x.block_rows) * x.scale_row_stride;
-            for (int64_t i = 0; i < blocks; ++i) out[i * stride + r] = scale[(first + i) * x.scale_col_stride];
+    // One fp32 for each row and segment, which few rows of a would else wait for.
+    if (x.has_codes() && blocks == num_segments && x.scale_format == kScaleFp32 && x.outer == nullptr &&
+        x.block_rows == 1) {
+        const int64_t pitch = x.scale_row_stride, step = x.scale_col_stride;
+        const float* scale = static_cast<const float*>(x.scale) + row * pitch + first * step;
+        for (int64_t r = 0; r < count; ++r) __builtin_prefetch(scale + (count + r) * pitch);  // the next panel's
+        const int64_t past = ceil_div(blocks, 16) * 16 - blocks;  // what the transposition reads past the last row's
+        if (count == kernels.nr && count == stride && step == 1 && past <= (x.rows - row - count) * pitch) {
+            return kernels.transpose(reinterpret_cast<const uint32_t*>(scale), pitch, reinterpret_cast<uint32_t*>(out),
+                                     blocks);
+        }
+        for (int64_t r = 0; r < count; ++r) {
+            for (int64_t i = 0; i < blocks; ++i) out[i * stride + r] = scale[r * pitch + i * step];
         }
         return;
     }
