@@ -1,9 +1,9 @@
 // Matrix product of quantized or float operands on the CPU: out[M, N] = a[M, K] @ b[N, K]^T (+ bias).
 //
 // Stages, one file each: mm_table (values of codes), mm_plan (which arithmetic), mm_cuts (which tiles), mm_load (codes
-// or floats to rows of dwords), mm_panel (the same to panels of b), mm_stored (weights kept as panels), mm_body.inl, mm_convert.inl and
-// mm_panel_avx512.inl (register tiles, decoders and epilogue, per instruction set), mm_tiles (loops, threads).
-// Numerics: docs/numerics.md section 9. Nothing here knows of torch.
+// or floats to rows of dwords), mm_panel (the same to panels of b), mm_stored (weights kept as panels), mm_body.inl,
+// mm_convert.inl and mm_panel_avx512.inl (register tiles, decoders and epilogue, per instruction set), mm_tiles (loops,
+// threads). Numerics: docs/numerics.md section 9. Nothing here knows of torch.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct Operand {
     int64_t row_stride = 0;  // in elements; bytes for codes. Packed rows (fewer than 8 bits) have unit column stride
     int64_t col_stride = 1;
     const Table* table = nullptr;  // codes only, as is all that follows
-    int64_t panel_bytes = 0;       // above 0: b's codes lie in panels of so many bytes (cpu/mm_stored.h); no strides then
+    int64_t panel_bytes = 0;  // above 0: b's codes lie in panels of so many bytes (cpu/mm_stored.h); no strides then
     int64_t block_rows = 1;
     int64_t block_cols = 1;
     const void* scale = nullptr;  // [ceil(rows / block_rows), ceil(K / block_cols)]

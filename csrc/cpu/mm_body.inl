@@ -104,8 +104,9 @@ inline void start_sums(const Tile& t, typename Dot::Acc (&acc)[kRows][kVectors])
     }
 }
 
-// Adds the products of one dword of depth. Dot::kFromMemory: every third row's dwords are operands in memory of the multiplications (`dot_at`), which saves the
-// instruction that would broadcast them to a register, at the price of a second load.
+// Adds the products of one dword of depth. Dot::kFromMemory: every third row's dwords are operands in memory of the
+// multiplications (`dot_at`), which saves the instruction that would broadcast them to a register, at the price of a
+// second load.
 template <class Dot, int kRows>
 __attribute__((always_inline)) inline void add_products(const uint32_t* a, const VecI (&column)[kVectors],
                                                         typename Dot::Acc (&acc)[kRows][kVectors]) {
@@ -126,7 +127,8 @@ __attribute__((always_inline)) inline void add_products(const uint32_t* a, const
 
 inline void fetch_ahead(const uint32_t* stream) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kNr * 4; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 3);
+    for (int i = 0; i < kNr * 4; i += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 3);
 }
 
 template <class Dot, bool kScaled, int kRows>

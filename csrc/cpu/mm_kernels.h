@@ -137,7 +137,8 @@ struct Kernels {
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
     // By Kind; null: there is none.
     void (*panel[kNumKinds])(const Panel& panel) = {};
-    // Stored dwords of panels of 4-bit codes (mm_stored.h), [count, nr], to twice as many of bytes. Null: none are read.
+    // Stored dwords of panels of 4-bit codes (mm_stored.h), [count, nr], to twice as many of bytes. Null: none are
+    // read.
     void (*spread)(const uint32_t* stored, int64_t count, uint32_t* panel) = nullptr;
     // s8u8: the sum of a row's signed bytes; sums[nr] of a panel's unsigned ones.
     int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;

@@ -39,6 +39,7 @@ void multiply_stored(const Problem& problem, const Kernels& kernels) {
     Operand& b = plain.b;
     b.panel_bytes = 0;
     b.row_stride = ceil_div(problem.depth * b.table->bits, 8);
+    b.col_stride = 1;
     uint8_t* rows = arena.reserve(static_cast<size_t>(b.rows * b.row_stride));
     b.data = rows;
     parallel_for(b.rows, kPanelRows, [&](int64_t begin, int64_t end) {

@@ -1,8 +1,8 @@
 // Weights that are kept as panels: the layout that lowbit/panels.py defines, which products of bytes read in place.
 //
-// Panels of kPanelRows rows follow each other; a panel is dwords of depth, [depth, kPanelRows]. A dword holds four codes
-// of 8 bits, or eight of 4: the first four in the low nibbles of its bytes, the others in the high ones. Codes of signed
-// integers have their sign bit flipped, so that they are unsigned and stored_offset too large.
+// Panels of kPanelRows rows follow each other; a panel is dwords of depth, [depth, kPanelRows]. A dword holds four
+// codes of 8 bits, or eight of 4: the first four in the low nibbles of its bytes, the others in the high ones. Codes of
+// signed integers have their sign bit flipped, so that they are unsigned and stored_offset too large.
 #pragma once
 
 #include "cpu/mm_plan.h"

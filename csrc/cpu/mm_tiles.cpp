@@ -123,9 +123,7 @@ class TileProduct {
     }
 
   private:
-    RowTiles tiles_of(int64_t rows) const {
-        return {rows, plan_, kernels_, few_ ? kStreamedRows : kernels_.max_rows};
-    }
+    RowTiles tiles_of(int64_t rows) const { return {rows, plan_, kernels_, few_ ? kStreamedRows : kernels_.max_rows}; }
 
     // Whether a register tile's sums are done when it is left, so that all tiles have one place for them.
     bool single() const { return cuts_.num_chunks == 1; }

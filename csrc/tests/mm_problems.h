@@ -87,7 +87,7 @@ enum class Reach { moderate, low, high };
 
 struct Matrix {
     mm::Operand operand;
-    std::vector<uint8_t> data, scales, zeros;
+    std::vector<uint8_t> data, panels, scales, zeros;
     float outer = 1;
     std::vector<double> values;  // [rows, cols], decoded
     bool integer = false;
@@ -98,8 +98,11 @@ struct Matrix {
     void make_floats(int64_t rows, int64_t cols, mm::Element dtype);
     void make_codes(int64_t rows, int64_t cols, const FormatRow& format, int scale_format, int64_t block_cols,
                     Reach reach);
+    // The same codes as a weight that is kept as panels (cpu/mm_stored.h).
+    void keep_as_panels(int64_t cols);
 
   private:
+    uint32_t code_at(int64_t row, int64_t col, int bits) const;
     void put_codes(int64_t cols, const FormatRow& format);
     void put_scales(int64_t count, Reach reach);
     double scale_of(int64_t at) const;
@@ -138,11 +141,33 @@ inline void Matrix::put_codes(int64_t cols, const FormatRow& format) {
     x.col_stride = s.col;
     values.resize(static_cast<size_t>(x.rows * cols));
     for (int64_t i = 0; i < x.rows * cols; ++i) {
-        const int64_t row = i / cols, bit = i % cols * bits;
-        const uint8_t* at = data.data() + row * s.row + (bits == 8 ? i % cols * s.col : bit / 8);
-        const uint32_t two = at[0] | (bit % 8 + bits > 8 ? static_cast<uint32_t>(at[1]) << 8 : 0u);
-        values[static_cast<size_t>(i)] = code_value(format, two >> (bit % 8) & ((1u << bits) - 1));
+        values[static_cast<size_t>(i)] = code_value(format, code_at(i / cols, i % cols, bits));
     }
+}
+
+inline uint32_t Matrix::code_at(int64_t row, int64_t col, int bits) const {
+    const int64_t bit = col * bits;
+    const uint8_t* at = data.data() + row * operand.row_stride + (bits == 8 ? col * operand.col_stride : bit / 8);
+    const uint32_t two = at[0] | (bit % 8 + bits > 8 ? static_cast<uint32_t>(at[1]) << 8 : 0u);
+    return two >> (bit % 8) & ((1u << bits) - 1);
+}
+
+inline void Matrix::keep_as_panels(int64_t cols) {
+    const int bits = operand.table->bits;
+    const int64_t rows = operand.rows, depth = (cols * bits + 31) / 32;
+    const uint32_t sign = integer && operand.table->is_signed ? 1u << (bits - 1) : 0;
+    panels.assign(static_cast<size_t>((rows + 31) / 32 * depth * 128), 0);
+    for (int64_t i = 0; i < rows * cols; ++i) {
+        const int64_t row = i / cols, k = i % cols, in_dword = k % (32 / bits);
+        const int64_t dword = row / 32 * depth + k / (32 / bits);
+        const uint32_t code = code_at(row, k, bits) ^ sign;
+        uint8_t& byte = panels[static_cast<size_t>(dword * 128 + row % 32 * 4 + in_dword % 4)];
+        byte = static_cast<uint8_t>(byte | code << (in_dword / 4 * 4));
+    }
+    operand.data = panels.data();
+    operand.panel_bytes = depth * 128;
+    operand.row_stride = 0;
+    operand.col_stride = 1;
 }
 
 inline void Matrix::put_scales(int64_t count, Reach reach) {

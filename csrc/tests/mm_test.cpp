@@ -38,6 +38,8 @@ Case::Case(Theme theme, int64_t rows, int64_t cols, int64_t depth) {
     const bool first = below(2) != 0;
     fill(a, theme, rows, first ? reach : Reach::moderate);
     fill(b, theme, cols, first ? Reach::moderate : reach);
+    const bool narrow = b.operand.has_codes() && (b.operand.table->bits == 8 || b.operand.table->bits == 4);
+    if (narrow && below(3) == 0) b.keep_as_panels(depth);
     problem.a = a.operand;
     problem.b = b.operand;
     const bool whole = a.operand.block_cols >= depth && b.operand.block_cols >= depth;
@@ -146,10 +148,12 @@ void compare(const Case& c, Theme theme, int number, Counts& counts) {
         const std::vector<uint8_t> got = multiply(p, isa);
         if (within(got, wanted, p.out_dtype) && (!c.exact || got == scalar)) continue;
         std::printf(
-            "%s differs: case %d, [%d, %d] x [%d, %d], %d and %d bits, zero points %d and %d, scales %d and %d\n",
+            "%s differs: case %d, [%d, %d] x [%d, %d], %d and %d bits, panels %d, zero points %d and %d, scales %d and "
+            "%d\n",
             isa.c_str(), number, static_cast<int>(p.a.rows), static_cast<int>(p.depth), static_cast<int>(p.b.rows),
             static_cast<int>(p.depth), p.a.has_codes() ? p.a.table->bits : 0, p.b.has_codes() ? p.b.table->bits : 0,
-            p.a.zero_point != nullptr, p.b.zero_point != nullptr, p.a.scale_format, p.b.scale_format);
+            p.b.panel_bytes > 0, p.a.zero_point != nullptr, p.b.zero_point != nullptr, p.a.scale_format,
+            p.b.scale_format);
         ++counts.failures;
     }
 }
