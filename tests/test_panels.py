@@ -176,14 +176,10 @@ def layer(recipe: str = "int8", inputs: int = 128, outputs: int = 37) -> QuantLi
     return model[0]
 
 
-def held(made: QuantLinear) -> Tensor:
-    return dict(made.named_parameters())["codes"]
-
-
 @torch.no_grad()
 def packed(made: QuantLinear) -> QuantLinear:
     made(torch.randn(2, made.in_features))
-    assert made.weight.layout == "panels" and held(made).dim() == 3
+    assert made.weight.layout == "panels" and made.codes.dim() == 3
     return made
 
 
@@ -191,17 +187,16 @@ def packed(made: QuantLinear) -> QuantLinear:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_packs_once_and_nobody_sees_it(recipe, mode):
     made, x = layer(recipe), torch.randn(3, 128)
-    codes, before = held(made), made(x).detach()
-    rows, size, text = made.codes.clone(), made.weight.nbytes, repr(made)
-    assert codes.dim() == 2 and made.codes is codes, "grad mode leaves the layer as it is"
+    codes, before = made.codes, made(x).detach()
+    rows, size, text = codes.detach().clone(), made.weight.nbytes, repr(made)
+    assert codes.dim() == 2, "grad mode leaves the layer as it is"
     with mode():
         assert_same_bits(made(x), before)
         panels = codes.data_ptr()
         assert_same_bits(made(x), before)
-    assert held(made) is codes and codes.data_ptr() == panels and codes.dim() == 3
+    assert made.codes is codes and codes.data_ptr() == panels and codes.dim() == 3
     assert sum(p.untyped_storage().nbytes() for name, p in made.named_parameters() if name == "codes") == codes.numel()
     assert made.weight.stored.data_ptr() == panels, "no second copy"
-    assert_same_bits(made.codes, rows)
     assert_same_bits(made.weight.codes, rows)
     assert (made.weight.nbytes, repr(made)) == (size, text)
     assert_same_bits(made(x).detach(), before)
@@ -216,7 +211,7 @@ def test_a_layer_stays_as_it_is_where_its_parameters_are_not_its_own(monkeypatch
     for made in (shared, hooked, gathered):
         with torch.no_grad():
             made(x)
-        assert made.weight.layout == "rows" and held(made).dim() == 2
+        assert made.weight.layout == "rows" and made.codes.dim() == 2
     made = layer()
     with torch.no_grad(), lb.use_backend("reference"):
         made(x)
@@ -260,11 +255,11 @@ def test_tied_layers_stay_tied(tmp_path):
     pair, x = nn.Sequential(first, nn.Linear(37, 128), second), torch.randn(3, 128)
     with torch.no_grad():
         before, both = second(x), (first(x), second(x))
-    assert held(first) is held(second) and held(first).dim() == 3
+    assert first.codes is second.codes and first.codes.dim() == 3
     assert second.weight.layout == "panels"
     assert_same_bits(both[1], before)
     for again in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
-        assert held(again[0]) is held(again[2]) and held(again[0]).dim() == 2
+        assert again[0].codes is again[2].codes and again[0].codes.dim() == 2
         with torch.no_grad():
             assert_same_bits(again[2](x), before)
     packed(first)
@@ -286,8 +281,8 @@ def test_tied_layers_stay_tied(tmp_path):
 def test_moves_and_casts_see_rows(change):
     made = packed(layer())
     change(made)
-    assert held(made).shape == (37, 128)
-    if held(made).is_meta:
+    assert made.codes.shape == (37, 128)
+    if made.codes.is_meta:
         assert made(torch.empty(2, 128, device="meta")).shape == (2, 37)
 
 

@@ -75,14 +75,15 @@ class QuantLinear(nn.Module):
     call chooses anew.
 
     Where kernels are faster on another layout of the codes (lowbit/panels.py), the first call on the CPU without grad
-    mode puts the parameter in it, in place. ``weight``, ``codes``, ``state_dict``, copies and pickles show rows all the
-    same; only who walks through ``parameters()`` sees the panels. State, copies and moves turn the parameter back to
-    rows, and the next call packs it again. Compiled and exported code takes the layout that it finds: call the layer
+    mode puts the parameter in it, in place. ``weight.codes``, ``state_dict``, copies and pickles show rows all the
+    same; only the bare parameter (``layer.codes``, ``parameters()``) shows panels. State, copies and moves turn it back
+    to rows, and the next call packs it again. Compiled and exported code takes the layout that it finds: call the layer
     once before compiling it. Codes that processes share stay rows, and so do those that a sharding
     (torch.distributed is initialized) or a forward replaced on the layer itself may exchange.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
 
+    codes: nn.Parameter
     scale: nn.Parameter
     zero_point: nn.Parameter | None
     outer_scale: nn.Parameter | None
@@ -105,12 +106,6 @@ class QuantLinear(nn.Module):
         self._shown: Quantized | None = None
         self._bound: BoundLinear | None = None
         self.register_parameter("bias", bias)
-
-    @property
-    def codes(self) -> Tensor:
-        """The codes as rows: the parameter itself where it holds them so."""
-        held: Tensor = super().__getattr__("codes")  # type: ignore[assignment]
-        return held if held.dim() == 2 else self.weight.codes
 
     @property
     def weight(self) -> Quantized:
