@@ -8,6 +8,7 @@ float32 matmul precision allows it and the processor gains by it.  Source: docs/
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,12 +55,13 @@ def _linear(like: Linear) -> Run:
     x = like.x
     strided = x.dim() == 2 and (like.input is None or x.stride(1) == 1)
     x_rows = _as_it_is if strided or x.is_contiguous() else Tensor.contiguous
-    in_rows = _as_it_is if like.weight.dim() == 3 else _rows(like.weight, like.scheme)
+    in_rows = _rows(like.weight, like.scheme)
+    if like.weight.dim() == 3:  # until native ops take panels
+        in_rows = partial(weight_rows, scheme=like.scheme, rows=out_features(like), cols=x.shape[-1])
     input_scheme, weight_scheme = scheme_number(like.input), scheme_number(like.scheme)
 
     def run(outs: tuple[Tensor, ...], call: Linear) -> None:
         x, weight, _, scale, zero_point, outer_scale, bias, _, _ = call
-        weight = weight_rows(weight, like.scheme, out_features(call), x.shape[-1])  # until native ops take panels
         native(x_rows(x), input_scheme, in_rows(weight), weight_scheme, scale, zero_point, outer_scale, bias, outs[0])
 
     return run

@@ -89,9 +89,6 @@ class QuantLinear(nn.Module):
     outer_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
-    #: Where the codes lay when their layout was last chosen.
-    _settled = 0
-
     def __init__(self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe) -> None:
         super().__init__()
         if weight.ndim != 2:
@@ -104,6 +101,7 @@ class QuantLinear(nn.Module):
             self.register_parameter(name, None if part is None else _as_integers(part))
         self._scale_dtype: torch.dtype = weight.scale.dtype
         self._shown: Quantized | None = None
+        self._settled: Quantized | None = None  # that whose layout has been chosen
         self._bound: BoundLinear | None = None
         self.register_parameter("bias", bias)
 
@@ -140,7 +138,7 @@ class QuantLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         self._to_rows()
-        return {**self.__dict__, "_settled": 0, "_shown": None, "_bound": None}
+        return {**self.__dict__, "_settled": None, "_shown": None, "_bound": None}
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
@@ -153,24 +151,24 @@ class QuantLinear(nn.Module):
             x = x.to(dtype)
         if torch.compiler.is_compiling():
             return linear(x, self.weight, bias, input, dtype)
-        if not torch.is_grad_enabled() and self._settled != self._parameters["codes"].data_ptr():  # type: ignore[union-attr]
-            self._settle()
         weight = self.weight
+        if weight is not self._settled and not torch.is_grad_enabled():
+            weight = self._settle()
         bound = self._bound
         if bound is None or bound.weight is not weight or bound.bias is not bias or bound.dtype is not dtype:
             bound = self._bound = BoundLinear(weight, bias, input, dtype)
         return bound(x)
 
-    def _settle(self) -> None:
-        """Put the codes in panels where the kernels in use are faster on those, and nobody else moves them."""
+    def _settle(self) -> Quantized:
+        """The weight, put in panels where the kernels in use are faster on those and nobody else moves its codes."""
         codes: Any = self._parameters["codes"]
         alone = _on_cpu(codes) and "forward" not in vars(self) and not _distributed()
         with _LAYOUT:
-            weight = self.weight
-            if alone and panels_serve(weight, self.recipe.input):
+            if alone and panels_serve(self.weight, self.recipe.input):
                 with torch.inference_mode(False):
-                    codes.data = weight.in_panels().stored
-            self._settled = codes.data_ptr()
+                    codes.data = self.weight.in_panels().stored
+            self._settled = self.weight
+            return self._settled
 
     def _to_rows(self) -> None:
         """Put packed codes back in rows; all that looks at the parameters from outside comes here first."""
@@ -179,7 +177,7 @@ class QuantLinear(nn.Module):
             if type(codes) is nn.Parameter and codes.dim() == 3:
                 with torch.inference_mode(False):
                     codes.data = self.weight.codes
-                self._shown = self._bound = None
+                self._settled = self._shown = self._bound = None
 
     def extra_repr(self) -> str:
         return (
