@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowbit.backends.registry import forced, use_backend
 from lowbit.ops import OPS
+from lowbit.ops.linear import weight_rows
 
 __all__ = ["backend_now", "on_backend"]
 
@@ -125,11 +126,12 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    weight = ctx.saved_tensors
+    weight, *scales = ctx.saved_tensors
     rows, grad_x, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None
-    if weight[0] is not None:
+    if weight is not None:
+        weight = weight_rows(weight, ctx.scheme, grad.shape[-1], ctx.x_shape[-1])
         with use_backend(ctx.backend):
-            decoded = _decoded(weight, ctx.scheme, ctx.x_shape[-1], grad.dtype)
+            decoded = _decoded((weight, *scales), ctx.scheme, ctx.x_shape[-1], grad.dtype)
         grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
     if ctx.bias_dtype is not None:
         grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

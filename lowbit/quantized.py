@@ -7,13 +7,14 @@ codes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lowbit.panels import from_panels, to_panels
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
@@ -35,12 +36,14 @@ def zero_dtype(scheme: Scheme) -> torch.dtype:
 class Quantized:
     """What ``quantize`` returns.
 
-    ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``scale``: ``[R, C]`` in the scheme's scale
-    dtype (E8M0 and E4M3 scales are uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only.
-    ``outer_scale``: fp32 ``[1, 1]``, two-level schemes only. ``dtype`` is that of the tensor that was quantized.
+    ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``stored``: the codes as they lie in memory,
+    so or, of a matrix, in panels (lowbit/panels.py), which ``linear`` reads as they are; all else reads ``codes``,
+    which are then made at each access. ``scale``: ``[R, C]`` in the scheme's scale dtype (E8M0 and E4M3 scales are
+    uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only. ``outer_scale``: fp32 ``[1, 1]``,
+    two-level schemes only. ``dtype`` is that of the tensor that was quantized.
     """
 
-    codes: Tensor
+    stored: Tensor
     scale: Tensor
     zero_point: Tensor | None
     outer_scale: Tensor | None
@@ -49,8 +52,27 @@ class Quantized:
     dtype: torch.dtype
 
     @property
+    def layout(self) -> str:
+        """How ``stored`` holds the codes: ``rows`` or ``panels``."""
+        return "panels" if len(self.shape) == 2 and self.stored.dim() == 3 else "rows"
+
+    @property
+    def codes(self) -> Tensor:
+        if self.layout == "rows":
+            return self.stored
+        return from_panels(self.stored, self.scheme.format, *self.shape)
+
+    def in_panels(self) -> Quantized:
+        """The same matrix with its codes stored in panels. Raises ValueError for no matrix, or codes of other bits."""
+        if self.ndim != 2:
+            raise ValueError(f"in_panels() needs a matrix, got shape {list(self.shape)}")
+        if self.layout == "panels":
+            return self
+        return replace(self, stored=to_panels(self.stored, self.scheme.format, self.shape[1]))
+
+    @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.stored.device
 
     @property
     def ndim(self) -> int:
@@ -58,14 +80,21 @@ class Quantized:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
-        names = ("codes", "scale", "zero_point", "outer_scale")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The tensors that are there, by name; the codes as rows."""
+        return {**self._held, "codes": self.codes}
+
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        """The same with the codes as they are stored: no tensor is made."""
+        own = {
+            "codes": self.stored, "scale": self.scale, "zero_point": self.zero_point, "outer_scale": self.outer_scale,
+        }  # fmt: skip
+        return {name: value for name, value in own.items() if value is not None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points."""
-        return sum(part.numel() * part.element_size() for part in self.parts.values())
+        return self.scheme.nbytes(tuple(self.shape))
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -82,12 +111,12 @@ class Quantized:
         """The transposed matrix: a view of 8-bit codes, a repacked copy of narrower ones; blocks turn with it."""
         if self.ndim != 2:
             raise ValueError(f"t() needs a matrix, got shape {list(self.shape)}")
-        bits = self.scheme.format.bits
-        codes = self.codes.t()
+        codes, bits = self.codes, self.scheme.format.bits
         if bits < 8:
-            codes = torch.ops.lowbit.pack(
-                torch.ops.lowbit.unpack(self.codes, bits, self.shape[1]).t().contiguous(), bits
-            )
+            codes = torch.ops.lowbit.unpack(codes, bits, self.shape[1])
+        codes = codes.t()
+        if bits < 8:
+            codes = torch.ops.lowbit.pack(codes.contiguous(), bits)
         zero_point = None if self.zero_point is None else self.zero_point.t().contiguous()
         shape = torch.Size((self.shape[1], self.shape[0]))
         return Quantized(
@@ -95,7 +124,7 @@ class Quantized:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        """The same number with each of its tensors changed (moved, detached, ...), shapes kept."""
+        """The same number with each of its tensors (``parts``) changed (moved, detached, ...), shapes kept."""
         parts = {name: change(part) for name, part in self.parts.items()}
         return Quantized(
             parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("outer_scale"),
@@ -139,7 +168,7 @@ class Quantized:
 
 
 def _flatten(q: Quantized) -> tuple[list[Tensor], tuple[Any, ...]]:
-    return list(q.parts.values()), (tuple(q.parts), q.scheme.name, tuple(q.shape), q.dtype)
+    return list(q._held.values()), (tuple(q._held), q.scheme.name, tuple(q.shape), q.dtype)
 
 
 def _unflatten(parts: Any, context: tuple[Any, ...]) -> Quantized:

@@ -23,7 +23,7 @@ LAYERS = [
     {"_version", "files", "machine", "checkout"},
     {"formats"},
     {"scaling"},
-    {"recipes", "packing", "quantized"},
+    {"recipes", "packing", "panels", "quantized"},
     {"reference", "reference_adamw"},
     {"ops"},
     {"backends"},

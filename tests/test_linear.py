@@ -14,7 +14,7 @@ from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding, th
 import lowbit as lb
 from lowbit.functional import linear
 from lowbit.ops import OPS
-from lowbit.ops.linear import Linear, make_call, quantized
+from lowbit.ops.linear import Linear, make_call, out_features, quantized
 from lowbit.ops.samples import random_matrix
 
 SPEC = OPS["linear"]
@@ -42,7 +42,7 @@ def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
             reasons.add(kernel.impl.supports(on_device))
             continue
         served += 1
-        assert outs[0].shape == (*call.x.shape[:-1], call.weight.shape[0])
+        assert outs[0].shape == (*call.x.shape[:-1], out_features(call))
         check(outs[0].reshape(-1, outs[0].shape[-1]), quantized(call), kernel.impl.numerics, str(kernel))
     assert all(isinstance(reason, str) and reason for reason in reasons), "a refusal without a reason"
     assert served, f"{kernel} refuses every sample: {reasons}"
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant):
 def weight_of(call: Linear) -> lb.Quantized:
     return lb.Quantized(
         call.weight, call.scale, call.zero_point, call.outer_scale, lb.scheme(call.scheme),
-        torch.Size((call.weight.shape[0], call.x.shape[-1])), torch.float32,
+        torch.Size((out_features(call), call.x.shape[-1])), torch.float32,
     )  # fmt: skip
 
 

@@ -100,7 +100,8 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def _watched() -> bool:
+def watched() -> bool:
+    """Whether a compiler, a mode or a transform sees every op, so that none may be passed by."""
     return bool(torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None)
 
 
@@ -109,9 +110,7 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
 
     ``outs``: tensors to fill, as ``NAME_out`` does.
     """
-    if _watched() or (
-        outs is not None and any(type(out) not in (Tensor, nn.Parameter) or out.is_neg() for out in outs)
-    ):
+    if watched() or (outs is not None and any(type(out) not in (Tensor, nn.Parameter) or out.is_neg() for out in outs)):
         return _dispatched(name, args, outs)
     grad = torch.is_grad_enabled()
     key: list[Any] = [name, registry.circumstances()]
@@ -157,7 +156,7 @@ class Bound:
         self._under = _plans  # whose metadata these plans were found under
 
     def __call__(self, x: Tensor) -> Any:
-        if not self._plain or type(x) is not Tensor or _watched() or self._differentiated(x) or x.is_neg():
+        if not self._plain or type(x) is not Tensor or watched() or self._differentiated(x) or x.is_neg():
             return call(self._spec.name, x, *self._rest)
         key = (x.shape, x.dtype, x.stride(), x.device, registry.circumstances())
         plan = self._plans.get(key)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowbit.backends.dispatch import Bound, call
+from lowbit.backends import cpu_mm
+from lowbit.backends.dispatch import Bound, call, watched
+from lowbit.backends.registry import forced
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.functional.quantization import quantize
 from lowbit.ops.spec import as_rows
@@ -115,9 +117,27 @@ def _linear_rest(
 ) -> tuple[Any, ...]:
     """The arguments of the op after ``x``."""
     return (
-        weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
+        weight.stored, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
         None if input is None else find_scheme(input).name, out_dtype,
     )  # fmt: skip
+
+
+def panels_serve(weight: Quantized, input: Scheme | None) -> bool:
+    """Whether ``linear``, called as here and now, gains by ``weight.in_panels()`` that is made once and kept.
+
+    Not by that of codes that processes share, since each would make its own.
+    """
+    stored = weight.stored
+    return (
+        weight.layout == "rows"
+        and type(stored) in (Tensor, nn.Parameter)
+        and stored.device.type == "cpu"
+        and stored.numel() > 0
+        and not stored.is_shared()
+        and not watched()
+        and forced() in (None, "cpu")
+        and cpu_mm.panels_serve(weight.scheme, input, weight.shape[1])
+    )
 
 
 class BoundLinear:

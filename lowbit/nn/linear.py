@@ -6,13 +6,14 @@ neither ``model.bfloat16()`` nor a mixed-precision policy casts integers, so no 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional import BoundLinear, linear
+from lowbit.functional import BoundLinear, linear, panels_serve
 from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
@@ -21,6 +22,9 @@ __all__ = ["QuantLinear", "empty", "result_dtype"]
 
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+#: Held while codes change their layout, and while what is copied of them must not.
+_LAYOUT = threading.RLock()
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -69,6 +73,13 @@ class QuantLinear(nn.Module):
     tensors keeps (safetensors, distributed checkpoints). ``load_state_dict`` refuses codes of another scheme, since
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
     call chooses anew.
+
+    Where kernels are faster on another layout of the codes (lowbit/panels.py), the first call on the CPU without grad
+    mode puts the parameter in it, in place. ``weight.codes``, ``state_dict``, copies and pickles show rows all the
+    same; only the bare parameter (``layer.codes``, ``parameters()``) shows panels. State, copies and moves turn it back
+    to rows, and the next call packs it again. Compiled and exported code takes the layout that it finds: call the layer
+    once before compiling it. Codes that processes share stay rows, and so do those that a sharding
+    (torch.distributed is initialized) or a forward replaced on the layer itself may exchange.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
 
@@ -90,6 +101,7 @@ class QuantLinear(nn.Module):
             self.register_parameter(name, None if part is None else _as_integers(part))
         self._scale_dtype: torch.dtype = weight.scale.dtype
         self._shown: Quantized | None = None
+        self._settled: Quantized | None = None  # that whose layout has been chosen
         self._bound: BoundLinear | None = None
         self.register_parameter("bias", bias)
 
@@ -103,13 +115,16 @@ class QuantLinear(nn.Module):
         shown = self._shown
         if (
             shown is None
-            or shown.codes is not codes
+            or not (shown.stored is codes or shown.stored.data_ptr() == codes.data_ptr() != 0)
             or shown.zero_point is not held["zero_point"]
             or shown.dtype is not self.weight_dtype
             or shown.scale.data_ptr() != scale.data_ptr()
             or (outer is not None and shown.outer_scale.data_ptr() != outer.data_ptr())  # type: ignore[union-attr]
         ):
-            shown = self._shown = self._show(held)
+            with _LAYOUT:
+                # Of codes that may be packed an alias: a call on its way keeps what it reads, whatever becomes of them.
+                aliased = {"codes": codes.detach()} if _on_cpu(codes) else {}
+                shown = self._shown = self._show({**held, **aliased})
         return shown
 
     def _show(self, held: dict[str, Any]) -> Quantized:
@@ -122,7 +137,8 @@ class QuantLinear(nn.Module):
         return Quantized(held["codes"], scale, held["zero_point"], outer, self.scheme, shape, self.weight_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shown": None, "_bound": None}
+        self._to_rows()
+        return {**self.__dict__, "_settled": None, "_shown": None, "_bound": None}
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
@@ -133,13 +149,35 @@ class QuantLinear(nn.Module):
         dtype, input, bias = result_dtype(x), self.recipe.input, self._parameters["bias"]
         if input is None and x.dtype != dtype:
             x = x.to(dtype)
-        weight = self.weight
         if torch.compiler.is_compiling():
-            return linear(x, weight, bias, input, dtype)
+            return linear(x, self.weight, bias, input, dtype)
+        weight = self.weight
+        if weight is not self._settled and not torch.is_grad_enabled():
+            weight = self._settle()
         bound = self._bound
         if bound is None or bound.weight is not weight or bound.bias is not bias or bound.dtype is not dtype:
             bound = self._bound = BoundLinear(weight, bias, input, dtype)
         return bound(x)
+
+    def _settle(self) -> Quantized:
+        """The weight, put in panels where the kernels in use are faster on those and nobody else moves its codes."""
+        codes: Any = self._parameters["codes"]
+        alone = _on_cpu(codes) and "forward" not in vars(self) and not _distributed()
+        with _LAYOUT:
+            if alone and panels_serve(self.weight, self.recipe.input):
+                with torch.inference_mode(False):
+                    codes.data = self.weight.in_panels().stored
+            self._settled = self.weight
+            return self._settled
+
+    def _to_rows(self) -> None:
+        """Put packed codes back in rows; all that looks at the parameters from outside comes here first."""
+        codes: Any = self._parameters["codes"]
+        with _LAYOUT:
+            if type(codes) is nn.Parameter and codes.dim() == 3:
+                with torch.inference_mode(False):
+                    codes.data = self.weight.codes
+                self._settled = self._shown = self._bound = None
 
     def extra_repr(self) -> str:
         return (
@@ -152,6 +190,11 @@ class QuantLinear(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """``_load_from_state_dict`` has compared it already, before any parameter was written."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with _LAYOUT:
+            self._to_rows()
+            super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(
         self,
@@ -167,6 +210,7 @@ class QuantLinear(nn.Module):
         if wrong:  # nothing of this layer is written
             error_msgs.extend(wrong)
             return
+        self._to_rows()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -191,9 +235,20 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Casts and moves reach the bias and the dtype that ``weight`` answers; codes and scales are only moved."""
+        self._to_rows()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self
+
+
+def _on_cpu(codes: Tensor) -> bool:
+    """Whether these are codes that a layer may pack: a parameter of torch's own class, on the CPU."""
+    return type(codes) is nn.Parameter and codes.device.type == "cpu"
+
+
+def _distributed() -> bool:
+    """Whether parameters may belong to a sharding, which puts them together and apart around each call."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _as_integers(part: Tensor) -> nn.Parameter:
