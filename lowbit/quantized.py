@@ -7,7 +7,7 @@ codes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def zero_dtype(scheme: Scheme) -> torch.dtype:
     return torch.int8 if scheme.format.signed else torch.uint8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Quantized:
     """What ``quantize`` returns.
 
@@ -51,6 +51,23 @@ class Quantized:
     shape: torch.Size
     dtype: torch.dtype
 
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        outer_scale: Tensor | None,
+        scheme: Scheme,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> None:
+        """Of codes in either layout."""
+        held = {
+            "stored": codes, "scale": scale, "zero_point": zero_point, "outer_scale": outer_scale,
+            "scheme": scheme, "shape": shape, "dtype": dtype,
+        }  # fmt: skip
+        self.__dict__.update(held)
+
     @property
     def layout(self) -> str:
         """How ``stored`` holds the codes: ``rows`` or ``panels``."""
@@ -68,7 +85,10 @@ class Quantized:
             raise ValueError(f"in_panels() needs a matrix, got shape {list(self.shape)}")
         if self.layout == "panels":
             return self
-        return replace(self, stored=to_panels(self.stored, self.scheme.format, self.shape[1]))
+        panels = to_panels(self.stored, self.scheme.format, self.shape[1])
+        return Quantized(
+            panels, self.scale, self.zero_point, self.outer_scale, self.scheme, self.shape, self.dtype
+        )
 
     @property
     def device(self) -> torch.device:

@@ -100,7 +100,7 @@ def test_what_has_no_panels():
 @pytest.mark.parametrize("input", [None, "int8:row"])
 def test_linear_reads_panels(variant: Variant, input: str | None):
     x = random_matrix(5, 96, seed=1).to(variant.device).requires_grad_()
-    q = lb.quantize(random_matrix(37, 96, seed=2).to(variant.device), "int4:group32")
+    q = lb.quantize(random_matrix(37, 96, seed=2).to(variant.device), "int4:row")  # of groups, fp32 sums may differ
     if variant.refuses("linear", x, q, None, input):
         pytest.skip("not served")
     grads = []

@@ -8,7 +8,6 @@ float32 matmul precision allows it and the processor gains by it.  Source: docs/
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from lowbit import scaling
 from lowbit.backends.native import features, loading_error, scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
-from lowbit.ops.linear import Linear, out_features, weight_rows
+from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import Numerics
 from lowbit.scaling import Scheme
@@ -55,14 +54,14 @@ def _linear(like: Linear) -> Run:
     x = like.x
     strided = x.dim() == 2 and (like.input is None or x.stride(1) == 1)
     x_rows = _as_it_is if strided or x.is_contiguous() else Tensor.contiguous
-    in_rows = _rows(like.weight, like.scheme)
-    if like.weight.dim() == 3:  # until native ops take panels
-        in_rows = partial(weight_rows, scheme=like.scheme, rows=out_features(like), cols=x.shape[-1])
+    weight_rows = Tensor.contiguous if like.weight.dim() == 3 else _rows(like.weight, like.scheme)
     input_scheme, weight_scheme = scheme_number(like.input), scheme_number(like.scheme)
 
     def run(outs: tuple[Tensor, ...], call: Linear) -> None:
         x, weight, _, scale, zero_point, outer_scale, bias, _, _ = call
-        native(x_rows(x), input_scheme, in_rows(weight), weight_scheme, scale, zero_point, outer_scale, bias, outs[0])
+        native(
+            x_rows(x), input_scheme, weight_rows(weight), weight_scheme, scale, zero_point, outer_scale, bias, outs[0]
+        )
 
     return run
 
