@@ -56,10 +56,10 @@ int32_t FewColumns::zero_offset() const {
     return plan_.unit->as_signed && !t.is_signed ? -half : 0;
 }
 
-float FewColumns::factor(const uint8_t* codes) const {
+float FewColumns::factor(bool has_nan) const {
     const Table& t = *p_.b.table;
     if (!plan_.unit->halves) return 1;
-    return t.half_nan != 0 && few_.holds(codes, p_.depth, t.half_nan) ? NAN : t.half_unit;
+    return t.half_nan != 0 && has_nan ? NAN : t.half_unit;
 }
 
 void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t first, int64_t count) const {
