@@ -36,9 +36,9 @@ class Columns : FewColumns {
   public:
     Columns(const Problem& p, const FewKernels& few, const FewPlan& plan, const FewRows& rows)
         : FewColumns(p, few, plan, rows),
-          chunk_(std::clamp(std::min(kChunkBytes / std::max<int64_t>(p.b.row_stride, 1), kChunkSums / plan.tile),
-                            int64_t{1}, kChunkRows)),
           piece_(piece_steps()),
+          whole_(piece_ >= plan.steps && plan.tile == plan.rows),
+          chunk_(chunk_rows()),
           run_(plan.unit->dots[static_cast<int>(blocks_of(plan))][plan.more]) {
         thread_local Arena arena;
         place(arena.reserve(place(nullptr)));
@@ -89,6 +89,13 @@ class Columns : FewColumns {
         return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
 
+    int64_t chunk_rows() const {
+        const int64_t most = std::min(kChunkBytes / std::max<int64_t>(p_.b.row_stride, 1), kChunkSums / plan_.tile);
+        // Where nothing is read twice, the scales shall not push a out of the nearest cache.
+        const int64_t scaled = whole_ && plan_.blocks ? kNearBytes / 8 / block_room() : kChunkRows;
+        return std::clamp<int64_t>(std::min(most, scaled), 1, kChunkRows);
+    }
+
     const uint8_t* codes_of(int64_t row) const {
         return static_cast<const uint8_t*>(p_.b.data) + row * p_.b.row_stride;
     }
@@ -111,10 +118,9 @@ class Columns : FewColumns {
                 t.steps = std::min(piece_, plan_.steps - s);
                 t.b = codes_of(row) + s * plan_.unit->bytes;
                 t.pitch = p_.b.row_stride;
-                const bool whole = piece_ >= plan_.steps && plan_.tile == plan_.rows;
                 t.ahead =
-                    whole ? t.b + kAheadBytes : codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
-                t.ahead_pitch = whole ? t.pitch : t.steps * plan_.unit->bytes;
+                    whole_ ? t.b + kAheadBytes : codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
+                t.ahead_pitch = whole_ ? t.pitch : t.steps * plan_.unit->bytes;
                 stretch(t, m, s);
             }
             if (plan_.rest == 0) continue;
@@ -159,7 +165,9 @@ class Columns : FewColumns {
         }
     }
 
-    const int64_t chunk_, piece_;  // rows of b, and steps, at a time
+    const int64_t piece_;  // steps at a time
+    const bool whole_;     // all of a is one tile's piece
+    const int64_t chunk_;  // rows of b at a time
     const FewUnit::Run* run_;
     Few common_;        // what all stretches share
     int32_t* sums_;     // [chunk, rows] vectors: fp32, or int32 of integers in one block

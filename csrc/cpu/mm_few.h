@@ -1,7 +1,7 @@
 // Products with few rows of a (the decode phase of language models), which read every code of b once for little
 // arithmetic: rows of b are multiplied as they are stored, so that nothing but their codes comes from memory.
 //
-// Lanes are elements along K, decoded in registers for up to four rows of a at a time. With more rows they are rows of
+// Lanes are elements along K, decoded in registers for up to eight rows of a at a time. With more rows they are rows of
 // a, and dwords of b, decoded to the nearest cache, are what a multiply-add broadcasts: a code is decoded once for all
 // of them, and no sum is taken over lanes.
 //

@@ -1,6 +1,6 @@
-// Few rows of a with AVX-512 F, BW, DQ and VL. Instructions for 64 bytes of codes and one row of a: fp32 nibbles 23
-// (8 lookups, 7 shifts, 8 FMA), bytes 16, halves 20, 48 bytes of sextets 18; where products are memory-bound a core
-// has about 29 for them, two a cycle (docs/measured.md).
+// Few rows of a with AVX-512 F, BW, DQ and VL. Instructions for 64 bytes of codes and one row of a, the loop's 4 or 5
+// included: fp32 nibbles 31 (8 lookups, 7 shifts, 8 FMA), 33 where lanes differ in their scale, bytes 20, 8-bit floats
+// 26; every further row adds its FMA (docs/measured.md).
 #include <immintrin.h>
 
 // gcc 12 warns of its own headers' _mm512_undefined_epi32.

@@ -18,10 +18,11 @@ const float* FewColumns::block_scales(int64_t row, float* out) const {
     static constexpr float kOne = 1;
     if (!plan_.blocks) return &kOne;
     const Operand& b = p_.b;
-    if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
-        return static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
-    }
-    if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
+    if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1) {
+        const auto* from = static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
+        if (plan_.per_step == 1) return from;
+        std::copy_n(from, plan_.num_blocks, out);
+    } else if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
         const auto* codes = static_cast<const uint8_t*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
         few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
     } else {
