@@ -1,10 +1,14 @@
-// Products with few rows of a whose lanes are elements: rows of b, some at a time, decoded in registers.
+// Products with few rows of a whose lanes are elements: rows of b, decoded in registers.
 //
-// Every output element is summed over all of K by one thread in an order that depends on K and the formats alone.
+// Every output element is summed over all of K by one thread in an order that depends on K, the formats and the number
+// of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
+// nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in the second
+// cache, where those after them are fetched meanwhile.
 #include <algorithm>
 #include <cstring>
 
 #include "cpu/arena.h"
+#include "cpu/mm_cuts.h"
 #include "cpu/mm_few_columns.h"
 #include "cpu/mm_load.h"
 #include "cpu/threads.h"
@@ -12,8 +16,11 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-constexpr int64_t kAheadBytes = 4096;  // fetched for later
-constexpr int64_t kFinishCols = 64;
+constexpr int64_t kAheadBytes = 4096;       // fetched for later
+constexpr int64_t kNearBytes = 16 << 10;    // of a tile of a at a time
+constexpr int64_t kChunkBytes = 128 << 10;  // of rows of b at a time,
+constexpr int64_t kChunkSums = 128;         // and vectors of their sums
+constexpr int64_t kChunkRows = 64;
 
 const FewKernels& few_in_use() {
     static constexpr const FewKernels& (*kTables[])() = {
@@ -28,140 +35,158 @@ const FewKernels& few_in_use() {
 class Columns : FewColumns {
   public:
     Columns(const Problem& p, const FewKernels& few, const FewPlan& plan, const FewRows& rows)
-        : FewColumns(p, few, plan, rows) {
-        const int64_t blocks = block_room();
-        size_t used = 0;
-        auto take = [&](auto*& pointer, int64_t count, uint8_t* base) {
-            pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + used);
-            used += (static_cast<size_t>(count) * sizeof(*pointer) + 63) / 64 * 64;
-        };
-        auto place = [&](uint8_t* base) {
-            used = 0;
-            take(sums_, kAllRows * kFewCols * few.width, base);
-            take(tails_, kFewCols * kFewStepBytes, base);
-            take(lanes_, few.width, base);
-            take(scales_, kFewCols * blocks, base);
-            take(zeros_, kFewCols * blocks, base);
-            take(results_, kAllRows * kFinishCols, base);
-            return used;
-        };
+        : FewColumns(p, few, plan, rows),
+          piece_(piece_steps()),
+          whole_(piece_ >= plan.steps && plan.tile == plan.rows),
+          chunk_(chunk_rows()),
+          run_(plan.unit->dots[static_cast<int>(blocks_of(plan))][plan.more]) {
         thread_local Arena arena;
         place(arena.reserve(place(nullptr)));
-        blocks_ = blocks;
         common_.table = p.b.table;
         common_.lanes = lanes_;
         common_.block_steps = plan.block_steps;
         common_.per_step = plan.per_step;
-        const int64_t together = std::max<int64_t>(p.b.row_stride * few.cols, 1);
-        common_.ahead = together * ((kAheadBytes + together - 1) / together);
-        const bool lookups = plan.per_step <= 1 && plan.unit->lookups[0][0] != nullptr;
-        run_ = (lookups ? plan.unit->lookups : plan.unit->dots)[plan.more];
+        common_.scales = row_scales_;
+        common_.zeros = row_zeros_;
+        common_.nans = nans_;
+        common_.sums_pitch = plan.rows * 4 * few.width;
         put_lanes(lanes_);
-        std::memset(tails_, 0, kFewCols * kFewStepBytes);
-        std::fill_n(zeros_, blocks, zero_offset());
+        std::memset(tails_, 0, static_cast<size_t>(chunk_) * kFewStepBytes);
+        std::fill_n(zeros_, block_room(), zero_offset());
     }
 
     void run(int64_t begin, int64_t end) {
-        for (int64_t first = begin; first < end; first += kFinishCols) {
-            const int64_t count = std::min(kFinishCols, end - first);
-            for (int64_t n = 0; n < count; n += few_.cols)
-                multiply(first + n, std::min<int64_t>(few_.cols, count - n), n);
-            finish(results_, kFinishCols * sizeof(int64_t), plan_.exact() ? 2 : 0, first, count);
+        for (int64_t row = begin; row < end; row += chunk_) {
+            const int64_t count = std::min(chunk_, end - row);
+            multiply(row, count, end);
+            plan_.exact() ? exact_results(row, count) : float_results(count);
+            finish(results_, chunk_ * sizeof(int64_t), plan_.exact() ? 2 : 0, row, count);
         }
     }
 
   private:
-    // Rows [row, row + count) of b, to the results' columns from `at` on. Missing rows repeat the last one.
-    void multiply(int64_t row, int64_t count, int64_t at) {
-        const Operand& b = p_.b;
-        Few t = common_;
-        const uint8_t* codes[kFewCols] = {};
-        for (int64_t n = 0; n < few_.cols; ++n) {
-            const int64_t from = row + std::min(n, count - 1);
-            codes[n] = static_cast<const uint8_t*>(b.data) + from * b.row_stride;
-            t.b[n] = codes[n];
-            t.scales[n] = block_scales(from, scales_ + n * blocks_);
-            if (plan_.more) t.zeros[n] = block_zeros(from, b.zero_point == nullptr ? zeros_ : zeros_ + n * blocks_);
-        }
-        std::memset(sums_, 0, static_cast<size_t>(plan_.rows * few_.cols * few_.width) * 4);
-        stretch(t, 0, plan_.steps);
-        if (plan_.rest > 0) {
-            for (int64_t n = 0; n < few_.cols; ++n) {
-                take_tail(codes[n], tails_ + n * kFewStepBytes);
-                t.b[n] = tails_ + n * kFewStepBytes;
-            }
-            t.ahead = 0;
-            stretch(t, plan_.steps, 1);
-        }
-        plan_.exact() ? exact_results(row, count, at) : float_results(codes, count, at);
+    static FewBlocks blocks_of(const FewPlan& plan) {
+        if (plan.per_step > 1) return FewBlocks::lanes;
+        return plan.blocks && plan.block_steps == 1 ? FewBlocks::step : FewBlocks::steps;
     }
 
-    // The steps [first, first + count), whose codes t.b points to.
-    void stretch(Few& t, int64_t first, int64_t count) const {
-        t.steps = count;
-        if (first > 0) move_blocks(t, plan_.block_of(first));
-        for (int64_t m = 0; m < plan_.rows; m += kFewTile) {
-            t.a = rows_.tile(m, first);
-            t.sums = sums_ + m * few_.cols * few_.width;
-            run_[rows_.tile_rows(m) - 1](t);
-        }
+    size_t place(uint8_t* base) {
+        Parts parts(base);
+        parts.take(sums_, chunk_ * plan_.rows * few_.width);
+        parts.take(totals_, chunk_ * plan_.rows);
+        parts.take(results_, chunk_ * plan_.rows);
+        parts.take(tails_, chunk_ * kFewStepBytes);
+        parts.take(lanes_, few_.width);
+        parts.take(scales_, plan_.blocks ? chunk_ * block_room() : 0);
+        parts.take(zeros_, (p_.b.zero_point == nullptr ? 1 : chunk_) * block_room());
+        return parts.used();
     }
 
-    void move_blocks(Few& t, int64_t block) const {
-        for (int64_t n = 0; n < few_.cols; ++n) {
-            t.scales[n] += block;
-            if (plan_.more) t.zeros[n] += block;
-        }
+    // Of a tile: what the nearest cache holds, in pieces of about the same length and of whole blocks.
+    int64_t piece_steps() const {
+        const int64_t step = plan_.slots * plan_.tile * 4 * few_.width, most = std::max<int64_t>(kNearBytes / step, 1);
+        const int64_t count = (plan_.steps + most - 1) / most, block = plan_.blocks ? plan_.block_steps : 1;
+        return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
 
-    void float_results(const uint8_t* const* codes, int64_t count, int64_t at) {
-        float sums[kAllRows * kFewCols];
-        few_.sum_floats(reinterpret_cast<const float*>(sums_), plan_.rows * few_.cols, sums);
+    int64_t chunk_rows() const {
+        const int64_t most = std::min(kChunkBytes / std::max<int64_t>(p_.b.row_stride, 1), kChunkSums / plan_.tile);
+        // Where nothing is read twice, the scales shall not push a out of the nearest cache.
+        const int64_t scaled = whole_ && plan_.blocks ? kNearBytes / 8 / block_room() : kChunkRows;
+        return std::clamp<int64_t>(std::min(most, scaled), 1, kChunkRows);
+    }
+
+    const uint8_t* codes_of(int64_t row) const {
+        return static_cast<const uint8_t*>(p_.b.data) + row * p_.b.row_stride;
+    }
+
+    // Rows [row, row + count) of b, of those until `end`.
+    void multiply(int64_t row, int64_t count, int64_t end) {
+        const int64_t room = block_room();
         for (int64_t n = 0; n < count; ++n) {
-            const float by = factor(codes[n]);
-            for (int64_t m = 0; m < plan_.rows; ++m) {
-                reinterpret_cast<float*>(results_)[m * 2 * kFinishCols + at + n] = sums[m * few_.cols + n] * by;
+            row_scales_[n] = block_scales(row + n, scales_ + n * room);
+            const bool own = p_.b.zero_point != nullptr;
+            if (plan_.more) row_zeros_[n] = block_zeros(row + n, zeros_ + own * n * room);
+            nans_[n] = false;
+        }
+        std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
+        Few t = common_;
+        t.count = count;
+        for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
+            t.sums = sums_ + m * few_.width;
+            for (int64_t s = 0; s < plan_.steps; s += piece_) {
+                t.steps = std::min(piece_, plan_.steps - s);
+                t.b = codes_of(row) + s * plan_.unit->bytes;
+                t.pitch = p_.b.row_stride;
+                t.ahead =
+                    whole_ ? t.b + kAheadBytes : codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
+                t.ahead_pitch = whole_ ? t.pitch : t.steps * plan_.unit->bytes;
+                stretch(t, m, s);
             }
+            if (plan_.rest == 0) continue;
+            for (int64_t n = 0; n < count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
+            t.steps = 1;
+            t.b = t.ahead = tails_;
+            t.pitch = t.ahead_pitch = kFewStepBytes;
+            stretch(t, m, plan_.steps);
+        }
+    }
+
+    void stretch(Few& t, int64_t m, int64_t step) const {
+        t.a = rows_.tile(m, step);
+        t.block = plan_.block_of(step);
+        run_[rows_.tile_rows(m) - 1](t);
+    }
+
+    void float_results(int64_t count) {
+        auto* sums = reinterpret_cast<float*>(totals_);
+        few_.sum_floats(reinterpret_cast<const float*>(sums_), count * plan_.rows, sums);
+        for (int64_t m = 0; m < plan_.rows; ++m) {
+            auto* out = reinterpret_cast<float*>(results_ + m * chunk_);
+            for (int64_t n = 0; n < count; ++n) out[n] = sums[n * plan_.rows + m] * factor(nans_[n]);
         }
     }
 
     // Sum over k of (a - a_zero) * (code - zero), from sums of products, of a, and of codes.
-    void exact_results(int64_t row, int64_t count, int64_t at) {
-        int64_t sums[kAllRows * kFewCols];
-        few_.sum_integers(sums_, plan_.rows * few_.cols, sums);
+    void exact_results(int64_t row, int64_t count) {
+        few_.sum_integers(sums_, count * plan_.rows, totals_);
+        const int half = p_.b.table->is_signed ? 1 << (p_.b.table->bits - 1) : 0;
         for (int64_t n = 0; n < count; ++n) {
-            const int half = p_.b.table->is_signed ? 1 << (p_.b.table->bits - 1) : 0;
+            const int64_t* sums = totals_ + n * plan_.rows;
             const int64_t zero = zero_at(p_.b, row + n, 0) + half;
             for (int64_t m = 0; m < p_.a.rows; ++m) {
-                int64_t sum = sums[m * few_.cols + n] - zero * rows_.sum(m);
+                int64_t sum = sums[m] - zero * rows_.sum(m);
                 if (plan_.ones(p_)) {
                     const int64_t a_zero = zero_at(p_.a, m, 0) + rows_.lift();
-                    sum -= a_zero * (sums[p_.a.rows * few_.cols + n] - p_.depth * zero);
+                    sum -= a_zero * (sums[p_.a.rows] - p_.depth * zero);
                 }
-                results_[m * kFinishCols + at + n] = sum;
+                results_[m * chunk_ + n] = sum;
             }
         }
     }
 
-    int64_t blocks_;
+    const int64_t piece_;  // steps at a time
+    const bool whole_;     // all of a is one tile's piece
+    const int64_t chunk_;  // rows of b at a time
     const FewUnit::Run* run_;
-    Few common_;     // what all stretches share
-    int32_t* sums_;  // [rows, cols] vectors: fp32, or int32 of integers in one block
+    Few common_;        // what all stretches share
+    int32_t* sums_;     // [chunk, rows] vectors: fp32, or int32 of integers in one block
+    int64_t* totals_;   // [chunk, rows], or fp32
+    int64_t* results_;  // [rows, chunk], or fp32 [rows, 2 * chunk]
     uint8_t* tails_;
-    int32_t* lanes_;
+    int32_t *lanes_, *zeros_;
     float* scales_;
-    int32_t* zeros_;
-    int64_t* results_;  // [rows, kFinishCols], or fp32 [rows, 2 * kFinishCols]
+    const float* row_scales_[kChunkRows];
+    const int32_t* row_zeros_[kChunkRows];
+    bool nans_[kChunkRows];
 };
 
 }  // namespace
 
 void multiply_elements(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows) {
-    const int64_t groups = (problem.b.rows + few.cols - 1) / few.cols;
-    const int64_t products = few.cols * plan.rows * problem.depth;
-    parallel_for(groups, std::max<int64_t>(kSmallProduct / products, 1), [&](int64_t begin, int64_t end) {
-        Columns(problem, few, plan, rows).run(begin * few.cols, std::min(end * few.cols, problem.b.rows));
-    });
+    const int64_t products = plan.rows * problem.depth;
+    parallel_for(problem.b.rows, std::max<int64_t>(kSmallProduct / products, 1),
+                 [&](int64_t begin, int64_t end) { Columns(problem, few, plan, rows).run(begin, end); });
 }
 
 bool multiply_few(const Problem& problem) {

@@ -1,7 +1,7 @@
 // Products with few rows of a (the decode phase of language models), which read every code of b once for little
 // arithmetic: rows of b are multiplied as they are stored, so that nothing but their codes comes from memory.
 //
-// Lanes are elements along K, decoded in registers for up to four rows of a at a time. With more rows they are rows of
+// Lanes are elements along K, decoded in registers for up to eight rows of a at a time. With more rows they are rows of
 // a, and dwords of b, decoded to the nearest cache, are what a multiply-add broadcasts: a code is decoded once for all
 // of them, and no sum is taken over lanes.
 //
@@ -21,25 +21,28 @@
 namespace lowbit::cpu::mm {
 
 constexpr int64_t kFewRows = 16;   // of a, at most; measured: docs/measured.md
-constexpr int kFewTile = 4;        // rows of a that are multiplied at a time, at most
-constexpr int kFewCols = 4;        // rows of b at a time, at most
+constexpr int kFewTile = 8;        // rows of a that are multiplied at a time, at most
 constexpr int kFewStepBytes = 64;  // of a step, at most, and of a vector
 
-// Some rows of a against `cols` rows of b, over some steps.
+// A tile of a's rows against rows of b, over some steps.
 struct Few {
     const Table* table = nullptr;
-    const uint8_t* b[kFewCols] = {};  // codes of the first step
-    int64_t ahead = 0;                // bytes from what is multiplied to what is fetched for later
-    const uint8_t* a = nullptr;       // [steps, slots, rows] vectors
+    int64_t count = 0;           // rows of b
+    const uint8_t* b = nullptr;  // codes of the first step; bytes from row to row:
+    int64_t pitch = 0;
+    const uint8_t* ahead = nullptr;  // what is fetched for later meanwhile, as many bytes
+    int64_t ahead_pitch = 0;
+    const uint8_t* a = nullptr;  // [steps, slots, rows] vectors
     int64_t steps = 0;
-    // Blocks of b's scales: one every `block_steps` steps, or `per_step` > 1 in each step (then block_steps is 1);
-    // per_step 0: one for all. Lane l of a step belongs to its block lanes[l].
-    int64_t block_steps = 1;
-    int64_t per_step = 0;
+    // Blocks of b's scales, from `block` on: one every `block_steps` steps, or `per_step` > 1 in each step (then
+    // block_steps is 1); per_step 0: one for all. Lane l of a step belongs to its block lanes[l].
+    int64_t block = 0, block_steps = 1, per_step = 0;
     const int32_t* lanes = nullptr;
-    const float* scales[kFewCols] = {};
-    const int32_t* zeros[kFewCols] = {};  // what is taken off decoded codes
-    void* sums = nullptr;                 // [rows, cols] vectors, fp32 or int32, which are added to
+    const float* const* scales = nullptr;
+    const int32_t* const* zeros = nullptr;  // what is taken off decoded codes
+    void* sums = nullptr;                   // vectors, fp32 or int32, which are added to; bytes from row to row of b:
+    int64_t sums_pitch = 0;
+    bool* nans = nullptr;  // of units with `halves`: whether a row of b holds a NaN that fp16 does not show
 };
 
 constexpr int kLaneCols = 28;                // rows of b at a time, at most
@@ -81,6 +84,9 @@ struct LaneUnit {
 // What a unit multiplies with.
 enum class FewInput : int { f32, bf16, s16, s8, u8 };
 
+// What has a scale of its own: some steps or all, each step, or some lanes of each step.
+enum class FewBlocks : int { steps, step, lanes };
+
 struct FewUnit {
     int64_t elements = 0;  // of a step; 0: this instruction set has no such unit
     int64_t bytes = 0;
@@ -89,11 +95,10 @@ struct FewUnit {
     bool halves = false;     // codes come out as fp16 numbers, to be multiplied by Table::half_unit
     bool as_signed = false;  // unsigned integers come out less 128
     using Run = void (*)(const Few&);
-    // Floats: without and with zero points. Integers: one block, whose sums stay int32; and blocks, whose sums are
-    // scaled and added in fp32 (a then has one slot more, the sums of the elements that meet in a lane).
-    Run dots[2][kFewTile] = {};
-    // The same for steps of one scale each, where that is faster; else null.
-    Run lookups[2][kFewTile] = {};
+    // By FewBlocks. Floats: without and with zero points. Integers: one block, whose sums stay int32; and
+    // blocks, whose sums are scaled and added in fp32 (a then has one slot more, the sums of the elements that meet in
+    // a lane).
+    Run dots[3][2][kFewTile] = {};
     LaneUnit lanes;
     // One row of a as the unit multiplies it: vector v of a step, `pitch` bytes from the next, holds the elements
     // congruent to v modulo `vectors`.
@@ -103,7 +108,7 @@ struct FewUnit {
 // The units of an instruction set, by what they decode.
 struct FewKernels {
     int width = 0;                            // lanes of a vector
-    int cols = 0;                             // rows of b at a time
+    int tile = 0;                             // rows of a at a time
     int lane_cols = 0;                        // the same with a's rows as lanes
     int least_lanes = 0;                      // rows of a for that
     FewUnit nibbles, bytes, halves, sextets;  // to fp32: 4 bits, 8-bit integers, 8-bit floats by way of fp16, 6 bits

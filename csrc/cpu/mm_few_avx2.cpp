@@ -9,7 +9,7 @@ namespace {
 
 #include "cpu/mm_avx2.inl"
 
-constexpr int kCols = 2;
+constexpr int kTile = 4;
 
 inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm256_permutevar8x32_epi32((__m256i)v, (__m256i)lanes); }
 
@@ -34,19 +34,6 @@ struct Nibbles : ByF32 {
     }
 };
 
-// 8-bit integers, as signed ones: of unsigned codes 128 is off, which zero points make up for.
-struct Bytes : ByF32 {
-    static constexpr bool kSigned = true;
-    static constexpr int kElements = 8, kVectors = 1, kBytes = 8;
-    using Raw = __m128i;
-    __m128i flip;
-    explicit Bytes(const Table* t) : flip(_mm_set1_epi8(static_cast<char>(t->is_signed ? 0 : 0x80))) {}
-    Raw fetch(const uint8_t* from) const {
-        return _mm_xor_si128(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), flip);
-    }
-    VecF at(Raw raw, int) const { return (VecF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw)); }
-};
-
 // Words with the code at the top to fp32; see Table::half_shift.
 struct FromHalves : ByF32 {
     static constexpr bool kHalves = true;
@@ -57,13 +44,29 @@ struct FromHalves : ByF32 {
     VecF widen(__m128i top) const { return (VecF)_mm256_cvtph_ps(_mm_and_si128(_mm_sra_epi16(top, shift), mask)); }
 };
 
-// 8-bit floats by way of fp16. A word holds two codes.
+// 8-bit floats by way of fp16. A word holds two codes; the even words come first.
 struct Halves : FromHalves {
-    static constexpr int kElements = 16, kVectors = 2, kBytes = 16;
-    using Raw = __m128i;
-    explicit Halves(const Table* t) : FromHalves(t->half_shift, 0x7f00) {}
-    Raw fetch(const uint8_t* from) const { return load16(from); }
-    VecF at(Raw raw, int vector) const { return widen(vector == 0 ? _mm_slli_epi16(raw, 8) : raw); }
+    static constexpr bool kNans = true;
+    static constexpr int kElements = 32, kVectors = 4, kBytes = 32;
+    using Raw = __m256i;
+    __m256i order, nan;
+    explicit Halves(const Table* t)
+        : FromHalves(t->half_shift, 0x7f00),
+          order(_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15))),
+          nan(_mm256_set1_epi8(static_cast<char>(t->half_nan))) {}
+    Raw fetch(const uint8_t* from) const {
+        return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(load<Raw>(from), order), 0xd8);
+    }
+    VecF at(Raw raw, int vector) const {
+        const __m256i top = vector % 2 == 0 ? _mm256_slli_epi16(raw, 8) : raw;
+        return widen(vector < 2 ? _mm256_castsi256_si128(top) : _mm256_extracti128_si256(top, 1));
+    }
+    static VecI highest(VecI seen, Raw raw) {
+        return (VecI)_mm256_max_epu8((__m256i)seen, _mm256_and_si256(raw, _mm256_set1_epi8(0x7f)));
+    }
+    bool holds_nan(VecI seen) const {
+        return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8((__m256i)seen, nan), (__m256i)seen)) != 0;
+    }
 };
 
 // 6-bit floats by way of fp16. A word holds two codes: the even words from their first bit, the others from bit 4.

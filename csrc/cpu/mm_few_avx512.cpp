@@ -1,6 +1,6 @@
-// Few rows of a with AVX-512 F, BW, DQ and VL. Instructions for 64 bytes of codes and one row of a: fp32 nibbles 23
-// (8 lookups, 7 shifts, 8 FMA), bytes 16, halves 20, 48 bytes of sextets 18; where products are memory-bound a core
-// has about 29 for them, two a cycle (docs/measured.md).
+// Few rows of a with AVX-512 F, BW, DQ and VL. Instructions for 64 bytes of codes and one row of a, the loop's 4 or 5
+// included: fp32 nibbles 31 (8 lookups, 7 shifts, 8 FMA), 33 where lanes differ in their scale, bytes 20, 8-bit floats
+// 26; every further row adds its FMA (docs/measured.md).
 #include <immintrin.h>
 
 // gcc 12 warns of its own headers' _mm512_undefined_epi32.
@@ -30,33 +30,30 @@ struct Nibbles : ByF32 {
     VecF at(Raw raw, int vector) const { return look_up(raw, vector, table); }
 };
 
-// 8-bit integers, as signed ones: of unsigned codes 128 is off, which zero points make up for.
-struct Bytes : ByF32 {
-    static constexpr bool kSigned = true;
-    static constexpr int kElements = 16, kVectors = 1, kBytes = 16;
-    using Raw = __m128i;
-    __m128i flip;
-    explicit Bytes(const Table* t) : flip(_mm_set1_epi8(static_cast<char>(t->is_signed ? 0 : 0x80))) {}
-    Raw fetch(const uint8_t* from) const {
-        return _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), flip);
-    }
-    VecF at(Raw raw, int) const { return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw)); }
-};
-
-// 8-bit floats by way of fp16; see Table::half_shift. A word holds two codes.
+// 8-bit floats by way of fp16; see Table::half_shift. A word holds two codes; the even words come first.
 struct Halves : ByF32 {
-    static constexpr bool kHalves = true;
-    static constexpr int kElements = 32, kVectors = 2, kBytes = 32;
-    using Raw = __m256i;
-    __m256i shift, mask;
+    static constexpr bool kHalves = true, kNans = true;
+    static constexpr int kElements = 64, kVectors = 4, kBytes = 64;
+    using Raw = __m512i;
+    __m512i order, shift, mask, nan;
     explicit Halves(const Table* t)
-        : shift(_mm256_set1_epi16(static_cast<int16_t>(t->half_shift))),
-          mask(_mm256_set1_epi16(static_cast<int16_t>(0x8000 | 0x7f00 >> t->half_shift))) {}
-    Raw fetch(const uint8_t* from) const { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-    VecF at(Raw raw, int vector) const {
-        const __m256i top = vector == 0 ? _mm256_slli_epi16(raw, 8) : raw;
-        return (VecF)_mm512_cvtph_ps(_mm256_and_si256(_mm256_srav_epi16(top, shift), mask));
+        : shift(_mm512_set1_epi16(static_cast<int16_t>(t->half_shift))),
+          mask(_mm512_set1_epi16(static_cast<int16_t>(0x8000 | 0x7f00 >> t->half_shift))),
+          nan(_mm512_set1_epi8(static_cast<char>(t->half_nan))) {
+        alignas(64) int16_t words[32];
+        for (int i = 0; i < 32; ++i) words[i] = static_cast<int16_t>(2 * (i % 16) + i / 16);
+        order = _mm512_load_si512(words);
     }
+    Raw fetch(const uint8_t* from) const { return _mm512_permutexvar_epi16(order, _mm512_loadu_si512(from)); }
+    VecF at(Raw raw, int vector) const {
+        const __m512i top = vector % 2 == 0 ? _mm512_slli_epi16(raw, 8) : raw;
+        const __m512i words = _mm512_and_si512(_mm512_srav_epi16(top, shift), mask);
+        return (VecF)_mm512_cvtph_ps(vector < 2 ? _mm512_castsi512_si256(words) : _mm512_extracti64x4_epi64(words, 1));
+    }
+    static VecI highest(VecI seen, Raw raw) {
+        return (VecI)_mm512_max_epu8((__m512i)seen, _mm512_and_si512(raw, _mm512_set1_epi8(0x7f)));
+    }
+    bool holds_nan(VecI seen) const { return _mm512_cmpge_epu8_mask((__m512i)seen, nan) != 0; }
 };
 
 // 6-bit codes whose values are bf16 numbers.

@@ -1,6 +1,6 @@
 // What the AVX-512 files for few rows share; included in an unnamed namespace after mm_avx512.inl.
 
-constexpr int kCols = 4;
+constexpr int kTile = 8;
 
 inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm512_permutexvar_epi32((__m512i)lanes, (__m512i)v); }
 

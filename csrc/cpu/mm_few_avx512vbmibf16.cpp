@@ -19,10 +19,11 @@ struct ByBf16 {
     using Acc = VecF;
     using Raw = __m512i;
     static constexpr FewInput kInput = FewInput::bf16;
-    static constexpr bool kLooksUp = false;
+    static constexpr bool kLooksUp = false, kNans = false;
     static VecF dot(VecF acc, VecI code, VecI a) {
         return (VecF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)code, (__m512bh)a);
     }
+    static VecF first(VecI code, VecI a) { return dot(VecF{}, code, a); }
     static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, code, a); }
     static VecF times(VecF acc, VecI a, const uint32_t* code) {
 #ifdef LOWBIT_EMULATE

@@ -19,13 +19,14 @@ struct ByS8 {
     using Acc = VecI;
     using Raw = __m512i;
     static constexpr FewInput kInput = FewInput::s8;
-    static constexpr bool kLooksUp = false;
+    static constexpr bool kLooksUp = false, kNans = false;
     __m512i flip;
     // As assembly: gcc 12 spills the intrinsics' accumulators.
     static VecI dot(VecI acc, VecI code, VecI a) {
         asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(code), "v"(a));
         return acc;
     }
+    static VecI first(VecI code, VecI a) { return dot(VecI{}, code, a); }
     static VecI correct(VecI acc, VecI zero, VecI a) {
         asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(zero), "v"(a));
         return acc;

@@ -1,19 +1,31 @@
 // Dot products of a's rows with rows of codes, on vectors of kWidth dwords; see mm_few.h. Included after mm_body.inl,
-// in an unnamed namespace, by files that have defined `permute(v, lanes)` (v's lanes by number) and kCols, how many
-// rows of b are multiplied at a time.
+// in an unnamed namespace, by files that have defined `permute(v, lanes)` (v's lanes by number) and kTile, how many
+// rows of a are multiplied at a time.
 //
 // A unit D has kElements, kVectors and kBytes of a step, `Raw fetch(from)`, `at(raw, vector)`, which decodes, and the
-// arithmetic: kInput, Acc, dot(acc, code, a).
+// arithmetic: kInput, Acc, dot(acc, code, a), first(code, a).
 
 constexpr int kVectorBytes = 4 * kWidth;
 
 struct ByF32 {
     using Acc = VecF;
     static constexpr FewInput kInput = FewInput::f32;
-    static constexpr bool kLooksUp = false, kHalves = false, kSigned = false;
+    static constexpr bool kLooksUp = false, kHalves = false, kNans = false, kSigned = false;
     static VecF dot(VecF acc, VecF code, VecI a) { return fused((VecF)a, code, acc); }
+    static VecF first(VecF code, VecI a) { return (VecF)a * code; }
     static VecF times(VecF acc, VecI a, const uint32_t* code) { return fused_dword((VecF)a, code, acc); }
     static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, (VecF)code, a); }
+};
+
+// 8-bit integers, as signed ones: of unsigned codes 128 is off, which zero points make up for.
+struct Bytes : ByF32 {
+    static constexpr bool kSigned = true;
+    static constexpr int kElements = 4 * kWidth, kVectors = 4, kBytes = kVectorBytes;
+    using Raw = VecI;
+    VecI flip;
+    explicit Bytes(const Table* t) : flip(broadcast(t->is_signed ? 0 : 0x80808080u)) {}
+    Raw fetch(const uint8_t* from) const { return load<VecI>(from) ^ flip; }
+    VecF at(Raw raw, int vector) const { return to_float((raw << (24 - 8 * vector)) >> 24); }
 };
 
 // Integers as words, where there is no product of bytes; `Dot` adds the products of pairs of words to dwords.
@@ -22,11 +34,12 @@ struct Words {
     using Acc = VecI;
     typedef uint16_t Raw __attribute__((vector_size(kVectorBytes)));
     static constexpr FewInput kInput = FewInput::s16;
-    static constexpr bool kLooksUp = false;
+    static constexpr bool kLooksUp = false, kNans = false;
     static constexpr int kVectors = 16 / kBits, kBytes = kVectorBytes, kElements = kBytes * 8 / kBits;
     Raw flip;
     explicit Words(const Table* t) : flip(t->is_signed ? Raw{} + kSigns : Raw{}) {}
     static VecI dot(VecI acc, VecI code, VecI a) { return Dot::dot(acc, code, a); }
+    static VecI first(VecI code, VecI a) { return dot(VecI{}, code, a); }
     static VecI correct(VecI acc, VecI zero, VecI a) { return Dot::dot(acc, zero, a); }
     Raw fetch(const uint8_t* from) const { return load<Raw>(from) ^ flip; }
     VecI at(Raw raw, int vector) const { return (VecI)(raw >> static_cast<uint16_t>(kBits * vector) & kMask); }
@@ -42,117 +55,118 @@ inline VecI spread(const Product& t, const T* blocks) {
     return broadcast(load<uint32_t>(blocks));
 }
 
-// Floats with or without zero points; integers in one block or in blocks of their own scales.
-template <class D, bool kMore, int kRows>
+// Sums of a tile's rows with one row of b; two or four of each where that hides the latency of additions.
+template <class D, int kRows, bool kOnce>
+struct FewSums {
+    static constexpr int kChains = D::kVectors == 1 || kRows > 4 ? 1 : kRows == 1 && D::kVectors == 8 && !kOnce ? 4 : 2;
+    typename D::Acc acc[kRows][kChains];
+
+    void clear() {
+        for (auto& row : acc) {
+            for (auto& x : row) x = typename D::Acc{};
+        }
+    }
+    // A step's codes. kOnce: there is no other, and sums need not have been cleared.
+    template <class F>
+    __attribute__((always_inline)) void add(const F& code, const uint8_t* a) {
+#pragma GCC unroll 8
+        for (int v = 0; v < D::kVectors; ++v) {
+            const auto x = code(v);
+#pragma GCC unroll 8
+            for (int m = 0; m < kRows; ++m) {
+                auto& sum = acc[m][v % kChains];
+                const VecI y = load<VecI>(a + (v * kRows + m) * kVectorBytes);
+                sum = kOnce && v < kChains ? D::first(x, y) : D::dot(sum, x, y);
+            }
+        }
+    }
+    __attribute__((always_inline)) typename D::Acc total(int m) const {
+        if constexpr (kChains == 4) return (acc[m][0] + acc[m][1]) + (acc[m][2] + acc[m][3]);
+        return kChains == 1 ? acc[m][0] : acc[m][0] + acc[m][kChains - 1];
+    }
+};
+
+// Floats with or without zero points; integers in one block or in blocks of their own scales. Units that look codes up
+// multiply the scale into their table, unless lanes differ in it.
+template <class D, FewBlocks kBlocks, bool kMore, int kRows>
 void few_dots(const Few& t) {
     using Acc = typename D::Acc;
-    constexpr bool kIntegers = __is_same(Acc, VecI), kScaled = !kIntegers || kMore;
+    constexpr bool kIntegers = __is_same(Acc, VecI), kScaled = !kIntegers || kMore,
+                   kLanes = kBlocks == FewBlocks::lanes, kLookups = D::kLooksUp && !kLanes,
+                   kOnce = kBlocks != FewBlocks::steps && !kLookups;
+    constexpr int64_t kStepA = (D::kVectors + (kMore && kIntegers)) * kRows * kVectorBytes;
     using Sum = std::conditional_t<kScaled, VecF, VecI>;
     const D unit(t.table);
-    const uint8_t* a = t.a;
+    const int64_t per_step = t.per_step, block_bytes = t.block_steps * D::kBytes;
+    const VecI lanes = load<VecI>(t.lanes);
     auto* sums = static_cast<uint8_t*>(t.sums);
-    Sum sum[kRows][kCols];
-    for (int m = 0; m < kRows; ++m) {
-        for (int n = 0; n < kCols; ++n) sum[m][n] = load<Sum>(sums + (m * kCols + n) * kVectorBytes);
-    }
-    int64_t at = 0, block = 0;
-    for (int64_t left = t.steps; left > 0; block += t.per_step) {
-        Acc acc[kRows][kCols];
-        VecI zero[kCols];
-        for (int n = 0; n < kCols; ++n) {
-            if constexpr (kMore) zero[n] = spread(t, t.zeros[n] + block);
-            for (int m = 0; m < kRows; ++m) acc[m][n] = Acc{};
-        }
-        const int64_t here = left < t.block_steps ? left : t.block_steps;
-        left -= here;
-        for (int64_t s = 0; s < here; ++s, at += D::kBytes) {
-            typename D::Raw raw[kCols];
-#pragma GCC unroll 4
-            for (int n = 0; n < kCols; ++n) {
-                raw[n] = unit.fetch(t.b[n] + at);
-                __builtin_prefetch(t.b[n] + at + t.ahead);
-            }
+    for (int64_t n = 0; n < t.count; ++n, sums += t.sums_pitch) {
+        const uint8_t *a = t.a, *b = t.b + n * t.pitch, *const end = b + t.steps * D::kBytes;
+        const int64_t ahead = t.ahead + n * t.ahead_pitch - b;
+        const float* scales = t.scales[n] + t.block;
+        const int32_t* zeros = kMore ? t.zeros[n] + t.block : nullptr;
+        Sum sum[kRows];
 #pragma GCC unroll 8
-            for (int v = 0; v < D::kVectors; ++v, a += kRows * kVectorBytes) {
-                decltype(unit.at(raw[0], 0)) code[kCols];
-#pragma GCC unroll 4
-                for (int n = 0; n < kCols; ++n) {
-                    code[n] = unit.at(raw[n], v);
-                    if constexpr (kMore && !kIntegers) code[n] -= to_float(zero[n]);
+        for (int m = 0; m < kRows; ++m) sum[m] = load<Sum>(sums + m * kVectorBytes);
+        FewSums<D, kRows, kOnce> part;
+        if constexpr (!kOnce) part.clear();
+        VecI seen{}, zero{};
+        VecF table{};
+        auto step = [&]() __attribute__((always_inline)) {
+            const typename D::Raw raw = unit.fetch(b);
+            __builtin_prefetch(b + ahead, 0, 2);
+            b += D::kBytes;
+            if constexpr (D::kNans) seen = unit.highest(seen, raw);
+            auto code = [&](int v) __attribute__((always_inline)) {
+                if constexpr (kLookups) {
+                    return D::look_up(raw, v, table);
+                } else {
+                    auto x = unit.at(raw, v);
+                    if constexpr (kMore && !kIntegers) x -= to_float(zero);
+                    return x;
                 }
-#pragma GCC unroll 4
-                for (int m = 0; m < kRows; ++m) {
-                    const VecI x = load<VecI>(a + m * kVectorBytes);
-#pragma GCC unroll 4
-                    for (int n = 0; n < kCols; ++n) acc[m][n] = D::dot(acc[m][n], code[n], x);
-                }
-            }
+            };
+            part.add(code, a);
             if constexpr (kMore && kIntegers) {
-#pragma GCC unroll 4
-                for (int m = 0; m < kRows; ++m, a += kVectorBytes) {
-#pragma GCC unroll 4
-                    for (int n = 0; n < kCols; ++n) acc[m][n] = D::correct(acc[m][n], zero[n], load<VecI>(a));
+#pragma GCC unroll 8
+                for (int m = 0; m < kRows; ++m) {
+                    const VecI totals = load<VecI>(a + (D::kVectors * kRows + m) * kVectorBytes);
+                    part.acc[m][0] = D::correct(part.acc[m][0], zero, totals);
                 }
             }
-        }
-#pragma GCC unroll 4
-        for (int n = 0; n < kCols; ++n) {
-            VecF scale;
-            if constexpr (kScaled) scale = (VecF)spread(t, t.scales[n] + block);
-#pragma GCC unroll 4
+            a += kStepA;
+        };
+        auto fold = [&](VecF scale) __attribute__((always_inline)) {
+#pragma GCC unroll 8
             for (int m = 0; m < kRows; ++m) {
                 if constexpr (kScaled) {
-                    sum[m][n] = fused(to_float(acc[m][n]), scale, sum[m][n]);
+                    sum[m] = fused(to_float(part.total(m)), scale, sum[m]);
                 } else {
-                    sum[m][n] += acc[m][n];
+                    sum[m] += part.total(m);
                 }
             }
+        };
+        auto of_block = [&](const auto* numbers) __attribute__((always_inline)) {
+            return kLanes ? permute(load<VecI>(numbers), lanes) : broadcast(load<uint32_t>(numbers));
+        };
+        while (b != end) {
+            if constexpr (kMore) zero = of_block(zeros);
+            if constexpr (kLookups) table = (kMore ? unit.table - to_float(zero) : unit.table) * (VecF)of_block(scales);
+            if constexpr (kBlocks == FewBlocks::steps) {
+                const uint8_t* const last = end - b < block_bytes ? end : b + block_bytes;
+                while (b != last) step();
+            } else {
+                step();
+            }
+            if constexpr (!kLookups) fold((VecF)of_block(scales));
+            if constexpr (!kLookups && !kOnce) part.clear();
+            scales += per_step;
+            if constexpr (kMore) zeros += per_step;
         }
-    }
-    for (int m = 0; m < kRows; ++m) {
-        for (int n = 0; n < kCols; ++n) store(sums + (m * kCols + n) * kVectorBytes, sum[m][n]);
-    }
-}
-
-// The same for units that look codes up: where a step has one scale, it is multiplied into the table.
-template <class D, bool kZeros, int kRows>
-void few_lookups(const Few& t) {
-    const D unit(t.table);
-    const uint8_t* a = t.a;
-    auto* sums = static_cast<uint8_t*>(t.sums);
-    VecF sum[kRows][kCols];
-    for (int m = 0; m < kRows; ++m) {
-        for (int n = 0; n < kCols; ++n) sum[m][n] = load<VecF>(sums + (m * kCols + n) * kVectorBytes);
-    }
-    int64_t at = 0, block = 0;
-    for (int64_t left = t.steps; left > 0; block += t.per_step) {
-        VecF table[kCols];
-        for (int n = 0; n < kCols; ++n) {
-            table[n] = unit.table;
-            if constexpr (kZeros) table[n] -= to_float(broadcast(static_cast<uint32_t>(t.zeros[n][block])));
-            table[n] *= broadcast(t.scales[n][block]);
-        }
-        const int64_t here = left < t.block_steps ? left : t.block_steps;
-        left -= here;
-        for (int64_t s = 0; s < here; ++s, at += D::kBytes) {
-#pragma GCC unroll 4
-            for (int n = 0; n < kCols; ++n) __builtin_prefetch(t.b[n] + at + t.ahead);
+        if constexpr (kLookups) fold(broadcast(1.0f));
+        if constexpr (D::kNans) t.nans[n] |= unit.holds_nan(seen);
 #pragma GCC unroll 8
-            for (int v = 0; v < D::kVectors; ++v, a += kRows * kVectorBytes) {
-                VecF code[kCols];
-#pragma GCC unroll 4
-                for (int n = 0; n < kCols; ++n) code[n] = D::look_up(unit.fetch(t.b[n] + at), v, table[n]);
-#pragma GCC unroll 4
-                for (int m = 0; m < kRows; ++m) {
-                    const VecI x = load<VecI>(a + m * kVectorBytes);
-#pragma GCC unroll 4
-                    for (int n = 0; n < kCols; ++n) sum[m][n] = D::dot(sum[m][n], code[n], x);
-                }
-            }
-        }
-    }
-    for (int m = 0; m < kRows; ++m) {
-        for (int n = 0; n < kCols; ++n) store(sums + (m * kCols + n) * kVectorBytes, sum[m][n]);
+        for (int m = 0; m < kRows; ++m) store(sums + m * kVectorBytes, sum[m]);
     }
 }
 
@@ -197,10 +211,17 @@ void arrange(const void* x, int64_t steps, int64_t step_pitch, int64_t pitch, ui
 
 #include "cpu/mm_lanes_body.inl"
 
-template <class D, bool kMore, int... i>
+template <class D, FewBlocks kBlocks, bool kMore, int... i>
 constexpr void add_dots(FewUnit& u, std::integer_sequence<int, i...>) {
-    ((u.dots[kMore][i] = few_dots<D, kMore, i + 1>), ...);
-    if constexpr (D::kLooksUp) ((u.lookups[kMore][i] = few_lookups<D, kMore, i + 1>), ...);
+    ((u.dots[static_cast<int>(kBlocks)][kMore][i] = few_dots<D, kBlocks, kMore, i + 1>), ...);
+}
+
+template <class D, bool kMore>
+constexpr void add_all_dots(FewUnit& u) {
+    constexpr std::make_integer_sequence<int, kTile> rows;
+    add_dots<D, FewBlocks::steps, kMore>(u, rows);
+    add_dots<D, FewBlocks::step, kMore>(u, rows);
+    add_dots<D, FewBlocks::lanes, kMore>(u, rows);
 }
 
 // Without kernels.
@@ -221,10 +242,9 @@ constexpr FewUnit bare_unit() {
 
 template <class D, bool kMore = true>
 constexpr FewUnit few_unit() {
-    constexpr std::make_integer_sequence<int, kFewTile> rows;
     FewUnit u = bare_unit<D>();
-    add_dots<D, false>(u, rows);
-    if constexpr (kMore) add_dots<D, true>(u, rows);
+    add_all_dots<D, false>(u);
+    if constexpr (kMore) add_all_dots<D, true>(u);
     add_lanes<D, kMore>(u.lanes);
     return u;
 }
@@ -281,7 +301,7 @@ inline void byte_scales(const uint8_t* codes, bool e8m0, int64_t count, float* o
 constexpr FewKernels few_kernels() {
     FewKernels k;
     k.width = kWidth;
-    k.cols = kCols;
+    k.tile = kTile;
     k.lane_cols = kTileCols;
     k.least_lanes = kWidth == 16 ? 13 : 5;  // the first measured (docs/measured.md), the others not
     k.sum_floats = sum_floats;

@@ -18,10 +18,11 @@ const float* FewColumns::block_scales(int64_t row, float* out) const {
     static constexpr float kOne = 1;
     if (!plan_.blocks) return &kOne;
     const Operand& b = p_.b;
-    if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
-        return static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
-    }
-    if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
+    if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1) {
+        const auto* from = static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
+        if (plan_.per_step == 1) return from;
+        std::copy_n(from, plan_.num_blocks, out);
+    } else if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
         const auto* codes = static_cast<const uint8_t*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
         few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
     } else {
@@ -56,10 +57,10 @@ int32_t FewColumns::zero_offset() const {
     return plan_.unit->as_signed && !t.is_signed ? -half : 0;
 }
 
-float FewColumns::factor(const uint8_t* codes) const {
+float FewColumns::factor(bool has_nan) const {
     const Table& t = *p_.b.table;
     if (!plan_.unit->halves) return 1;
-    return t.half_nan != 0 && few_.holds(codes, p_.depth, t.half_nan) ? NAN : t.half_unit;
+    return t.half_nan != 0 && has_nan ? NAN : t.half_unit;
 }
 
 void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t first, int64_t count) const {

@@ -25,7 +25,7 @@ class FewColumns {
     // A row's codes after the whole steps, `to` a step's bytes. The bits that pad it may be any, but not a NaN's here.
     void take_tail(const uint8_t* codes, uint8_t* to) const;
     // What a row's float sums are to be multiplied by.
-    float factor(const uint8_t* codes) const;
+    float factor(bool has_nan) const;
     // Scales that are constant along K, bias and cast: of results [rows, pitch], of Row::sum_kind, from row `first` of
     // b.
     void finish(const void* results, int64_t pitch, int kind, int64_t first, int64_t count) const;

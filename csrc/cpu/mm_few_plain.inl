@@ -1,7 +1,7 @@
 // Few rows of a where codes are looked up one by one; included in an unnamed namespace after mm_body.inl. Integers with
 // one scale a row are left to the tiles.
 
-constexpr int kCols = 2;
+constexpr int kTile = 4;
 
 inline VecI permute(VecI v, VecI lanes) { return __builtin_shuffle(v, lanes); }
 

@@ -64,9 +64,12 @@ bool fit(const Problem& p, const FewKernels& k, bool lanes, FewPlan& plan) {
     // Sums that are scaled block by block: of four lanes of bytes at least, or two dwords that follow each other.
     if (lanes && plan.unit->input != FewInput::f32 && plan.per_step > k.width / (plan.integers ? 4 : 2)) return false;
     plan.more = plan.integers ? plan.blocks : zeros || (plan.unit->as_signed && !b.table->is_signed);
-    if (plan.more && (lanes ? plan.unit->lanes.decode[1] == nullptr : plan.unit->dots[1][0] == nullptr)) return false;
+    if (plan.more && (lanes ? plan.unit->lanes.decode[1] == nullptr : plan.unit->dots[0][1][0] == nullptr))
+        return false;
     plan.a_folded = a_blocks;
     plan.rows = lanes ? (a.rows + k.width - 1) / k.width * k.width : a.rows + (plan.integers && shifted);
+    const int64_t most = lanes ? 2 * k.width : k.tile, tiles = (plan.rows + most - 1) / most;
+    plan.tile = lanes ? most : (plan.rows + tiles - 1) / tiles;
     plan.steps = p.depth / plan.unit->elements;
     plan.rest = p.depth % plan.unit->elements;
     if (!plan.blocks) plan.block_steps = plan.all_steps();

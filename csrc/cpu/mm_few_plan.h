@@ -17,6 +17,7 @@ struct FewPlan {
     // Of a, padded to vectors where they are lanes; else, for integers with a zero point, with one of ones, which sums
     // the rows of b.
     int64_t rows = 0;
+    int64_t tile = 0;   // of them, at a time
     int64_t steps = 0;  // whole ones
     int64_t rest = 0;   // elements after them
     int64_t block_steps = 1, per_step = 0;

@@ -21,7 +21,7 @@ FewRows::FewRows(const Problem& p, const FewKernels& few, const FewPlan& plan)
     uint8_t* raw = natural_ + natural;
     if (!plan.lanes) {
         for (int64_t m = 0; m < plan.rows; ++m) {
-            const int64_t first = m / kFewTile * kFewTile, pitch = tile_rows(m) * vector_;
+            const int64_t first = m / plan.tile * plan.tile, pitch = tile_rows(m) * vector_;
             take_row(m, depth, raw);
             uint8_t* to = packed_ + first * row + (m - first) * vector_;
             plan.unit->arrange(natural_, plan.all_steps(), plan.slots * pitch, pitch, to);

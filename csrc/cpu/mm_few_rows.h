@@ -1,4 +1,4 @@
-// Rows of a in the order that a unit multiplies them in: tile after tile of at most kFewTile rows, or as lanes.
+// Rows of a in the order that a unit multiplies them in: tile after tile, or as lanes.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,7 @@ class FewRows {
     const uint8_t* tile(int64_t m, int64_t step) const {
         return packed_ + (m * plan_.all_steps() + step * tile_rows(m)) * step_;
     }
-    int64_t tile_rows(int64_t m) const {
-        const int64_t most = plan_.lanes ? 2 * few_.width : kFewTile;
-        return std::min(most, plan_.rows - m / most * most);
-    }
+    int64_t tile_rows(int64_t m) const { return std::min(plan_.tile, plan_.rows - m / plan_.tile * plan_.tile); }
     // Integers: of the bytes that are multiplied; and how much larger they are than the codes.
     int64_t sum(int64_t m) const { return sums_[m]; }
     int lift() const;

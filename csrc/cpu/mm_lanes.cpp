@@ -165,8 +165,9 @@ class LaneColumns : FewColumns {
 
     void scale(const uint8_t* const* codes, int64_t count, int32_t* sums) const {
         auto* x = reinterpret_cast<float*>(sums);
+        const uint8_t nan = p_.b.table->half_nan;
         for (int64_t n = 0; n < count; ++n, x += plan_.rows) {
-            const float by = factor(codes[n]);
+            const float by = factor(nan != 0 && few_.holds(codes[n], p_.depth, nan));
             for (int64_t m = 0; m < plan_.rows; ++m) x[m] *= by;
         }
     }
