@@ -77,6 +77,17 @@ inline bool has_inverse(const ScaleRule& rule, const float* outer) {
     return rule.scale_format == kScaleE8m0 && outer == nullptr;
 }
 
+// A moment of AdamW on some elements: its codes come, its numbers and their maxima go.
+struct MomentLine {
+    const Decoder& decoder;
+    const uint8_t* codes;
+    Factors factors;
+    int64_t block;  // elements that share a maximum (and a factor, unless each has its own)
+    float* numbers;
+    uint32_t* high;        // raised as block_stats() does
+    const uint8_t* ahead;  // codes that are prefetched
+};
+
 struct Lines {
     // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding. `ahead`
     // is as many elements that will be needed soon: they are prefetched; x itself if nothing is known.
@@ -108,9 +119,9 @@ struct Lines {
                         const float* outer, const ScaleLine& line);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
-    // One step on n elements; `avg` and `rms` are replaced. new_param may be param.
+    // One step on n elements. new_param may be param; `ahead`: parameters that are prefetched.
     void (*adamw)(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype,
-                  int64_t n, float* avg, float* rms, void* new_param);
+                  int64_t n, const MomentLine& avg, const MomentLine& rms, void* new_param, const void* ahead);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);

@@ -1,6 +1,7 @@
 // Line kernels for AVX2 with F16C and BMI2.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/numerics.h"

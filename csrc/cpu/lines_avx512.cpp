@@ -1,6 +1,7 @@
 // Line kernels for AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/numerics.h"

@@ -96,11 +96,12 @@ inline auto dispatch(Dtype dtype, Function function) {
 
 #include "cpu/lines_factors.inl"
 // The rest is in terms of those.
-#include "cpu/lines_adamw.inl"
 #include "cpu/lines_decode.inl"
 #include "cpu/lines_encode.inl"
 #include "cpu/lines_scales.inl"
 #include "cpu/lines_stats.inl"
+// And this one in terms of them.
+#include "cpu/lines_adamw.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // Line kernels for NEON (any 64-bit Arm).
 #include <arm_neon.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/numerics.h"

@@ -178,17 +178,21 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
 }
 
 void adamw(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype, int64_t n,
-           float* avg, float* rms, void* new_param) {
+           const MomentLine& avg, const MomentLine& rms, void* new_param, const void*) {
+    for (const MomentLine* m : {&avg, &rms}) decode(m->decoder, m->codes, n, m->factors, m->numbers, Dtype::kFloat32);
     with_reader(param, dtype, [&](auto params) {
         with_reader(grad, grad_dtype, [&](auto grads) {
             with_writer(new_param, dtype, [&](auto write) {
                 for (int64_t i = 0; i < n; ++i) {
-                    const float next = adamw_element(factors, float_of(params(i)), float_of(grads(i)), avg[i], rms[i]);
+                    const float next =
+                        adamw_element(factors, float_of(params(i)), float_of(grads(i)), avg.numbers[i], rms.numbers[i]);
                     write(i, is_nan(bits_of(next)) ? kNan : bits_of(next));
                 }
             });
         });
     });
+    for (const MomentLine* m : {&avg, &rms})
+        block_stats(m->numbers, Dtype::kFloat32, n, m->block, false, m->high, nullptr);
 }
 
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {

@@ -380,31 +380,56 @@ void test_noise_and_packing(const char* isa, const Lines& lines) {
     }
 }
 
-// Parameters of one input with gradients of another; NaN of moments need not have the same bits.
+// Parameters of one input with gradients of another, moments of every code; NaN of moments need not have the same bits.
 void test_adamw(const char* isa, const Lines& lines, const Input& params, const Input& grads) {
-    const AdamWFactors factors{0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f};
+    const AdamWFactors step{0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f};
+    const Decoder decoders[] = {Decoder(kFormats[kIndex_fp8_e4m3].params), Decoder(kFormats[kIndex_fp8_e5m2].params),
+                                Decoder(kFormats[kIndex_int8].params)};
     const int64_t count = std::min(params.count, grads.count) / 4;
     const size_t size = static_cast<size_t>(count);
-    const Input start = samples(2 * count);
-    std::vector<uint32_t> made[2];
-    std::vector<float> moments[2];
-    for (size_t k = 0; k < 2; ++k) {
-        made[k].resize(size);
-        moments[k].resize(2 * size);
-        std::memcpy(moments[k].data(), start.words.data(), 2 * size * sizeof(float));
-        const Lines& by = k == 0 ? lines : lines_scalar();
-        for (int64_t at = 0, n = 1; at < count; at += n, n = n < 40 ? n + 1 : count - at) {
-            by.adamw(factors, advance(params.words.data(), at, params.dtype), params.dtype,
-                     advance(grads.words.data(), at, grads.dtype), grads.dtype, n, moments[k].data() + at,
-                     moments[k].data() + count + at, advance(made[k].data(), at, params.dtype));
-        }
-    }
-    bool same = made[0] == made[1];
+    std::vector<uint8_t> codes(2 * size);
+    std::vector<float> each(2 * size);
     for (size_t i = 0; i < 2 * size; ++i) {
-        const uint32_t a = bits_of(moments[0][i]), b = bits_of(moments[1][i]);
-        same &= a == b || (is_nan(a) && is_nan(b));
+        codes[i] = static_cast<uint8_t>(random_bits());
+        each[i] = float_of(static_cast<uint32_t>(random_bits() % 0x7f900000u));
     }
-    expect(same, isa, "adamw", {}, params.dtype, static_cast<int>(grads.dtype));
+    // Blocks of whole vectors, of others, one; of both moments the same or not.
+    const int64_t blocks[][2] = {{256, 256}, {64, 32}, {48, 256}, {1 << 20, 1 << 20}, {20, 64}};
+    int which = 0;
+    for (const auto& block : blocks) {
+        std::vector<uint32_t> made[2], high[2];
+        std::vector<float> moments[2];
+        const Decoder &avg = decoders[which % 2], &rms = decoders[which == 4 ? 2 : 0];
+        for (size_t k = 0; k < 2; ++k) {
+            made[k].resize(size), high[k].resize(2 * size), moments[k].resize(2 * size);
+            const Lines& by = k == 0 ? lines : lines_scalar();
+            for (int64_t at = 0, n = 1; at < count; at += n, n = n < 70 ? n + 1 : count - at) {
+                const auto line = [&](const Decoder& decoder, int64_t from, int64_t width) {
+                    const bool whole = width % kAlign == 0;
+                    const Factors by_block{whole ? Factors::kBlocks : Factors::kEach, each.data() + from, nullptr,
+                                           width, width};
+                    return MomentLine{decoder,
+                                      codes.data() + from,
+                                      by_block,
+                                      width,
+                                      moments[k].data() + from,
+                                      high[k].data() + from,
+                                      codes.data() + from};
+                };
+                const void* x = advance(params.words.data(), at, params.dtype);
+                by.adamw(step, x, params.dtype, advance(grads.words.data(), at, grads.dtype), grads.dtype, n,
+                         line(avg, at, block[0]), line(rms, count + at, block[1]),
+                         advance(made[k].data(), at, params.dtype), x);
+            }
+        }
+        bool same = made[0] == made[1];
+        for (size_t i = 0; i < 2 * size; ++i) {
+            const uint32_t a = bits_of(moments[0][i]), b = bits_of(moments[1][i]);
+            same &= a == b || (is_nan(a) && is_nan(b));
+            same &= high[0][i] == high[1][i] || (is_nan(high[0][i]) && is_nan(high[1][i]));
+        }
+        expect(same, isa, "adamw", {}, params.dtype, 10 * static_cast<int>(grads.dtype) + which++);
+    }
 }
 
 }  // namespace
