@@ -1,10 +1,10 @@
 // One step of AdamW: docs/numerics.md section 11. Part of lines_body.inl.
 //
-// Of 16 elements decoding takes 11 instructions a moment, the step 21, the maxima 4; the root and the division keep the
-// divider busy for 22 cycles of Cascade Lake. So both moments of the next elements are decoded while it works.
+// Of 16 elements decoding takes about 11 instructions a moment, the step 21, the maxima 4; the root and the division
+// keep the divider busy for 22 cycles of Cascade Lake. So both moments of the next elements are decoded while it works.
 
-// The next parameter, as bits that Type::put() takes; the moments are replaced. In two halves, between which the root
-// is made, and a third for the quotient.
+// The step in three parts: both moments (avg and rms are replaced), the quotient, and the next parameter, as bits that
+// Type::put() takes.
 template <class Type, class Grad>
 struct Step {
     const F decay, mix, keep, mix_square, correction, eps, rate, nan;
