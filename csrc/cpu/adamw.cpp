@@ -1,5 +1,5 @@
-// A run of elements at a time, whole blocks of both moments: codes to numbers, the step, maxima, scales, and codes
-// again, all in the first-level cache. Memory is read and written once.
+// A run of elements at a time, whole blocks of both moments: codes to numbers, the step and maxima; then scales, and
+// codes again, all in the first-level cache. Memory is read and written once.
 #include "cpu/adamw.h"
 
 #include <numeric>
@@ -36,36 +36,39 @@ class Kept {
     struct Numbers {
         float numbers[kRun];
         uint8_t codes[kRun];
-        float value[kRun + kAlign], divisor[kRun + kAlign], each[kRun];
+        float value[kRun + kAlign], divisor[kRun + kAlign], inverse[kRun + kAlign], each[kRun];
         uint32_t high[kRun + kAlign];
     };
 
-    void decode(const Lines& line, const Run& run, Numbers& s) const {
+    // What the step takes of a run; `next`: the run after it.
+    MomentLine line_of(const Lines& line, const Run& run, const Run& next, Numbers& s) const {
         const int bits = moment_.scheme.format.bits;
         const int64_t first = run.row * across_ + run.begin / width_;
         line.read_scales(static_cast<const uint8_t*>(moment_.scale) + first * scale_bytes(rule_.scale_format), nullptr,
-                         blocks(run), rule_, nullptr, {s.value, s.divisor, nullptr});
-        const uint8_t* codes = moment_.codes + run.row * row_bytes_ + run.begin * bits / 8;
+                         blocks(run), rule_, nullptr, {s.value, s.divisor, s.inverse, nullptr});
+        const uint8_t* codes = moment_.codes + at(run);
         if (bits < 8) unpack_run(line, codes, run.count, bits, s.codes);
-        line.decode(decoder_, bits < 8 ? s.codes : codes, run.count, factors(run, s.value, false, false, s), s.numbers,
-                    Dtype::kFloat32);
+        std::fill_n(s.high, blocks(run), 0u);
+        return {
+            decoder_, bits < 8 ? s.codes : codes, factors(run, Factors::kBlocks, s.value, false, s), width_, s.numbers,
+            s.high,   moment_.codes + at(next)};
     }
 
     void encode(const Lines& line, const Run& run, const uint16_t* noise, const void* ahead, Numbers& s) const {
         const int bits = moment_.scheme.format.bits;
         const int64_t first = run.row * across_ + run.begin / width_;
-        std::fill_n(s.high, blocks(run), 0u);
-        line.block_stats(s.numbers, Dtype::kFloat32, run.count, width_, false, s.high, nullptr);
-        const bool broken =
+        const bool plain =
             line.make_scales(s.high, nullptr, blocks(run), rule_, nullptr,
                              static_cast<uint8_t*>(moment_.new_scale) + first * scale_bytes(rule_.scale_format),
-                             nullptr, {s.value, s.divisor, nullptr});
-        uint8_t* to = moment_.new_codes + run.row * row_bytes_ + run.begin * bits / 8;
+                             nullptr, {s.value, s.divisor, s.inverse, nullptr});
+        uint8_t* to = moment_.new_codes + at(run);
         uint8_t* codes = bits == 8 ? to : s.codes;
-        const bool inverse = has_inverse(rule_, nullptr);
-        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, s.divisor, inverse, !broken, s),
-                    noise, ahead, codes);
-        for (int64_t b = 0; broken && b < blocks(run); ++b) {
+        const auto mode = has_inverse(rule_, nullptr) ? Factors::kInverse
+                          : plain && encoder_.coarse  ? Factors::kReciprocal
+                                                      : Factors::kBlocks;
+        line.encode(encoder_, s.numbers, Dtype::kFloat32, run.count, factors(run, mode, s.divisor, plain, s), noise,
+                    ahead, codes);
+        for (int64_t b = 0; !plain && b < blocks(run); ++b) {
             if (!is_nan(bits_of(s.value[b]))) continue;
             const int64_t n = std::min(width_, run.count - b * width_);
             std::fill_n(codes + b * width_, n, static_cast<uint8_t>(encoder_.canonical));
@@ -80,16 +83,17 @@ class Kept {
     const Encoder encoder_;
     const ScaleRule rule_;
 
+    int64_t at(const Run& run) const { return run.row * row_bytes_ + run.begin * moment_.scheme.format.bits / 8; }
     int64_t blocks(const Run& run) const { return (run.count + width_ - 1) / width_; }
 
     // One for each block; where vectors do not divide blocks, one for each element.
-    Factors factors(const Run& run, const float* by, bool inverse, bool finite, Numbers& s) const {
+    Factors factors(const Run& run, Factors::Mode mode, const float* by, bool finite, Numbers& s) const {
         if (width_ % kAlign == 0 || run.count <= width_) {
-            return {inverse ? Factors::kInverse : Factors::kBlocks, by, nullptr, width_, width_, finite};
+            const float* each = mode == Factors::kInverse ? s.inverse : mode == Factors::kReciprocal ? s.value : by;
+            return {mode, each, nullptr, width_, width_, finite, s.inverse};
         }
-        const float* each = inverse ? s.value : by;
-        for (int64_t i = 0; i < run.count; ++i) s.each[i] = each[i / width_];
-        return {Factors::kEach, s.each, nullptr, 0, 0, finite};
+        for (int64_t i = 0; i < run.count; ++i) s.each[i] = by[i / width_];
+        return {Factors::kEach, s.each};
     }
 };
 
@@ -109,14 +113,13 @@ void adamw(const Values& param, const Values& grad, Shape shape, const Moment& a
         for (int64_t i = begin; i < end; ++i) {
             const int64_t at = i % across * width;
             const Run run{i / across, at, std::min(width, shape.cols - at)};
-            for (int k = 0; k < 2; ++k) kept[k].decode(line, run, numbers[k]);
-            line.adamw(factors, at_run(param, run), param.dtype, at_run(grad, run), grad.dtype, run.count,
-                       numbers[0].numbers, numbers[1].numbers, at_run(new_param, run));
-            const uint16_t* noise = stochastic ? Scratch::mine().noise_at(line, rng, run) : nullptr;
             const int64_t after = std::min(i + 1, end - 1);
             const Run next{after / across, after % across * width, 0};
-            kept[0].encode(line, run, noise, at_run(param, next), numbers[0]);
-            kept[1].encode(line, run, noise, at_run(grad, next), numbers[1]);
+            line.adamw(factors, at_run(param, run), param.dtype, at_run(grad, run), grad.dtype, run.count,
+                       kept[0].line_of(line, run, next, numbers[0]), kept[1].line_of(line, run, next, numbers[1]),
+                       at_run(new_param, run), at_run(param, next));
+            const uint16_t* noise = stochastic ? Scratch::mine().noise_at(line, rng, run) : nullptr;
+            for (int k = 0; k < 2; ++k) kept[k].encode(line, run, noise, at_run(grad, next), numbers[k]);
         }
     });
 }

@@ -9,7 +9,8 @@
 namespace lowbit::cpu {
 
 Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
-    Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true};
+    constexpr uint32_t kCoarse = 0x2f800000u;  // 2^-32
+    Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true, true};
     if (f.kind == kKindCodebook) {
         const FormatRow* row = find_format(f);
         if (!row) throw std::invalid_argument("this build knows no codebook with these parameters; rebuild lowbit");
@@ -18,14 +19,17 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
         e.nan_code = e.canonical = static_cast<uint32_t>(row->zero_code);
         e.limit = row->values[f.max_code];
         e.vector = row->num_thresholds < 16;
+        for (int k = 0; k < e.num_thresholds; ++k) e.coarse &= (e.thresholds[k] & kMagnitude) >= kCoarse;
     } else if (f.kind == kKindFloat) {
         e.nan_code = e.canonical = static_cast<uint32_t>(f.nan_code >= 0 ? f.nan_code : f.max_code);
         // Where overflow is not the largest code it is the next one, which is the next value of the unbounded grid.
         e.limit = grid_value(overflow_code(f, saturate), grid_of(f));
         // Vector code rounds by adding 2^(23 - mantissa) units of the grid, which must be finite.
         e.vector = static_cast<int>(e.limit >> 23) + 23 - f.mantissa <= 254;
-        // Stochastic: it multiplies with 2^16 over the least value.
-        if (stochastic) e.vector &= grid_value(1, grid_of(f)) >= 16u << 23;
+        // Stochastic: it multiplies with 2^16 over the least value. And 2^-16 of that is the first to round up.
+        const uint32_t least = grid_value(1, grid_of(f));
+        if (stochastic) e.vector &= least >= 16u << 23;
+        e.coarse = least >= kCoarse + (16u << 23);
     }
     return e;
 }

@@ -27,6 +27,7 @@ struct Encoder {
                          // saturating, the largest value (not of integers)
     bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range, nor for
                          // codebooks of more than 16 entries
+    bool coarse;         // whether a quotient below 2^-33 is encoded like zero: Factors::kReciprocal may serve
 };
 Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
 
@@ -49,24 +50,43 @@ struct Factors {
         kNone,
         kBlocks,   // each[b] for block b: the first `lead` elements, then `width` at a time
         kInverse,  // encode: the same, but each[b] is a power of two's reciprocal, which is exact, and multiplied with
-        kEach,     // each[i] for element i
+        kReciprocal,  // encode: the same by way of inverse[b], the reciprocal of the plain scale each[b]; `finite`
+        kEach,        // each[i] for element i
     } mode = kNone;
     const float* each = nullptr;
     const float* zeros = nullptr;  // zero points, one for every entry of `each`; null: none
     int64_t lead = 0, width = 0;   // multiples of kAlign where several blocks follow each other
     bool finite = false;           // encode: elements are finite and factors positive, so that no quotient is NaN
+    const float* inverse = nullptr;
 };
 constexpr int64_t kAlign = 16;
+
+// Scales that may be divided by by way of their reciprocals: 0, or such that elements of the block give quotients of a
+// magnitude below 2^64, and those of 2^-33 a remainder without underflow (Reciprocal in lines_factors.inl).
+constexpr float kLeastPlain = 0x1p-64f, kMostPlain = 0x1p125f, kMostQuotient = 0x1p64f;
 
 // The fp32 numbers that some blocks' scales stand for; arrays with room for a multiple of kAlign.
 struct ScaleLine {
     float* value;
-    float* divisor;  // Factors::each of encode: divisor_of(value), or its reciprocal for E8M0 without an outer scale
+    float* divisor;  // Factors::each of encode: divisor_of(value)
+    float* inverse;  // 1 / value, or 0 of 0; from read_scales only where has_inverse()
     float* zero;     // zero points, of affine schemes alone
 };
+// Whether reciprocals are exact, so that encode multiplies with them.
 inline bool has_inverse(const ScaleRule& rule, const float* outer) {
     return rule.scale_format == kScaleE8m0 && outer == nullptr;
 }
+
+// A moment of AdamW on some elements: its codes come, its numbers and their maxima go.
+struct MomentLine {
+    const Decoder& decoder;
+    const uint8_t* codes;
+    Factors factors;
+    int64_t block;  // elements that share a maximum (and a factor, unless each has its own)
+    float* numbers;
+    uint32_t* high;        // raised as block_stats() does
+    const uint8_t* ahead;  // codes that are prefetched
+};
 
 struct Lines {
     // Codes, one a byte, of x / factor. `noise` is 16 bits an element, for stochastic rounding. `ahead`
@@ -77,6 +97,7 @@ struct Lines {
     void (*in_range)(const Encoder& encoder, const void* x, Dtype dtype, int64_t n, const Factors& factors,
                      const void* ahead, uint8_t* kept);
     // x / factor as fp32.
+    // With kReciprocal magnitudes below 2^-33 are no more than about as small.
     void (*quotients)(const void* x, Dtype dtype, int64_t n, const Factors& factors, float* out);
     // (value - zero) * factor; with factors every NaN is the positive canonical one, without it has its code's sign.
     void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out,
@@ -90,7 +111,7 @@ struct Lines {
     // The largest finite magnitude, fp32 bits.
     uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
     // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and
-    // zero points at `zero_points`, unless null. Whether one is NaN.
+    // zero points at `zero_points`, unless null. Whether all are plain (not NaN will do where has_inverse()).
     bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
                         void* scales, void* zero_points, const ScaleLine& line);
     // The numbers that n stored scales stand for.
@@ -98,9 +119,9 @@ struct Lines {
                         const float* outer, const ScaleLine& line);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
-    // One step on n elements; `avg` and `rms` are replaced. new_param may be param.
+    // One step on n elements. new_param may be param; `ahead`: parameters that are prefetched.
     void (*adamw)(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype,
-                  int64_t n, float* avg, float* rms, void* new_param);
+                  int64_t n, const MomentLine& avg, const MomentLine& rms, void* new_param, const void* ahead);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);

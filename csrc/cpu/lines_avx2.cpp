@@ -1,6 +1,7 @@
 // Line kernels for AVX2 with F16C and BMI2.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/numerics.h"
@@ -43,6 +44,7 @@ inline W multiply(W a, W b) { return (W)_mm256_mul_epu32((__m256i)a, (__m256i)b)
 inline I rounded(F v) { return (I)_mm256_cvtps_epi32((__m256)v); }
 inline F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 inline F smaller(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
+inline F fused(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline U zip_low(U a, U b) { return (U)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
 inline U zip_high(U a, U b) { return (U)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
 inline U join_words(U a, U b) { return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8); }

@@ -1,6 +1,7 @@
 // Line kernels for AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/numerics.h"
@@ -31,6 +32,7 @@ inline W multiply(W a, W b) { return (W)_mm512_mul_epu32((__m512i)a, (__m512i)b)
 inline I rounded(F v) { return (I)_mm512_cvtps_epi32((__m512)v); }
 inline F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 inline F smaller(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
+inline F fused(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline U zip_low(U a, U b) { return (U)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
 inline U zip_high(U a, U b) { return (U)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 inline U join_words(U a, U b) {

@@ -225,13 +225,13 @@ void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, c
             if (Codes::kRandom) noise_quad<Type::kZipped>(noise + i, random);
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) {
-                const Quotient q = divide.by<mode, finite>(v[k], factor[k]);
+                const Quotient q = divide.by<mode>(v[k], factor[k]);
                 code[k] = make.template codes<finite>(q, factor[k].zero, random[k]);
             }
             store(codes + i, join_bytes(code[0], code[1], code[2], code[3], Type::kZipped));
         },
         [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
-            const Quotient q = divide.by<mode, finite>(Type::read(x + i), factor);
+            const Quotient q = divide.by<mode>(Type::read(x + i), factor);
             const U random = Codes::kRandom ? widen(load<H>(noise + i)) : U{};
             store(codes + i, narrow_bytes(make.template codes<finite>(q, factor.zero, random)));
         },
@@ -249,13 +249,14 @@ void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f
     using Element = typename Type::Element;
     using Line =
         void(const Encoder&, const Element*, int64_t, const Factors&, const uint16_t*, const Element*, uint8_t*);
-    static constexpr Line* kLines[4][2] = {
-        {encode_line<Type, Factors::kNone, false, Codes>, encode_line<Type, Factors::kNone, false, Codes>},
-        {encode_line<Type, Factors::kBlocks, false, Codes>, encode_line<Type, Factors::kBlocks, true, Codes>},
-        {encode_line<Type, Factors::kInverse, false, Codes>, encode_line<Type, Factors::kInverse, true, Codes>},
-        {encode_line<Type, Factors::kEach, false, Codes>, encode_line<Type, Factors::kEach, false, Codes>},
+    static constexpr Line* kLines[] = {
+        encode_line<Type, Factors::kNone, false, Codes>,    encode_line<Type, Factors::kBlocks, false, Codes>,
+        encode_line<Type, Factors::kInverse, false, Codes>, encode_line<Type, Factors::kReciprocal, true, Codes>,
+        encode_line<Type, Factors::kEach, false, Codes>,
     };
-    kLines[f.mode][f.finite](e, static_cast<const Element*>(x), n, f, noise, static_cast<const Element*>(ahead), codes);
+    const bool finite = f.mode == Factors::kInverse && f.finite;
+    (finite ? encode_line<Type, Factors::kInverse, true, Codes> : kLines[f.mode])(
+        e, static_cast<const Element*>(x), n, f, noise, static_cast<const Element*>(ahead), codes);
 }
 
 void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
@@ -314,6 +315,8 @@ void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* o
                 return quotient_line<Type, Factors::kInverse>(p, n, f, out);
             case Factors::kEach:
                 return quotient_line<Type, Factors::kEach>(p, n, f, out);
+            case Factors::kReciprocal:
+                return quotient_line<Type, Factors::kReciprocal>(p, n, f, out);
         }
     });
 }

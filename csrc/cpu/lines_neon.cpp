@@ -1,6 +1,7 @@
 // Line kernels for NEON (any 64-bit Arm).
 #include <arm_neon.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/numerics.h"
@@ -41,6 +42,7 @@ inline W multiply(W a, W b) { return (W)vmull_u32(vmovn_u64((uint64x2_t)a), vmov
 inline I rounded(F v) { return (I)vcvtnq_s32_f32((float32x4_t)v); }
 inline F larger(F a, F b) { return (F)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
 inline F smaller(F a, F b) { return (F)vminq_f32((float32x4_t)a, (float32x4_t)b); }
+inline F fused(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 inline U zip_low(U a, U b) { return (U)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b); }
 inline U zip_high(U a, U b) { return (U)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b); }
 inline U join_words(U a, U b) { return (U)vuzp1q_u16((uint16x8_t)a, (uint16x8_t)b); }

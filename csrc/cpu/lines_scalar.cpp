@@ -49,8 +49,9 @@ void with_quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, con
                 step(i, (q & kMagnitude) | (bits & kSign), zero);
             });
         } else {
+            const bool scales = f.mode == Factors::kReciprocal;
             with_factors(f, n, [&](int64_t i, float by, float zero) {
-                step(i, bits_of(quotient(float_of(read(i)), by)), zero);
+                step(i, bits_of(quotient(float_of(read(i)), scales ? divisor_of(by) : by)), zero);
             });
         }
     });
@@ -132,27 +133,40 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
     return amax;
 }
 
-void spread(const BlockScale& s, const ScaleRule& rule, const float* outer, int64_t i, const ScaleLine& line) {
+void spread(const BlockScale& s, const ScaleRule& rule, float inverse, int64_t i, const ScaleLine& line) {
     line.value[i] = s.value;
-    line.divisor[i] = has_inverse(rule, outer) ? 1.0f / s.value : divisor_of(s.value);
+    line.divisor[i] = divisor_of(s.value);
+    line.inverse[i] = inverse;
     if (rule.affine) line.zero[i] = s.zero_point;
+}
+
+bool is_plain(float scale, float inverse, uint32_t amax) {
+    if (scale == 0.0f) return true;
+    return scale >= kLeastPlain && scale <= kMostPlain && float_of(amax) * inverse < kMostQuotient;
 }
 
 bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
                  void* scales, void* zero_points, const ScaleLine& line) {
-    bool broken = false;
+    const bool exact = has_inverse(rule, outer);
+    bool plain = true;
     for (int64_t i = 0; i < n; ++i) {
-        const BlockScale s = make_scale(high[i], rule.affine ? low[i] : 0, rule, outer);
+        const uint32_t up = high[i], down = rule.affine ? low[i] : 0;
+        const BlockScale s = make_scale(up, down, rule, outer);
         if (scales) write_scale(scales, zero_points, i, rule, s);
-        spread(s, rule, outer, i, line);
-        broken |= is_nan(bits_of(s.value));
+        const float inverse = s.value == 0.0f ? 0.0f : 1.0f / s.value;
+        spread(s, rule, inverse, i, line);
+        plain &= exact ? s.value == s.value : is_plain(s.value, inverse, up > down ? up : down);
     }
-    return broken;
+    return plain;
 }
 
 void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
                  const ScaleLine& line) {
-    for (int64_t i = 0; i < n; ++i) spread(read_scale(scales, zero_points, outer, i, rule), rule, outer, i, line);
+    const bool exact = has_inverse(rule, outer);
+    for (int64_t i = 0; i < n; ++i) {
+        const BlockScale s = read_scale(scales, zero_points, outer, i, rule);
+        spread(s, rule, exact ? 1.0f / s.value : 0.0f, i, line);
+    }
 }
 
 void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
@@ -164,17 +178,21 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
 }
 
 void adamw(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype, int64_t n,
-           float* avg, float* rms, void* new_param) {
+           const MomentLine& avg, const MomentLine& rms, void* new_param, const void*) {
+    for (const MomentLine* m : {&avg, &rms}) decode(m->decoder, m->codes, n, m->factors, m->numbers, Dtype::kFloat32);
     with_reader(param, dtype, [&](auto params) {
         with_reader(grad, grad_dtype, [&](auto grads) {
             with_writer(new_param, dtype, [&](auto write) {
                 for (int64_t i = 0; i < n; ++i) {
-                    const float next = adamw_element(factors, float_of(params(i)), float_of(grads(i)), avg[i], rms[i]);
+                    const float next =
+                        adamw_element(factors, float_of(params(i)), float_of(grads(i)), avg.numbers[i], rms.numbers[i]);
                     write(i, is_nan(bits_of(next)) ? kNan : bits_of(next));
                 }
             });
         });
     });
+    for (const MomentLine* m : {&avg, &rms})
+        block_stats(m->numbers, Dtype::kFloat32, n, m->block, false, m->high, nullptr);
 }
 
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {

@@ -69,13 +69,21 @@ struct ScaleCodes {
         }
         return outer ? (F)bits * outside : (F)bits;
     }
-    // What encode divides by, or multiplies with.
-    F divisor_or_inverse(F value) const {
-        if (has_inverse(rule, outer)) return splat(1.0f) / value;
+    LOWBIT_INLINE void keep(F value, F inverse, int64_t i, const ScaleLine& line) const {
         const U bits = (U)value;
-        return (F)((bits & kMagnitude) == 0u ? bits | kInf : bits);
+        store(line.value + i, value);
+        store(line.divisor + i, (bits & kMagnitude) == 0u ? bits | kInf : bits);
+        store(line.inverse + i, inverse);
     }
 };
+
+// Lanes of all ones where a scale is not plain, `exact` being has_inverse().
+inline I not_plain(F value, F inverse, U amax, bool exact) {
+    if (exact) return value != value;
+    const I outside =
+        ~((value >= splat(kLeastPlain)) & (value <= splat(kMostPlain)) & ((F)amax * inverse < splat(kMostQuotient)));
+    return (U)value == 0u ? I{} : outside;
+}
 
 template <int32_t scale_format>
 bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
@@ -85,7 +93,8 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
                           : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
                                                                                      : 1;
     const F qmin = splat(rule.qmin), qmax = splat(rule.qmax), whole = splat(12582912.0f);
-    U broken{};
+    const bool exact = has_inverse(rule, outer);
+    I odd{};
     for (int64_t i = 0; i < n; i += kLanes) {
         const U up = load<U>(high + i), down = rule.affine ? load<U>(low + i) : U{};
         const U amax = larger(up, down), amount = rule.affine ? (U)((F)up + (F)down) : amax;
@@ -93,10 +102,11 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
         const U stored = finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(scale_format));
         const F value = codes.value(stored);
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
-        if (count == kLanes) broken |= (U)(value != value);
-        for (size_t k = 0; count < kLanes && k < count; ++k) broken[0] |= is_nan(bits_of(value[k]));
-        store(line.value + i, value);
-        store(line.divisor + i, codes.divisor_or_inverse(value));
+        const F inverse = (U)value == 0u ? F{} : splat(1.0f) / value;
+        const I outside = not_plain(value, inverse, amax, exact);
+        if (count == kLanes) odd |= outside;
+        for (size_t k = 0; count < kLanes && k < count; ++k) odd[0] |= outside[k];
+        codes.keep(value, inverse, i, line);
         if (scales) {
             auto* to = static_cast<char*>(scales) + i * bytes;
             if (bytes == 1) {
@@ -118,7 +128,7 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
         const B narrow = narrow_bytes((U) __builtin_convertvector(zero, I));
         __builtin_memcpy(static_cast<uint8_t*>(zero_points) + i, &narrow, count);
     }
-    return largest((I)(broken & kMagnitude)) != 0;
+    return largest(odd & (I)splat(kMagnitude)) == 0;
 }
 
 template <int32_t scale_format>
@@ -128,6 +138,7 @@ void read_scales_of(const void* scales, const void* zero_points, int64_t n, cons
     constexpr int bytes = scale_format == kScaleFp32                                 ? 4
                           : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
                                                                                      : 1;
+    const bool exact = has_inverse(rule, outer);
     for (int64_t i = 0; i < n; i += kLanes) {
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
         const auto* from = static_cast<const char*>(scales) + i * bytes;
@@ -144,8 +155,7 @@ void read_scales_of(const void* scales, const void* zero_points, int64_t n, cons
             __builtin_memcpy(&stored, from, 4 * count);
         }
         const F value = codes.value(stored);
-        store(line.value + i, value);
-        store(line.divisor + i, codes.divisor_or_inverse(value));
+        codes.keep(value, exact ? splat(1.0f) / value : F{}, i, line);
         if (!rule.affine) continue;
         B narrow{};
         __builtin_memcpy(&narrow, static_cast<const uint8_t*>(zero_points) + i, count);

@@ -79,18 +79,18 @@ void run_in_passes(const Job& job, const NewScales& to) {
     // Everything by index of the block, as the lines want it.
     const size_t room = (count + kAlign - 1) / kAlign * kAlign;
     std::vector<uint32_t> most(room), least(room);
-    std::vector<float> value(room), divisor(room), zero(room);
+    std::vector<float> value(room), divisor(room), inverse(room), zero(room);
     for (size_t i = 0; i < count; ++i) most[i] = high[i], least[i] = low[i];
-    const bool broken = job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer,
-                                             to.scale, to.zero_point, {value.data(), divisor.data(), zero.data()});
+    const ScaleLine all{value.data(), divisor.data(), inverse.data(), zero.data()};
+    const bool plain = job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer,
+                                            to.scale, to.zero_point, all);
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
         const int64_t first = t.block_row * b.across + t.block, blocks = t.blocks(b.width);
         const ScaleLine line = worker.room(blocks);
-        std::copy_n(value.data() + first, blocks, line.value);
-        std::copy_n(divisor.data() + first, blocks, line.divisor);
-        std::copy_n(zero.data() + first, blocks, line.zero);
-        worker.made_scales(broken);
+        for (auto part : {&ScaleLine::value, &ScaleLine::divisor, &ScaleLine::inverse, &ScaleLine::zero})
+            std::copy_n(all.*part + first, blocks, line.*part);
+        worker.made_scales(plain);
         worker.apply(job, t, nullptr);
     });
 }

@@ -58,18 +58,17 @@ inline float sum_slopes(const uint8_t* kept, const float* level, const float* qu
 
 class Worker {
   public:
-    // Whether a block of the tile has a NaN for its scale, and whether none has; known if they were made from x.
-    bool broken = false, finite = false;
-    void made_scales(bool with_nan) { broken = with_nan, finite = !with_nan; }
+    // What make_scales() said of the tile's scales, if they were made from x: `odd` ones may be NaN.
+    void made_scales(bool plain) { odd_ = !plain, plain_ = plain; }
 
     // Room for the scales of the blocks that a tile touches, from the one at its first column on.
     ScaleLine room(int64_t blocks) {
         const size_t wanted = static_cast<size_t>((blocks + kAlign - 1) & -kAlign);
-        for (auto* v : {&value_, &divisor_, &zero_}) {
+        for (auto* v : {&value_, &divisor_, &inverse_, &zero_}) {
             if (v->size() < wanted) v->resize(wanted);
         }
-        broken = finite = false;
-        return {value_.data(), divisor_.data(), zero_.data()};
+        odd_ = plain_ = false;
+        return {value_.data(), divisor_.data(), inverse_.data(), zero_.data()};
     }
 
     static Worker& mine() {
@@ -129,7 +128,8 @@ class Worker {
         float level[kRun], quotient[kRun], grad[kRun];
     };
     Scratch& scratch_ = Scratch::mine();
-    std::vector<float> value_, divisor_, zero_;
+    std::vector<float> value_, divisor_, inverse_, zero_;
+    bool odd_ = false, plain_ = false;
     // A tile's elements, copied, and their maxima; of this tile and of the next, which is copied in turn with encoding.
     struct Local {
         std::vector<char> copy;
@@ -184,27 +184,24 @@ class Worker {
         if (!each_own_) return;
         if (!spread_) spread_.reset(new Spread);
         each_block(job, count, [&](int64_t at, int64_t n, size_t block) {
-            std::fill_n(spread_->divisor + at, n, divisors(job)[block]);
+            std::fill_n(spread_->divisor + at, n, divisor_[block]);
             std::fill_n(spread_->value + at, n, value_[block]);
             if (job.scheme.affine) std::fill_n(spread_->zero + at, n, zero_[block]);
         });
     }
-    // An inverse scale's divisor is the scale: it is never zero.
-    const float* divisors(const Job& job) const { return job.inverse ? value_.data() : divisor_.data(); }
-
     // What the columns at work are divided by, or else multiplied with.
     Factors factors(const Job& job, bool divide) const {
         const float* zeros = !job.scheme.affine ? nullptr : each_own_ ? spread_->zero : zero_.data() + first_;
         if (each_own_) return {Factors::kEach, divide ? spread_->divisor : spread_->value, zeros};
-        if (job.blocks.width == 1) {
-            return {Factors::kEach, (divide ? divisors(job) : value_.data()) + first_, zeros};
-        }
-        return {divide && job.inverse ? Factors::kInverse : Factors::kBlocks,
-                (divide ? divisor_ : value_).data() + first_,
-                zeros,
-                lead_,
-                job.blocks.width,
-                finite};
+        if (job.blocks.width == 1) return {Factors::kEach, (divide ? divisor_ : value_).data() + first_, zeros};
+        const float *value = value_.data() + first_, *inverse = inverse_.data() + first_;
+        const auto of = [&](Factors::Mode mode, const float* each) {
+            return Factors{mode, each, zeros, lead_, job.blocks.width, plain_, inverse};
+        };
+        if (!divide) return of(Factors::kBlocks, value);
+        if (job.inverse) return of(Factors::kInverse, inverse);
+        if (plain_ && job.encoder->coarse) return of(Factors::kReciprocal, value);
+        return of(Factors::kBlocks, divisor_.data() + first_);
     }
 
     const uint8_t* unpacked(const Job& job, const Run& run) {
@@ -219,7 +216,7 @@ class Worker {
         const Encoder& e = *job.encoder;
         const uint16_t* noise = e.stochastic ? scratch_.noise_at(job.line, job.rng, run) : nullptr;
         job.line.encode(e, from(job, t, run), job.x.dtype, run.count, factors(job, true), noise, ahead, codes);
-        if (!broken) return;
+        if (!odd_) return;
         each_block(job, run.count, [&](int64_t at, int64_t n, size_t block) {
             if (is_nan(bits_of(value_[block]))) {
                 std::memset(codes + at, static_cast<int>(e.canonical), static_cast<size_t>(n));

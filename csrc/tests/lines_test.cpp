@@ -128,7 +128,8 @@ void test_encode(const char* isa, const Lines& lines, const Input& in, const For
     }
 }
 
-// The same where elements are finite and factors positive, and may be taken for it.
+// The same where elements are finite and factors positive, and may be taken for it; by reciprocals, which are those of
+// powers of two and multiplied with, or correct the quotient by plain scales.
 void test_encode_finite(const char* isa, const Lines& lines, Input in, const FormatParams& f) {
     for (uint32_t& word : in.words) {
         if (in.dtype == Dtype::kFloat32) {
@@ -141,11 +142,19 @@ void test_encode_finite(const char* isa, const Lines& lines, Input in, const For
         }
     }
     const size_t count = static_cast<size_t>(in.count);
-    std::vector<float> divisors(count), inverses(count), zeros(count);
+    // Plain: below 2, elements have quotients below 2^64 by any.
+    std::vector<uint32_t> small = in.words;
+    for (uint32_t& word : small)
+        word &= in.dtype == Dtype::kFloat16 ? ~0u : in.dtype == Dtype::kFloat32 ? ~0x40000000u : ~0x40004000u;
+    const uint32_t least = in.dtype == Dtype::kFloat16 ? 127 - 47 : 127 - 63;
+    std::vector<float> scales(count), reciprocals(count), inverses(count), zeros(count);
     std::vector<uint16_t> noise(count);
     for (size_t i = 0; i < count; ++i) {
         const uint32_t field = static_cast<uint32_t>(1 + random_bits() % 0xfd) << 23;
-        divisors[i] = i % 9 == 0 ? float_of(kInf) : float_of(field | static_cast<uint32_t>(random_bits() & 0x7fffff));
+        const uint32_t near =
+            static_cast<uint32_t>(i % 3 ? 107 + random_bits() % 24 : least + random_bits() % (252 - least));
+        scales[i] = i % 9 == 0 ? 0.0f : float_of(near << 23 | static_cast<uint32_t>(random_bits() & 0x7fffff));
+        reciprocals[i] = i % 9 == 0 ? 0.0f : 1.0f / scales[i];
         inverses[i] = float_of(field);
         zeros[i] = f.kind != kKindInteger ? 0.0f : static_cast<float>(f.qmin + static_cast<int>(random_bits() % 16));
         noise[i] = static_cast<uint16_t>(random_bits());
@@ -155,17 +164,58 @@ void test_encode_finite(const char* isa, const Lines& lines, Input in, const For
         const bool inverse = flags & 1, stochastic = flags & 2;
         if (f.kind == kKindCodebook && stochastic) continue;
         const Encoder e = make_encoder(f, true, stochastic);
+        if (!inverse && !e.coarse) continue;
+        const void* x = inverse ? in.words.data() : small.data();
         for (int64_t width : {16, 32, 48, 64, 128, 1 << 20}) {
-            const Factors factor{inverse ? Factors::kInverse : Factors::kBlocks,
-                                 (inverse ? inverses : divisors).data(),
+            const Factors factor{inverse ? Factors::kInverse : Factors::kReciprocal,
+                                 (inverse ? inverses : scales).data(),
                                  inverse ? nullptr : zeros.data(),
                                  width,
                                  width,
-                                 true};
-            lines.encode(e, in.words.data(), in.dtype, in.count, factor, noise.data(), in.words.data(), got.data());
-            lines_scalar().encode(e, in.words.data(), in.dtype, in.count, factor, noise.data(), nullptr, wanted.data());
+                                 true,
+                                 reciprocals.data()};
+            lines.encode(e, x, in.dtype, in.count, factor, noise.data(), x, got.data());
+            lines_scalar().encode(e, x, in.dtype, in.count, factor, noise.data(), nullptr, wanted.data());
             expect(got == wanted, isa, "encode of finite", f, in.dtype, static_cast<int>(width));
+            if (inverse || stochastic) continue;
+            lines.in_range(e, x, in.dtype, in.count, factor, x, got.data());
+            lines_scalar().in_range(e, x, in.dtype, in.count, factor, x, wanted.data());
+            expect(got == wanted, isa, "in_range of finite", f, in.dtype, static_cast<int>(width));
         }
+    }
+}
+
+// Quotients by way of reciprocals are those of division: every significand (one in `share`) by some scales, among them
+// the ends of the binade and those whose reciprocals lie furthest from their rounded ones.
+void test_reciprocals(const char* isa, const Lines& lines, int share) {
+    constexpr int64_t kCount = 1 << 12;
+    std::vector<uint32_t> significands{0, 1, 2, 3, 0x400000u, 0x3fffffu, 0x7fffffu, 0x7ffffeu, 0x7ffffdu, 0x7ffffcu};
+    for (int i = 0; i < 8; ++i) significands.push_back(static_cast<uint32_t>(random_bits() & 0x7fffff));
+    for (int i = 0; i < 8; ++i) {
+        double furthest = -1.0;
+        uint32_t found = 0;
+        for (int j = 0; j < 1000; ++j) {
+            const uint32_t s = static_cast<uint32_t>(random_bits() & 0x7fffff);
+            const float scale = float_of(kOne | s);
+            const double error = std::abs(1.0 / static_cast<double>(scale) - static_cast<double>(1.0f / scale));
+            if (error > furthest) furthest = error, found = s;
+        }
+        significands.push_back(found);
+    }
+    std::vector<uint32_t> x(kCount);
+    std::vector<float> got(kCount);
+    for (uint32_t s : significands) {
+        const float scale = float_of(s | static_cast<uint32_t>(64 + random_bits() % 188) << 23), inverse = 1.0f / scale;
+        const uint32_t field =
+            (bits_of(scale) & ~0x7fffffu) + (static_cast<uint32_t>(random_bits() % 32) << 23) - (16u << 23);
+        const Factors factor{Factors::kReciprocal, &scale, nullptr, kCount, kCount, true, &inverse};
+        bool same = true;
+        for (uint32_t begin = 0; begin < 0x800000u; begin += kCount * static_cast<uint32_t>(share)) {
+            for (uint32_t i = 0; i < kCount; ++i) x[i] = (begin + i) | std::min(field, 0x7f000000u);
+            lines.quotients(x.data(), Dtype::kFloat32, kCount, factor, got.data());
+            for (uint32_t i = 0; i < kCount; ++i) same &= got[i] == float_of(x[i]) / scale;
+        }
+        expect(same, isa, "quotients by reciprocals", {}, {}, static_cast<int>(s));
     }
 }
 
@@ -267,12 +317,13 @@ void test_scales(const char* isa, const Lines& lines) {
                 struct Result {
                     std::vector<uint8_t> stored = std::vector<uint8_t>(4 * kCount),
                                          zeros = std::vector<uint8_t>(kCount);
-                    std::vector<float> value = std::vector<float>(kRoom), divisor = value, zero = value;
-                    bool broken = false;
+                    std::vector<float> value = std::vector<float>(kRoom), divisor = value, inverse = value,
+                                       zero = value;
+                    bool plain = false;
                     bool operator==(const Result& b) const {
-                        bool same = stored == b.stored && zeros == b.zeros && broken == b.broken;
+                        bool same = stored == b.stored && zeros == b.zeros && plain == b.plain;
                         for (size_t i = 0; i < kCount; ++i) {
-                            for (auto part : {&Result::value, &Result::divisor}) {
+                            for (auto part : {&Result::value, &Result::divisor, &Result::inverse}) {
                                 const uint32_t x = bits_of((this->*part)[i]), y = bits_of((b.*part)[i]);
                                 same &= x == y || (is_nan(x) && is_nan(y));
                             }
@@ -282,8 +333,9 @@ void test_scales(const char* isa, const Lines& lines) {
                     }
                 } got, wanted, read, read_wanted;
                 auto make = [&](const Lines& l, Result& r) {
-                    r.broken = l.make_scales(high.data(), low.data(), kCount, rule, outer, r.stored.data(),
-                                             r.zeros.data(), {r.value.data(), r.divisor.data(), r.zero.data()});
+                    r.plain =
+                        l.make_scales(high.data(), low.data(), kCount, rule, outer, r.stored.data(), r.zeros.data(),
+                                      {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
                 };
                 make(lines, got);
                 make(lines_scalar(), wanted);
@@ -292,7 +344,7 @@ void test_scales(const char* isa, const Lines& lines) {
                 for (uint8_t& b : any) b = static_cast<uint8_t>(random_bits());
                 auto from = [&](const Lines& l, Result& r) {
                     l.read_scales(any.data(), any.data(), kCount, rule, outer,
-                                  {r.value.data(), r.divisor.data(), r.zero.data()});
+                                  {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
                 };
                 from(lines, read);
                 from(lines_scalar(), read_wanted);
@@ -328,31 +380,56 @@ void test_noise_and_packing(const char* isa, const Lines& lines) {
     }
 }
 
-// Parameters of one input with gradients of another; NaN of moments need not have the same bits.
+// Parameters of one input with gradients of another, moments of every code; NaN of moments need not have the same bits.
 void test_adamw(const char* isa, const Lines& lines, const Input& params, const Input& grads) {
-    const AdamWFactors factors{0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f};
+    const AdamWFactors step{0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f};
+    const Decoder decoders[] = {Decoder(kFormats[kIndex_fp8_e4m3].params), Decoder(kFormats[kIndex_fp8_e5m2].params),
+                                Decoder(kFormats[kIndex_int8].params)};
     const int64_t count = std::min(params.count, grads.count) / 4;
     const size_t size = static_cast<size_t>(count);
-    const Input start = samples(2 * count);
-    std::vector<uint32_t> made[2];
-    std::vector<float> moments[2];
-    for (size_t k = 0; k < 2; ++k) {
-        made[k].resize(size);
-        moments[k].resize(2 * size);
-        std::memcpy(moments[k].data(), start.words.data(), 2 * size * sizeof(float));
-        const Lines& by = k == 0 ? lines : lines_scalar();
-        for (int64_t at = 0, n = 1; at < count; at += n, n = n < 40 ? n + 1 : count - at) {
-            by.adamw(factors, advance(params.words.data(), at, params.dtype), params.dtype,
-                     advance(grads.words.data(), at, grads.dtype), grads.dtype, n, moments[k].data() + at,
-                     moments[k].data() + count + at, advance(made[k].data(), at, params.dtype));
-        }
-    }
-    bool same = made[0] == made[1];
+    std::vector<uint8_t> codes(2 * size);
+    std::vector<float> each(2 * size);
     for (size_t i = 0; i < 2 * size; ++i) {
-        const uint32_t a = bits_of(moments[0][i]), b = bits_of(moments[1][i]);
-        same &= a == b || (is_nan(a) && is_nan(b));
+        codes[i] = static_cast<uint8_t>(random_bits());
+        each[i] = float_of(static_cast<uint32_t>(random_bits() % 0x7f900000u));
     }
-    expect(same, isa, "adamw", {}, params.dtype, static_cast<int>(grads.dtype));
+    // Blocks of whole vectors, of others, one; of both moments the same or not.
+    const int64_t blocks[][2] = {{256, 256}, {64, 32}, {48, 256}, {1 << 20, 1 << 20}, {20, 64}};
+    int which = 0;
+    for (const auto& block : blocks) {
+        std::vector<uint32_t> made[2], high[2];
+        std::vector<float> moments[2];
+        const Decoder &avg = decoders[which % 2], &rms = decoders[which == 4 ? 2 : 0];
+        for (size_t k = 0; k < 2; ++k) {
+            made[k].resize(size), high[k].resize(2 * size), moments[k].resize(2 * size);
+            const Lines& by = k == 0 ? lines : lines_scalar();
+            for (int64_t at = 0, n = 1; at < count; at += n, n = n < 70 ? n + 1 : count - at) {
+                const auto line = [&](const Decoder& decoder, int64_t from, int64_t width) {
+                    const bool whole = width % kAlign == 0;
+                    const Factors by_block{whole ? Factors::kBlocks : Factors::kEach, each.data() + from, nullptr,
+                                           width, width};
+                    return MomentLine{decoder,
+                                      codes.data() + from,
+                                      by_block,
+                                      width,
+                                      moments[k].data() + from,
+                                      high[k].data() + from,
+                                      codes.data() + from};
+                };
+                const void* x = advance(params.words.data(), at, params.dtype);
+                by.adamw(step, x, params.dtype, advance(grads.words.data(), at, grads.dtype), grads.dtype, n,
+                         line(avg, at, block[0]), line(rms, count + at, block[1]),
+                         advance(made[k].data(), at, params.dtype), x);
+            }
+        }
+        bool same = made[0] == made[1];
+        for (size_t i = 0; i < 2 * size; ++i) {
+            const uint32_t a = bits_of(moments[0][i]), b = bits_of(moments[1][i]);
+            same &= a == b || (is_nan(a) && is_nan(b));
+            same &= high[0][i] == high[1][i] || (is_nan(high[0][i]) && is_nan(high[1][i]));
+        }
+        expect(same, isa, "adamw", {}, params.dtype, 10 * static_cast<int>(grads.dtype) + which++);
+    }
 }
 
 }  // namespace
@@ -379,6 +456,7 @@ int main(int argc, char** argv) {
         for (const Input& params : inputs) {
             for (const Input& grads : inputs) test_adamw(name.c_str(), lines, params, grads);
         }
+        test_reciprocals(name.c_str(), lines, share);
         test_scales(name.c_str(), lines);
         test_noise_and_packing(name.c_str(), lines);
         std::printf("%s: %ld comparisons with the scalar code, %ld differ\n", name.c_str(), comparisons - compared,
