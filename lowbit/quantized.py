@@ -86,9 +86,7 @@ class Quantized:
         if self.layout == "panels":
             return self
         panels = to_panels(self.stored, self.scheme.format, self.shape[1])
-        return Quantized(
-            panels, self.scale, self.zero_point, self.outer_scale, self.scheme, self.shape, self.dtype
-        )
+        return Quantized(panels, self.scale, self.zero_point, self.outer_scale, self.scheme, self.shape, self.dtype)
 
     @property
     def device(self) -> torch.device:
