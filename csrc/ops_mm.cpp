@@ -42,9 +42,10 @@ void put_rows(mm::Operand& x, const char* name, const Tensor& data, int64_t pack
 void put_panels(mm::Operand& x, const char* name, const Tensor& data, int64_t packed, int bits) {
     const int64_t panels = (x.rows + mm::kPanelRows - 1) / mm::kPanelRows, depth = (packed + 3) / 4;
     STD_TORCH_CHECK((bits == 8 || bits == 4) && data.element_size() == 1 && data.size(0) == panels &&
-                        data.size(1) == depth && data.size(2) == mm::kPanelRows * 4 && data.is_contiguous(),
-                    "lowbit: panels of ", name, " must be [", panels, ", ", depth, ", ", mm::kPanelRows * 4,
-                    "] bytes, contiguous, of 8- or 4-bit codes");
+                        data.size(1) == depth && data.size(2) == mm::kPanelRows && data.size(3) == 4 &&
+                        data.is_contiguous(),
+                    "lowbit: panels of ", name, " must be [", panels, ", ", depth, ", ", mm::kPanelRows,
+                    ", 4] bytes, contiguous, of 8- or 4-bit codes");
     x.panel_bytes = depth * mm::kPanelRows * 4;
 }
 
@@ -62,7 +63,7 @@ mm::Operand operand_of(const char* name, const Tensor& data, int64_t scheme, con
         return x;
     }
     STD_TORCH_CHECK(scale.has_value() && scale->dim() == 2, "lowbit: ", name, " needs a matrix of scales");
-    const bool panels = data.dim() == 3;
+    const bool panels = data.dim() == 4;
     x.rows = panels ? scale->size(0) : data.size(0);
     const lowbit::SchemeParams params = lowbit::kept_scheme(scheme, x.rows, cols);
     const int bits = params.format.bits;
@@ -120,7 +121,9 @@ void scaled_mm(const Tensor& a, int64_t a_scheme, std::optional<Tensor> a_scale,
 void linear(const Tensor& x, int64_t input, const Tensor& weight, int64_t scheme, std::optional<Tensor> scale,
             std::optional<Tensor> zero_point, std::optional<Tensor> outer, std::optional<Tensor> bias, Tensor out) {
     STD_TORCH_CHECK(x.dim() == 2 || (x.dim() >= 1 && x.is_contiguous()), "lowbit: x must be a matrix, or contiguous");
-    const int64_t cols = x.size(x.dim() - 1), rows = x.numel() / cols;
+    const int64_t cols = x.size(x.dim() - 1);
+    STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
+    const int64_t rows = x.numel() / cols;
     mm::Operand a;
     a.data = x.const_data_ptr();
     a.dtype = element_of(x, "x");

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lowbit.panels import from_panels, to_panels
+from lowbit.panels import are_panels, from_panels, to_panels
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
@@ -71,7 +71,7 @@ class Quantized:
     @property
     def layout(self) -> str:
         """How ``stored`` holds the codes: ``rows`` or ``panels``."""
-        return "panels" if len(self.shape) == 2 and self.stored.dim() == 3 else "rows"
+        return "panels" if len(self.shape) == 2 and are_panels(self.stored) else "rows"
 
     @property
     def codes(self) -> Tensor:

@@ -39,7 +39,7 @@ def by_formula(codes: np.ndarray, format: Format) -> np.ndarray:
         for k in range(cols):
             dword, within = divmod(k, 32 // format.bits)
             out[n // 32, dword, n % 32, within % 4] |= codes[n, k] << (4 * (within // 4))
-    return out.reshape(*out.shape[:2], 128)
+    return out.reshape(*out.shape[:2], 32, 4)
 
 
 @given(st.sampled_from(FITTING), st.integers(0, 70), st.integers(0, 37), st.integers(0, 2**31 - 1))
@@ -70,7 +70,7 @@ def test_a_quantized_in_panels_is_the_same_number(name):
     q = lb.quantize(random_matrix(37, 70, seed=1).bfloat16(), name)
     packed = q.in_panels()
     assert (q.layout, packed.layout, packed.in_panels() is packed) == ("rows", "panels", True)
-    assert packed.stored.dim() == 3 and repr(packed) == repr(q) and packed.nbytes == q.nbytes
+    assert packed.stored.dim() == 4 and repr(packed) == repr(q) and packed.nbytes == q.nbytes
     assert (packed.shape, packed.device, packed.dtype, packed.scheme) == (q.shape, q.device, q.dtype, q.scheme)
     tree, *rows = (
         pytree.tree_map(torch.clone, packed), packed.map(torch.clone), packed.cpu(), copy.deepcopy(packed),
@@ -117,11 +117,11 @@ def test_linear_reads_panels(variant: Variant, input: str | None):
     [
         (
             "int8:tensor",
-            (1, 2, 128),
+            (1, 2, 32, 4),
             "panels, of codes of 8 or 4 bits with scales of their own for each row, and int",
         ),
-        ("fp6_e2m3:row", (1, 2, 128), r"and fp6_e2m3:row has others; give its codes as rows \[out features, 6\]"),
-        ("int8:row", (1, 3, 128), r"panels of a \[5, 8\] weight .* are \[1, 2, 128\] bytes, got \[1, 3, 128\]"),
+        ("fp6_e2m3:row", (1, 2, 32, 4), r"and fp6_e2m3:row has others; give its codes as rows \[out features, 6\]"),
+        ("int8:row", (1, 3, 32, 4), r"panels of a \[5, 8\] weight .* are \[1, 2, 32, 4\] bytes, got \[1, 3, 32, 4\]"),
         ("int8:row", (5, 8), None),
     ],
 )
@@ -144,7 +144,8 @@ def test_what_does_not_fit_is_refused(scheme, shape, message):
         ("uint4:group32:affine", "uint8:tensor:affine", 64, True), ("int4:group32", "int8:row", 48, False),
         ("int8:group7", "int8:row", 70, False), ("int8:row", None, 64, False), ("int8:col", "int8:row", 64, False),
         ("int8:row", "fp8_e4m3:row", 64, False), ("fp8_e4m3:row", "int8:row", 64, False),
-        ("mxfp6", "int8:row", 64, False),
+        ("mxfp6", "int8:row", 64, False), ("int4:row", "int8:group12", 72, False),
+        ("int4:row", "int8:group16", 64, True),
     ],
 )  # fmt: skip
 def test_which_weights_are_packed(isa, weight, input, cols, serve):
@@ -156,6 +157,48 @@ def test_which_weights_are_packed(isa, weight, input, cols, serve):
         assert not panels_serve(q.to("meta"), scheme)
     with lb.use_backend("reference"):
         assert not panels_serve(q, scheme)
+
+
+@pytest.mark.parametrize(("recipe", "serve"), [("int8", True), ("w4a8", True), ("int4-weight-only", False)])
+def test_which_layers_are_packed(recipe, serve):
+    made = nn.Sequential(nn.Linear(128, 32))
+    lb.quantize_(made, recipe)
+    with torch.no_grad():
+        made(torch.randn(3, 128))
+    panels = serve and panels_serve(lb.quantize(torch.randn(32, 128), "int8:row"), lb.scheme("int8:row"))
+    assert made[0].weight.layout == ("panels" if panels else "rows")
+
+
+def test_another_last_axis_is_refused():
+    """Panels pad K to dwords, which then would not tell."""
+    q = lb.quantize(torch.randn(5, 64), "int8:row")
+    for weight in (q, q.in_panels()):
+        with pytest.raises(ValueError, match="must end in the same K"):
+            linear(torch.randn(2, 61), weight, None, "int8:row")
+    made = nn.Sequential(nn.Linear(128, 32))
+    lb.quantize_(made, "int8")
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ValueError, match="must end in the same K"):
+            made(torch.randn(3, 127))
+
+
+def test_results_are_not_written_to_a_copy():
+    q = lb.quantize(torch.randn(5, 64), "int8:row").in_panels()
+    with pytest.raises(ValueError, match="codes in rows"):
+        lb.quantize(torch.randn(5, 64), "int8:row", out=q)
+    moment = lb.quantize(torch.zeros(5, 256), "fp8_e4m3:group256").in_panels()
+    param = torch.randn(5, 256)
+    with pytest.raises(ValueError, match="codes in rows"):
+        lb.adamw_(param, torch.randn(5, 256), moment, moment, step=1)
+
+
+def test_a_layer_of_inference_tensors_stays_in_rows():
+    with torch.inference_mode():
+        made = nn.Sequential(nn.Linear(128, 32))
+        lb.quantize_(made, "int8")
+        made(torch.randn(3, 128))
+        assert made[0].weight.layout == "rows"
+        made.state_dict()
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -179,7 +222,7 @@ def layer(recipe: str = "int8", inputs: int = 128, outputs: int = 37) -> QuantLi
 @torch.no_grad()
 def packed(made: QuantLinear) -> QuantLinear:
     made(torch.randn(2, made.in_features))
-    assert made.weight.layout == "panels" and made.codes.dim() == 3
+    assert made.weight.layout == "panels" and made.codes.dim() == 4
     return made
 
 
@@ -194,7 +237,7 @@ def test_a_layer_packs_once_and_nobody_sees_it(recipe, mode):
         assert_same_bits(made(x), before)
         panels = codes.data_ptr()
         assert_same_bits(made(x), before)
-    assert made.codes is codes and codes.data_ptr() == panels and codes.dim() == 3
+    assert made.codes is codes and codes.data_ptr() == panels and codes.dim() == 4
     assert sum(p.untyped_storage().nbytes() for name, p in made.named_parameters() if name == "codes") == codes.numel()
     assert made.weight.stored.data_ptr() == panels, "no second copy"
     assert_same_bits(made.weight.codes, rows)
@@ -255,7 +298,7 @@ def test_tied_layers_stay_tied(tmp_path):
     pair, x = nn.Sequential(first, nn.Linear(37, 128), second), torch.randn(3, 128)
     with torch.no_grad():
         before, both = second(x), (first(x), second(x))
-    assert first.codes is second.codes and first.codes.dim() == 3
+    assert first.codes is second.codes and first.codes.dim() == 4
     assert second.weight.layout == "panels"
     assert_same_bits(both[1], before)
     for again in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):

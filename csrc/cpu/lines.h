@@ -62,7 +62,7 @@ struct Factors {
 constexpr int64_t kAlign = 16;
 
 // Scales that may be divided by by way of their reciprocals: 0, or such that elements of the block give quotients of a
-// magnitude below 2^64, and those of 2^-33 a remainder without underflow (Reciprocal in lines_factors.inl).
+// magnitude below 2^64, and those of 2^-33 a remainder without underflow (quotient_by in lines_factors.inl).
 constexpr float kLeastPlain = 0x1p-64f, kMostPlain = 0x1p125f, kMostQuotient = 0x1p64f;
 
 // The fp32 numbers that some blocks' scales stand for; arrays with room for a multiple of kAlign.

@@ -50,7 +50,7 @@ void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
 }
 
 // Bytes as they are stored, but for the sign.
-void panel_bytes(const Panel& p) {
+void panel_of_bytes(const Panel& p) {
     const __m512i flip = _mm512_set1_epi8(static_cast<char>(p.flip));
     for (int64_t d = 0; d < p.length / 4; d += 16) {
         for (int n = 0; n < kNr; n += 16) {
@@ -68,7 +68,7 @@ inline __m512i spread_nibbles(__m512i x) {
     return _mm512_ternarylogic_epi64(y, _mm512_slli_epi32(y, 4), four, 0xa8);
 }
 
-void panel_nibbles(const Panel& p) {
+void panel_of_nibbles(const Panel& p) {
     alignas(16) uint8_t bytes[16];
     for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>((i ^ p.flip) - p.less);
     const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
@@ -96,7 +96,7 @@ void spread(const uint32_t* stored, int64_t count, uint32_t* panel) {
     }
 }
 
-void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_nibbles(p) : panel_bytes(p); }
+void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_of_nibbles(p) : panel_of_bytes(p); }
 
 }  // namespace
 

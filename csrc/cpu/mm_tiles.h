@@ -1,4 +1,4 @@
-// Products of more than a few rows, by register tiles.
+// Products by register tiles: of more than a few rows, or with weights that are kept as panels.
 #pragma once
 
 #include "cpu/mm_kernels.h"

@@ -19,6 +19,7 @@ from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import Numerics
+from lowbit.panels import are_panels
 from lowbit.scaling import Scheme
 
 __all__ = ["IMPLS", "panels_serve"]
@@ -54,7 +55,7 @@ def _linear(like: Linear) -> Run:
     x = like.x
     strided = x.dim() == 2 and (like.input is None or x.stride(1) == 1)
     x_rows = _as_it_is if strided or x.is_contiguous() else Tensor.contiguous
-    weight_rows = Tensor.contiguous if like.weight.dim() == 3 else _rows(like.weight, like.scheme)
+    weight_rows = Tensor.contiguous if are_panels(like.weight) else _rows(like.weight, like.scheme)
     input_scheme, weight_scheme = scheme_number(like.input), scheme_number(like.scheme)
 
     def run(outs: tuple[Tensor, ...], call: Linear) -> None:
@@ -70,10 +71,12 @@ def panels_serve(weight: Scheme, input: Scheme | None, cols: int) -> bool:
     """Whether ``linear`` is faster on panels of a weight ``[N, cols]``: products of bytes by VNNI, of whole blocks."""
     if input is None or {weight.format.kind, input.format.kind} != {"integer"} or weight.format.bits not in (4, 8):
         return False
-    block = weight.block[1]
-    if weight.block[0] != 1 or (block is not None and (block % 8 or cols % block)):
+    block, of_input = weight.block[1], input.block[1]
+    if weight.block[0] != 1 or (block is not None and (block % 8 or cols % block)) or (of_input or 8) % 8:
         return False
-    return loading_error() is None and torch.ops.lowbit_native.isa() == "avx512" and "avx512_vnni" in features()
+    if loading_error() is not None or torch.ops.lowbit_native.isa() != "avx512":
+        return False
+    return "avx512_vnni" in features() and "amx_int8" not in features()  # one row by matrix registers: not measured
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ def adamw_(
             )
         if moment.shape != param.shape:
             raise ValueError(f"adamw_: {name} is {list(moment.shape)}, param is {list(param.shape)}")
+        if moment.layout != "rows":
+            raise ValueError(f"adamw_: {name} is changed in place, which takes codes in rows, not in {moment.layout}")
         refusal = state_refusal(moment.scheme)
         if refusal is not None:
             raise ValueError(f"adamw_: {name} cannot be {moment.scheme}: {refusal}; use {STATE_SCHEME}")

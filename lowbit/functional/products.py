@@ -101,6 +101,8 @@ def linear(
     derivatives. Source: docs/numerics.md sections 3, 5 and 9.
     """
     refuse_tangents("linear", x, bias)
+    if x.shape[-1:] != weight.shape[1:]:
+        raise _other_cols(x, weight)
     args = (x, *_linear_rest(weight, bias, input, x.dtype if out_dtype is None else out_dtype))
     if out is None:
         y: Tensor = call("linear", *args)
@@ -110,6 +112,13 @@ def linear(
     _refuse_grad_of_out("linear", args)
     call("linear", *args, outs=(out,))
     return out
+
+
+def _other_cols(x: Tensor, weight: Quantized) -> ValueError:
+    """Codes alone do not tell: their rows, and more so their panels, are padded."""
+    return ValueError(
+        f"linear: x {list(x.shape)} and the weight {list(weight.shape)} must end in the same K; the weight is [N, K]"
+    )
 
 
 def _linear_rest(
@@ -147,9 +156,12 @@ class BoundLinear:
         self, weight: Quantized, bias: Tensor | None, input: str | Scheme | None, out_dtype: torch.dtype
     ) -> None:
         self.weight, self.bias, self.dtype = weight, bias, out_dtype
+        self._cols = weight.shape[1:]
         self._call = Bound("linear", *_linear_rest(weight, bias, input, out_dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         refuse_tangents("linear", x, self.bias)
+        if x.shape[-1:] != self._cols:
+            raise _other_cols(x, self.weight)
         y: Tensor = self._call(x)
         return y

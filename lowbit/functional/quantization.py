@@ -50,6 +50,8 @@ def quantize(
             f"quantize: out holds {out.scheme} {list(out.shape)} of {out.dtype}, "
             f"but the result is {kind} {list(x.shape)} of {x.dtype}"
         )
+    if out is not None and out.layout != "rows":
+        raise ValueError(f"quantize: out must have its codes in rows to be filled, not in {out.layout}")
     if scales[0] is not None:
         codes = _quantize_static(matrix, kind, scales, rounding, rng, parts)
         made = (scales[0], scales[1])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.functional import BoundLinear, linear, panels_serve
+from lowbit.panels import are_panels
 from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
@@ -78,8 +79,9 @@ class QuantLinear(nn.Module):
     mode puts the parameter in it, in place. ``weight.codes``, ``state_dict``, copies and pickles show rows all the
     same; only the bare parameter (``layer.codes``, ``parameters()``) shows panels. State, copies and moves turn it back
     to rows, and the next call packs it again. Compiled and exported code takes the layout that it finds: call the layer
-    once before compiling it. Codes that processes share stay rows, and so do those that a sharding
-    (torch.distributed is initialized) or a forward replaced on the layer itself may exchange.
+    once before compiling it; shard it, or begin an ``AveragedModel`` of it, before that. Codes that processes share
+    stay rows, and so do those that a sharding (torch.distributed is initialized) or a forward replaced on the layer
+    itself may exchange.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
 
@@ -162,7 +164,7 @@ class QuantLinear(nn.Module):
     def _settle(self) -> Quantized:
         """The weight, put in panels where the kernels in use are faster on those and nobody else moves its codes."""
         codes: Any = self._parameters["codes"]
-        alone = _on_cpu(codes) and "forward" not in vars(self) and not _distributed()
+        alone = _on_cpu(codes) and not codes.is_inference() and "forward" not in vars(self) and not _distributed()
         with _LAYOUT:
             if alone and panels_serve(self.weight, self.recipe.input):
                 with torch.inference_mode(False):
@@ -174,7 +176,7 @@ class QuantLinear(nn.Module):
         """Put packed codes back in rows; all that looks at the parameters from outside comes here first."""
         codes: Any = self._parameters["codes"]
         with _LAYOUT:
-            if type(codes) is nn.Parameter and codes.dim() == 3:
+            if type(codes) is nn.Parameter and are_panels(codes):
                 with torch.inference_mode(False):
                     codes.data = self.weight.codes
                 self._settled = self._shown = self._bound = None

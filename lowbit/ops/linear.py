@@ -32,14 +32,14 @@ from lowbit.ops.spec import (
     require_float,
     require_scales,
 )
-from lowbit.panels import from_panels, panels_shape, to_panels
+from lowbit.panels import are_panels, from_panels, panels_shape, to_panels
 from lowbit.recipes import RECIPES
 
 
 class Linear(NamedTuple):
     """``x [..., K]`` float; ``weight``: stored codes ``[N, packed K]`` with their scales; ``input``: x's scheme.
 
-    With three axes ``weight`` is panels (lowbit/panels.py); as these do not tell N, each row must have scales of its
+    With four axes ``weight`` is panels (lowbit/panels.py); as these do not tell N, each row must have scales of its
     own, which do.
     """
 
@@ -67,12 +67,12 @@ _NONE = Scales()
 
 def out_features(call: Linear) -> int:
     """N, the features that come out."""
-    return (call.scale if call.weight.dim() == 3 else call.weight).shape[:1].numel()
+    return (call.scale if are_panels(call.weight) else call.weight).shape[:1].numel()
 
 
 def weight_rows(weight: Tensor, scheme: str, rows: int, cols: int) -> Tensor:
     """The weight's codes in the plain layout."""
-    return weight if weight.dim() == 2 else from_panels(weight, scaling.scheme(scheme).format, rows, cols)
+    return weight if not are_panels(weight) else from_panels(weight, scaling.scheme(scheme).format, rows, cols)
 
 
 def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
@@ -105,7 +105,7 @@ def _check(call: Linear) -> None:
     require(call.x.dim() >= 1, "lowbit.linear: x needs at least one axis")
     require_codes("linear", "weight", call.weight)
     scheme, cols = scaling.scheme(call.scheme), call.x.shape[-1]
-    if call.weight.dim() == 3:
+    if are_panels(call.weight):
         _check_panels(call, scheme, cols)
     elif call.weight.dim() != 2 or call.weight.shape[1] != scheme.packed_cols(cols):
         raise ValueError(
@@ -125,7 +125,7 @@ def _check(call: Linear) -> None:
 def _check_panels(call: Linear, scheme: scaling.Scheme, cols: int) -> None:
     if scheme.block[0] != 1 or scheme.format.bits not in (4, 8):
         raise ValueError(
-            f"lowbit.linear: a weight with three axes is panels, of codes of 8 or 4 bits with scales of their own for "
+            f"lowbit.linear: a weight with four axes is panels, of codes of 8 or 4 bits with scales of their own for "
             f"each row, and {scheme} has others; give its codes as rows [out features, {scheme.packed_cols(cols)}]"
         )
     rows = out_features(call)
