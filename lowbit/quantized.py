@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Quantized:
     two-level schemes only. ``dtype`` is that of the tensor that was quantized.
     """
 
-    stored: Tensor
+    codes: Tensor  # a property, below: `dataclasses.replace` passes on what it shows
     scale: Tensor
     zero_point: Tensor | None
     outer_scale: Tensor | None
@@ -73,11 +73,10 @@ class Quantized:
         """How ``stored`` holds the codes: ``rows`` or ``panels``."""
         return "panels" if len(self.shape) == 2 and are_panels(self.stored) else "rows"
 
-    @property
-    def codes(self) -> Tensor:
-        if self.layout == "rows":
-            return self.stored
-        return from_panels(self.stored, self.scheme.format, *self.shape)
+    if TYPE_CHECKING:  # no field: what is built from fields is built from `codes`
+
+        @property
+        def stored(self) -> Tensor: ...
 
     def in_panels(self) -> Quantized:
         """The same matrix with its codes stored in panels. Raises ValueError for no matrix, or codes of other bits."""
@@ -183,6 +182,13 @@ class Quantized:
             f"Quantized({self.scheme}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"{self.nbytes} bytes)"
         )
+
+
+def _rows(q: Quantized) -> Tensor:
+    return q.stored if q.layout == "rows" else from_panels(q.stored, q.scheme.format, *q.shape)
+
+
+Quantized.codes = property(_rows)  # type: ignore[assignment]
 
 
 def _flatten(q: Quantized) -> tuple[list[Tensor], tuple[Any, ...]]:

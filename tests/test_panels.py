@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -167,6 +168,17 @@ def test_which_layers_are_packed(recipe, serve):
         made(torch.randn(3, 128))
     panels = serve and panels_serve(lb.quantize(torch.randn(32, 128), "int8:row"), lb.scheme("int8:row"))
     assert made[0].weight.layout == ("panels" if panels else "rows")
+
+
+def test_fields_are_those_of_rows():
+    q = lb.quantize(torch.randn(5, 64), "int4:group32")
+    assert [f.name for f in dataclasses.fields(q)][:2] == ["codes", "scale"]
+    for held in (q, q.in_panels()):
+        doubled = dataclasses.replace(held, scale=held.scale * 2)
+        assert_same_bits(doubled.codes, q.codes)
+        assert_same_bits(doubled.dequantize(), q.dequantize() * 2)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            held.scale = q.scale
 
 
 def test_another_last_axis_is_refused():

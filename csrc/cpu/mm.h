@@ -55,6 +55,7 @@ struct Operand {
     const float* outer = nullptr;  // one number, or null
 
     bool has_codes() const { return dtype == Element::codes; }
+    bool in_panels() const { return panel_bytes > 0; }
 };
 
 struct Problem {

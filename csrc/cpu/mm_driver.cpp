@@ -16,7 +16,7 @@ const Kernels& kernels_in_use() {
 
 void multiply(const Problem& problem) {
     if (problem.a.rows == 0 || problem.b.rows == 0) return;
-    if (problem.b.panel_bytes > 0) return multiply_stored(problem, kernels_in_use());
+    if (problem.b.in_panels()) return multiply_stored(problem, kernels_in_use());
     if (!multiply_few(problem)) multiply_tiles(problem, kernels_in_use());
 }
 

@@ -42,7 +42,7 @@ void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t pitch) {
 }  // namespace
 
 ByteForm byte_form(const Operand& x, bool is_a, int zero) {
-    if (x.panel_bytes > 0) return {0, 0, stored_offset(x) + zero};
+    if (x.in_panels()) return {0, 0, stored_offset(x) + zero};
     if (x.table->bits == 8) {
         const bool flips = x.table->is_signed != is_a;
         const int offset = !flips ? 0 : is_a ? -128 : 128;

@@ -34,7 +34,7 @@ bool PanelLoader::direct(const Segment& first, const Segment& last) const {
 const uint32_t* PanelLoader::load(int64_t row, int64_t valid, const Segment* segments, int num_segments,
                                   uint32_t* panel) const {
     const Segment &first = segments[0], &last = segments[num_segments - 1];
-    if (b.panel_bytes > 0) return load_stored(row, segments, num_segments, panel);
+    if (b.in_panels()) return load_stored(row, segments, num_segments, panel);
     if (direct(first, last) && (b.col_stride == 1 || valid % 16 == 0)) {
         load_direct(row, valid, first.begin, last.begin + last.length - first.begin, panel);
         return panel;

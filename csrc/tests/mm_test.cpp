@@ -152,8 +152,7 @@ void compare(const Case& c, Theme theme, int number, Counts& counts) {
             "%d\n",
             isa.c_str(), number, static_cast<int>(p.a.rows), static_cast<int>(p.depth), static_cast<int>(p.b.rows),
             static_cast<int>(p.depth), p.a.has_codes() ? p.a.table->bits : 0, p.b.has_codes() ? p.b.table->bits : 0,
-            p.b.panel_bytes > 0, p.a.zero_point != nullptr, p.b.zero_point != nullptr, p.a.scale_format,
-            p.b.scale_format);
+            p.b.in_panels(), p.a.zero_point != nullptr, p.b.zero_point != nullptr, p.a.scale_format, p.b.scale_format);
         ++counts.failures;
     }
 }

@@ -131,11 +131,14 @@ def _linear_rest(
     )  # fmt: skip
 
 
-def panels_serve(weight: Quantized, input: Scheme | None) -> bool:
-    """Whether ``linear``, called as here and now, gains by ``weight.in_panels()`` that is made once and kept.
+def panels_serve(weight: Quantized, input: Scheme | None) -> bool | None:
+    """Whether ``linear`` gains by ``weight.in_panels()`` that is made once and kept; None while a mode or a forced
+    backend decides on calls, which tells nothing of later ones.
 
     Not by that of codes that processes share, since each would make its own.
     """
+    if watched() or forced() is not None:
+        return None
     stored = weight.stored
     return (
         weight.layout == "rows"
@@ -143,8 +146,6 @@ def panels_serve(weight: Quantized, input: Scheme | None) -> bool:
         and stored.device.type == "cpu"
         and stored.numel() > 0
         and not stored.is_shared()
-        and not watched()
-        and forced() in (None, "cpu")
         and cpu_mm.panels_serve(weight.scheme, input, weight.shape[1])
     )
 

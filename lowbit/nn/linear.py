@@ -21,6 +21,9 @@ from lowbit.scaling import Scheme, as_matrix
 
 __all__ = ["QuantLinear", "empty", "result_dtype"]
 
+#: The parameters that make up the weight.
+_PARTS = ("codes", "scale", "zero_point", "outer_scale")
+
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -98,8 +101,9 @@ class QuantLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.recipe, self.scheme = recipe, weight.scheme
         self.weight_dtype = weight.dtype
-        for name in ("codes", "scale", "zero_point", "outer_scale"):
-            part = weight.parts.get(name)
+        parts = weight.parts
+        for name in _PARTS:
+            part = parts.get(name)
             self.register_parameter(name, None if part is None else _as_integers(part))
         self._scale_dtype: torch.dtype = weight.scale.dtype
         self._shown: Quantized | None = None
@@ -144,7 +148,7 @@ class QuantLinear(nn.Module):
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
-        for name in other.weight.parts:
+        for name in _PARTS:
             self._parameters[name] = other._parameters[name]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,11 +170,13 @@ class QuantLinear(nn.Module):
         codes: Any = self._parameters["codes"]
         alone = _on_cpu(codes) and not codes.is_inference() and "forward" not in vars(self) and not _distributed()
         with _LAYOUT:
-            if alone and panels_serve(self.weight, self.recipe.input):
+            serve = alone and panels_serve(self.weight, self.recipe.input)
+            if serve:
                 with torch.inference_mode(False):
                     codes.data = self.weight.in_panels().stored
-            self._settled = self.weight
-            return self._settled
+            if serve is not None:
+                self._settled = self.weight
+            return self.weight
 
     def _to_rows(self) -> None:
         """Put packed codes back in rows; all that looks at the parameters from outside comes here first."""
@@ -229,7 +235,7 @@ class QuantLinear(nn.Module):
                 ]
         return [
             f"{prefix}{part}: the state has dtype {given.dtype}, and this layer {own.dtype}, whose bits it must be"
-            for part in ("codes", "scale", "zero_point", "outer_scale")
+            for part in _PARTS
             if (own := self._parameters[part]) is not None
             and isinstance(given := state_dict.get(prefix + part), Tensor)
             and given.dtype != own.dtype

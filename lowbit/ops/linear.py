@@ -157,13 +157,17 @@ _IN_PANELS = (
 
 
 def _panels(device: str) -> Iterator[Linear]:
-    """Panels with less than one row, dword or block, and with more than one of each."""
-    inputs = cycle(["int8:row", None, "uint8:row:affine", "int8:row", "fp8_e4m3:group128"])
-    for (shape, n), scheme in pairs([((3, 33), 5), ((2, 2, 256), 70), ((7,), 1), ((20, 96), 33)], _IN_PANELS):
+    """Panels with less than one row, dword or block, and with more than one of each; sums that int32 does not hold."""
+    shapes = (
+        ((3, 33), 5, "int8:row"), ((2, 2, 256), 70, "int8:row"), ((2, 2, 256), 70, "uint8:row:affine"),
+        ((7,), 1, None), ((20, 96), 33, "int8:row"), ((20, 96), 33, "fp8_e4m3:group128"),
+    )  # fmt: skip
+    long = (((2, 33000), 3, "int8:row"), "int8:row")
+    for (shape, n, input), scheme in (*pairs(shapes, _IN_PANELS), long):
         x = random_matrix(torch.Size(shape[:-1]).numel(), shape[-1], device, seed=n).reshape(shape)
         weight, bias = random_matrix(n, shape[-1], device, seed=n + 1), random_matrix(1, n, device, seed=7)[0]
         dtype = FLOATS[n % 3]
-        call = make_call(x.to(dtype), weight, next(inputs), scheme, bias=bias, out_dtype=dtype)
+        call = make_call(x.to(dtype), weight, input, scheme, bias=bias, out_dtype=dtype)
         yield call._replace(weight=to_panels(call.weight, scaling.scheme(scheme).format, shape[-1]))
 
 
