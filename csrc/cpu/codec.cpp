@@ -15,24 +15,28 @@ void encode(const Values& x, Shape shape, const FormatParams& format, Rounding r
             uint8_t* codes) {
     const Lines& line = lines();
     const Encoder encoder = make_encoder(format, saturate, rounding == kStochastic);
-    for_runs(shape, [&](Scratch& scratch, const Run& run) {
+    const int64_t pitch = rounding == kStochastic ? static_cast<int64_t>(rng.pitch) : shape.cols;
+    const Shape on = joined(shape, {x.stride, pitch});
+    for_runs(on, [&](Scratch& scratch, const Run& run) {
         const void* from = at_run(x, run);
         const uint16_t* noise = encoder.stochastic ? scratch.noise_at(line, rng, run) : nullptr;
         line.encode(encoder, from, x.dtype, run.count, {}, noise, static_cast<const char*>(from) + kAhead,
-                    codes + run.row * shape.cols + run.begin);
+                    codes + run.row * on.cols + run.begin);
     });
 }
 
 void decode(const uint8_t* codes, Shape shape, const FormatParams& format, const Results& out) {
     const Lines& line = lines();
     const Decoder decoder(format);
-    for_runs(shape, [&](Scratch&, const Run& run) {
-        const uint8_t* from = codes + run.row * shape.cols + run.begin;
+    const Shape on = joined(shape, {out.stride});
+    for_runs(on, [&](Scratch&, const Run& run) {
+        const uint8_t* from = codes + run.row * on.cols + run.begin;
         line.decode(decoder, from, run.count, {}, at_run(out, run), out.dtype);
     });
 }
 
-void pack(const uint8_t* codes, Shape shape, int bits, uint8_t* packed) {
+void pack(const uint8_t* codes, Shape matrix, int bits, uint8_t* packed) {
+    const Shape shape = joined(matrix, {}, bits);
     const Lines& line = lines();
     const int64_t row_bytes = packed_cols(shape.cols, bits);
     for_runs(shape, [&](Scratch&, const Run& run) {
@@ -41,7 +45,8 @@ void pack(const uint8_t* codes, Shape shape, int bits, uint8_t* packed) {
     });
 }
 
-void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes) {
+void unpack(const uint8_t* packed, Shape matrix, int bits, uint8_t* codes) {
+    const Shape shape = joined(matrix, {}, bits);
     const Lines& line = lines();
     const int64_t row_bytes = packed_cols(shape.cols, bits);
     for_runs(shape, [&](Scratch&, const Run& run) {
@@ -53,7 +58,7 @@ void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes) {
 float outer_scale(const Values& x, Shape shape, const SchemeParams& scheme) {
     const Lines& line = lines();
     std::atomic<uint32_t> amax{0};
-    for_runs(shape,
+    for_runs(joined(shape, {x.stride}),
              [&](Scratch&, const Run& run) { raise(amax, line.finite_amax(at_run(x, run), x.dtype, run.count)); });
     return float_of(make_outer_scale(amax.load(), scale_rule(scheme)));
 }

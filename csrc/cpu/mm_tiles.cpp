@@ -19,10 +19,10 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-constexpr int64_t kBlockRows = 512;         // a chunk of so many decoded rows fits the second-level cache
-constexpr int64_t kSharedBytes = 16 << 20;  // decoded rows of a block, where K allows for that many rows
-constexpr int64_t kLeastRows = 64;          // else this many
-constexpr int64_t kStreamBytes = 8 << 20;   // larger outputs bypass the caches
+constexpr int64_t kBlockRows = 512;                  // a chunk of so many decoded rows fits the second-level cache
+constexpr int64_t kSharedBytes = 16 << 20;           // decoded rows of a block, where K allows for that many rows
+constexpr int64_t kLeastRows = 64;                   // else this many
+constexpr int64_t kStreamBytes = int64_t{32} << 20;  // larger outputs bypass the caches
 
 class TileProduct {
   public:

@@ -107,14 +107,30 @@ void run(Job& job, const Scales& scales) {
     scales.scale ? run_with_scales(job, scales) : run_dynamic(job, {nullptr, nullptr, scales.outer});
 }
 
-Job job_of(Shape shape, const SchemeParams& scheme, const float* outer) {
-    const ScaleRule rule = scale_rule(scheme);
-    return {lines(), shape, scheme, {shape, scheme}, rule, has_inverse(rule, outer)};
+// A scheme on a matrix; rows of whole blocks of their own are one row where they follow each other in memory.
+struct Plane {
+    Plane(Shape s, const SchemeParams& p, std::initializer_list<int64_t> strides) : shape(s), scheme(p) {
+        const int64_t width = std::min(p.block_cols, s.cols);
+        if (p.block_rows > 1 || width % kAlign != 0 || s.cols % width != 0) return;
+        shape = joined(s, strides);
+        scheme.block_cols = width;
+    }
+    Shape shape;
+    SchemeParams scheme;
+};
+
+// From row to row of the random bits; without any, as the rows lie.
+int64_t pitch_of(const Rng& rng, Shape shape, Rounding rounding) {
+    return rounding == kStochastic ? static_cast<int64_t>(rng.pitch) : shape.cols;
 }
 
-Job encoding(const Values& x, Shape shape, const SchemeParams& scheme, const float* outer, const Encoder& encoder,
-             const Rng& rng) {
-    Job job = job_of(shape, scheme, outer);
+Job job_of(const Plane& on, const float* outer) {
+    const ScaleRule rule = scale_rule(on.scheme);
+    return {lines(), on.shape, on.scheme, {on.shape, on.scheme}, rule, has_inverse(rule, outer)};
+}
+
+Job encoding(const Values& x, const Plane& on, const float* outer, const Encoder& encoder, const Rng& rng) {
+    Job job = job_of(on, outer);
     job.x = x;
     job.encoder = &encoder;
     job.rng = rng;
@@ -126,7 +142,8 @@ Job encoding(const Values& x, Shape shape, const SchemeParams& scheme, const flo
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
               const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    Job job = encoding(x, shape, scheme, scales.outer, encoder, rng);
+    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)});
+    Job job = encoding(x, on, scales.outer, encoder, rng);
     job.codes = codes;
     run_dynamic(job, scales);
 }
@@ -134,7 +151,8 @@ void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Ne
 void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
                      const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    Job job = encoding(x, shape, scheme, scales.outer, encoder, rng);
+    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)});
+    Job job = encoding(x, on, scales.outer, encoder, rng);
     job.codes = codes;
     run_with_scales(job, scales);
 }
@@ -142,7 +160,8 @@ void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, c
 void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales,
                 const Results& out) {
     const Decoder decoder(scheme.format);
-    Job job = job_of(shape, scheme, scales.outer);
+    const Plane on(shape, scheme, {out.stride});
+    Job job = job_of(on, scales.outer);
     job.stored = codes;
     job.decoder = &decoder;
     job.out = out;
@@ -153,7 +172,8 @@ void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, con
                    const Rng& rng, const Results& out) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Decoder decoder(scheme.format);
-    Job job = encoding(x, shape, scheme, scales.outer, encoder, rng);
+    const Plane on(shape, scheme, {x.stride, out.stride, pitch_of(rng, shape, rounding)});
+    Job job = encoding(x, on, scales.outer, encoder, rng);
     job.decoder = &decoder;
     job.out = out;
     run(job, scales);
@@ -163,7 +183,10 @@ void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, co
                             const Scales& scales, const Results& grad_x, float* grad_scale) {
     const Encoder encoder = make_encoder(scheme.format, true, false);
     const Decoder decoder(scheme.format);
-    Job job = encoding(x, shape, scheme, scales.outer, encoder, {});
+    // Gradients of scales are summed tile by tile, in the order that the matrix itself gives.
+    const int64_t apart = grad_scale ? -1 : x.stride;
+    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride, apart});
+    Job job = encoding(x, on, scales.outer, encoder, {});
     job.grad = grad;
     job.out = grad_x;
     if (!grad_scale) return run(job, scales);

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "cpu/codec.h"
 #include "cpu/lines.h"
@@ -28,6 +29,14 @@ inline const void* at_run(const Values& x, const Run& run) {
 }
 inline void* at_run(const Results& x, const Run& run) {
     return advance(x.data, run.row * x.stride + run.begin, x.dtype);
+}
+
+// A matrix whose rows follow each other in memory is one row, which costs less than many short ones: `strides` are
+// those of what is read and written beside codes, random bits among them.
+inline Shape joined(Shape shape, std::initializer_list<int64_t> strides, int bits = 8) {
+    bool follow = shape.cols * bits % 8 == 0;
+    for (int64_t stride : strides) follow &= stride == shape.cols;
+    return follow ? Shape{1, shape.rows * shape.cols} : shape;
 }
 
 // What one thread works in, kept from call to call.
