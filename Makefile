@@ -87,6 +87,7 @@ native-test: ## Build and run the native self-test: every instruction set here a
 	$(call setup,build)
 	$(cmake) -S . -B build/native-test -DCMAKE_BUILD_TYPE=Release $(native_test)
 	$(cmake) --build build/native-test --parallel $(JOBS)
+	build/native-test/csrc/tests/lowbit_threads_test
 	build/native-test/csrc/tests/lowbit_native_test
 	build/native-test/csrc/tests/lowbit_mm_test
 
@@ -103,6 +104,7 @@ sanitize: ## The native self-test under AddressSanitizer and UBSan
 	$(cmake) -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Release $(native_test) \
 	  -DCMAKE_CXX_FLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 	$(cmake) --build build/sanitize --parallel $(JOBS)
+	build/sanitize/csrc/tests/lowbit_threads_test
 	build/sanitize/csrc/tests/lowbit_native_test
 	build/sanitize/csrc/tests/lowbit_mm_test
 
