@@ -95,11 +95,12 @@ emulated: ## The same for VBMI, BF16 and AMX, whose instructions are computed by
 	$(call setup,build)
 	$(cmake) -S . -B build/emulated -DCMAKE_BUILD_TYPE=Release -DLOWBIT_EMULATE=ON $(native_test)
 	$(cmake) --build build/emulated --parallel $(JOBS)
+	build/emulated/csrc/tests/lowbit_threads_test
 	build/emulated/csrc/tests/lowbit_native_test
 	for without in "" amx_tile amx_tile,avx512_vbmi amx_tile,avx512_vbmi,avx512_bf16; do \
 	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_mm_test $${without:+2} || exit 1; done
 
-sanitize: ## The native self-test under AddressSanitizer and UBSan
+sanitize: ## The native self-test under AddressSanitizer and UBSan, and how threads share work under ThreadSanitizer
 	$(call setup,build)
 	$(cmake) -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Release $(native_test) \
 	  -DCMAKE_CXX_FLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -107,6 +108,9 @@ sanitize: ## The native self-test under AddressSanitizer and UBSan
 	build/sanitize/csrc/tests/lowbit_threads_test
 	build/sanitize/csrc/tests/lowbit_native_test
 	build/sanitize/csrc/tests/lowbit_mm_test
+	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -Icsrc csrc/tests/threads_test.cpp csrc/cpu/threads.cpp -pthread \
+	  -o build/sanitize/threads_test
+	build/sanitize/threads_test
 
 neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the cross compiler and qemu-user)
 	$(call setup,build)
@@ -114,6 +118,7 @@ neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the 
 	$(cmake) -S . -B build/neon -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ $(native_test)
 	$(cmake) --build build/neon --parallel $(JOBS)
+	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_threads_test
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test 4
 	for without in "" i8mm i8mm,dotprod,bf16; do \
 	  LOWBIT_WITHOUT=$$without qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test 8 || exit 1; done

@@ -72,7 +72,7 @@ def _held(call: Any) -> Any:
     if not isinstance(call, Linear) or call.input is None:
         return call
     weight = scaling.scheme(call.scheme)
-    if not cpu_mm.panels_serve(weight, scaling.scheme(call.input), call.x.shape[-1]):
+    if not cpu_mm.reads_panels(weight, scaling.scheme(call.input), call.x.shape[-1]):
         return call
     return call._replace(weight=to_panels(call.weight, weight.format, call.x.shape[-1]))
 

@@ -14,8 +14,8 @@
 
 namespace {
 
-void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Chunk chunk, void* context) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, chunk, context));
+void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Body body, void* context) {
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
 }
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 

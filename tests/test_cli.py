@@ -105,6 +105,30 @@ def test_doctor_names_every_backend(run):
     assert "advice" in run("doctor")
 
 
+@pytest.mark.parametrize(
+    ("set_to", "advised"),
+    [
+        ({}, True),
+        ({"MALLOC_TRIM_THRESHOLD_": "99"}, True),
+        ({"LD_PRELOAD": "libtcmalloc.so"}, False),
+        ({"MALLOC_TRIM_THRESHOLD_": "99", "MALLOC_MMAP_THRESHOLD_": "99"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=99"}, False),
+    ],
+)
+def test_doctor_advises_to_keep_memory_where_glibc_gives_it_back(run, monkeypatch, set_to, advised):
+    from lowbit.cli import doctor
+
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    for libc, here in (("glibc", advised), ("", False)):
+        monkeypatch.setattr(doctor.platform, "libc_ver", lambda libc=libc: (libc, ""))
+        report = json.loads(run("doctor", "--json"))
+        assert any("MALLOC_TRIM_THRESHOLD_=" in line for line in report["advice"]) == here
+        assert set_to.items() <= report["settings"].items()
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -127,7 +127,7 @@ def test_damage_shows_in_the_gradient_of_its_block_alone():
 
 
 @pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group24", "int4:col", "nf4"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted and str(p.values[0]) != "reference"])
 def test_sums_of_gradients_over_blocks_in_pieces(variant: Variant, count, name):
     """Few significant bits, so that sums are exact and agree in every bit; masked grads are Inf, NaN and -0."""
@@ -158,14 +158,14 @@ def large() -> list[tuple[str, Tensor, lb.Quantized, Tensor]]:
     made = []
     for name in ("fp8_e4m3:row", "fp8_e5m2:tensor", "int8:col", "int4:group128", "mxfp4:ceil:T", "nvfp4", "nf4:dq",
                  "uint4:group32:affine", "fp6_e3m2:block128x128", "int8:block64x32:affine:bf16"):  # fmt: skip
-        for y in (x, x.bfloat16().t()):
+        for y in (x, x.bfloat16().t(), x[:, :1024].contiguous(), x[:, 3:387]):
             with lb.use_backend("reference"):
                 q = lb.quantize(y, name)
                 made.append((name, y, q, q.dequantize()))
     return made
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted and str(p.values[0]) != "reference"])
 def test_large_tensors_equal_the_reference(variant: Variant, count):
     for name, y, wanted, back in large():

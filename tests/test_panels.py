@@ -157,7 +157,7 @@ def test_which_weights_are_packed(isa, weight, input, cols, serve):
         assert panels_serve(q, scheme) == (serve and able)
         assert not panels_serve(q.to("meta"), scheme)
     with lb.use_backend("reference"):
-        assert not panels_serve(q, scheme)
+        assert panels_serve(q, scheme) is None
 
 
 @pytest.mark.parametrize(("recipe", "serve"), [("int8", True), ("w4a8", True), ("int4-weight-only", False)])
@@ -204,6 +204,17 @@ def test_results_are_not_written_to_a_copy():
         lb.adamw_(param, torch.randn(5, 256), moment, moment, step=1)
 
 
+def test_a_layer_chooses_its_layout_once_nothing_decides_on_its_calls():
+    made = layer()
+    x = torch.randn(3, 128)
+    with torch.no_grad():
+        with lb.use_backend("reference"):
+            wanted = made(x)
+        assert made.weight.layout == "rows"
+        assert_same_bits(made(x), wanted)
+        assert made.weight.layout == "panels"
+
+
 def test_a_layer_of_inference_tensors_stays_in_rows():
     with torch.inference_mode():
         made = nn.Sequential(nn.Linear(128, 32))
@@ -221,7 +232,7 @@ RECIPES = ("int8", "w4a8", "int4-weight-only:group32", "nf4")
 def _packing(request, monkeypatch):
     """Every kind of panels, on every processor."""
     if "which" not in request.node.name:
-        monkeypatch.setattr(cpu_mm, "panels_serve", lambda w, input, cols: w.block[0] == 1 and w.format.bits in (4, 8))
+        monkeypatch.setattr(cpu_mm, "reads_panels", lambda w, input, cols: w.block[0] == 1 and w.format.bits in (4, 8))
 
 
 def layer(recipe: str = "int8", inputs: int = 128, outputs: int = 37) -> QuantLinear:

@@ -3,7 +3,9 @@
 // Stages, one file each: mm_table (values of codes), mm_plan (which arithmetic), mm_cuts (which tiles), mm_load (codes
 // or floats to rows of dwords), mm_panel (the same to panels of b), mm_stored (weights kept as panels), mm_body.inl,
 // mm_convert.inl and mm_panel_avx512.inl (register tiles, decoders and epilogue, per instruction set), mm_tiles (loops,
-// threads). Numerics: docs/numerics.md section 9. Nothing here knows of torch.
+// threads; its memory in mm_tiles_memory). mm_driver chooses; with few rows of a it goes by mm_few* and mm_lanes*
+// (cpu/mm_few.h). What an instruction set provides is mm_kernels.h. Numerics: docs/numerics.md section 9. Nothing here
+// knows of torch.
 #pragma once
 
 #include <cstdint>

@@ -17,8 +17,6 @@ inline VecF fused_dword(VecF a, const uint32_t* b, VecF c) { return fused(a, (Ve
 
 #include "cpu/mm_few_body.inl"
 
-inline __m128i load16(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-
 // 4-bit codes of any format: two lookups of three bits, and a choice by the fourth.
 struct Nibbles : ByF32 {
     static constexpr int kElements = 64, kVectors = 8, kBytes = 32;

@@ -5,10 +5,10 @@
 
 namespace lowbit::cpu::mm {
 
-// Room that a loader needs besides its output: a chunk's codes or strided floats.
 // Rows of a transposed matrix of bytes are fetched as many at a time as a cache line holds.
 constexpr int64_t kTurned = 64;
 constexpr int64_t turned_pitch(int64_t count) { return count + kSlack; }
+// Room that a loader needs besides its output: a chunk's codes or strided floats.
 constexpr int64_t kRawBytes = kTurned * turned_pitch(kTileDepth * 4);
 
 // Blocks of one row within a chunk, at most, and the part that begins before it.

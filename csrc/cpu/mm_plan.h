@@ -1,4 +1,4 @@
-// Which arithmetic a product is done in, how K is cut, and which tiles are one task.
+// Which arithmetic a product is done in.
 #pragma once
 
 #include "cpu/mm_kernels.h"

@@ -123,16 +123,16 @@ class TileProduct {
         const int64_t units = panels * parts;
         parallel_for(units, serial_ ? units : 1, [&](int64_t begin, int64_t end) {
             thread_local Arena arena;
-            Worker worker{};
+            Own own{};
             const int64_t rows = single() ? tiles.begin(1) : tiles.padded();
-            const size_t bytes = worker.place(plan_, need_, kernels_.nr, rows, nullptr);
-            worker.place(plan_, need_, kernels_.nr, rows, arena.reserve(bytes));
+            const size_t bytes = own.place(plan_, need_, kernels_.nr, rows, nullptr);
+            own.place(plan_, need_, kernels_.nr, rows, arena.reserve(bytes));
             if (plan_.matrix) kernels_.enter();
             while (begin < end) {
                 const int64_t part = begin / panels, panel = begin % panels;
                 const int64_t count = std::min({few_ ? 1 : kGroup, panels - panel, end - begin});
                 const int64_t first = part * tiles.count / parts, last = (part + 1) * tiles.count / parts;
-                Group(*this, worker, tiles, first, last, panel, count).run();
+                Group(*this, own, tiles, first, last, panel, count).run();
                 begin += count;
             }
             if (plan_.matrix) kernels_.leave();
@@ -153,10 +153,10 @@ class TileProduct {
     // Some panels of b with some rows of a's block.
     class Group {
       public:
-        Group(const TileProduct& product, const Worker& worker, const RowTiles& tiles, int64_t first, int64_t last,
+        Group(const TileProduct& product, const Own& own, const RowTiles& tiles, int64_t first, int64_t last,
               int64_t panel, int64_t count)
             : t_(product),
-              w_(worker),
+              own_(own),
               tiles_(tiles),
               first_(first),
               last_(last),
@@ -195,29 +195,29 @@ class TileProduct {
             const Chunk& chunk = t_.cuts_.chunks[index];
             const Segment* segments = t_.cuts_.segments + chunk.first;
             const int64_t valid = std::min<int64_t>(kernels.nr, cols_ - col);
-            const PanelLoader b{t_.p_.b, kernels, plan, w_.b_rows, w_.scales, w_.zeros, w_.raw, w_.levels};
+            const PanelLoader b{t_.p_.b, kernels, plan, own_.b_rows, own_.scales, own_.zeros, own_.raw, own_.levels};
             const bool nibbles = t_.few_ && t_.p_.b.table->bits == 4 && !t_.need_.a_zeros;
             const uint32_t* panel = nibbles ? stored_panel(t_.p_.b, col0_ + col)
-                                            : b.load(col0_ + col, valid, segments, chunk.count, w_.b_panel);
-            b.load_sums(col0_ + col, valid, segments, chunk.count, panel, w_.b_sums);
+                                            : b.load(col0_ + col, valid, segments, chunk.count, own_.b_panel);
+            b.load_sums(col0_ + col, valid, segments, chunk.count, panel, own_.b_sums);
             look_ahead(next_chunk, next_col);
             int64_t ahead = 0;
             const uint32_t* a = t_.s_.chunk(index, 0);
             const Multiply tile_kernel = nibbles ? kernels.nibble_tile : kernels.tile[static_cast<int>(plan.kind)];
             Tile tile;  // made once: clearing it takes longer than it seems
-            tile.c_stride = w_.c_stride;
+            tile.c_stride = own_.c_stride;
             for (int64_t i = first_; i < last_; ++i) {
                 const int64_t row = tiles_.begin(i), rows = tiles_.begin(i + 1) - row;
-                tile.c = w_.c + sums_at(row, col);
+                tile.c = own_.c + sums_at(row, col);
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
                     tile.a = a + row * kTileStride + segments[s].dword * (plan.matrix ? 1 : rows);
                     tile.b = panel + (nibbles ? segments[s].begin / 8 : segments[s].dword) * kernels.nr;
                     tile.depth = segments[s].dwords;
-                    tile.streamed = t_.few_ && i == first_ && panel != w_.b_panel;
-                    tile.ahead = w_.ahead + std::min(ahead, num_ahead_);
+                    tile.streamed = t_.few_ && i == first_ && panel != own_.b_panel;
+                    tile.ahead = own_.ahead + std::min(ahead, num_ahead_);
                     ahead += tile.depth / kAheadSteps;
-                    put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * w_.b_sums.stride);
+                    put_sums(tile, (chunk.first + s) * t_.s_.a_sums.stride + row, s * own_.b_sums.stride);
                     tile_kernel(plan.scaled, static_cast<int>(rows), tile);
                     tile.fresh = false;
                 }
@@ -237,7 +237,7 @@ class TileProduct {
                 const uint8_t* base = static_cast<const uint8_t*>(b.data) + (col0_ + col) * pitch;
                 const int64_t begin = chunk.begin * bits / 8, end = ceil_div(chunk.end * bits, 8);
                 auto list = [&](const uint8_t* from, const uint8_t* to) {
-                    for (; from < to; from += kLine) w_.ahead[num_ahead_++] = from;
+                    for (; from < to; from += kLine) own_.ahead[num_ahead_++] = from;
                 };
                 if (b.in_panels()) {
                     const auto* panel = reinterpret_cast<const uint8_t*>(stored_panel(b, col0_ + col));
@@ -246,11 +246,11 @@ class TileProduct {
                     for (int64_t r = 0; r < valid; ++r, base += pitch) list(base + begin, base + end);
                 }
             }
-            std::fill_n(w_.ahead + num_ahead_, kAheadPad, reinterpret_cast<const uint8_t*>(w_.b_panel));
+            std::fill_n(own_.ahead + num_ahead_, kAheadPad, reinterpret_cast<const uint8_t*>(own_.b_panel));
         }
 
         void put_sums(Tile& tile, int64_t a, int64_t b) const {
-            const Sums &left = t_.s_.a_sums, &right = w_.b_sums;
+            const Sums &left = t_.s_.a_sums, &right = own_.b_sums;
             if (right.scale != nullptr) {
                 tile.a_scale = left.scale + a;
                 tile.b_scale = right.scale + b;
@@ -267,12 +267,12 @@ class TileProduct {
             }
         }
 
-        int64_t sums_at(int64_t row, int64_t col) const { return t_.single() ? 0 : row * w_.c_stride + col; }
+        int64_t sums_at(int64_t row, int64_t col) const { return t_.single() ? 0 : row * own_.c_stride + col; }
 
         void widen_sums() {
-            const auto* narrow = reinterpret_cast<const int32_t*>(w_.c);
-            const int64_t begin = tiles_.begin(first_) * w_.c_stride, end = tiles_.begin(last_) * w_.c_stride;
-            for (int64_t i = begin; i < end; ++i) w_.wide[i] = (widened_ ? w_.wide[i] : 0) + narrow[i];
+            const auto* narrow = reinterpret_cast<const int32_t*>(own_.c);
+            const int64_t begin = tiles_.begin(first_) * own_.c_stride, end = tiles_.begin(last_) * own_.c_stride;
+            for (int64_t i = begin; i < end; ++i) own_.wide[i] = (widened_ ? own_.wide[i] : 0) + narrow[i];
             widened_ = true;
         }
 
@@ -280,8 +280,8 @@ class TileProduct {
             const Problem& p = t_.p_;
             const bool scaled = t_.in_epilogue(p.b, t_.plan_.b_folded);
             for (int64_t n = 0; n < cols_; ++n) {
-                w_.col_scale[n] = scaled ? row_scale(p.b, t_.plan_.b_folded, col0_ + n) : 1.0f;
-                if (p.bias != nullptr) w_.bias[n] = float_at(p.bias, p.bias_dtype, (col0_ + n) * p.bias_stride);
+                own_.col_scale[n] = scaled ? row_scale(p.b, t_.plan_.b_folded, col0_ + n) : 1.0f;
+                if (p.bias != nullptr) own_.bias[n] = float_at(p.bias, p.bias_dtype, (col0_ + n) * p.bias_stride);
             }
         }
 
@@ -295,23 +295,23 @@ class TileProduct {
             const int64_t at = sums_at(row, col), size = p.out_dtype == Element::f32 ? 4 : 2;
             Rows rows;
             rows.row.sum_kind = plan.wide ? 2 : integers && !plan.scaled ? 1 : 0;
-            rows.row.sum = plan.wide ? static_cast<void*>(w_.wide + at) : w_.c + at;
+            rows.row.sum = plan.wide ? static_cast<void*>(own_.wide + at) : own_.c + at;
             rows.row.scaled = a_scaled || b_scaled;
-            rows.row.b_scale = w_.col_scale + col;
-            rows.row.bias = p.bias == nullptr ? nullptr : w_.bias + col;
+            rows.row.b_scale = own_.col_scale + col;
+            rows.row.bias = p.bias == nullptr ? nullptr : own_.bias + col;
             rows.row.out = static_cast<uint8_t*>(p.out) + ((t_.row0_ + row) * p.b.rows + col0_ + col) * size;
             rows.row.out_dtype = p.out_dtype;
             rows.row.cols = std::min<int64_t>(t_.kernels_.nr, cols_ - col);
             rows.row.stream = p.a.rows * p.b.rows * size >= kStreamBytes;
             rows.count = end - row;
-            rows.sum_stride = w_.c_stride * (plan.wide ? 8 : 4);
+            rows.sum_stride = own_.c_stride * (plan.wide ? 8 : 4);
             rows.out_stride = p.b.rows * size;
             rows.a_scales = a_scaled ? t_.s_.row_scale + row : nullptr;
             t_.kernels_.finish_rows(rows);
         }
 
         const TileProduct& t_;
-        const Worker& w_;
+        const Own& own_;
         const RowTiles& tiles_;
         const int64_t first_, last_, col0_, cols_;
         int64_t num_ahead_ = 0;

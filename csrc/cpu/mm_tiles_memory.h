@@ -47,7 +47,7 @@ struct Shared {
 };
 
 // What one thread works in.
-struct Worker {
+struct Own {
     uint32_t *b_rows, *b_panel;
     float *scales, *zeros;
     uint8_t* raw;

@@ -107,13 +107,15 @@ void run(Job& job, const Scales& scales) {
     scales.scale ? run_with_scales(job, scales) : run_dynamic(job, {nullptr, nullptr, scales.outer});
 }
 
-// A scheme on a matrix; rows of whole blocks of their own are one row where they follow each other in memory.
+// A scheme on a matrix; rows of whole blocks of their own are one row where they follow each other in memory, if
+// vectors divide blocks: else each element has a factor, spread over the rows of a tile.
 struct Plane {
-    Plane(Shape s, const SchemeParams& p, std::initializer_list<int64_t> strides) : shape(s), scheme(p) {
+    Plane(Shape s, const SchemeParams& p, std::initializer_list<int64_t> strides, bool any_order = true)
+        : shape(s), scheme(p) {
         const int64_t width = std::min(p.block_cols, s.cols);
-        if (p.block_rows > 1 || width % kAlign != 0 || s.cols % width != 0) return;
+        if (!any_order || p.block_rows > 1 || width % kAlign != 0 || s.cols % width != 0) return;
         shape = joined(s, strides);
-        scheme.block_cols = width;
+        if (shape.rows < s.rows) scheme.block_cols = width;
     }
     Shape shape;
     SchemeParams scheme;
@@ -184,8 +186,7 @@ void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, co
     const Encoder encoder = make_encoder(scheme.format, true, false);
     const Decoder decoder(scheme.format);
     // Gradients of scales are summed tile by tile, in the order that the matrix itself gives.
-    const int64_t apart = grad_scale ? -1 : x.stride;
-    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride, apart});
+    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride}, grad_scale == nullptr);
     Job job = encoding(x, on, scales.outer, encoder, {});
     job.grad = grad;
     job.out = grad_x;

@@ -18,11 +18,11 @@ int (*count_threads)() = nullptr;
 // it takes it in pieces, large ones first, and then helps the others, so that none waits for one that runs slower.
 class Shares {
   public:
-    Shares(int64_t count, int64_t grain, int64_t threads, Chunk chunk, void* context)
+    Shares(int64_t count, int64_t grain, int64_t threads, Body body, void* context)
         : each_((count + threads - 1) / threads),
           least_(std::max(grain, each_ / 16)),
           count_(count),
-          chunk_(chunk),
+          body_(body),
           context_(context),
           shares_(static_cast<size_t>(threads)) {
         for (int64_t i = 0; i < threads; ++i) shares_[i].taken = i * each_;
@@ -46,13 +46,13 @@ class Shares {
         while (begin < last) {
             const int64_t end = std::min(begin + std::max(least_, (last - begin) / 2), last);
             if (!taken.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-            chunk_(begin, end, context_);
+            body_(begin, end, context_);
             begin = taken.load(std::memory_order_relaxed);
         }
     }
 
     const int64_t each_, least_, count_;
-    const Chunk chunk_;
+    const Body body_;
     void* const context_;
     std::vector<Share> shares_;
 };
@@ -66,16 +66,16 @@ void set_parallel_for(ParallelFor run, int (*threads)()) {
 
 int num_threads() { return count_threads ? std::max(count_threads(), 1) : 1; }
 
-void parallel_for(int64_t count, int64_t grain, Chunk chunk, void* context) {
+void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
     if (count <= 0) return;
     grain = std::max<int64_t>(grain, 1);
-    const int64_t most = (count + grain - 1) / grain,
-                  threads = run_parallel ? std::min<int64_t>(num_threads(), most) : 1;
+    const int64_t most = (count + grain - 1) / grain;
+    const int64_t threads = most > 1 && run_parallel ? std::min<int64_t>(num_threads(), most) : 1;
     if (threads == 1) {
         const FloatEnvironment environment;
-        return chunk(0, count, context);
+        return body(0, count, context);
     }
-    Shares shares(count, grain, threads, chunk, context);
+    Shares shares(count, grain, threads, body, context);
     auto work = [](int64_t thread, int64_t last, void* opaque) {
         for (; thread < last; ++thread) static_cast<Shares*>(opaque)->work(thread);
     };

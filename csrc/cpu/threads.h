@@ -5,16 +5,16 @@
 
 namespace lowbit::cpu {
 
-using Chunk = void (*)(int64_t begin, int64_t end, void* context);
-using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, Chunk chunk, void* context);
+using Body = void (*)(int64_t begin, int64_t end, void* context);
+using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 
-// Who runs chunks: torch's threads in lowbit_ops, the calling thread alone until this is called.
+// Who runs bodies: torch's threads in lowbit_ops, the calling thread alone until this is called.
 void set_parallel_for(ParallelFor run, int (*num_threads)());
 int num_threads();
 
-// Calls chunk(begin, end) over disjoint ranges of [0, count), at least `grain` each, in the default floating
+// Calls body(begin, end) over disjoint ranges that cover [0, count), of about `grain` at least, in the default floating
 // environment. Results must not depend on how the range is cut.
-void parallel_for(int64_t count, int64_t grain, Chunk chunk, void* context);
+void parallel_for(int64_t count, int64_t grain, Body body, void* context);
 
 template <class F>
 void parallel_for(int64_t count, int64_t grain, const F& f) {

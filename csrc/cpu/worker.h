@@ -97,7 +97,7 @@ class Worker {
     // `next`: the tile that will be measured next, or null where memory is read once and in order.
     void apply(const Job& job, const Tile& t, const Tile* next) {
         local_ &= next != nullptr;
-        const bool take = local_ && fits(*next);
+        const bool take = local_ && next->index != t.index && fits(*next);
         Local& later = locals_[1 - current_];
         for (int64_t begin = t.begin; begin < t.end; begin += kRun) {
             const int64_t count = std::min(kRun, t.end - begin);

@@ -14,12 +14,12 @@ namespace {
 int threads = 1;
 
 // Each index of [begin, end) by a thread; with more than two the first sleeps, so that others finish its share.
-void run(int64_t begin, int64_t end, int64_t, Chunk chunk, void* context) {
+void run(int64_t begin, int64_t end, int64_t, Body body, void* context) {
     std::vector<std::thread> pool;
     for (int64_t i = begin; i < end; ++i) {
         pool.emplace_back([=] {
             if (i == 0 && threads > 2) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-            chunk(i, i + 1, context);
+            body(i, i + 1, context);
         });
     }
     for (std::thread& thread : pool) thread.join();

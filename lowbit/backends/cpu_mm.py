@@ -22,7 +22,7 @@ from lowbit.ops.spec import Numerics
 from lowbit.panels import are_panels
 from lowbit.scaling import Scheme
 
-__all__ = ["IMPLS", "panels_serve"]
+__all__ = ["IMPLS", "reads_panels"]
 
 
 def _as_it_is(data: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _linear(like: Linear) -> Run:
     return run
 
 
-def panels_serve(weight: Scheme, input: Scheme | None, cols: int) -> bool:
+def reads_panels(weight: Scheme, input: Scheme | None, cols: int) -> bool:
     """Whether ``linear`` is faster on panels of a weight ``[N, cols]``: products of bytes by VNNI, of whole blocks."""
     if input is None or {weight.format.kind, input.format.kind} != {"integer"} or weight.format.bits not in (4, 8):
         return False

@@ -132,12 +132,12 @@ def _linear_rest(
 
 
 def panels_serve(weight: Quantized, input: Scheme | None) -> bool | None:
-    """Whether ``linear`` gains by ``weight.in_panels()`` that is made once and kept; None while a mode or a forced
-    backend decides on calls, which tells nothing of later ones.
+    """Whether ``linear`` gains by ``weight.in_panels()`` that is made once and kept; None while a mode or another
+    backend, forced, decides on calls, which tells nothing of later ones.
 
     Not by that of codes that processes share, since each would make its own.
     """
-    if watched() or forced() is not None:
+    if watched() or forced() not in (None, "cpu"):
         return None
     stored = weight.stored
     return (
@@ -146,7 +146,7 @@ def panels_serve(weight: Quantized, input: Scheme | None) -> bool | None:
         and stored.device.type == "cpu"
         and stored.numel() > 0
         and not stored.is_shared()
-        and cpu_mm.panels_serve(weight.scheme, input, weight.shape[1])
+        and cpu_mm.reads_panels(weight.scheme, input, weight.shape[1])
     )
 
 

@@ -79,12 +79,12 @@ class QuantLinear(nn.Module):
     call chooses anew.
 
     Where kernels are faster on another layout of the codes (lowbit/panels.py), the first call on the CPU without grad
-    mode puts the parameter in it, in place. ``weight.codes``, ``state_dict``, copies and pickles show rows all the
-    same; only the bare parameter (``layer.codes``, ``parameters()``) shows panels. State, copies and moves turn it back
-    to rows, and the next call packs it again. Compiled and exported code takes the layout that it finds: call the layer
-    once before compiling it; shard it, or begin an ``AveragedModel`` of it, before that. Codes that processes share
-    stay rows, and so do those that a sharding (torch.distributed is initialized) or a forward replaced on the layer
-    itself may exchange.
+    mode, any other mode or a forced backend puts the parameter in it, in place. ``weight.codes``, ``state_dict``,
+    copies and pickles show rows all the same; only the bare parameter (``layer.codes``, ``parameters()``) shows panels.
+    State, copies and moves turn it back to rows, and the next call packs it again. Compiled and exported code takes the
+    layout that it finds: call the layer once before compiling it; shard it, or begin an ``AveragedModel`` of it, before
+    that. Codes that processes share stay rows, and so do those that a sharding (torch.distributed is initialized) or a
+    forward replaced on the layer itself may exchange.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
 

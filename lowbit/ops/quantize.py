@@ -195,7 +195,8 @@ def _quantize_samples(device: str) -> Iterator[Quantize]:
         for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
             yield Quantize(x, scheme.name, _outer_of(x, scheme))
             if scheme.format.kind != "codebook":
-                yield Quantize(x, scheme.name, _outer_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, 4096)
+                pitch = 4096 if index % 2 else None
+                yield Quantize(x, scheme.name, _outer_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, pitch)
 
 
 def _static_samples(device: str) -> Iterator[QuantizeStatic]:
