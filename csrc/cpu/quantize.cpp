@@ -113,8 +113,8 @@ struct Plane {
     Plane(Shape s, const SchemeParams& p, std::initializer_list<int64_t> strides, bool any_order = true)
         : shape(s), scheme(p) {
         const int64_t width = std::min(p.block_cols, s.cols);
-        if (!any_order || p.block_rows > 1 || width % kAlign != 0 || s.cols % width != 0) return;
-        shape = joined(s, strides);
+        if (!any_order || p.block_rows > 1 || (width > 1 && width % kAlign != 0) || s.cols % width != 0) return;
+        shape = joined(s, strides, p.format.bits);
         if (shape.rows < s.rows) scheme.block_cols = width;
     }
     Shape shape;

@@ -100,4 +100,5 @@ def sample_matrices(device: str) -> Iterator[Tensor]:
     yield random_matrix(4, 96, device, seed=3, damage=True).half()[:, ::2]
     yield random_matrix(1, 1, device, seed=4)
     yield random_matrix(6, 35, device, seed=5).reshape(2, 3, 35)
+    yield random_matrix(21, 1, device, seed=7)  # rows of a byte each, whatever the format
     yield random_matrix(41, 96, device, seed=6, damage=True)  # rows of whole blocks, which make one row of several runs
