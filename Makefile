@@ -98,7 +98,8 @@ emulated: ## The same for VBMI, BF16 and AMX, whose instructions are computed by
 	build/emulated/csrc/tests/lowbit_threads_test
 	build/emulated/csrc/tests/lowbit_native_test
 	for without in "" amx_tile amx_tile,avx512_vbmi amx_tile,avx512_vbmi,avx512_bf16; do \
-	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_mm_test $${without:+2} || exit 1; done
+	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_mm_test $${without:+2} & runs="$$runs $$!"; done; \
+	for run in $$runs; do wait $$run || exit 1; done
 
 sanitize: ## The native self-test under AddressSanitizer and UBSan, and how threads share work under ThreadSanitizer
 	$(call setup,build)
@@ -121,7 +122,8 @@ neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the 
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_threads_test
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test 4
 	for without in "" i8mm i8mm,dotprod,bf16; do \
-	  LOWBIT_WITHOUT=$$without qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test 8 || exit 1; done
+	  LOWBIT_WITHOUT=$$without qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test 8 & runs="$$runs $$!"; done; \
+	for run in $$runs; do wait $$run || exit 1; done
 
 cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)
 	$(call setup,build)

@@ -165,7 +165,7 @@ def large() -> list[tuple[str, Tensor, lb.Quantized, Tensor]]:
     return made
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted and str(p.values[0]) != "reference"])
 def test_large_tensors_equal_the_reference(variant: Variant, count):
     for name, y, wanted, back in large():
