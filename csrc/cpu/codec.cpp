@@ -15,8 +15,7 @@ void encode(const Values& x, Shape shape, const FormatParams& format, Rounding r
             uint8_t* codes) {
     const Lines& line = lines();
     const Encoder encoder = make_encoder(format, saturate, rounding == kStochastic);
-    const int64_t pitch = rounding == kStochastic ? static_cast<int64_t>(rng.pitch) : shape.cols;
-    const Shape on = joined(shape, {x.stride, pitch});
+    const Shape on = joined(shape, {x.stride, pitch_of(rng, shape, rounding)});
     for_runs(on, [&](Scratch& scratch, const Run& run) {
         const void* from = at_run(x, run);
         const uint16_t* noise = encoder.stochastic ? scratch.noise_at(line, rng, run) : nullptr;

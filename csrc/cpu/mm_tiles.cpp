@@ -123,7 +123,7 @@ class TileProduct {
         const int64_t units = panels * parts;
         parallel_for(units, serial_ ? units : 1, [&](int64_t begin, int64_t end) {
             thread_local Arena arena;
-            Own own{};
+            ThreadMemory own{};
             const int64_t rows = single() ? tiles.begin(1) : tiles.padded();
             const size_t bytes = own.place(plan_, need_, kernels_.nr, rows, nullptr);
             own.place(plan_, need_, kernels_.nr, rows, arena.reserve(bytes));
@@ -153,7 +153,7 @@ class TileProduct {
     // Some panels of b with some rows of a's block.
     class Group {
       public:
-        Group(const TileProduct& product, const Own& own, const RowTiles& tiles, int64_t first, int64_t last,
+        Group(const TileProduct& product, const ThreadMemory& own, const RowTiles& tiles, int64_t first, int64_t last,
               int64_t panel, int64_t count)
             : t_(product),
               own_(own),
@@ -311,7 +311,7 @@ class TileProduct {
         }
 
         const TileProduct& t_;
-        const Own& own_;
+        const ThreadMemory& own_;
         const RowTiles& tiles_;
         const int64_t first_, last_, col0_, cols_;
         int64_t num_ahead_ = 0;

@@ -47,7 +47,7 @@ struct Shared {
 };
 
 // What one thread works in.
-struct Own {
+struct ThreadMemory {
     uint32_t *b_rows, *b_panel;
     float *scales, *zeros;
     uint8_t* raw;

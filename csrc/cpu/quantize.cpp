@@ -121,11 +121,6 @@ struct Plane {
     SchemeParams scheme;
 };
 
-// From row to row of the random bits; without any, as the rows lie.
-int64_t pitch_of(const Rng& rng, Shape shape, Rounding rounding) {
-    return rounding == kStochastic ? static_cast<int64_t>(rng.pitch) : shape.cols;
-}
-
 Job job_of(const Plane& on, const float* outer) {
     const ScaleRule rule = scale_rule(on.scheme);
     return {lines(), on.shape, on.scheme, {on.shape, on.scheme}, rule, has_inverse(rule, outer)};

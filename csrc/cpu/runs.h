@@ -39,6 +39,11 @@ inline Shape joined(Shape shape, std::initializer_list<int64_t> strides, int bit
     return follow ? Shape{1, shape.rows * shape.cols} : shape;
 }
 
+// From row to row of the random bits, for `joined`; without any, as the rows lie.
+inline int64_t pitch_of(const Rng& rng, Shape shape, Rounding rounding) {
+    return rounding == kStochastic ? static_cast<int64_t>(rng.pitch) : shape.cols;
+}
+
 // What one thread works in, kept from call to call.
 struct Scratch {
     alignas(64) uint8_t codes[kRun];
