@@ -116,13 +116,24 @@ class Quantized:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers that the codes stand for, in ``dtype`` (default: the dtype that was quantized)."""
-        y: Tensor = torch.ops.lowbit.dequantize(
+    def dequantize(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+        """The numbers that the codes stand for, in ``dtype`` (default: that of ``out``, or what was quantized).
+
+        ``out``, of the same shape, is filled and returned: a fresh tensor's pages cost more than its numbers. Raises
+        TypeError and ValueError where it does not fit.
+        """
+        made_in = dtype if dtype is not None else self.dtype if out is None else out.dtype
+        args = (
             self.codes, self.scheme.name, as_matrix(self.shape)[1], self.scale, self.zero_point, self.outer_scale,
-            self.dtype if dtype is None else dtype,
+            made_in,
         )  # fmt: skip
-        return y.reshape(self.shape)
+        if out is None:
+            y: Tensor = torch.ops.lowbit.dequantize(*args)
+            return y.reshape(self.shape)
+        if out.shape != self.shape:
+            raise ValueError(f"dequantize: out must be of shape {list(self.shape)}, got {list(out.shape)}")
+        torch.ops.lowbit.dequantize_out(*args, out=out if self.ndim else out.view(1))
+        return out
 
     def t(self) -> Quantized:
         """The transposed matrix: a view of 8-bit codes, a repacked copy of narrower ones; blocks turn with it."""

@@ -152,8 +152,27 @@ def test_out_of_the_codecs(variant: Variant):
     assert int(scalar) == 5
 
 
+@everywhere
+@pytest.mark.parametrize("name", ["nf4", "mxfp8", "uint4:group32:affine", "int8:tensor"])
+def test_out_of_dequantize(variant: Variant, name):
+    x = torch.randn(6, 33, device=variant.device)
+    with variant.use():
+        q = lb.quantize(x, name)
+        turned = torch.empty(33, 6, device=variant.device).t()
+        for out in (torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16), turned):
+            assert q.dequantize(out=out) is out
+            assert_same_bits(out, q.dequantize(out.dtype))
+        scalar = torch.empty((), device=variant.device)
+        assert lb.quantize(x[0, 0], "int8:tensor", scale=0.5).dequantize(out=scalar) is scalar
+    assert float(scalar) == float(x[0, 0].div(0.5).round().mul(0.5))
+
+
 def test_out_that_does_not_fit():
     x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=r"dequantize: out must be of shape \[4, 8\], got \[8, 4\]"):
+        lb.quantize(x, "mxfp8").dequantize(out=torch.empty(8, 4))
+    with pytest.raises(ValueError, match=r"out must be torch.float16 \[4, 8\] on cpu, got torch.float32 \[4, 8\]"):
+        lb.quantize(x, "mxfp8").dequantize(torch.float16, out=torch.empty(4, 8))
     with pytest.raises(ValueError, match=r"out must be torch.uint8 \[4, 8\] on cpu, got torch.int8 \[4, 8\]"):
         lb.encode(x, "fp8_e4m3", out=torch.empty(4, 8, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"out must be torch.uint8 \[4, 8\] on cpu, got torch.uint8 \[8, 4\]"):

@@ -10,7 +10,7 @@ namespace lowbit::cpu {
 
 Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
     constexpr uint32_t kCoarse = 0x2f800000u;  // 2^-32
-    Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true, true};
+    Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true, true, false, {}, {}};
     if (f.kind == kKindCodebook) {
         const FormatRow* row = find_format(f);
         if (!row) throw std::invalid_argument("this build knows no codebook with these parameters; rebuild lowbit");
@@ -30,6 +30,13 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
         const uint32_t least = grid_value(1, grid_of(f));
         if (stochastic) e.vector &= least >= 16u << 23;
         e.coarse = least >= kCoarse + (16u << 23);
+        const uint32_t emin = static_cast<uint32_t>(128 - f.bias), mantissa = static_cast<uint32_t>(f.mantissa);
+        e.looked_up = (e.limit >> 23) - emin < 16;
+        for (uint32_t j = 0; j < 16; ++j) {
+            const uint32_t field = emin + j;
+            e.magic[field & 15u] = (field + 23 - mantissa) << 23;
+            e.base[field & 15u] = e.magic[field & 15u] - (j << mantissa);
+        }
     }
     return e;
 }

@@ -28,6 +28,11 @@ struct Encoder {
     bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range, nor for
                          // codebooks of more than 16 entries
     bool coarse;         // whether a quotient below 2^-33 is encoded like zero: Factors::kReciprocal may serve
+    // Floats of at most 16 binades (`looked_up`), by the low four bits of the exponent field: what is added to round,
+    // and what is taken from the sum to leave the code.
+    bool looked_up;
+    alignas(64) uint32_t magic[16];
+    alignas(64) uint32_t base[16];
 };
 Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
 

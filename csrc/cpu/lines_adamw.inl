@@ -1,13 +1,13 @@
 // One step of AdamW: docs/numerics.md section 11. Part of lines_body.inl.
 //
-// Of 16 elements decoding takes about 11 instructions a moment, the step 21, the maxima 4; the root and the division
-// keep the divider busy for 22 cycles of Cascade Lake. So both moments of the next elements are decoded while it works.
+// Of 16 elements decoding takes about 5 instructions a moment, the step 19, the maxima 3; the root and the division
+// keep the divider busy for 22 cycles of Cascade Lake. So no element waits for it: step_fused.
 
 // The step in three parts: both moments (avg and rms are replaced), the quotient, and the next parameter, as bits that
 // Type::put() takes.
 template <class Type, class Grad>
 struct Step {
-    const F decay, mix, keep, mix_square, correction, eps, rate, nan;
+    const F decay, mix, keep, mix_square, correction, eps, rate;
     explicit Step(const AdamWFactors& f)
         : decay(splat(f.decay)),
           mix(splat(f.mix)),
@@ -15,8 +15,7 @@ struct Step {
           mix_square(splat(f.mix_square)),
           correction(splat(f.correction)),
           eps(splat(f.eps)),
-          rate(splat(f.rate)),
-          nan((F)splat(kNan)) {}
+          rate(splat(f.rate)) {}
 
     LOWBIT_INLINE void moments(const typename Grad::Element* grad, F& avg, F& rms) const {
         const F g = (F)Grad::read(grad);
@@ -26,7 +25,7 @@ struct Step {
     LOWBIT_INLINE F quotient(F avg, F rms) const { return avg / (rms * correction + eps); }
     LOWBIT_INLINE U param(const typename Type::Element* param, F quotient) const {
         const F next = (F)Type::read(param) * decay - quotient * rate;
-        return Type::round((U)(next == next ? next : nan));
+        return Type::round((U)one_nan(next));
     }
 };
 
@@ -59,43 +58,43 @@ void step_numbers(const Step<Type, Grad>& step, const typename Type::Element* pa
 
 // A moment in the fused loop: 8-bit floats, in blocks of whole quads of vectors or one block.
 struct FusedMoment {
-    const HalfValues<true> values;
+    const ByteHalves values;
     const uint8_t *const codes, *const ahead;
     float* const numbers;
     const MomentLine& at;
     int64_t block = -1, stop = 0;  // the block at work, and where it ends
     F by{};
-    I most{};
+    U most{};
     explicit FusedMoment(const MomentLine& m)
         : values(m.decoder), codes(m.codes), ahead(m.ahead), numbers(m.numbers), at(m) {}
     static bool serves(const MomentLine& m, int64_t n) {
-        return HalfValues<true>::serves(m.decoder.format) && m.factors.mode == Factors::kBlocks &&
-               (m.block % kQuad == 0 || m.block >= n);
+        return ByteHalves::serves(m.decoder.format) && m.factors.mode == Factors::kBlocks &&
+               (m.block % kQuad == 0 || m.block >= n) && all_clean(m.decoder, n, m.factors);
     }
 
     void open(int64_t i) {
         if (i < stop) return;
         stop = i + at.block;
-        by = splat(at.factors.each[++block]);
-        most = I{};
+        by = values.units(splat(at.factors.each[++block]));
+        most = U{};
     }
     void close() const {
-        const uint32_t found = static_cast<uint32_t>(largest(most));
+        const uint32_t found = static_cast<uint32_t>(largest((I)(most & kMagnitude)));
         if (found > at.high[block]) at.high[block] = found;
     }
     // A quad, without its factor. A NaN of any sign will do.
     LOWBIT_INLINE void decode(int64_t i) const {
         __builtin_prefetch(ahead + i);
-        for (int64_t k = i; k < i + kQuad; k += 2 * kLanes) {
-            F first, second;
-            values.template pair<true>(codes + k, first, second);
-            store(numbers + k, first), store(numbers + k + kLanes, second);
-        }
+        F v[4];
+        values.template quad<true>(codes + i, v);
+        for (int k = 0; k < 4; ++k) store(numbers + i + k * kLanes, v[k]);
     }
     LOWBIT_INLINE F read(int64_t i) const { return load<F>(numbers + i) * by; }
+    LOWBIT_INLINE F written(int64_t i) const { return load<F>(numbers + i); }
+    // `positive`: all are but NaN, which is largest with a sign or without.
+    template <bool positive>
     LOWBIT_INLINE void write(int64_t i, F v) {
-        const I magnitude = (I)((U)v & kMagnitude);
-        most = magnitude > most ? magnitude : most;
+        most = larger(most, positive ? (U)v : (U)v & kMagnitude);
         store(numbers + i, v);
     }
     // Those from element i on, which one block holds.
@@ -107,37 +106,43 @@ struct FusedMoment {
     }
 };
 
-// Whole quads; how many elements that were.
+// Whole quads; how many elements that were. Roots are taken of one quad, quotients of that before, and parameters made
+// of the one before that, in turns: so the divider always has work, and what waits for it is not next in line.
 template <class Type, class Grad>
 int64_t step_fused(const Step<Type, Grad>& step, const typename Type::Element* param,
                    const typename Grad::Element* grad, int64_t n, FusedMoment& m, FusedMoment& r,
                    typename Type::Element* out, const typename Type::Element* ahead) {
     const int64_t last = n / kQuad * kQuad - kQuad;
+    F quotients[4];
+    const auto divide = [&](int64_t i, int k) LOWBIT_INLINE {
+        quotients[k] = step.quotient(m.written(i + k * kLanes), r.written(i + k * kLanes));
+    };
+    const auto finish = [&](int64_t i, int k) LOWBIT_INLINE {
+        Type::put(out + i + k * kLanes, step.param(param + i + k * kLanes, quotients[k]));
+    };
     m.decode(0), r.decode(0);
     for (int64_t i = 0; i <= last;) {
         m.open(i), r.open(i);
         for (const int64_t end = std::min({m.stop, r.stop, last + kQuad}); i < end; i += kQuad) {
             constexpr int64_t kLine = 64 / sizeof(*ahead);
-            const int64_t next = std::min(i + kQuad, last);
-            F avg[4], rms[4], quotient[4];
 #pragma GCC unroll 4
             for (int64_t k = 0; k < kQuad; k += kLine) __builtin_prefetch(ahead + i + k);
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) {
-                avg[k] = m.read(i + k * kLanes), rms[k] = r.read(i + k * kLanes);
-                step.moments(grad + i + k * kLanes, avg[k], rms[k]);
-            }
-            m.decode(next);
-#pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) quotient[k] = step.quotient(avg[k], rms[k]);
-            r.decode(next);
-#pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) {
-                m.write(i + k * kLanes, avg[k]), r.write(i + k * kLanes, rms[k]);
-                Type::put(out + i + k * kLanes, step.param(param + i + k * kLanes, quotient[k]));
+                F avg = m.read(i + k * kLanes), rms = r.read(i + k * kLanes);
+                step.moments(grad + i + k * kLanes, avg, rms);
+                m.write<false>(i + k * kLanes, avg), r.write<true>(i + k * kLanes, rms);
+                if (i >= 2 * kQuad) finish(i - 2 * kQuad, k);
+                if (i >= kQuad) divide(i - kQuad, k);
+                if (k == 0 && i < last) m.decode(i + kQuad);
+                if (k == 2 && i < last) r.decode(i + kQuad);
             }
         }
         m.close(), r.close();
+    }
+    for (int k = 0; k < 4; ++k) {
+        if (last > 0) finish(last - kQuad, k);
+        divide(last, k), finish(last, k);
     }
     return last + kQuad;
 }

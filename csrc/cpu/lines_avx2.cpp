@@ -33,6 +33,7 @@ inline H narrow_words(U v) {
 }
 inline F widen_half(H h) { return (F)_mm256_cvtph_ps((__m128i)h); }
 inline H narrow_half(F v) { return (H)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F one_nan(F v) { return v == v ? v : (F)(U{} + kNan); }
 inline F root(F v) { return (F)_mm256_sqrt_ps((__m256)v); }
 inline int32_t largest(I v) {
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
@@ -49,6 +50,11 @@ inline U zip_low(U a, U b) { return (U)_mm256_unpacklo_epi16((__m256i)a, (__m256
 inline U zip_high(U a, U b) { return (U)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
 inline U join_words(U a, U b) { return (U)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xd8); }
 inline U widen_words(const void* p) { return (U)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline U widen_signed(const void* p) { return (U)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline bool any_byte_above(U a, U b) {
+    const __m256i excess = _mm256_subs_epu8((__m256i)a, (__m256i)b);
+    return !_mm256_testz_si256(excess, excess);
+}
 inline F first_halves(U words) { return (F)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)words)); }
 inline F second_halves(U words) { return (F)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)words, 1)); }
 inline void store_threes(void* p, U v) {

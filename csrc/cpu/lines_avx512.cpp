@@ -26,6 +26,10 @@ inline B narrow_bytes(U v) { return (B)_mm512_cvtepi32_epi8((__m512i)v); }
 inline H narrow_words(U v) { return (H)_mm512_cvtepi32_epi16((__m512i)v); }
 inline F widen_half(H h) { return (F)_mm512_cvtph_ps((__m256i)h); }
 inline H narrow_half(F v) { return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F one_nan(F v) {
+    const __m512i others = _mm512_set1_epi32(0x11111100);  // by class: both NaNs are replaced, all others stay
+    return (F)_mm512_fixupimm_ps((__m512)(U{} + kNan), (__m512)v, others, 0);
+}
 inline F root(F v) { return (F)_mm512_sqrt_ps((__m512)v); }
 inline int32_t largest(I v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline W multiply(W a, W b) { return (W)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
@@ -40,6 +44,8 @@ inline U join_words(U a, U b) {
     return (U)_mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), words);
 }
 inline U widen_words(const void* p) { return (U)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline U widen_signed(const void* p) { return (U)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline bool any_byte_above(U a, U b) { return _mm512_cmpgt_epu8_mask((__m512i)a, (__m512i)b) != 0; }
 inline F first_halves(U words) { return (F)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)words)); }
 inline F second_halves(U words) { return (F)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)words, 1)); }
 inline void store_threes(void* p, U v) {

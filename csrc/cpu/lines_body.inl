@@ -6,7 +6,8 @@
 //   pack_group(), unpack_group() of eight codes; I rounded(F) to nearest even; F larger(F, F), smaller(F, F), the
 //   second where the first is NaN, or NaN; U zip_low(U, U), zip_high(U, U) of 16-bit words, in each 16 bytes; U
 //   join_bytes(U, U, U, U, zipped) of lanes below 256, in order, or in that in which zip_low(v, 0) and zip_high(v, 0)
-//   leave the words of v; U join_words(U, U) of lanes below 65536; U widen_words(p) of bytes; store_threes(p, U) and U
+//   leave the words of v; U join_words(U, U) of lanes below 65536; U widen_words(p) of bytes, widen_signed(p) with
+//   signs; bool any_byte_above(U, U), in any place; F one_nan(F) replaces every NaN by kNan; store_threes(p, U) and U
 //   load_threes(p) of the low three bytes of each lane; F first_halves(U), second_halves(U) of words that are fp16.
 // Everything else is GCC's vector extension, so that one body serves every instruction set.
 

@@ -45,25 +45,15 @@ struct FloatNearest : FloatCodes {
     }
 };
 
-// The same for formats of at most 16 binades, where looking up is cheap: what is added, and what is taken from the sum
-// to leave the code.
+// The same for formats of at most 16 binades, where looking up is cheap (Encoder::looked_up).
 struct FloatLookup : FloatCodes {
     static constexpr bool kRandom = false;
     static constexpr bool kCheap = kLanes == 16;
     const U least;
     Table magic, base;
     explicit FloatLookup(const Encoder& e) : FloatCodes(e), least(held(emin[0] << 23)) {
-        uint32_t magics[16], bases[16];
-        for (uint32_t j = 0; j < 16; ++j) {
-            const uint32_t field = emin[0] + j, at = field & 15u;
-            magics[at] = (field + static_cast<uint32_t>(23 - mantissa)) << 23;
-            bases[at] = magics[at] - (j << mantissa);
-        }
-        __builtin_memcpy(magic, magics, sizeof magic);
-        __builtin_memcpy(base, bases, sizeof base);
-    }
-    static bool serves(const Encoder& e) {
-        return kCheap && static_cast<int>(e.limit >> 23) - (128 - e.format.bias) < 16;
+        __builtin_memcpy(magic, e.magic, sizeof magic);
+        __builtin_memcpy(base, e.base, sizeof base);
     }
 
     template <bool finite>
@@ -272,7 +262,7 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
         }
         if (e.stochastic) return encode_factors<Type, FloatStochastic>(e, x, n, f, noise, ahead, codes);
         if constexpr (FloatLookup::kCheap) {
-            if (FloatLookup::serves(e)) return encode_factors<Type, FloatLookup>(e, x, n, f, noise, ahead, codes);
+            if (e.looked_up) return encode_factors<Type, FloatLookup>(e, x, n, f, noise, ahead, codes);
         }
         return encode_factors<Type, FloatNearest>(e, x, n, f, noise, ahead, codes);
     });

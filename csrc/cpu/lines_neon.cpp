@@ -36,6 +36,7 @@ inline B narrow_bytes(U v) {
 }
 inline F widen_half(H h) { return (F)vcvt_f32_f16((float16x4_t)h); }
 inline H narrow_half(F v) { return (H)vcvt_f16_f32((float32x4_t)v); }
+inline F one_nan(F v) { return v == v ? v : (F)(U{} + kNan); }
 inline F root(F v) { return (F)vsqrtq_f32((float32x4_t)v); }
 inline int32_t largest(I v) { return vmaxvq_s32((int32x4_t)v); }
 inline W multiply(W a, W b) { return (W)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b)); }
@@ -47,6 +48,8 @@ inline U zip_low(U a, U b) { return (U)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
 inline U zip_high(U a, U b) { return (U)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b); }
 inline U join_words(U a, U b) { return (U)vuzp1q_u16((uint16x8_t)a, (uint16x8_t)b); }
 inline U widen_words(const void* p) { return (U)vmovl_u8(vld1_u8(static_cast<const uint8_t*>(p))); }
+inline U widen_signed(const void* p) { return (U)vmovl_s8(vld1_s8(static_cast<const int8_t*>(p))); }
+inline bool any_byte_above(U a, U b) { return vmaxvq_u8(vqsubq_u8((uint8x16_t)a, (uint8x16_t)b)) != 0; }
 inline F first_halves(U words) { return (F)vcvt_f32_f16(vget_low_f16((float16x8_t)words)); }
 inline F second_halves(U words) { return (F)vcvt_f32_f16(vget_high_f16((float16x8_t)words)); }
 inline void store_threes(void* p, U v) {

@@ -136,18 +136,21 @@ void test_adamw(const char* isa, const Lines& lines, const Input& params, const 
     const int64_t count = std::min(params.count, grads.count) / 4;
     const size_t size = static_cast<size_t>(count);
     std::vector<uint8_t> codes(2 * size);
-    std::vector<float> each(2 * size);
+    std::vector<float> factors[2];  // any, and those that leave room above
     for (size_t i = 0; i < 2 * size; ++i) {
         codes[i] = static_cast<uint8_t>(random_bits());
-        each[i] = float_of(static_cast<uint32_t>(random_bits() % 0x7f900000u));
+        for (uint32_t kind = 0; kind < 2; ++kind)
+            factors[kind].push_back(
+                float_of(1u + static_cast<uint32_t>(random_bits() % (kind ? 0x7b000000u : 0x7f900000u))));
     }
     // Blocks of whole vectors, of others, one; of both moments the same or not.
     const int64_t blocks[][2] = {{256, 256}, {64, 32}, {48, 256}, {1 << 20, 1 << 20}, {20, 64}};
-    int which = 0;
-    for (const auto& block : blocks) {
+    for (int which = 0; which < 10; ++which) {
+        const auto& block = blocks[which / 2];
+        const std::vector<float>& each = factors[which % 2];
         std::vector<uint32_t> made[2], high[2];
         std::vector<float> moments[2];
-        const Decoder &avg = decoders[which % 2], &rms = decoders[which == 4 ? 2 : 0];
+        const Decoder &avg = decoders[which / 2 % 2], &rms = decoders[which / 2 == 4 ? 2 : 0];
         for (size_t k = 0; k < 2; ++k) {
             made[k].resize(size), high[k].resize(2 * size), moments[k].resize(2 * size);
             const Lines& by = k == 0 ? lines : lines_scalar();
@@ -176,7 +179,7 @@ void test_adamw(const char* isa, const Lines& lines, const Input& params, const 
             same &= a == b || (is_nan(a) && is_nan(b));
             same &= high[0][i] == high[1][i] || (is_nan(high[0][i]) && is_nan(high[1][i]));
         }
-        expect(same, isa, "adamw", {}, params.dtype, 10 * static_cast<int>(grads.dtype) + which++);
+        expect(same, isa, "adamw", {}, params.dtype, 10 * static_cast<int>(grads.dtype) + which);
     }
 }
 

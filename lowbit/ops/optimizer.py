@@ -162,7 +162,7 @@ def _samples(device: str) -> Iterator[AdamW]:
     dtypes = cycle(product(FLOATS, FLOATS))
     rng: dict[str, Any] = {"rounding": "stochastic", "seed": 7, "step": 3, "stream": 11, "offset": 5, "pitch": 1000}
     for index, (scheme, rms_scheme) in enumerate(_SAMPLED):
-        for shape in ((1, 5), (3, 130), (2, 2, 2100), (1, 1)):
+        for shape in ((1, 5), (3, 130), (2, 2, 2100), (9, 512), (1, 1)):
             rows = torch.Size(shape[:-1]).numel()
             numbers = [random_matrix(rows, shape[-1], seed=10 * index + j).reshape(shape) for j in range(3)]
             param, grad, avg = numbers
