@@ -108,22 +108,28 @@ void run(Job& job, const Scales& scales) {
 }
 
 // A scheme on a matrix; rows of whole blocks of their own are one row where they follow each other in memory, if
-// vectors divide blocks: else each element has a factor, spread over the rows of a tile.
+// vectors divide blocks: else each element has a factor, spread over the rows of a tile. `code_bits`: from code to code
+// where they are stored.
 struct Plane {
-    Plane(Shape s, const SchemeParams& p, std::initializer_list<int64_t> strides, bool any_order = true)
-        : shape(s), scheme(p) {
+    Plane(Shape s, const SchemeParams& p, std::initializer_list<int64_t> strides, int bits, bool any_order = true)
+        : shape(s), scheme(p), code_bits(bits) {
         const int64_t width = std::min(p.block_cols, s.cols);
         if (!any_order || p.block_rows > 1 || (width > 1 && width % kAlign != 0) || s.cols % width != 0) return;
-        shape = joined(s, strides, p.format.bits);
+        shape = joined(s, strides, code_bits);
         if (shape.rows < s.rows) scheme.block_cols = width;
     }
     Shape shape;
     SchemeParams scheme;
+    int code_bits;
 };
+constexpr int kNotStored = 8;
+
+// Rows of one element have a byte each.
+int written_bits(Shape shape, const SchemeParams& scheme) { return shape.cols == 1 ? 8 : scheme.format.bits; }
 
 Job job_of(const Plane& on, const float* outer) {
     const ScaleRule rule = scale_rule(on.scheme);
-    return {lines(), on.shape, on.scheme, {on.shape, on.scheme}, rule, has_inverse(rule, outer)};
+    return {lines(), on.shape, on.scheme, on.code_bits, {on.shape, on.scheme}, rule, has_inverse(rule, outer)};
 }
 
 Job encoding(const Values& x, const Plane& on, const float* outer, const Encoder& encoder, const Rng& rng) {
@@ -139,7 +145,7 @@ Job encoding(const Values& x, const Plane& on, const float* outer, const Encoder
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
               const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)});
+    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)}, written_bits(shape, scheme));
     Job job = encoding(x, on, scales.outer, encoder, rng);
     job.codes = codes;
     run_dynamic(job, scales);
@@ -148,7 +154,7 @@ void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Ne
 void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, const Scales& scales, Rounding rounding,
                      const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)});
+    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)}, written_bits(shape, scheme));
     Job job = encoding(x, on, scales.outer, encoder, rng);
     job.codes = codes;
     run_with_scales(job, scales);
@@ -157,7 +163,7 @@ void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, c
 void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, const Scales& scales,
                 const Results& out) {
     const Decoder decoder(scheme.format);
-    const Plane on(shape, scheme, {out.stride});
+    const Plane on(shape, scheme, {out.stride}, scheme.format.bits);
     Job job = job_of(on, scales.outer);
     job.stored = codes;
     job.decoder = &decoder;
@@ -169,7 +175,7 @@ void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, con
                    const Rng& rng, const Results& out) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Decoder decoder(scheme.format);
-    const Plane on(shape, scheme, {x.stride, out.stride, pitch_of(rng, shape, rounding)});
+    const Plane on(shape, scheme, {x.stride, out.stride, pitch_of(rng, shape, rounding)}, kNotStored);
     Job job = encoding(x, on, scales.outer, encoder, rng);
     job.decoder = &decoder;
     job.out = out;
@@ -181,7 +187,7 @@ void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, co
     const Encoder encoder = make_encoder(scheme.format, true, false);
     const Decoder decoder(scheme.format);
     // Gradients of scales are summed tile by tile, in the order that the matrix itself gives.
-    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride}, grad_scale == nullptr);
+    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride}, kNotStored, grad_scale == nullptr);
     Job job = encoding(x, on, scales.outer, encoder, {});
     job.grad = grad;
     job.out = grad_x;

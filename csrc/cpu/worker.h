@@ -16,6 +16,7 @@ struct Job {
     const Lines& line;
     Shape shape;
     const SchemeParams& scheme;
+    const int code_bits;  // from code to code where they are stored
     const Blocks blocks;
     const ScaleRule rule;
     const bool inverse;  // has_inverse()
@@ -205,7 +206,7 @@ class Worker {
     }
 
     const uint8_t* unpacked(const Job& job, const Run& run) {
-        const int bits = job.scheme.format.bits;
+        const int bits = job.code_bits;
         const uint8_t* at = job.stored + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8;
         if (bits == 8) return at;
         unpack_run(job.line, at, run.count, bits, scratch_.codes);
@@ -226,7 +227,7 @@ class Worker {
 
     // The codes of a run, one a byte, unless they are packed and that is all.
     const uint8_t* encoded(const Job& job, const Tile& t, const Run& run, const void* ahead) {
-        const int bits = job.scheme.format.bits;
+        const int bits = job.code_bits;
         if (!job.codes || bits < 8) encode(job, t, run, ahead, scratch_.codes);
         if (!job.codes) return scratch_.codes;
         uint8_t* to = job.codes + run.row * packed_cols(job.shape.cols, bits) + run.begin * bits / 8;
