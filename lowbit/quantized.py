@@ -120,8 +120,10 @@ class Quantized:
         """The numbers that the codes stand for, in ``dtype`` (default: that of ``out``, or what was quantized).
 
         ``out``, of the same shape, is filled and returned: a fresh tensor's pages cost more than its numbers. Raises
-        TypeError and ValueError where it does not fit.
+        ValueError where it does not fit, RuntimeError where it requires grad.
         """
+        if out is not None and out.shape != self.shape:
+            raise ValueError(f"lowbit.dequantize: out must be of shape {list(self.shape)}, got {list(out.shape)}")
         made_in = dtype if dtype is not None else self.dtype if out is None else out.dtype
         args = (
             self.codes, self.scheme.name, as_matrix(self.shape)[1], self.scale, self.zero_point, self.outer_scale,
@@ -130,8 +132,6 @@ class Quantized:
         if out is None:
             y: Tensor = torch.ops.lowbit.dequantize(*args)
             return y.reshape(self.shape)
-        if out.shape != self.shape:
-            raise ValueError(f"dequantize: out must be of shape {list(self.shape)}, got {list(out.shape)}")
         torch.ops.lowbit.dequantize_out(*args, out=out if self.ndim else out.view(1))
         return out
 

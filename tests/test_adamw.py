@@ -205,6 +205,23 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "new_exp_avg shares memory with exp_rms", param, grad, avg, avg)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_large_step_in_place_equals_the_reference_whatever_the_strides(dtype):
+    """Rows of two runs and a rest, some of which begin a thread's share; a part of a wider matrix, or by themselves."""
+    wide, grad = torch.randn(40, 4400).to(dtype), torch.randn(40, 4352).to(dtype)
+    for param in (wide[:, :4352], wide[:, :4352].clone(), wide[:3, :700].clone()):
+        slope = grad[: param.shape[0], : param.shape[1]]
+        state = [q.map(torch.clone) for q in (lb.quantize(slope, STATE_SCHEME), lb.quantize(slope.abs(), STATE_SCHEME))]
+        wanted, kept = param.clone(), [q.map(torch.clone) for q in state]
+        with lb.use_backend("reference"):
+            lb.adamw_(wanted, slope, *kept, step=3, lr=0.1)
+        lb.adamw_(param, slope, *state, step=3, lr=0.1)
+        assert_same_bits(param, wanted)
+        for moment, other in zip(state, kept, strict=True):
+            for name in moment.parts:
+                assert_same_bits(moment.parts[name], other.parts[name], name)
+
+
 def test_outputs_may_be_the_inputs_that_they_replace_and_no_others():
     param, grad = torch.randn(4, 64), torch.randn(4, 64)
     avg, rms = moments(param)

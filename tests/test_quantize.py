@@ -169,10 +169,15 @@ def test_out_of_dequantize(variant: Variant, name):
 
 def test_out_that_does_not_fit():
     x = torch.randn(4, 8)
-    with pytest.raises(ValueError, match=r"dequantize: out must be of shape \[4, 8\], got \[8, 4\]"):
+    with pytest.raises(ValueError, match=r"lowbit.dequantize: out must be of shape \[4, 8\], got \[8, 4\]"):
         lb.quantize(x, "mxfp8").dequantize(out=torch.empty(8, 4))
     with pytest.raises(ValueError, match=r"out must be torch.float16 \[4, 8\] on cpu, got torch.float32 \[4, 8\]"):
         lb.quantize(x, "mxfp8").dequantize(torch.float16, out=torch.empty(4, 8))
+    with pytest.raises(RuntimeError, match=r"lowbit.dequantize: out requires grad"):
+        lb.quantize(x, "mxfp8").dequantize(out=torch.empty(4, 8, requires_grad=True))
+    q = lb.quantize(x, "int8:tensor")
+    with pytest.raises(ValueError, match=r"out shares memory with scale"):
+        q.map(lambda t: t if t.dtype == torch.uint8 else x[:1, :1]).dequantize(out=x)
     with pytest.raises(ValueError, match=r"out must be torch.uint8 \[4, 8\] on cpu, got torch.int8 \[4, 8\]"):
         lb.encode(x, "fp8_e4m3", out=torch.empty(4, 8, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"out must be torch.uint8 \[4, 8\] on cpu, got torch.uint8 \[8, 4\]"):

@@ -75,7 +75,7 @@ class Kept {
         const Run& run = piece.run;
         const int64_t first = first_block(piece), count = blocks(piece);
         line.read_scales(static_cast<const uint8_t*>(moment_.scale) + first * scale_bytes(rule_.scale_format), nullptr,
-                         count, rule_, nullptr, {s.value, s.divisor, s.inverse, nullptr});
+                         count, rule_, nullptr, {s.value, s.divisor, nullptr, nullptr});
         const uint8_t* codes = moment_.codes + at(run);
         if (bits < 8) unpack_run(line, codes, run.count, bits, s.codes);
         std::fill_n(s.high, count, 0u);
@@ -110,7 +110,7 @@ class Kept {
 
   private:
     const Moment& moment_;
-    const int64_t width_, across_, blocks_, row_bytes_;  // of a block; blocks of a row, and of a piece
+    const int64_t width_, across_, blocks_, row_bytes_;  // of a block; blocks of a row and a piece; bytes of a row
     const Decoder decoder_;
     const Encoder encoder_;
     const ScaleRule rule_;
@@ -132,13 +132,13 @@ class Kept {
 
 }  // namespace
 
-void adamw(const Values& param, const Values& grad, Shape cells, const Moment& avg, const Moment& rms,
+void adamw(const Values& param, const Values& grad, Shape matrix, const Moment& avg, const Moment& rms,
            const AdamWFactors& factors, Rounding rounding, const Rng& rng, const Results& new_param) {
     const bool stochastic = rounding == kStochastic;
-    Shape shape = cells;
+    Shape shape = matrix;
     const int64_t unit = std::lcm(Kept::unit(avg.scheme), Kept::unit(rms.scheme));
-    if (cells.cols % unit == 0)
-        shape = joined(cells, {param.stride, grad.stride, new_param.stride, pitch_of(rng, cells, rounding)});
+    if (matrix.cols % unit == 0)
+        shape = joined(matrix, {param.stride, grad.stride, new_param.stride, pitch_of(rng, matrix, rounding)});
     const Pieces pieces(shape, unit >= shape.cols ? shape.cols : std::max(unit, kRun / unit * unit));
     const int64_t width = pieces.width();
     if (width > kRun) throw std::invalid_argument("blocks of the moments have no common multiple of at most 2048");

@@ -9,7 +9,7 @@
 namespace lowbit::cpu {
 
 Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
-    constexpr uint32_t kCoarse = 0x2f800000u;  // 2^-32
+    constexpr uint32_t kCoarse = 0x2f800000u, kHuge = 0x5f000000u;  // 2^-32, 2^63
     Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true, true, false, {}, {}};
     if (f.kind == kKindCodebook) {
         const FormatRow* row = find_format(f);
@@ -29,7 +29,7 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
         // Stochastic: it multiplies with 2^16 over the least value. And 2^-16 of that is the first to round up.
         const uint32_t least = grid_value(1, grid_of(f));
         if (stochastic) e.vector &= least >= 16u << 23;
-        e.coarse = least >= kCoarse + (16u << 23);
+        e.coarse = least >= kCoarse + (16u << 23) && e.limit < kHuge;
         const uint32_t emin = static_cast<uint32_t>(128 - f.bias), mantissa = static_cast<uint32_t>(f.mantissa);
         e.looked_up = (e.limit >> 23) - emin < 16;
         for (uint32_t j = 0; j < 16; ++j) {

@@ -27,7 +27,8 @@ struct Encoder {
                          // saturating, the largest value (not of integers)
     bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range, nor for
                          // codebooks of more than 16 entries
-    bool coarse;         // whether a quotient below 2^-33 is encoded like zero: Factors::kReciprocal may serve
+    bool coarse;         // whether quotients below 2^-33 are encoded like zero, and those from 2^63 on like Inf:
+                         // Factors::kReciprocal may serve
     // Floats of at most 16 binades (`looked_up`), by the low four bits of the exponent field: what is added to round,
     // and what is taken from the sum to leave the code.
     bool looked_up;
@@ -55,7 +56,8 @@ struct Factors {
         kNone,
         kBlocks,   // each[b] for block b: the first `lead` elements, then `width` at a time
         kInverse,  // encode: the same, but each[b] is a power of two's reciprocal, which is exact, and multiplied with
-        kReciprocal,  // encode: the same by way of inverse[b], the reciprocal of the plain scale each[b]; `finite`
+        kReciprocal,  // encode: the same by way of inverse[b], the reciprocal of the plain scale each[b]; not
+                      // `finite`: of any elements, whatever their quotients
         kEach,        // each[i] for element i
     } mode = kNone;
     const float* each = nullptr;
@@ -69,12 +71,14 @@ constexpr int64_t kAlign = 16;
 // Scales that may be divided by by way of their reciprocals: 0, or such that elements of the block give quotients of a
 // magnitude below 2^64, and those of 2^-33 a remainder without underflow (quotient_by in lines_factors.inl).
 constexpr float kLeastPlain = 0x1p-64f, kMostPlain = 0x1p125f, kMostQuotient = 0x1p64f;
+// And those that any element may be divided by so: 2^63 of them are a number.
+constexpr float kMostGiven = 0x1p64f;
 
 // The fp32 numbers that some blocks' scales stand for; arrays with room for a multiple of kAlign.
 struct ScaleLine {
     float* value;
     float* divisor;  // Factors::each of encode: divisor_of(value)
-    float* inverse;  // 1 / value, or 0 of 0; from read_scales only where has_inverse()
+    float* inverse;  // 1 / value, or 0 of 0; read_scales: null if nobody wants them
     float* zero;     // zero points, of affine schemes alone
 };
 // Whether reciprocals are exact, so that encode multiplies with them.
@@ -119,8 +123,9 @@ struct Lines {
     // zero points at `zero_points`, unless null. Whether all are plain (not NaN will do where has_inverse()).
     bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
                         void* scales, void* zero_points, const ScaleLine& line);
-    // The numbers that n stored scales stand for.
-    void (*read_scales)(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
+    // The numbers that n stored scales stand for; whether all are such that any element may be divided by way of their
+    // reciprocals.
+    bool (*read_scales)(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
                         const float* outer, const ScaleLine& line);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);

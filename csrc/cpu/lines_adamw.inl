@@ -82,7 +82,7 @@ struct FusedMoment {
         const uint32_t found = static_cast<uint32_t>(largest((I)(most & kMagnitude)));
         if (found > at.high[block]) at.high[block] = found;
     }
-    // A quad, without its factor. A NaN of any sign will do.
+    // A quad, in units, which read() multiplies with.
     LOWBIT_INLINE void decode(int64_t i) const {
         __builtin_prefetch(ahead + i);
         F v[4];

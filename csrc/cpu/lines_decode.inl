@@ -143,8 +143,8 @@ struct ByteHalves : HalfValues {
             numbers<clean>(((Words)widen_signed(codes + k * kLanes) * up16) & signed_part, v[k], v[k + 1]);
         if (__builtin_expect(!any_byte_above(load<U>(codes) & part, most), 1)) return;
         for (int k = 0; k < 4; ++k) {
-            const U code = widen(load<B>(codes + k * kLanes)), m = code & magnitude;
-            const F special = (*this)(clean && m != inf_code ? m : code);
+            const U code = widen(load<B>(codes + k * kLanes)), m = code & magnitude, nan = m != inf_code ? m : code;
+            const F special = (*this)(clean ? nan : code);
             v[k] = m > max_code ? special : v[k];
         }
     }
@@ -204,6 +204,7 @@ inline uint32_t clean_limit(const FormatParams& f) {
 // Whether no product is NaN but of a NaN, and units() serve: factors are below their limit, and not zero where Inf may
 // meet them.
 inline bool all_clean(const Decoder& d, int64_t n, const Factors& f) {
+    if (d.format.nan_code >= 0 && !ByteHalves::serves(d.format)) return false;  // others keep the sign of NaN
     const uint32_t least = d.format.inf_code >= 0 ? 1 : 0, limit = clean_limit(d.format);
     bool clean = true;
     for (int64_t b = 0, begin = 0; begin < n; begin = f.lead + b++ * f.width)

@@ -215,13 +215,13 @@ void encode_line(const Encoder& e, const typename Type::Element* x, int64_t n, c
             if (Codes::kRandom) noise_quad<Type::kZipped>(noise + i, random);
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) {
-                const Quotient q = divide.by<mode>(v[k], factor[k]);
+                const Quotient q = divide.by<mode, finite>(v[k], factor[k]);
                 code[k] = make.template codes<finite>(q, factor[k].zero, random[k]);
             }
             store(codes + i, join_bytes(code[0], code[1], code[2], code[3], Type::kZipped));
         },
         [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
-            const Quotient q = divide.by<mode>(Type::read(x + i), factor);
+            const Quotient q = divide.by<mode, finite>(Type::read(x + i), factor);
             const U random = Codes::kRandom ? widen(load<H>(noise + i)) : U{};
             store(codes + i, narrow_bytes(make.template codes<finite>(q, factor.zero, random)));
         },
@@ -239,14 +239,16 @@ void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f
     using Element = typename Type::Element;
     using Line =
         void(const Encoder&, const Element*, int64_t, const Factors&, const uint16_t*, const Element*, uint8_t*);
-    static constexpr Line* kLines[] = {
-        encode_line<Type, Factors::kNone, false, Codes>,    encode_line<Type, Factors::kBlocks, false, Codes>,
-        encode_line<Type, Factors::kInverse, false, Codes>, encode_line<Type, Factors::kReciprocal, true, Codes>,
-        encode_line<Type, Factors::kEach, false, Codes>,
-    };
-    const bool finite = f.mode == Factors::kInverse && f.finite;
-    (finite ? encode_line<Type, Factors::kInverse, true, Codes> : kLines[f.mode])(
-        e, static_cast<const Element*>(x), n, f, noise, static_cast<const Element*>(ahead), codes);
+    static constexpr Line *kAny[] = {encode_line<Type, Factors::kNone, false, Codes>,
+                                     encode_line<Type, Factors::kBlocks, false, Codes>,
+                                     encode_line<Type, Factors::kInverse, false, Codes>,
+                                     encode_line<Type, Factors::kReciprocal, false, Codes>,
+                                     encode_line<Type, Factors::kEach, false, Codes>},
+                          *kFinite[] = {kAny[Factors::kNone], kAny[Factors::kBlocks],
+                                        encode_line<Type, Factors::kInverse, true, Codes>,
+                                        encode_line<Type, Factors::kReciprocal, true, Codes>, kAny[Factors::kEach]};
+    (f.finite ? kFinite : kAny)[f.mode](e, static_cast<const Element*>(x), n, f, noise,
+                                        static_cast<const Element*>(ahead), codes);
 }
 
 void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
@@ -283,7 +285,7 @@ void quotient_line(const typename Type::Element* x, int64_t n, const Factors& f,
     for_lanes<mode>(
         f, n,
         [&](int64_t i, const Factor& factor)
-            LOWBIT_INLINE { store(out + i, divide.by<mode>(Type::read(x + i), factor).bits()); },
+            LOWBIT_INLINE { store(out + i, divide.by<mode, true>(Type::read(x + i), factor).bits()); },
         [&](int64_t i, const Factors& rest) {
             const Padded<typename Type::Element> last(x + i, n - i, rest, nullptr);
             float values[kLanes];
@@ -305,8 +307,9 @@ void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* o
                 return quotient_line<Type, Factors::kInverse>(p, n, f, out);
             case Factors::kEach:
                 return quotient_line<Type, Factors::kEach>(p, n, f, out);
-            case Factors::kReciprocal:
-                return quotient_line<Type, Factors::kReciprocal>(p, n, f, out);
+            case Factors::kReciprocal:  // of any elements: only codes may be made of clamped ones
+                return f.finite ? quotient_line<Type, Factors::kReciprocal>(p, n, f, out)
+                                : quotient_line<Type, Factors::kBlocks>(p, n, f, out);
         }
     });
 }

@@ -160,7 +160,8 @@ struct Quotient {
 //   1 at least, so X |d| >= 2^23 - |F| / 2. Then 2^24 - 8 < X < S, and N is within 2^-18 of a whole number, far from M.
 // Plain scales (lines.h) have normal r, and q without overflow. Where |x / s| >= 2^-33, q is normal and the remainder a
 // multiple of 2^(-34 - 23) * 2^(-64 - 23); below, results are less than 2^-32, and encoded like zero as x / s is
-// (Encoder::coarse). A scale of 0, with 0 for its reciprocal, gives 0.
+// (Encoder::coarse). A scale of 0, with 0 for its reciprocal, gives 0. Elements that may be anything, Inf among them,
+// are clamped to what gives 2^63, which is encoded like Inf (Encoder::coarse); NaN stays.
 LOWBIT_INLINE inline F quotient_by(F x, const Factor& factor) {
     const F q = x * factor.inverse;
     return fused(fused(-q, factor.by, x), factor.inverse, q);
@@ -168,12 +169,16 @@ LOWBIT_INLINE inline F quotient_by(F x, const Factor& factor) {
 
 struct Divide {
     const U magnitude = held(kMagnitude);
-    template <Factors::Mode mode>
+    template <Factors::Mode mode, bool finite>
     LOWBIT_INLINE Quotient by(U x, const Factor& factor) const {
         const U a = x & magnitude, d = (U)factor.by;
         if (mode == Factors::kNone) return {a, x, (F)x};
         if (mode == Factors::kInverse) return {(U)((F)a * factor.by), x, (F)x * factor.by};
-        if (mode == Factors::kReciprocal) return {(U)quotient_by((F)a, factor), x, quotient_by((F)x, factor)};
+        if (mode == Factors::kReciprocal && finite) return {(U)quotient_by((F)a, factor), x, quotient_by((F)x, factor)};
+        if (mode == Factors::kReciprocal) {
+            const F most = factor.by * splat(0x1p63f), v = smaller(most, larger(-most, (F)x));
+            return {(U)quotient_by(smaller(most, (F)a), factor), x, quotient_by(v, factor)};
+        }
         return {(U)((F)a / (F)(d & magnitude)), x ^ d, (F)x / factor.by};
     }
 };

@@ -136,7 +136,7 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
 void spread(const BlockScale& s, const ScaleRule& rule, float inverse, int64_t i, const ScaleLine& line) {
     line.value[i] = s.value;
     line.divisor[i] = divisor_of(s.value);
-    line.inverse[i] = inverse;
+    if (line.inverse) line.inverse[i] = inverse;
     if (rule.affine) line.zero[i] = s.zero_point;
 }
 
@@ -160,13 +160,15 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
     return plain;
 }
 
-void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+bool read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
                  const ScaleLine& line) {
-    const bool exact = has_inverse(rule, outer);
+    bool plain = true;
     for (int64_t i = 0; i < n; ++i) {
         const BlockScale s = read_scale(scales, zero_points, outer, i, rule);
-        spread(s, rule, exact ? 1.0f / s.value : 0.0f, i, line);
+        spread(s, rule, s.value == 0.0f ? 0.0f : 1.0f / s.value, i, line);
+        plain &= s.value >= kLeastPlain && s.value <= kMostGiven;
     }
+    return plain;
 }
 
 void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {

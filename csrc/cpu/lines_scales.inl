@@ -73,7 +73,7 @@ struct ScaleCodes {
         const U bits = (U)value;
         store(line.value + i, value);
         store(line.divisor + i, (bits & kMagnitude) == 0u ? bits | kInf : bits);
-        store(line.inverse + i, inverse);
+        if (line.inverse) store(line.inverse + i, inverse);
     }
 };
 
@@ -132,13 +132,13 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
 }
 
 template <int32_t scale_format>
-void read_scales_of(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+bool read_scales_of(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
                     const ScaleLine& line) {
     const ScaleCodes<scale_format> codes(rule, outer);
     constexpr int bytes = scale_format == kScaleFp32                                 ? 4
                           : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
                                                                                      : 1;
-    const bool exact = has_inverse(rule, outer);
+    I odd{};
     for (int64_t i = 0; i < n; i += kLanes) {
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
         const auto* from = static_cast<const char*>(scales) + i * bytes;
@@ -155,13 +155,18 @@ void read_scales_of(const void* scales, const void* zero_points, int64_t n, cons
             __builtin_memcpy(&stored, from, 4 * count);
         }
         const F value = codes.value(stored);
-        codes.keep(value, exact ? splat(1.0f) / value : F{}, i, line);
+        const F inverse = !line.inverse ? F{} : value == F{} ? F{} : splat(1.0f) / value;
+        const I outside = ~((value >= splat(kLeastPlain)) & (value <= splat(kMostGiven)));
+        if (count == kLanes) odd |= outside;
+        for (size_t k = 0; count < kLanes && k < count; ++k) odd[0] |= outside[k];
+        codes.keep(value, inverse, i, line);
         if (!rule.affine) continue;
         B narrow{};
         __builtin_memcpy(&narrow, static_cast<const uint8_t*>(zero_points) + i, count);
         const I zero = (I)widen(narrow), sign = I{} + (rule.is_signed ? 0x80 : 0);
         store(line.zero + i, __builtin_convertvector((zero ^ sign) - sign, F));
     }
+    return largest(odd & (I)splat(kMagnitude)) == 0;
 }
 
 bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
@@ -171,9 +176,9 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
     return kMake[rule.scale_format](high, low, n, rule, outer, scales, zero_points, line);
 }
 
-void read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
+bool read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
                  const ScaleLine& line) {
     static constexpr decltype(&read_scales_of<0>) kRead[] = {read_scales_of<0>, read_scales_of<1>, read_scales_of<2>,
                                                              read_scales_of<3>, read_scales_of<4>};
-    kRead[rule.scale_format](scales, zero_points, n, rule, outer, line);
+    return kRead[rule.scale_format](scales, zero_points, n, rule, outer, line);
 }

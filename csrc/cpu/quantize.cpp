@@ -25,8 +25,10 @@ void run_with_scales(const Job& job, const Scales& from) {
     plain_tiles(b).run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile&) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         const void* zero_points = job.rule.affine ? static_cast<const uint8_t*>(from.zero_point) + first : nullptr;
-        job.line.read_scales(static_cast<const uint8_t*>(from.scale) + first * bytes, zero_points, count, job.rule,
-                             from.outer, worker.room(count));
+        ScaleLine line = worker.room(count);
+        if (!job.encoder) line.inverse = nullptr;
+        worker.given_scales(job.line.read_scales(static_cast<const uint8_t*>(from.scale) + first * bytes, zero_points,
+                                                 count, job.rule, from.outer, line));
         worker.apply(job, t, nullptr);
     });
 }
@@ -122,10 +124,12 @@ struct Plane {
     SchemeParams scheme;
     int code_bits;
 };
-constexpr int kNotStored = 8;
+constexpr int kUnpackedBits = 8;
 
-// Rows of one element have a byte each.
-int written_bits(Shape shape, const SchemeParams& scheme) { return shape.cols == 1 ? 8 : scheme.format.bits; }
+// Rows of one element have a byte each: the code, and zeros above it. Readers unpack it, since those need not be zeros.
+int written_bits(Shape shape, const SchemeParams& scheme) {
+    return shape.cols == 1 ? kUnpackedBits : scheme.format.bits;
+}
 
 Job job_of(const Plane& on, const float* outer) {
     const ScaleRule rule = scale_rule(on.scheme);
@@ -175,7 +179,7 @@ void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, con
                    const Rng& rng, const Results& out) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Decoder decoder(scheme.format);
-    const Plane on(shape, scheme, {x.stride, out.stride, pitch_of(rng, shape, rounding)}, kNotStored);
+    const Plane on(shape, scheme, {x.stride, out.stride, pitch_of(rng, shape, rounding)}, kUnpackedBits);
     Job job = encoding(x, on, scales.outer, encoder, rng);
     job.decoder = &decoder;
     job.out = out;
@@ -187,7 +191,7 @@ void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, co
     const Encoder encoder = make_encoder(scheme.format, true, false);
     const Decoder decoder(scheme.format);
     // Gradients of scales are summed tile by tile, in the order that the matrix itself gives.
-    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride}, kNotStored, grad_scale == nullptr);
+    const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride}, kUnpackedBits, grad_scale == nullptr);
     Job job = encoding(x, on, scales.outer, encoder, {});
     job.grad = grad;
     job.out = grad_x;

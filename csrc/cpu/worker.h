@@ -60,7 +60,9 @@ inline float sum_slopes(const uint8_t* kept, const float* level, const float* qu
 class Worker {
   public:
     // What make_scales() said of the tile's scales, if they were made from x: `odd` ones may be NaN.
-    void made_scales(bool plain) { odd_ = !plain, plain_ = plain; }
+    void made_scales(bool plain) { odd_ = !plain, plain_ = finite_ = plain; }
+    // The same of read_scales(), if they were given: elements may be anything.
+    void given_scales(bool plain) { odd_ = finite_ = false, plain_ = plain; }
 
     // Room for the scales of the blocks that a tile touches, from the one at its first column on.
     ScaleLine room(int64_t blocks) {
@@ -68,7 +70,6 @@ class Worker {
         for (auto* v : {&value_, &divisor_, &inverse_, &zero_}) {
             if (v->size() < wanted) v->resize(wanted);
         }
-        odd_ = plain_ = false;
         return {value_.data(), divisor_.data(), inverse_.data(), zero_.data()};
     }
 
@@ -130,7 +131,7 @@ class Worker {
     };
     Scratch& scratch_ = Scratch::mine();
     std::vector<float> value_, divisor_, inverse_, zero_;
-    bool odd_ = false, plain_ = false;
+    bool odd_ = false, plain_ = false, finite_ = false;
     // A tile's elements, copied, and their maxima; of this tile and of the next, which is copied in turn with encoding.
     struct Local {
         std::vector<char> copy;
@@ -197,7 +198,7 @@ class Worker {
         if (job.blocks.width == 1) return {Factors::kEach, (divide ? divisor_ : value_).data() + first_, zeros};
         const float *value = value_.data() + first_, *inverse = inverse_.data() + first_;
         const auto of = [&](Factors::Mode mode, const float* each) {
-            return Factors{mode, each, zeros, lead_, job.blocks.width, plain_, inverse};
+            return Factors{mode, each, zeros, lead_, job.blocks.width, finite_, inverse};
         };
         if (!divide) return of(Factors::kBlocks, value);
         if (job.inverse) return of(Factors::kInverse, inverse);

@@ -91,8 +91,8 @@ void test_scales(const char* isa, const Lines& lines) {
                 std::vector<uint8_t> any(kCount * static_cast<size_t>(bytes));
                 for (uint8_t& b : any) b = static_cast<uint8_t>(random_bits());
                 auto from = [&](const Lines& l, Result& r) {
-                    l.read_scales(any.data(), any.data(), kCount, rule, outer,
-                                  {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
+                    r.plain = l.read_scales(any.data(), any.data(), kCount, rule, outer,
+                                            {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
                 };
                 from(lines, read);
                 from(lines_scalar(), read_wanted);
@@ -136,12 +136,12 @@ void test_adamw(const char* isa, const Lines& lines, const Input& params, const 
     const int64_t count = std::min(params.count, grads.count) / 4;
     const size_t size = static_cast<size_t>(count);
     std::vector<uint8_t> codes(2 * size);
-    std::vector<float> factors[2];  // any, and those that leave room above
+    std::vector<float> factors[2];  // any, and those that leave room above up to its limit; some are 0
     for (size_t i = 0; i < 2 * size; ++i) {
         codes[i] = static_cast<uint8_t>(random_bits());
-        for (uint32_t kind = 0; kind < 2; ++kind)
-            factors[kind].push_back(
-                float_of(1u + static_cast<uint32_t>(random_bits() % (kind ? 0x7b000000u : 0x7f900000u))));
+        const uint32_t any = static_cast<uint32_t>(random_bits() % 0x7f900000u);
+        factors[0].push_back(float_of(i % 17 == 0 ? 0 : any));
+        factors[1].push_back(float_of(i % 19 == 0 ? 0 : i % 5 == 0 ? 0x7b7fffffu : 1u + any % 0x7b7fffffu));
     }
     // Blocks of whole vectors, of others, one; of both moments the same or not.
     const int64_t blocks[][2] = {{256, 256}, {64, 32}, {48, 256}, {1 << 20, 1 << 20}, {20, 64}};

@@ -49,6 +49,9 @@ inline std::vector<FormatParams> formats() {
     for (const FormatRow& row : kFormats) all.push_back(row.params);
     all.push_back({kKindFloat, 4, 2, 1, 3, 1, 7, -1, -1, -8, 7, -1});          // e2m1b3
     all.push_back({kKindFloat, 8, 3, 4, 3, 1, 127, -1, -1, -128, 127, -1});    // e3m4
+    all.push_back({kKindFloat, 6, 3, 2, 3, 1, 30, -1, 31, -32, 31, -1});       // e3m2n
+    all.push_back({kKindFloat, 8, 5, 2, 15, 1, 126, -1, 127, -128, 127, -1});  // e5m2n
+    all.push_back({kKindFloat, 8, 4, 3, 17, 1, 126, -1, 127, -128, 127, -1});  // e4m3 below 1
     all.push_back({kKindFloat, 8, 7, 0, 1, 1, 127, -1, -1, -128, 127, -1});    // e7m0b1: to the end of fp32's range
     all.push_back({kKindFloat, 8, 4, 3, 7, 1, 119, 120, 127, -128, 127, -1});  // e4m3in
     all.push_back({kKindFloat, 2, 1, 0, 0, 1, 1, -1, -1, -2, 1, -1});          // e1m0

@@ -26,16 +26,22 @@ std::vector<Factors> factors(const FormatParams& f, std::vector<float>& each, st
     each[3] = float_of(kNan), each[4] = float_of(kInf), each[5] = -2.0f, each[6] = 0.0f;
     static const float ones[] = {1.0f, 0.3f, -7.5e-9f, 3e38f, 1e-39f, float_of(kInf), float_of(kNan)};
     static const float inverses[] = {1.0f, 0.125f, 0x1p127f, 0x1p-127f, float_of(kNan)};
-    static const float threes[] = {3.0f, 3.0f, 3.0f, 3.0f, 3.0f, 3.0f, 3.0f};
+    static std::vector<float> threes;
+    threes.resize(std::max(threes.size(), each.size()), 3.0f);
     constexpr int64_t kAll = int64_t{1} << 40;
+    static std::vector<float> moderate;
+    while (moderate.size() < each.size()) moderate.push_back(0.001f * static_cast<float>(1 + random_bits() % 5000));
     std::vector<Factors> all(1);
     for (const float& one : ones)
-        all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? threes : nullptr, kAll, kAll});
+        all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? threes.data() : nullptr, kAll, kAll});
     for (const float& one : inverses) all.push_back({Factors::kInverse, &one, nullptr, kAll, kAll});
     all.push_back({Factors::kEach, each.data(), zeros.data()});
     all.push_back({Factors::kEach, each.data(), nullptr});
     for (int64_t width : {16, 32, 64}) all.push_back({Factors::kBlocks, each.data(), zeros.data(), width, width});
     all.push_back({Factors::kBlocks, each.data() + 3, nullptr, 16, 48});
+    for (int64_t width : {16, 32, 64, 128})
+        all.push_back(
+            {Factors::kBlocks, moderate.data(), f.kind == kKindInteger ? threes.data() : nullptr, kAlign, width});
     all.push_back({Factors::kBlocks, each.data(), zeros.data(), 100000, 128});
     return all;
 }
@@ -73,8 +79,9 @@ void test_encode(const char* isa, const Lines& lines, const Input& in, const For
 }
 
 // The same where elements are finite and factors positive, and may be taken for it; by reciprocals, which are those of
-// powers of two and multiplied with, or correct the quotient by plain scales.
+// powers of two and multiplied with, or correct the quotient by plain scales. By the latter also any elements.
 void test_encode_finite(const char* isa, const Lines& lines, Input in, const FormatParams& f) {
+    const std::vector<uint32_t> any = in.words;
     for (uint32_t& word : in.words) {
         if (in.dtype == Dtype::kFloat32) {
             word &= is_nan(word) || (word & kMagnitude) == kInf ? kSign : ~0u;
@@ -91,7 +98,7 @@ void test_encode_finite(const char* isa, const Lines& lines, Input in, const For
     for (uint32_t& word : small)
         word &= in.dtype == Dtype::kFloat16 ? ~0u : in.dtype == Dtype::kFloat32 ? ~0x40000000u : ~0x40004000u;
     const uint32_t least = in.dtype == Dtype::kFloat16 ? 127 - 47 : 127 - 63;
-    std::vector<float> scales(count), reciprocals(count), inverses(count), zeros(count);
+    std::vector<float> scales(count), reciprocals(count), inverses(count), zeros(count), given(count), of_given(count);
     std::vector<uint16_t> noise(count);
     for (size_t i = 0; i < count; ++i) {
         const uint32_t field = static_cast<uint32_t>(1 + random_bits() % 0xfd) << 23;
@@ -99,32 +106,45 @@ void test_encode_finite(const char* isa, const Lines& lines, Input in, const For
             static_cast<uint32_t>(i % 3 ? 107 + random_bits() % 24 : least + random_bits() % (252 - least));
         scales[i] = i % 9 == 0 ? 0.0f : float_of(near << 23 | static_cast<uint32_t>(random_bits() & 0x7fffff));
         reciprocals[i] = i % 9 == 0 ? 0.0f : 1.0f / scales[i];
+        given[i] = scales[i] == 0.0f ? 1.5f : std::min(scales[i], kMostGiven), of_given[i] = 1.0f / given[i];
         inverses[i] = float_of(field);
         zeros[i] = f.kind != kKindInteger ? 0.0f : static_cast<float>(f.qmin + static_cast<int>(random_bits() % 16));
         noise[i] = static_cast<uint16_t>(random_bits());
     }
     std::vector<uint8_t> got(count), wanted(count);
-    for (int flags = 0; flags < 4; ++flags) {
-        const bool inverse = flags & 1, stochastic = flags & 2;
-        if (f.kind == kKindCodebook && stochastic) continue;
+    for (int flags = 0; flags < 8; ++flags) {
+        const bool inverse = flags & 1, stochastic = flags & 2, finite = flags < 4;
+        if ((f.kind == kKindCodebook && stochastic) || (inverse && !finite)) continue;
         const Encoder e = make_encoder(f, true, stochastic);
         if (!inverse && !e.coarse) continue;
-        const void* x = inverse ? in.words.data() : small.data();
+        const void* x = (!finite ? any : inverse ? in.words : small).data();
         for (int64_t width : {16, 32, 48, 64, 128, 1 << 20}) {
             const Factors factor{inverse ? Factors::kInverse : Factors::kReciprocal,
-                                 (inverse ? inverses : scales).data(),
+                                 (!finite   ? given
+                                  : inverse ? inverses
+                                            : scales)
+                                     .data(),
                                  inverse ? nullptr : zeros.data(),
                                  width,
                                  width,
-                                 true,
-                                 reciprocals.data()};
+                                 finite,
+                                 (finite ? reciprocals : of_given).data()};
             lines.encode(e, x, in.dtype, in.count, factor, noise.data(), x, got.data());
             lines_scalar().encode(e, x, in.dtype, in.count, factor, noise.data(), nullptr, wanted.data());
-            expect(got == wanted, isa, "encode of finite", f, in.dtype, static_cast<int>(width));
+            expect(got == wanted, isa, finite ? "encode of finite" : "encode", f, in.dtype, static_cast<int>(width));
             if (inverse || stochastic) continue;
             lines.in_range(e, x, in.dtype, in.count, factor, x, got.data());
             lines_scalar().in_range(e, x, in.dtype, in.count, factor, x, wanted.data());
-            expect(got == wanted, isa, "in_range of finite", f, in.dtype, static_cast<int>(width));
+            expect(got == wanted, isa, finite ? "in_range of finite" : "in_range", f, in.dtype,
+                   static_cast<int>(width));
+            if (finite) continue;
+            std::vector<float> v(count), v_wanted(count);
+            lines.quotients(x, in.dtype, in.count, factor, v.data());
+            lines_scalar().quotients(x, in.dtype, in.count, factor, v_wanted.data());
+            bool same = true;
+            for (size_t i = 0; i < count; ++i)
+                same &= bits_of(v[i]) == bits_of(v_wanted[i]) || (v[i] != v[i] && v_wanted[i] != v_wanted[i]);
+            expect(same, isa, "quotients", f, in.dtype, static_cast<int>(width));
         }
     }
 }

@@ -176,6 +176,7 @@ def _samples(device: str) -> Iterator[AdamW]:
             yield call._replace(step=1 + 40 * index, weight_decay=0.1 * index)
             if "nf4" not in scheme:
                 yield call._replace(**rng)
+                yield call._replace(**{**rng, "pitch": None})
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
