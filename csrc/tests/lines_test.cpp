@@ -26,22 +26,16 @@ std::vector<Factors> factors(const FormatParams& f, std::vector<float>& each, st
     each[3] = float_of(kNan), each[4] = float_of(kInf), each[5] = -2.0f, each[6] = 0.0f;
     static const float ones[] = {1.0f, 0.3f, -7.5e-9f, 3e38f, 1e-39f, float_of(kInf), float_of(kNan)};
     static const float inverses[] = {1.0f, 0.125f, 0x1p127f, 0x1p-127f, float_of(kNan)};
-    static std::vector<float> threes;
-    threes.resize(std::max(threes.size(), each.size()), 3.0f);
+    static const float three = 3.0f;  // of blocks without end
     constexpr int64_t kAll = int64_t{1} << 40;
-    static std::vector<float> moderate;
-    while (moderate.size() < each.size()) moderate.push_back(0.001f * static_cast<float>(1 + random_bits() % 5000));
     std::vector<Factors> all(1);
     for (const float& one : ones)
-        all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? threes.data() : nullptr, kAll, kAll});
+        all.push_back({Factors::kBlocks, &one, f.kind == kKindInteger ? &three : nullptr, kAll, kAll});
     for (const float& one : inverses) all.push_back({Factors::kInverse, &one, nullptr, kAll, kAll});
     all.push_back({Factors::kEach, each.data(), zeros.data()});
     all.push_back({Factors::kEach, each.data(), nullptr});
     for (int64_t width : {16, 32, 64}) all.push_back({Factors::kBlocks, each.data(), zeros.data(), width, width});
     all.push_back({Factors::kBlocks, each.data() + 3, nullptr, 16, 48});
-    for (int64_t width : {16, 32, 64, 128})
-        all.push_back(
-            {Factors::kBlocks, moderate.data(), f.kind == kKindInteger ? threes.data() : nullptr, kAlign, width});
     all.push_back({Factors::kBlocks, each.data(), zeros.data(), 100000, 128});
     return all;
 }
@@ -119,6 +113,7 @@ void test_encode_finite(const char* isa, const Lines& lines, Input in, const For
         if (!inverse && !e.coarse) continue;
         const void* x = (!finite ? any : inverse ? in.words : small).data();
         for (int64_t width : {16, 32, 48, 64, 128, 1 << 20}) {
+            if (!finite && (width == 32 || width == 128)) continue;  // what blocks are read by is seen above
             const Factors factor{inverse ? Factors::kInverse : Factors::kReciprocal,
                                  (!finite   ? given
                                   : inverse ? inverses
@@ -208,8 +203,14 @@ void test_decode(const char* isa, const Lines& lines, Dtype dtype, const FormatP
     for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i & ((1u << f.bits) - 1));
     std::vector<float> each(codes.size()), zeros(codes.size());
     const Decoder decoder(f);
+    std::vector<Factors> all = factors(f, each, zeros);
+    // Several blocks none of whose factors is special.
+    std::vector<float> moderate(codes.size());
+    for (float& by : moderate) by = 0.001f * static_cast<float>(1 + random_bits() % 5000);
+    for (int64_t width : {16, 32, 64, 128})
+        all.push_back({Factors::kBlocks, moderate.data(), f.kind == kKindInteger ? zeros.data() : nullptr, 16, width});
     int mode = 0;
-    for (const Factors& factor : factors(f, each, zeros)) {
+    for (const Factors& factor : all) {
         if (factor.mode == Factors::kInverse) continue;
         std::vector<uint32_t> got(codes.size()), wanted(codes.size());
         for (int64_t n : {1, 3, 17, 1001}) {
