@@ -16,6 +16,7 @@ _GOALS: tuple[tuple[str, int], ...] = (
     (r"^adamw nearest fp32", 88),
     # A product is bound by memory up to a few rows; 91% of the limit is 1.1 times its time.
     (r"^(linear|scaled_mm) (1|4|16)x", 91),
+    (r" (fp32|bf16|fp16) x ", 88),
     (r"int8:row x int8:row$", 97),
     (r"int8:row x int4", 80),
     (r"x (mx|nvfp4)", 85),

@@ -33,6 +33,8 @@ def of(call: Linear) -> Iterator[Case]:
     """The peers of a call; each does its work on operands of its own."""
     x, n = call.x.reshape(-1, call.x.shape[-1]), call.weight.shape[0]
     yield probe.linear(x.shape[0], n, x.shape[1], x.dtype)
+    if x.dtype == torch.float32:
+        yield probe.medium(probe.linear(x.shape[0], n, x.shape[1], x.dtype))
     words = f"{call.input} x {call.scheme} on {dtype_name(x.dtype)}"
     offers = [offer for pattern, offer in OFFERS if re.fullmatch(pattern, words)]
     if not offers:

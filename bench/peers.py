@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.bench import layer_peers, optimizer_peers, probe
-from lowbit.bench.timing import Case, usable
+from lowbit.bench.timing import Case, once, usable
 from lowbit.formats import Format
 from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.scaling import Scheme
@@ -151,17 +151,24 @@ def multipliers(call: ScaledMM) -> Iterator[Case]:
     yield probe.linear(m, n, k, torch.float32)
     yield probe.linear(m, n, k, torch.int8 if probe.integers(call) else torch.bfloat16)
     kinds = [None if side.scheme is None else scaling.scheme(side.scheme).format for side in sides(call)]
-    dtype = _torch_float8(kinds[1]) if kinds[0] is not None and kinds[1] is not None else None
-    if dtype is not None:
-        yield from usable(lambda: _decoded(m, n, k, dtype))
-        # torch multiplies fp8 on some CPUs one element at a time: a large product would take minutes.
-        if m * n * k <= 1 << 24:
-            yield from usable(lambda: probe.scaled_mm(m, n, k, dtype))
+    a, b = (None if kind is None else _torch_float8(kind) for kind in kinds)
+    if a is not None and b is not None:
+        yield from usable(lambda: _decoded(m, n, k, a, b))
+        yield from usable(lambda: _torch_scaled_mm(m, n, k, a, b))
 
 
-def _decoded(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
+def _torch_scaled_mm(m: int, n: int, k: int, a: torch.dtype, b: torch.dtype) -> Case | None:
+    """Unless it takes seconds: torch multiplies fp8 an element at a time on some CPUs, and few rows on all."""
+    part = min(m, 64)
+    case = probe.scaled_mm(part, min(n, 512), min(k, 512), a, b)
+    case.run()
+    seconds = once(case) * (m * n * k) / (part * min(n, 512) * min(k, 512))
+    return probe.scaled_mm(m, n, k, a, b) if seconds < 2 else None
+
+
+def _decoded(m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Case:
     """torch's way around its fp8 product: both operands to bf16, then its bf16 product."""
-    a, b = (torch.randn(rows, k).to(dtype) for rows in (m, n))
+    a, b = torch.randn(m, k).to(a_dtype), torch.randn(n, k).to(b_dtype)
     return Case("torch fp8 to bf16", lambda: a.bfloat16() @ b.bfloat16().t())
 
 

@@ -75,9 +75,21 @@ def linear(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
     return Case(f"torch {dtype_name(dtype)}", lambda: torch.mm(a, b.t(), out=out))
 
 
-def scaled_mm(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
+def medium(case: Case) -> Case:
+    """The same under ``torch.set_float32_matmul_precision("medium")``, which may round fp32 operands to bf16."""
+
+    def run() -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        case.run()
+        torch.set_float32_matmul_precision(before)
+
+    return Case(f"{case.who}, medium", run)
+
+
+def scaled_mm(m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Case:
     """``torch._scaled_mm`` on fp8 operands with one scale a tensor."""
-    a, b = (torch.randn(rows, k).to(dtype) for rows in (m, n))
+    a, b = torch.randn(m, k).to(a_dtype), torch.randn(n, k).to(b_dtype)
     one = torch.ones(())
     return Case(
         "torch._scaled_mm", lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

@@ -13,10 +13,8 @@ import torch
 from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure
 from lowbit.machine import provenance
-from lowbit.ops.linear import Linear
-from lowbit.ops.samples import large_matrix
+from lowbit.ops.linear import example
 from lowbit.recipes import RECIPES
-from lowbit.scaling import scheme
 
 Shape = tuple[int, int, int]
 
@@ -31,6 +29,7 @@ SHAPES: tuple[tuple[Shape, Shape], ...] = (
     ((64, 4099, 512), (64, 4112, 512)),
     ((1, 4099, 512), (1, 4112, 512)),
     ((1, 512, 512), (2, 512, 512)),
+    ((0, 4096, 512), (1, 4096, 512)),
     ((5, 4096, 512), (6, 4096, 512)),
     ((33, 4096, 512), (48, 4096, 512)),
 )
@@ -64,12 +63,6 @@ def _ratio(ragged: Shape, padded: Shape, input: str | None, weight: str) -> floa
 
 
 def _cases(shapes: tuple[Shape, ...], input: str | None, text: str) -> Iterator[Case]:
-    kind = scheme(text)
     for index, (m, n, k) in enumerate(shapes):
-        w = large_matrix(n, k)
-        outer = torch.ops.lowbit.outer_scale(w, text) if kind.outer else None
-        codes, scale, zero = torch.ops.lowbit.quantize(w, text, outer)
-        x = large_matrix(m, k)
-        call = Linear(x, codes, text, scale, zero if kind.affine else None, outer, None, input, x.dtype)
-        out = torch.empty(m, n)
+        call, out = example(m, n, k, input, text, torch.float32), torch.empty(m, n)
         yield Case(str(index), lambda call=call, out=out: torch.ops.lowbit.linear_out(*call, out=out))  # type: ignore[misc]

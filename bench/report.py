@@ -50,22 +50,22 @@ def rows_of(group: Group, seconds: dict[str, float]) -> list[Row]:
     ]  # fmt: skip
 
 
-def write(directory: Path, rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: bool) -> Path:
-    """``cpu.md``, ``cpu.csv`` and (where matplotlib is installed) ``cpu.png``; returns the Markdown file's path."""
+def write(directory: Path, name: str, rows: list[Row], shapes: str, about: dict[str, str], quick: bool) -> Path:
+    """``NAME.md``, ``NAME.csv`` and (where matplotlib is installed) ``NAME.png``; returns the Markdown file's path."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "cpu.csv").open("w", newline="") as file:
+    with (directory / f"{name}.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, [*asdict(rows[0]), "rate", "percent"], lineterminator="\n")
         table.writeheader()
         for row in rows:
             table.writerow({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"})
-    picture = plot(rows, directory / "cpu.png")
-    path = directory / "cpu.md"
-    path.write_text("\n".join(_text(rows, size, about, quick, picture)) + "\n")
+    picture = plot(rows, directory / f"{name}.png")
+    path = directory / f"{name}.md"
+    path.write_text("\n".join(_text(rows, shapes, about, quick, f"{name}.png" if picture else "")) + "\n")
     return path
 
 
 # -- Markdown ----------------------------------------------------------------------------------------------------------
-def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: bool, picture: bool) -> Iterable[str]:
+def _text(rows: list[Row], shapes: str, about: dict[str, str], quick: bool, picture: str) -> Iterable[str]:
     yield "# CPU benchmark\n"
     if quick:
         yield "**A quick run on tiny inputs, which shows that everything runs. Its figures mean nothing.**\n"
@@ -73,7 +73,7 @@ def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: 
     for key, value in about.items():
         yield f"- {key}: {value}"
     yield (
-        f"\nMatrices are {size[0]} x {size[1]}, outputs preallocated. **GB/s** counts the bytes that must move at "
+        f"\n{shapes}, outputs preallocated. **GB/s** counts the bytes that must move at "
         "least (input read once, output written once). The limit is `copy_` of as many bytes, half read "
         "and half written. Products count 2mnk operations; their limit is the slower of reading their operands from "
         "memory and of as many operations in registers (int8 for integer pairs, else bf16 where the processor has it "
@@ -81,7 +81,7 @@ def _text(rows: list[Row], size: tuple[int, int], about: dict[str, str], quick: 
         "percent of the limit; `goal` is what lowbit's best should reach of it. `-`: not offered, or not installed."
     )
     if picture:
-        yield "\n![percent of the limit, by operation](cpu.png)"
+        yield f"\n![percent of the limit, by operation]({picture})"
     for op in dict.fromkeys(row.op for row in rows):
         mine = [row for row in rows if row.op == op]
         unit = "GFLOP/s" if mine[0].flops else "GB/s"

@@ -32,9 +32,14 @@ def select(only: str = "", quick: bool = False) -> list[work.Item]:
 
 
 def run(
-    items: list[work.Item], directory: Path, quick: bool = False, on_item: Callable[[work.Item], None] = lambda _: None
+    items: list[work.Item],
+    directory: Path,
+    quick: bool = False,
+    on_item: Callable[[work.Item], None] = lambda _: None,
+    name: str = "cpu",
+    shapes: str = "",
 ) -> tuple[Path, list[report.Row]]:
-    """Measure ``items`` and write ``cpu.md``, ``cpu.csv`` and ``cpu.png``; the path of the first, and all rows.
+    """Measure ``items`` and write ``NAME.md``, ``NAME.csv`` and ``NAME.png``; the path of the first, and all rows.
 
     ``quick``: tiny inputs and few samples, which only show that everything runs.
     """
@@ -47,4 +52,5 @@ def run(
         rows += report.rows_of(group, measure(group, budget))
     if work.isas() != [""]:
         torch.ops.lowbit_native.force_isa("")
-    return report.write(directory, rows, QUICK_SIZE if quick else SIZE, about, quick), rows
+    shapes = shapes or "Matrices are {} x {}".format(*(QUICK_SIZE if quick else SIZE))
+    return report.write(directory, name, rows, shapes, about, quick), rows

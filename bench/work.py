@@ -32,10 +32,10 @@ def items(rows: int, cols: int) -> Iterator[Item]:
     for spec in OPS.values():
         for work in spec.workloads(rows, cols):
             label = " ".join(filter(None, (spec.name, work.variant)))
-            yield Item(spec.name, label, work.subject, lambda s=spec, n=label, w=work: _group(s, n, w))
+            yield Item(spec.name, label, work.subject, lambda s=spec, n=label, w=work: group_of(s, n, w))
 
 
-def _group(spec: OpSpec, label: str, work: Workload) -> Group:
+def group_of(spec: OpSpec, label: str, work: Workload) -> Group:
     call = work.call()
     cost = spec.cost(call)
     calls = [call, *(_copy(call) for _ in range(_copies(cost) - 1))]

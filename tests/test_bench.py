@@ -66,6 +66,40 @@ def test_ragged_shapes_are_held_against_padded_ones(tmp_path, monkeypatch):
     assert all(float(cell) > 0 for row in rows for cell in row[2:4])
 
 
+def test_products_beside_the_recipes_are_measured(tmp_path, monkeypatch):
+    from lowbit.bench import products
+
+    monkeypatch.setattr(products, "SHAPES", ((3, 32, 128),))
+    monkeypatch.setattr(products, "ROWS", (1,))
+    monkeypatch.setattr(products, "WEIGHT_SIZE", (32, 256))
+    ran = bench("products", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    rows = list(csv.DictReader((tmp_path / "products.csv").open()))
+    ours = {(row["op"], row["subject"]) for row in rows if row["who"].startswith("lowbit")}
+    assert ours == {(f"{op} {w.variant}", w.subject) for op, w in products.workloads()}
+    assert ("scaled_mm 3x32x128", "fp8_e4m3:row x fp8_e5m2:row") in ours
+    assert ("linear 1x32x256", "fp16 x int4:group128") in ours
+
+
+def test_small_work_is_measured_without_what_calls_cost(tmp_path, monkeypatch):
+    from lowbit.bench import small
+
+    monkeypatch.setattr(small, "COUNTS", (1 << 10, 1 << 12))
+    monkeypatch.setattr(small, "_BUDGET", timing.Budget(1, 0.0, 0.1))
+    ran = bench("small", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split("|") for line in (tmp_path / "small.md").read_text().splitlines() if line.startswith("| ")]
+    cells = {row[1].strip(): row[2:-1] for row in rows}
+    assert {f"`{name}`" for name in small.FORMATS} < set(cells) and cells["`nf4`"][1].strip() == "-"
+    assert float(cells["QuantLinear, int8"][0]) > 0
+
+    def pretended(group, budget):  # a microsecond a call, and a nanosecond an element
+        return {case.who: 1e-6 + 1e-9 * small.COUNTS[case.who.startswith("many")] for case in group.cases}
+
+    monkeypatch.setattr(small, "measure", pretended)
+    assert all(abs(rate - 1) < 1e-6 for rate in small._rates("int8").values())
+
+
 def test_the_encoder_says_what_it_needs(tmp_path, monkeypatch):
     from lowbit.bench import embed
 

@@ -10,7 +10,7 @@ namespace lowbit::cpu {
 
 Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
     constexpr uint32_t kCoarse = 0x2f800000u, kHuge = 0x5f000000u;  // 2^-32, 2^63
-    Encoder e{f, saturate, stochastic, nullptr, 0, 0, 0, kInf, true, true, false, {}, {}};
+    Encoder e{f, saturate, stochastic};
     if (f.kind == kKindCodebook) {
         const FormatRow* row = find_format(f);
         if (!row) throw std::invalid_argument("this build knows no codebook with these parameters; rebuild lowbit");

@@ -19,21 +19,21 @@ struct Encoder {
     FormatParams format;
     bool saturate;
     bool stochastic;
-    const uint32_t* thresholds;  // codebooks
-    int32_t num_thresholds;
-    uint32_t nan_code;   // of a positive NaN
-    uint32_t canonical;  // the code that fills a block with Inf or NaN
-    uint32_t limit;      // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
-                         // saturating, the largest value (not of integers)
-    bool vector;         // whether vector code can: not for formats that reach the ends of fp32's range, nor for
-                         // codebooks of more than 16 entries
-    bool coarse;         // whether quotients below 2^-33 are encoded like zero, and those from 2^63 on like Inf:
-                         // Factors::kReciprocal may serve
+    const uint32_t* thresholds = nullptr;  // codebooks
+    int32_t num_thresholds = 0;
+    uint32_t nan_code = 0;   // of a positive NaN
+    uint32_t canonical = 0;  // the code that fills a block with Inf or NaN
+    uint32_t limit = kInf;   // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
+                             // saturating, the largest value (not of integers)
+    bool vector = true;      // whether vector code can: not for formats that reach the ends of fp32's range, nor for
+                             // codebooks of more than 16 entries
+    bool coarse = true;      // whether quotients below 2^-33 are encoded like zero, and those from 2^63 on like Inf:
+                             // Factors::kReciprocal may serve
     // Floats of at most 16 binades (`looked_up`), by the low four bits of the exponent field: what is added to round,
     // and what is taken from the sum to leave the code.
-    bool looked_up;
-    alignas(64) uint32_t magic[16];
-    alignas(64) uint32_t base[16];
+    bool looked_up = false;
+    alignas(64) uint32_t magic[16] = {};
+    alignas(64) uint32_t base[16] = {};
 };
 Encoder make_encoder(const FormatParams& format, bool saturate, bool stochastic);
 

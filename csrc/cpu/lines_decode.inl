@@ -44,10 +44,13 @@ struct Computed {
 // Each by itself.
 template <class Values>
 struct Singles {
-    template <bool>
+    template <bool clean>
     LOWBIT_INLINE void quad(const uint8_t* codes, F (&v)[4]) const {
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) v[k] = static_cast<const Values&>(*this)(widen(load<B>(codes + k * kLanes)));
+        for (int k = 0; k < 4; ++k) {
+            v[k] = static_cast<const Values&>(*this)(widen(load<B>(codes + k * kLanes)));
+            if (clean && !Values::kZeros) v[k] = one_nan(v[k]);  // integers have none
+        }
     }
     LOWBIT_INLINE F units(F factor) const { return factor; }
 };
@@ -126,7 +129,6 @@ struct PlainHalves : HalfValues {
 
 // Of 8 bits, with specials, which a quad seldom has.
 struct ByteHalves : HalfValues {
-    typedef uint8_t Bytes __attribute__((vector_size(sizeof(U))));
     const U part, most;       // of each byte
     const Words signed_part;  // the bits of an fp16 that a code with a sign, times up16, has in place
     explicit ByteHalves(const Decoder& d)
@@ -204,7 +206,6 @@ inline uint32_t clean_limit(const FormatParams& f) {
 // Whether no product is NaN but of a NaN, and units() serve: factors are below their limit, and not zero where Inf may
 // meet them.
 inline bool all_clean(const Decoder& d, int64_t n, const Factors& f) {
-    if (d.format.nan_code >= 0 && !ByteHalves::serves(d.format)) return false;  // others keep the sign of NaN
     const uint32_t least = d.format.inf_code >= 0 ? 1 : 0, limit = clean_limit(d.format);
     bool clean = true;
     for (int64_t b = 0, begin = 0; begin < n; begin = f.lead + b++ * f.width)

@@ -85,6 +85,12 @@ inline I not_plain(F value, F inverse, U amax, bool exact) {
     return (U)value == 0u ? I{} : outside;
 }
 
+// Adds what the first `count` lanes found.
+inline void collect(I& found, I lanes, size_t count) {
+    if (count == kLanes) found |= lanes;
+    for (size_t k = 0; count < kLanes && k < count; ++k) found[0] |= lanes[k];
+}
+
 template <int32_t scale_format>
 bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
                     void* scales, void* zero_points, const ScaleLine& line) {
@@ -103,9 +109,7 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
         const F value = codes.value(stored);
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
         const F inverse = (U)value == 0u ? F{} : splat(1.0f) / value;
-        const I outside = not_plain(value, inverse, amax, exact);
-        if (count == kLanes) odd |= outside;
-        for (size_t k = 0; count < kLanes && k < count; ++k) odd[0] |= outside[k];
+        collect(odd, not_plain(value, inverse, amax, exact), count);
         codes.keep(value, inverse, i, line);
         if (scales) {
             auto* to = static_cast<char*>(scales) + i * bytes;
@@ -156,9 +160,7 @@ bool read_scales_of(const void* scales, const void* zero_points, int64_t n, cons
         }
         const F value = codes.value(stored);
         const F inverse = !line.inverse ? F{} : value == F{} ? F{} : splat(1.0f) / value;
-        const I outside = ~((value >= splat(kLeastPlain)) & (value <= splat(kMostGiven)));
-        if (count == kLanes) odd |= outside;
-        for (size_t k = 0; count < kLanes && k < count; ++k) odd[0] |= outside[k];
+        collect(odd, ~((value >= splat(kLeastPlain)) & (value <= splat(kMostGiven))), count);
         codes.keep(value, inverse, i, line);
         if (!rule.affine) continue;
         B narrow{};

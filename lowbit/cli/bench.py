@@ -25,12 +25,17 @@ class Suite(str, Enum):
     ops = "ops"
     embed = "embed"
     ragged = "ragged"
+    products = "products"
+    small = "small"
 
 
 def bench(
     suite: Annotated[
         Suite,
-        typer.Argument(help="Every op; a sentence encoder end to end; or shapes that no vector divides."),
+        typer.Argument(
+            help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
+            "formats; or codecs in the caches and what a call costs."
+        ),
     ] = Suite.ops,
     only: Annotated[
         str, typer.Option(metavar="REGEX", help="Only what matches, as 'encode fp8' or '^scaled_mm 1x'.")

@@ -27,6 +27,7 @@ from lowbit.ops.spec import (
     Out,
     Workload,
     as_rows,
+    dtype_name,
     require,
     require_codes,
     require_float,
@@ -191,25 +192,29 @@ def _every_scheme(device: str) -> Iterator[Linear]:
 _BENCHED_ROWS = (1, 4, 16, 512)
 
 
+def example(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Linear:
+    """A layer ``[n, k]`` on ``x [m, k]`` of ``dtype``, both Gaussian, for benchmarks."""
+    weight, kind = large_matrix(n, k), scaling.scheme(scheme)
+    outer = torch.ops.lowbit.outer_scale(weight, scheme) if kind.outer else None
+    codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, outer)
+    x = large_matrix(m, k, dtype)
+    return Linear(x, codes, scheme, scale, zero if kind.affine else None, outer, None, input, dtype)
+
+
+def workload(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Workload:
+    arrow = f" -> {input}" if input else ""
+    call = partial(example, m, n, k, input, scheme, dtype)
+    return Workload(f"{m}x{n}x{k}", f"{dtype_name(dtype)}{arrow} x {scheme}", call)
+
+
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """Every recipe's layer with a weight ``[rows, cols]`` on bf16 input, and on fp32 where the input is quantized."""
-
-    def make(m: int, dtype: torch.dtype, input: str | None, scheme: str) -> Linear:
-        weight, kind = large_matrix(rows, cols), scaling.scheme(scheme)
-        outer = torch.ops.lowbit.outer_scale(weight, scheme) if kind.outer else None
-        codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, outer)
-        x = large_matrix(m, cols, dtype)
-        return Linear(x, codes, scheme, scale, zero if kind.affine else None, outer, None, input, dtype)
-
     pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
     for m in _BENCHED_ROWS:
         for input, scheme in pairs:
-            for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+            for dtype in (torch.bfloat16, torch.float32):
                 if dtype == torch.bfloat16 or input is not None:
-                    arrow = f" -> {input}" if input else ""
-                    yield Workload(
-                        f"{m}x{rows}x{cols}", f"{name}{arrow} x {scheme}", partial(make, m, dtype, input, scheme)
-                    )
+                    yield workload(m, rows, cols, input, scheme, dtype)
 
 
 def _cost(call: Linear) -> Cost:

@@ -6,7 +6,6 @@ Source: docs/numerics.md section 9. The bound on the error of float products is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import cycle
 from math import prod
 from typing import Any, NamedTuple
@@ -136,16 +135,21 @@ def _samples(device: str) -> Iterator[ScaledMM]:
 _BENCHED_ROWS = (1, 256)
 
 
+def workload(m: int, n: int, k: int, a: str | None, b: str) -> Workload:
+    """A product of Gaussian numbers, for benchmarks; of bf16 where a scheme is None."""
+
+    def make() -> ScaledMM:
+        return ScaledMM(**_large_side("a", m, k, a), **_large_side("b", n, k, b), cols=k)
+
+    return Workload(f"{m}x{n}x{k}", f"{a or 'bf16'} x {b}", make)
+
+
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """Every recipe's forward product with a weight ``[rows, cols]``; an input that is not quantized is bf16."""
-
-    def make(m: int, a: str | None, b: str | None) -> ScaledMM:
-        return ScaledMM(**_large_side("a", m, cols, a), **_large_side("b", rows, cols, b), cols=cols)
-
     pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
     for m in _BENCHED_ROWS:
         for a, b in pairs:
-            yield Workload(f"{m}x{rows}x{cols}", f"{a or 'bf16'} x {b}", partial(make, m, a, b))
+            yield workload(m, rows, cols, a, b)
 
 
 def _large_side(name: str, rows: int, cols: int, text: str | None) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Products beside those of the recipes' layers: other shapes, formats that mix, weights alone in every narrow format.
+
+``lowbit bench products`` writes products.md, products.csv and products.png.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lowbit.bench import run as bench
+from lowbit.bench import work
+from lowbit.ops import OPS, linear, matmul
+from lowbit.ops.spec import Workload
+
+#: (M, N, K) of products both of whose operands are quantized.
+SHAPES = ((2048, 2048, 2048), (512, 4096, 4096), (2048, 4096, 1024))
+
+#: Schemes of both operands: as ``scaled_mm``, and as a layer from float to float.
+PAIRS = (
+    ("fp8_e4m3:tensor", "fp8_e4m3:tensor"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e4m3:row", "fp8_e5m2:row"),
+    ("fp8_e4m3:group128", "fp8_e4m3:block128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"),
+)  # fmt: skip
+LAYERS = (("int8:row", "int8:row"), ("int8:row", "int4:group128"))
+
+#: Schemes of weights whose input stays as it is, the rows that they multiply, and how many rows and columns they have.
+WEIGHTS = (
+    "int8:row", "fp8_e4m3:row", "fp6_e3m2:row", "int4:group32", "int4:group128", "nf4", "fp4_e2m1:group32", "mxfp4",
+    "nvfp4",
+)  # fmt: skip
+ROWS = (1, 4, 16, 128, 512)
+WEIGHT_SIZE = (4096, 4096)
+
+
+def workloads() -> Iterator[tuple[str, Workload]]:
+    """The op of each, and the work."""
+    for shape in SHAPES:
+        yield from (("scaled_mm", matmul.workload(*shape, a, b)) for a, b in PAIRS)
+        yield from (("linear", linear.workload(*shape, a, b, torch.float32)) for a, b in LAYERS)
+    for m in ROWS:
+        for scheme in WEIGHTS:
+            dtypes = (torch.bfloat16, torch.float32, torch.float16) if scheme == "int4:group128" else (
+                torch.bfloat16, torch.float32)  # fmt: skip
+            yield from (("linear", linear.workload(m, *WEIGHT_SIZE, None, scheme, dtype)) for dtype in dtypes)
+
+
+def run(directory: Path) -> Path:
+    """Measure all, and write the results; the path of ``products.md``."""
+    items = [
+        work.Item(op, f"{op} {w.variant}", w.subject, lambda op=op, w=w: work.group_of(OPS[op], f"{op} {w.variant}", w))
+        for op, w in workloads()
+    ]
+    return bench.run(items, directory, name="products", shapes="Products are M x N x K")[0]
