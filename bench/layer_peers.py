@@ -84,7 +84,8 @@ def _onnx_dynamic(layer: Layer) -> Case:
 
 @cache
 def _compiled(*_: object) -> Callable[..., Tensor]:
-    """One compiled forward pass for all layers of a kind."""
+    """One compiled forward pass for all layers of a kind; those before are forgotten, for torch keeps but a few."""
+    torch._dynamo.reset()
     return torch.compile(lambda model, x: model(x), dynamic=False)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Products beside those of the recipes' layers: other shapes, formats that mix, weights alone in every narrow format.
+"""Products that ``lowbit bench`` leaves out: other shapes, formats that mix, weights alone in every narrow format.
 
 ``lowbit bench products`` writes products.md, products.csv and products.png.
 """
@@ -36,6 +36,11 @@ WEIGHT_SIZE = (4096, 4096)
 
 def workloads() -> Iterator[tuple[str, Workload]]:
     """The op of each, and the work."""
+    others = {(op, w.variant, w.subject) for op in ("linear", "scaled_mm") for w in OPS[op].workloads(*bench.SIZE)}
+    yield from ((op, w) for op, w in _all() if (op, w.variant, w.subject) not in others)
+
+
+def _all() -> Iterator[tuple[str, Workload]]:
     for shape in SHAPES:
         yield from (("scaled_mm", matmul.workload(*shape, a, b)) for a, b in PAIRS)
         yield from (("linear", linear.workload(*shape, a, b, torch.float32)) for a, b in LAYERS)

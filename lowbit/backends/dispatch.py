@@ -36,11 +36,13 @@ def register_all() -> None:
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 class Plan(NamedTuple):
-    """What follows from a call's metadata: where it runs, what it returns, and the kernel; None: nothing to compute."""
+    """What follows from a call's metadata: where it runs, what it returns, the kernel (None: nothing to compute), and
+    which arguments are tensors, with how many bytes from the first to the last element of each."""
 
     device: torch.device
     outs: list[Out]
     kernel: Run | None
+    spans: list[tuple[int, int]]
 
 
 #: Plans by op, circumstances and metadata. Forgotten all at once, lest shapes that never come back pile up.
@@ -79,7 +81,15 @@ def _make_plan(spec: OpSpec, call: Any) -> Plan:
     outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
-    return Plan(device, outs, impl.bind(call) if any(sizes) else None)
+    spans = [(index, _span(value)) for index, value in enumerate(call) if isinstance(value, Tensor)]
+    return Plan(device, outs, impl.bind(call) if any(sizes) else None, spans)
+
+
+def _span(t: Tensor) -> int:
+    """How many bytes lie between where the first element of a tensor begins and where the last ends."""
+    if t.numel() == 0:
+        return 0
+    return t.element_size() * (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)))
 
 
 def _device_of(spec: OpSpec, call: Any) -> torch.device:
@@ -110,7 +120,7 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
 
     ``outs``: tensors to fill, as ``NAME_out`` does.
     """
-    if watched() or (outs is not None and any(type(out) not in (Tensor, nn.Parameter) or out.is_neg() for out in outs)):
+    if watched() or (outs is not None and not all(map(_plain, outs))):
         return _dispatched(name, args, outs)
     grad = torch.is_grad_enabled()
     key: list[Any] = [name, registry.circumstances()]
@@ -135,6 +145,11 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
     return _run(plan, call) if outs is None else _fill(spec, plan, call, outs)
 
 
+def _plain(t: Tensor) -> bool:
+    """Whether a tensor's memory holds its values, and no subclass has its own ideas of an op."""
+    return type(t) in (Tensor, nn.Parameter) and not t.is_neg()
+
+
 def _dispatched(name: str, args: tuple[Any, ...], outs: tuple[Tensor, ...] | None) -> Any:
     if outs is None:
         return getattr(torch.ops.lowbit, name)(*args)
@@ -151,7 +166,7 @@ class Bound:
         self._spec, self._rest = OPS[name], rest
         tensors = [value for value in rest if isinstance(value, Tensor)]
         self._floats = tuple(t for t in tensors if t.is_floating_point())
-        self._plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_neg() for t in tensors)
+        self._plain = all(map(_plain, tensors))
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._under = _plans  # whose metadata these plans were found under
 
@@ -178,7 +193,7 @@ class Bound:
 
 
 def _run(plan: Plan, call: Any) -> Any:
-    device, shapes, run = plan
+    device, shapes, run, _ = plan
     if len(shapes) == 1:
         shape, dtype = shapes[0]
         out = torch.empty(shape, dtype=dtype, device=device)
@@ -223,10 +238,10 @@ def _out(spec: OpSpec) -> Callable[..., None]:
 
 
 def _fill(spec: OpSpec, plan: Plan, call: Any, outs: tuple[Tensor, ...]) -> None:
-    device, shapes, run = plan
+    device, shapes, run, spans = plan
     _check_outs(spec, shapes, device, outs)
     straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
-    _check_overlap(spec, call, straight)
+    _check_overlap(spec, call, spans, straight)
     if run is not None:
         run(straight, call)
     for out, filled in zip(outs, straight, strict=True):
@@ -245,18 +260,18 @@ def _fake_out(spec: OpSpec) -> Callable[..., None]:
     return kernel
 
 
-def _check_overlap(spec: OpSpec, call: Any, outs: tuple[Tensor, ...]) -> None:
+def _check_overlap(spec: OpSpec, call: Any, spans: list[tuple[int, int]], outs: tuple[Tensor, ...]) -> None:
     """Raises where an output that is filled in place shares bytes with an input or another output."""
-    taken = [(field, *_bytes_of(t)) for field, t in zip(call._fields, call, strict=True) if isinstance(t, Tensor)]
+    taken = [(call._fields[index], call[index].data_ptr(), span) for index, span in spans if span]
     for name, out in zip(spec.returns, outs, strict=True):
-        start, end = _bytes_of(out)
-        for other, first, last in taken:
-            if first < end and start < last and not _in_place(spec, call, name, out, other):
+        start, span = out.data_ptr(), out.nbytes
+        for other, first, length in taken:
+            if first < start + span and start < first + length and span and not _in_place(spec, call, name, out, other):
                 raise ValueError(
                     f"lowbit.{spec.name}: {name} shares memory with {other}, which would be overwritten while it is "
                     f"read; give another tensor for {name}, or a copy of {other}"
                 )
-        taken.append((name, start, end))
+        taken.append((name, start, span))
 
 
 def _in_place(spec: OpSpec, call: Any, name: str, out: Tensor, other: str) -> bool:
@@ -267,20 +282,9 @@ def _in_place(spec: OpSpec, call: Any, name: str, out: Tensor, other: str) -> bo
     return out.data_ptr() == given.data_ptr() and out.stride() == given.stride()
 
 
-def _bytes_of(t: Tensor) -> tuple[int, int]:
-    """Where the elements of a tensor begin and end in memory; nothing for an empty one."""
-    if t.numel() == 0:
-        return 0, 0
-    start = t.data_ptr()
-    if t.is_contiguous():
-        return start, start + t.nbytes
-    last = sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)])
-    return start, start + (last + 1) * t.element_size()
-
-
 def _check_outs(spec: OpSpec, shapes: list[Out], device: torch.device, outs: tuple[Tensor, ...]) -> None:
     for name, out, (shape, dtype) in zip(spec.returns, outs, shapes, strict=True):
-        if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
+        if out.shape != shape or out.dtype != dtype or out.device != device:
             raise ValueError(
                 f"lowbit.{spec.name}: {name} must be {dtype} {list(shape)} on {device}, "
                 f"got {out.dtype} {list(out.shape)} on {out.device}"
