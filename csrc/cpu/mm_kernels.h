@@ -62,8 +62,8 @@ struct Tile {
 
 constexpr int kMaxNr = 32;
 
-// A panel [length / elements per dword, nr] from rows of 8- or 4-bit codes. What they decode to: f32: (value - zero) *
-// scale; bf16: value; s8u8: (code ^ flip) - less, as bytes.
+// A panel [length / elements per dword, nr] from rows of 8- or 4-bit codes, or 6-bit ones, each in a byte. What they
+// decode to: f32: (value - zero) * scale; bf16: value; s8u8: (code ^ flip) - less, as bytes.
 struct Panel {
     const Table* table = nullptr;
     const uint8_t* rows[kMaxNr];
@@ -76,6 +76,7 @@ struct Panel {
     uint32_t* out = nullptr;
 };
 constexpr int64_t kPanelBytes = 64;
+constexpr int kPanelStep = 16;  // blocks of scales are multiples of it, and begin at them
 
 // One row of the output: out[n] = cast(fp32(sum[n]) * (a_scale * b_scale[n]) + bias[n]).
 struct Row {

@@ -62,11 +62,17 @@ float float_at(const void* data, Element dtype, int64_t index) {
 
 namespace {
 
+// The fp32 bits of scales that are bytes, by their codes; null for others.
+const uint32_t* scale_table(int32_t scale_format) {
+    if (scale_format == kScaleE4m3) return kFormats[kIndex_fp8_e4m3].values;
+    return scale_format == kScaleE8m0 ? kFormats[kIndex_e8m0].values : nullptr;
+}
+
 // The scale stored at an index, without the outer one.
 float stored_scale(const Operand& x, int64_t at) {
     const uint32_t stored = load_scale(x.scale, at, x.scale_format);
-    if (x.scale_format == kScaleE4m3) return float_of(kFormats[kIndex_fp8_e4m3].values[stored]);  // faster: many blocks
-    return scale_value(stored, x.scale_format, nullptr);
+    const uint32_t* table = scale_table(x.scale_format);
+    return table != nullptr ? float_of(table[stored]) : scale_value(stored, x.scale_format, nullptr);
 }
 
 }  // namespace
@@ -81,7 +87,13 @@ float scale_at(const Operand& x, int64_t row, int64_t k) {
 void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, float* out) {
     const int64_t down = block_at(row, x.block_rows);
     const int64_t at = down * x.scale_row_stride + block * x.scale_col_stride;
-    for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
+    if (const uint32_t* table = scale_table(x.scale_format)) {  // small blocks, and so many of them
+        const uint8_t* codes = static_cast<const uint8_t*>(x.scale) + at;
+        const int64_t step = x.scale_col_stride;
+        for (int64_t i = 0; i < count; ++i) out[i] = float_of(table[codes[i * step]]);
+    } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
+    }
     if (x.outer == nullptr) return;
     for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;
 }

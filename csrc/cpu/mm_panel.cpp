@@ -12,7 +12,10 @@ constexpr int kOneBlock = 62;  // a shift after which every index is 0
 
 bool transposed(const Operand& x) { return x.table->bits == 8 && x.row_stride == 1 && x.col_stride != 1; }
 
-bool power_of_two(int64_t n) { return (n & (n - 1)) == 0; }
+// Whether blocks of the columns from `begin` on are what Panel takes.
+bool regular(int64_t block, int64_t begin) {
+    return (block & (block - 1)) == 0 && block % kPanelStep == 0 && begin % kPanelStep == 0;
+}
 
 }  // namespace
 
@@ -21,10 +24,14 @@ bool PanelLoader::direct(const Segment& first, const Segment& last) const {
     if (kernels.panel[static_cast<int>(plan.kind)] == nullptr || !b.has_codes()) return false;
     const Table& t = *b.table;
     const int64_t length = last.begin + last.length - first.begin;
+    if (t.bits == 6 && plan.kind == Kind::f32) {  // unpacked, then as bytes
+        return t.exact_bf16 && b.zero_point == nullptr && b.col_stride == 1 && length % kPanelBytes == 0 &&
+               first.begin % 4 == 0 && (!plan.b_folded || regular(b.block_cols, first.begin));
+    }
     if (t.bits != 4 && !(t.bits == 8 && (t.integer || t.exact_bf16))) return false;
     if (b.col_stride != 1 && !transposed(b)) return false;
     if (length * t.bits % (8 * kPanelBytes) != 0 || first.begin * t.bits % 8 != 0) return false;
-    if (plan.kind == Kind::f32) return !plan.b_folded || power_of_two(b.block_cols);
+    if (plan.kind == Kind::f32) return !plan.b_folded || regular(b.block_cols, first.begin);
     const bool dense = last.begin - first.begin == last.dword * elements_per_dword(plan.kind);
     if (plan.kind == Kind::bf16)
         return dense && !plan.b_folded && b.zero_point == nullptr && (t.bits == 4 || !t.integer);
@@ -78,6 +85,10 @@ void PanelLoader::load_direct(int64_t row, int64_t valid, int64_t begin, int64_t
         Loader{b, kernels, plan, false, raw, levels}.fetch_turned(row, valid, begin, begin + length);
         base = raw;
         pitch = turned_pitch(length);
+    } else if (b.table->bits == 6) {
+        pitch = turned_pitch(length);
+        for (int64_t n = 0; n < valid; ++n) kernels.unpack(base + n * b.row_stride, raw + n * pitch, length, 6);
+        base = raw;
     }
     for (int64_t n = 0; n < kernels.nr; ++n) p.rows[n] = base + std::min(n, valid - 1) * pitch;
     if (plan.kind == Kind::s8u8) {
@@ -99,15 +110,12 @@ void PanelLoader::put_levels(int64_t row, int64_t valid, int64_t begin, int64_t 
     p.first = begin - from * block;
     for (int64_t n = 0; n < nr; ++n) {
         const int64_t r = row + std::min(n, valid - 1);
-        if (plan.b_folded) {
-            block_scales(b, r, from, blocks, levels);
-            for (int64_t i = 0; i < blocks; ++i) scales[i * nr + n] = levels[i];
-        }
-        if (b.zero_point == nullptr) continue;
-        for (int64_t i = 0; i < blocks; ++i) {
+        if (plan.b_folded) block_scales(b, r, from, blocks, reinterpret_cast<float*>(rows) + n * kTileStride);
+        for (int64_t i = 0; b.zero_point != nullptr && i < blocks; ++i) {
             zeros[i * nr + n] = static_cast<float>(zero_at(b, r, std::max(begin, (from + i) * block)));
         }
     }
+    if (plan.b_folded) kernels.transpose(rows, kTileStride, reinterpret_cast<uint32_t*>(scales), blocks);
     p.scales = plan.b_folded ? scales : nullptr;
     p.zeros = b.zero_point == nullptr ? nullptr : zeros;
 }

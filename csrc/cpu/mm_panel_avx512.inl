@@ -21,16 +21,34 @@ inline void turn_bytes(const uint8_t* const* rows, int64_t at, __m512i* out) {
     shuffle(w, out);
 }
 
-// Where one column's worth of sixteen values goes, and what is done to them on the way.
+// Where a column's sixteen values go, and what is done to them on the way: `levels` of kStep columns, from a multiple
+// of it on, are those of one block. Members are values: what is stored might change anything that lies in memory.
+constexpr int kStep = kPanelStep;
+template <bool kLevels>
 struct Place {
-    const Panel& p;
-    int64_t half;  // of the columns
+    float* out;
+    const float *scales, *zeros;
+    int64_t first;
+    int shift;
+    Place(const Panel& p, int64_t half)  // of the columns
+        : out(reinterpret_cast<float*>(p.out) + half * kTurn),
+          scales(p.scales == nullptr ? nullptr : p.scales + half * kTurn),
+          zeros(p.zeros == nullptr ? nullptr : p.zeros + half * kTurn),
+          first(p.first),
+          shift(p.shift) {}
 
-    void operator()(int64_t k, __m512 v) const {
-        const int64_t at = ((p.first + k) >> p.shift) * kNr + half * kTurn;
-        if (p.zeros != nullptr) v = _mm512_sub_ps(v, _mm512_loadu_ps(p.zeros + at));
-        if (p.scales != nullptr) v = _mm512_mul_ps(v, _mm512_loadu_ps(p.scales + at));
-        _mm512_store_ps(reinterpret_cast<float*>(p.out + k * kNr + half * kTurn), v);
+    struct Levels {
+        __m512 scale, zero;
+    };
+    Levels levels(int64_t k) const {
+        const int64_t at = ((first + k) >> shift) * kNr;
+        const bool scaled = kLevels && scales != nullptr, shifted = kLevels && zeros != nullptr;
+        return {scaled ? _mm512_loadu_ps(scales + at) : _mm512_set1_ps(1.0f),
+                shifted ? _mm512_loadu_ps(zeros + at) : _mm512_setzero_ps()};
+    }
+    void operator()(int64_t k, __m512 v, const Levels& l) const {
+        if (kLevels) v = _mm512_mul_ps(zeros != nullptr ? _mm512_sub_ps(v, l.zero) : v, l.scale);
+        _mm512_store_ps(out + k * kNr, v);
     }
 };
 
@@ -38,14 +56,16 @@ inline __m512 widen_bf16(__m256i words) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }
 
-// 8-bit floats by way of fp16, which is the faster one without shuffles of bytes.
+// Floats of 8 or 6 bits by way of fp16, which is the faster one without shuffles of bytes.
 struct HalfDecoder {
+    int lift;  // to the top of a byte
     __m512i mask;
     __m512 unit;
     uint8_t nan;
     int shift;
     explicit HalfDecoder(const Table& t)
-        : mask(_mm512_set1_epi16(static_cast<short>(0x8000 | 0x7f00 >> t.half_shift))),
+        : lift(8 - t.bits),
+          mask(_mm512_set1_epi16(static_cast<short>(0x8000 | 0x7f00 >> t.half_shift))),
           unit(_mm512_set1_ps(t.half_unit)),
           nan(t.half_nan),
           shift(8 - t.half_shift) {}
@@ -54,6 +74,7 @@ struct HalfDecoder {
         const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
         return nan != 0 && _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(static_cast<char>(nan))) != 0;
     }
+    __m512i lifted(__m512i codes) const { return _mm512_sll_epi16(codes, _mm_cvtsi32_si128(lift)); }
     void operator()(__m256i codes, __m512* out) const {
         const __m512i words =
             _mm512_and_si512(_mm512_sll_epi16(_mm512_cvtepi8_epi16(codes), _mm_cvtsi32_si128(shift)), mask);
@@ -62,20 +83,23 @@ struct HalfDecoder {
     }
 };
 
-template <class Decoder, bool kHalf>
-void panel_f32_floats(const Panel& p) {
+template <class Decoder, bool kHalf, bool kLevels>
+void panel_floats(const Panel& p) {
     const Decoder decode(*p.table);
     const HalfDecoder half(*p.table);
     for (int64_t k = 0; k < p.length; k += 64) {
         for (int64_t h = 0; h < kNr / kTurn; ++h) {
-            const Place place{p, h};
+            const Place<kLevels> place(p, h);
+            typename Place<kLevels>::Levels levels[4];
+            for (int i = 0; i < 4; ++i) levels[i] = place.levels(k + i * kTurn);
             __m512i codes[kTurn];
             turn_bytes(p.rows + h * kTurn, k, codes);
             for (int j = 0; j < kTurn; ++j) {
                 __m512 v[4];
                 if (kHalf && !half.fails(codes[j])) {
-                    half(_mm512_castsi512_si256(codes[j]), v);
-                    half(_mm512_extracti64x4_epi64(codes[j], 1), v + 2);
+                    const __m512i lifted = half.lifted(codes[j]);
+                    half(_mm512_castsi512_si256(lifted), v);
+                    half(_mm512_extracti64x4_epi64(lifted, 1), v + 2);
                 } else {
                     __m512i words[2];
                     decode(codes[j], words);
@@ -85,24 +109,43 @@ void panel_f32_floats(const Panel& p) {
                     }
                 }
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) place(k + i * kTurn + j, v[i]);
+                for (int i = 0; i < 4; ++i) place(k + i * kTurn + j, v[i], levels[i]);
             }
         }
     }
 }
 
-// `convert(bytes, k, place)` for every sixteen bytes along the columns; byte k of the rows.
-template <class F>
-inline void each_column(const Panel& p, int64_t bytes, const F& convert) {
+template <class Decoder, bool kHalf>
+void panel_f32_floats(const Panel& p) {
+    p.scales == nullptr ? panel_floats<Decoder, kHalf, false>(p) : panel_floats<Decoder, kHalf, true>(p);
+}
+
+// `convert(bytes, k, put)` for every sixteen bytes along the columns; byte k of the rows, kCodes codes each.
+template <int kCodes, bool kLevels, class F>
+inline void each_column_of(const Panel& p, int64_t bytes, const F& convert) {
+    constexpr int kBytes = kStep / kCodes;
     for (int64_t k = 0; k < bytes; k += 64) {
         for (int64_t h = 0; h < kNr / kTurn; ++h) {
-            const Place place{p, h};
+            const Place<kLevels> place(p, h);
             alignas(64) __m512i codes[kTurn];
             turn_bytes(p.rows + h * kTurn, k, codes);
             const auto* lanes = reinterpret_cast<const __m128i*>(codes);
-            for (int64_t i = 0; i < 64; ++i) convert(_mm_load_si128(lanes + i % kTurn * 4 + i / kTurn), k + i, place);
+            for (int64_t i = 0; i < 64; i += kBytes) {
+                const auto levels = place.levels((k + i) * kCodes);
+                auto put = [&](int64_t at, __m512 v) { place(at, v, levels); };
+                const __m128i* lane = lanes + i % kTurn * 4 + i / kTurn;
+#pragma GCC unroll 16
+                for (int j = 0; j < kBytes; ++j) convert(_mm_load_si128(lane + j * 4), k + i + j, put);
+            }
         }
     }
+}
+
+template <int kCodes, class F>
+inline void each_column(const Panel& p, const F& convert) {
+    const bool levels = p.scales != nullptr || p.zeros != nullptr;
+    levels ? each_column_of<kCodes, true>(p, p.length / kCodes, convert)
+           : each_column_of<kCodes, false>(p, p.length / kCodes, convert);
 }
 
 template <class Decoder, bool kHalf>
@@ -110,22 +153,22 @@ void panel_f32(const Panel& p) {
     const Table& t = *p.table;
     if (t.bits == 4) {
         const __m512 values = _mm512_load_ps(t.f32);
-        return each_column(p, p.length / 2, [&](__m128i bytes, int64_t k, const Place& place) {
+        return each_column<2>(p, [&](__m128i bytes, int64_t k, const auto& put) {
             const __m512i pair = _mm512_cvtepu8_epi32(bytes);
-            place(2 * k, _mm512_permutexvar_ps(pair, values));
-            place(2 * k + 1, _mm512_permutexvar_ps(_mm512_srli_epi32(pair, 4), values));
+            put(2 * k, _mm512_permutexvar_ps(pair, values));
+            put(2 * k + 1, _mm512_permutexvar_ps(_mm512_srli_epi32(pair, 4), values));
         });
     }
     if (t.integer && t.is_signed) {
-        return each_column(p, p.length, [&](__m128i bytes, int64_t k, const Place& place) {
-            place(k, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+        return each_column<1>(p, [&](__m128i bytes, int64_t k, const auto& put) {
+            put(k, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
         });
     }
     if (t.integer) {
-        return each_column(p, p.length, [&](__m128i bytes, int64_t k, const Place& place) {
-            place(k, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
+        return each_column<1>(p, [&](__m128i bytes, int64_t k, const auto& put) {
+            put(k, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
         });
     }
-    kHalf&& t.bits == 8 && t.half_shift >= 0 ? panel_f32_floats<Decoder, kHalf>(p)
-                                             : panel_f32_floats<Decoder, false>(p);
+    const bool half = kHalf && t.half_shift >= 0;
+    half ? panel_f32_floats<Decoder, kHalf>(p) : panel_f32_floats<Decoder, false>(p);
 }
