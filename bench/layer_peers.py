@@ -118,7 +118,10 @@ def _int4_groups(layer: Layer) -> tuple[Tensor, Tensor]:
     return ((groups / scale[..., None]).round() + 8).clamp(0, 15).flatten(1).to(torch.int32), scale
 
 
-def _torch_int4pack(layer: Layer) -> Case:
+def _torch_int4pack(layer: Layer) -> Case | None:
+    """Unless it takes seconds: of other input than bf16 it multiplies an element at a time."""
+    if layer.x.dtype != torch.bfloat16 and len(layer.x) > 16:
+        return None
     codes, scale = _int4_groups(layer)
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     pairs = torch.stack([scale, torch.zeros_like(scale)], -1).transpose(0, 1).contiguous().to(layer.x.dtype)
@@ -176,7 +179,7 @@ def _bitsandbytes(layer: Layer) -> Case:
 
 
 #: 'INPUT SCHEME x WEIGHT SCHEME on DTYPE', and who does the like of it.
-OFFERS: tuple[tuple[str, Callable[[Layer], Case]], ...] = (
+OFFERS: tuple[tuple[str, Callable[[Layer], Case | None]], ...] = (
     (r"int8:row x int8:row on fp32", _torch_dynamic),
     (r"int8:row x int8:row on .*", _onednn_product),
     (r"int8:row x int8:row on fp32", _onnx_dynamic),
