@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -159,11 +161,16 @@ def multipliers(call: ScaledMM) -> Iterator[Case]:
 
 def _torch_scaled_mm(m: int, n: int, k: int, a: torch.dtype, b: torch.dtype) -> Case | None:
     """Unless it takes seconds: torch multiplies fp8 an element at a time on some CPUs, and few rows on all."""
-    part = min(m, 64)
-    case = probe.scaled_mm(part, min(n, 512), min(k, 512), a, b)
+    return probe.scaled_mm(m, n, k, a, b) if _scaled_mm_seconds(m, n, k, a, b) < 2 else None
+
+
+@cache
+def _scaled_mm_seconds(m: int, n: int, k: int, a: torch.dtype, b: torch.dtype) -> float:
+    """What it would take, by a part of it."""
+    part = min(m, 64), min(n, 512), min(k, 512)
+    case = probe.scaled_mm(*part, a, b)
     case.run()
-    seconds = once(case) * (m * n * k) / (part * min(n, 512) * min(k, 512))
-    return probe.scaled_mm(m, n, k, a, b) if seconds < 2 else None
+    return once(case) * (m * n * k) / prod(part)
 
 
 def _decoded(m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Case:

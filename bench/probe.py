@@ -81,8 +81,10 @@ def medium(case: Case) -> Case:
     def run() -> None:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")
-        case.run()
-        torch.set_float32_matmul_precision(before)
+        try:
+            case.run()
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     return Case(f"{case.who}, medium", run)
 

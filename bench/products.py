@@ -57,4 +57,9 @@ def run(directory: Path) -> Path:
         work.Item(op, f"{op} {w.variant}", w.subject, lambda op=op, w=w: work.group_of(OPS[op], f"{op} {w.variant}", w))
         for op, w in workloads()
     ]
-    return bench.run(items, directory, name="products", shapes="Products are M x N x K")[0]
+    return bench.run(
+        items,
+        directory,
+        name="products",
+        shapes="Products are M x N x K; weights that `lowbit bench` measures are in its results",
+    )[0]

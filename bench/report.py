@@ -58,18 +58,19 @@ def write(directory: Path, name: str, rows: list[Row], shapes: str, about: dict[
         table.writeheader()
         for row in rows:
             table.writerow({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"})
+    suite = "" if name == "cpu" else f" {name}"
     picture = plot(rows, directory / f"{name}.png")
     path = directory / f"{name}.md"
-    path.write_text("\n".join(_text(rows, shapes, about, quick, f"{name}.png" if picture else "")) + "\n")
+    path.write_text("\n".join(_text(rows, shapes, about, quick, f"{name}.png" if picture else "", suite)) + "\n")
     return path
 
 
 # -- Markdown ----------------------------------------------------------------------------------------------------------
-def _text(rows: list[Row], shapes: str, about: dict[str, str], quick: bool, picture: str) -> Iterable[str]:
+def _text(rows: list[Row], shapes: str, about: dict[str, str], quick: bool, picture: str, suite: str) -> Iterable[str]:
     yield "# CPU benchmark\n"
     if quick:
         yield "**A quick run on tiny inputs, which shows that everything runs. Its figures mean nothing.**\n"
-    yield "Written by `lowbit bench`. A row's entries, its limit among them, took turns in one loop; medians.\n"
+    yield f"Written by `lowbit bench{suite}`. A row's entries, its limit among them, took turns in one loop; medians.\n"
     for key, value in about.items():
         yield f"- {key}: {value}"
     yield (
@@ -78,7 +79,8 @@ def _text(rows: list[Row], shapes: str, about: dict[str, str], quick: bool, pict
         "and half written. Products count 2mnk operations; their limit is the slower of reading their operands from "
         "memory and of as many operations in registers (int8 for integer pairs, else bf16 where the processor has it "
         "and the operands are exact in it, else fp32). Operands come from memory, not from a cache. In parentheses: "
-        "percent of the limit; `goal` is what lowbit's best should reach of it. `-`: not offered, or not installed."
+        "percent of the limit; `goal` is what lowbit's best should reach of it. `-`: not offered, or not installed. "
+        "`medium`: with leave to round fp32 operands to bf16, which torch takes where the processor has bf16 products."
     )
     if picture:
         yield f"\n![percent of the limit, by operation]({picture})"

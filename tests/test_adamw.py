@@ -222,6 +222,16 @@ def test_a_large_step_in_place_equals_the_reference_whatever_the_strides(dtype):
                 assert_same_bits(moment.parts[name], other.parts[name], name)
 
 
+def test_a_step_size_may_be_a_tensor_in_one_call_and_a_number_in_the_next():
+    param, grad = torch.randn(3, 77), torch.randn(3, 77)
+    made = []
+    for lr in (torch.tensor(0.1), 0.1):
+        copy, state = param.clone(), moments(param)
+        lb.adamw_(copy, grad, *state, step=1, lr=lr)
+        made.append(copy)
+    assert_same_bits(*made)
+
+
 def test_outputs_may_be_the_inputs_that_they_replace_and_no_others():
     param, grad = torch.randn(4, 64), torch.randn(4, 64)
     avg, rms = moments(param)

@@ -338,3 +338,23 @@ def test_bits_that_pad_a_row_and_nan_in_narrow_formats(kernel: Kernel, format):
             assert_same_bits(got[0], expected[0], f"{format}, {rows} rows")
             assert got[0].isfinite().all()
             check(got[0], call, kernel.impl.numerics, str(kernel))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["e3m2n", "e2m3n", "fp8_e4m3", "e2m1n", "e1m4b-113"])
+def test_nan_of_either_sign_and_the_end_of_the_range_in_whole_steps(kernel: Kernel, format):
+    """Depths that kernels take in whole steps, few rows to many: a NaN reaches its column, and nothing else does."""
+    if kernel.variant.interpreted:
+        pytest.skip("the interpreter takes minutes")
+    for rows in (1, 5, 14, 20):
+        normal = torch.randn(rows + 9, 128, generator=torch.Generator().manual_seed(0))
+        call = make_call(normal[:rows], normal[rows:], None, f"{format}:row")
+        f = lb.scheme(call.b_scheme).format
+        hit = torch.zeros(9, dtype=torch.bool)
+        if f.nan != "none":
+            codes = lb.unpack(call.b, f.bits, (9, 128))
+            codes[3, 40], codes[6, 99] = f.nan_code, f.nan_code | 1 << (f.bits - 1)
+            call, hit[[3, 6]] = call._replace(b=lb.pack(codes, f.bits)), True
+        got = kernel.run(moved(call, kernel.variant.device))
+        if got is not None:
+            assert torch.equal(got[0].cpu().isnan(), hit.expand(rows, 9)), f"{format}, {rows} rows on {kernel}"

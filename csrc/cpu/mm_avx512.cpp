@@ -110,7 +110,7 @@ Kernels make() {
     k.widen = widen;
     k.transpose = transpose;
     k.pack = pack;
-    k.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, true>;
+    k.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, Halves>;
     if (has_feature("avx512_vbmi")) add_avx512vbmi(k);
     if (has_feature("avx512_vnni")) add_avx512vnni(k);
     if (has_feature("avx512_vnni") && has_feature("avx512_bf16")) add_avx512bf16(k);

@@ -107,7 +107,7 @@ void panel_bf16(const Panel& p) { p.table->bits == 4 ? panel_bf16_nibbles(p) : p
 void add_avx512vbmi(Kernels& kernels) {
     kernels.unpack = unpack;
     kernels.decode_f32 = decode_f32<Bf16Decoder>;
-    kernels.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, false>;
+    kernels.panel[static_cast<int>(Kind::f32)] = panel_f32<Bf16Decoder, NoHalves>;
     kernels.panel[static_cast<int>(Kind::bf16)] = panel_bf16;
     kernels.decode_bf16 = decode_bf16<Bf16Decoder>;
 }

@@ -92,7 +92,10 @@ void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, f
         const int64_t step = x.scale_col_stride;
         for (int64_t i = 0; i < count; ++i) out[i] = float_of(table[codes[i * step]]);
     } else {
-        for (int64_t i = 0; i < count; ++i) out[i] = stored_scale(x, at + i * x.scale_col_stride);
+        for (int64_t i = 0; i < count; ++i) {
+            const uint32_t stored = load_scale(x.scale, at + i * x.scale_col_stride, x.scale_format);
+            out[i] = scale_value(stored, x.scale_format, nullptr);
+        }
     }
     if (x.outer == nullptr) return;
     for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;

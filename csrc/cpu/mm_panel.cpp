@@ -12,10 +12,9 @@ constexpr int kOneBlock = 62;  // a shift after which every index is 0
 
 bool transposed(const Operand& x) { return x.table->bits == 8 && x.row_stride == 1 && x.col_stride != 1; }
 
-// Whether blocks of the columns from `begin` on are what Panel takes.
-bool regular(int64_t block, int64_t begin) {
-    return (block & (block - 1)) == 0 && block % kPanelStep == 0 && begin % kPanelStep == 0;
-}
+// Whether blocks are what Panel takes; those of f32 begin at multiples of kTileDepth.
+bool regular(int64_t block) { return (block & (block - 1)) == 0 && block % kPanelStep == 0; }
+static_assert(kTileDepth % kPanelStep == 0, "chunks begin with steps");
 
 }  // namespace
 
@@ -24,14 +23,14 @@ bool PanelLoader::direct(const Segment& first, const Segment& last) const {
     if (kernels.panel[static_cast<int>(plan.kind)] == nullptr || !b.has_codes()) return false;
     const Table& t = *b.table;
     const int64_t length = last.begin + last.length - first.begin;
-    if (t.bits == 6 && plan.kind == Kind::f32) {  // unpacked, then as bytes
-        return t.exact_bf16 && b.zero_point == nullptr && b.col_stride == 1 && length % kPanelBytes == 0 &&
-               first.begin % 4 == 0 && (!plan.b_folded || regular(b.block_cols, first.begin));
-    }
+    const bool f32 = plan.kind == Kind::f32;
+    if (f32 && plan.b_folded && !regular(b.block_cols)) return false;
+    // Codes of 6 bits are unpacked, and then are bytes.
+    if (t.bits == 6) return f32 && !t.integer && t.exact_bf16 && b.col_stride == 1 && length % kPanelBytes == 0;
     if (t.bits != 4 && !(t.bits == 8 && (t.integer || t.exact_bf16))) return false;
     if (b.col_stride != 1 && !transposed(b)) return false;
     if (length * t.bits % (8 * kPanelBytes) != 0 || first.begin * t.bits % 8 != 0) return false;
-    if (plan.kind == Kind::f32) return !plan.b_folded || regular(b.block_cols, first.begin);
+    if (f32) return true;
     const bool dense = last.begin - first.begin == last.dword * elements_per_dword(plan.kind);
     if (plan.kind == Kind::bf16)
         return dense && !plan.b_folded && b.zero_point == nullptr && (t.bits == 4 || !t.integer);
@@ -111,7 +110,8 @@ void PanelLoader::put_levels(int64_t row, int64_t valid, int64_t begin, int64_t 
     for (int64_t n = 0; n < nr; ++n) {
         const int64_t r = row + std::min(n, valid - 1);
         if (plan.b_folded) block_scales(b, r, from, blocks, reinterpret_cast<float*>(rows) + n * kTileStride);
-        for (int64_t i = 0; b.zero_point != nullptr && i < blocks; ++i) {
+        if (b.zero_point == nullptr) continue;
+        for (int64_t i = 0; i < blocks; ++i) {
             zeros[i * nr + n] = static_cast<float>(zero_at(b, r, std::max(begin, (from + i) * block)));
         }
     }

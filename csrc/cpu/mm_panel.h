@@ -10,7 +10,7 @@ struct PanelLoader {
     const Operand& b;
     const Kernels& kernels;
     const Plan& plan;
-    uint32_t* rows;         // [nr, kTileStride]
+    uint32_t* rows;         // [nr, kTileStride]: decoded, or scales of each
     float *scales, *zeros;  // [kMaxPanelBlocks, nr]
     uint8_t* raw;
     float* levels;
@@ -28,6 +28,6 @@ struct PanelLoader {
     void load_direct(int64_t row, int64_t valid, int64_t begin, int64_t length, uint32_t* panel) const;
     void put_levels(int64_t row, int64_t valid, int64_t begin, int64_t length, Panel& panel) const;
 };
-constexpr int64_t kMaxPanelBlocks = kTileDepth + 1;
+constexpr int64_t kMaxPanelBlocks = kTileDepth / kPanelStep;
 
 }  // namespace lowbit::cpu::mm

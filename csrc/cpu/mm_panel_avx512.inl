@@ -21,9 +21,9 @@ inline void turn_bytes(const uint8_t* const* rows, int64_t at, __m512i* out) {
     shuffle(w, out);
 }
 
-// Where a column's sixteen values go, and what is done to them on the way: `levels` of kStep columns, from a multiple
+// Where a column's sixteen values go, and what is done to them on the way: `levels` of kTurn columns, from a multiple
 // of it on, are those of one block. Members are values: what is stored might change anything that lies in memory.
-constexpr int kStep = kPanelStep;
+static_assert(kPanelStep == kTurn, "a lane of turned bytes is of one block");
 template <bool kLevels>
 struct Place {
     float* out;
@@ -57,36 +57,42 @@ inline __m512 widen_bf16(__m256i words) {
 }
 
 // Floats of 8 or 6 bits by way of fp16, which is the faster one without shuffles of bytes.
-struct HalfDecoder {
-    int lift;  // to the top of a byte
+struct Halves {
+    int lift, shift;  // lift: of codes to the top of a byte
     __m512i mask;
     __m512 unit;
-    uint8_t nan;
-    int shift;
-    explicit HalfDecoder(const Table& t)
+    uint8_t nan;  // lifted
+    explicit Halves(const Table& t)
         : lift(8 - t.bits),
+          shift(8 - t.half_shift),
           mask(_mm512_set1_epi16(static_cast<short>(0x8000 | 0x7f00 >> t.half_shift))),
           unit(_mm512_set1_ps(t.half_unit)),
-          nan(t.half_nan),
-          shift(8 - t.half_shift) {}
-    // Whether the codes hold a NaN that is none in fp16.
-    bool fails(__m512i codes) const {
+          nan(static_cast<uint8_t>(t.half_nan << (8 - t.bits))) {}
+    // 64 values; false where codes hold a NaN that is none in fp16.
+    bool operator()(__m512i codes, __m512* out) const {
+        codes = _mm512_sll_epi16(codes, _mm_cvtsi32_si128(lift));
         const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
-        return nan != 0 && _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(static_cast<char>(nan))) != 0;
+        if (nan != 0 && _mm512_cmpeq_epi8_mask(magnitude, _mm512_set1_epi8(static_cast<char>(nan))) != 0) return false;
+        widen(_mm512_castsi512_si256(codes), out);
+        widen(_mm512_extracti64x4_epi64(codes, 1), out + 2);
+        return true;
     }
-    __m512i lifted(__m512i codes) const { return _mm512_sll_epi16(codes, _mm_cvtsi32_si128(lift)); }
-    void operator()(__m256i codes, __m512* out) const {
+    void widen(__m256i codes, __m512* out) const {
         const __m512i words =
             _mm512_and_si512(_mm512_sll_epi16(_mm512_cvtepi8_epi16(codes), _mm_cvtsi32_si128(shift)), mask);
         out[0] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(words)), unit);
         out[1] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)), unit);
     }
 };
+struct NoHalves {
+    explicit NoHalves(const Table&) {}
+    bool operator()(__m512i, __m512*) const { return false; }
+};
 
-template <class Decoder, bool kHalf, bool kLevels>
+template <class Decoder, class Half, bool kLevels>
 void panel_floats(const Panel& p) {
     const Decoder decode(*p.table);
-    const HalfDecoder half(*p.table);
+    const Half half(*p.table);
     for (int64_t k = 0; k < p.length; k += 64) {
         for (int64_t h = 0; h < kNr / kTurn; ++h) {
             const Place<kLevels> place(p, h);
@@ -96,11 +102,7 @@ void panel_floats(const Panel& p) {
             turn_bytes(p.rows + h * kTurn, k, codes);
             for (int j = 0; j < kTurn; ++j) {
                 __m512 v[4];
-                if (kHalf && !half.fails(codes[j])) {
-                    const __m512i lifted = half.lifted(codes[j]);
-                    half(_mm512_castsi512_si256(lifted), v);
-                    half(_mm512_extracti64x4_epi64(lifted, 1), v + 2);
-                } else {
+                if (!half(codes[j], v)) {
                     __m512i words[2];
                     decode(codes[j], words);
                     for (int i = 0; i < 2; ++i) {
@@ -115,15 +117,16 @@ void panel_floats(const Panel& p) {
     }
 }
 
-template <class Decoder, bool kHalf>
+// Floats have no zero points.
+template <class Decoder, class Half>
 void panel_f32_floats(const Panel& p) {
-    p.scales == nullptr ? panel_floats<Decoder, kHalf, false>(p) : panel_floats<Decoder, kHalf, true>(p);
+    p.scales == nullptr ? panel_floats<Decoder, Half, false>(p) : panel_floats<Decoder, Half, true>(p);
 }
 
 // `convert(bytes, k, put)` for every sixteen bytes along the columns; byte k of the rows, kCodes codes each.
 template <int kCodes, bool kLevels, class F>
 inline void each_column_of(const Panel& p, int64_t bytes, const F& convert) {
-    constexpr int kBytes = kStep / kCodes;
+    constexpr int kBytes = kTurn / kCodes;
     for (int64_t k = 0; k < bytes; k += 64) {
         for (int64_t h = 0; h < kNr / kTurn; ++h) {
             const Place<kLevels> place(p, h);
@@ -148,7 +151,7 @@ inline void each_column(const Panel& p, const F& convert) {
            : each_column_of<kCodes, false>(p, p.length / kCodes, convert);
 }
 
-template <class Decoder, bool kHalf>
+template <class Decoder, class Half>
 void panel_f32(const Panel& p) {
     const Table& t = *p.table;
     if (t.bits == 4) {
@@ -169,6 +172,5 @@ void panel_f32(const Panel& p) {
             put(k, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
         });
     }
-    const bool half = kHalf && t.half_shift >= 0;
-    half ? panel_f32_floats<Decoder, kHalf>(p) : panel_f32_floats<Decoder, false>(p);
+    t.half_shift >= 0 ? panel_f32_floats<Decoder, Half>(p) : panel_f32_floats<Decoder, NoHalves>(p);
 }

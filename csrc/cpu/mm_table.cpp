@@ -14,7 +14,8 @@ namespace {
 void fill_half(Table& table, const FormatParams& f) {
     const bool same_ends = f.exponent == 5 && f.inf_code >= 0;  // Inf and NaN where fp16 has them
     const bool inside = f.exponent < 5 && f.inf_code < 0;
-    if (f.kind != kKindFloat || !f.is_signed || !(same_ends || inside)) return;
+    const bool finite = 15 - f.bias < 128;  // half_unit
+    if (f.kind != kKindFloat || !f.is_signed || !(same_ends || inside) || !finite) return;
     table.half_shift = 5 - f.exponent;
     table.half_unit = std::ldexp(1.0f, 15 - f.bias);
     table.half_nan = static_cast<uint8_t>(inside && f.nan_code >= 0 ? f.nan_code : 0);

@@ -81,7 +81,9 @@ def _make_plan(spec: OpSpec, call: Any) -> Plan:
     outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
-    spans = [(index, _span(value)) for index, value in enumerate(call) if isinstance(value, Tensor)]
+    spans = [
+        (index, _span(value)) for index, value in enumerate(call[: _decisive[spec.name]]) if isinstance(value, Tensor)
+    ]
     return Plan(device, outs, impl.bind(call) if any(sizes) else None, spans)
 
 

@@ -48,12 +48,14 @@ def bench(
     """Measure every op, format and scheme on this CPU, on each instruction set, beside peers that are installed.
 
     All cases of a group take turns with the machine's limit (a copy of as many bytes; arithmetic in registers). Writes
-    cpu.md, cpu.csv and cpu.png. Minutes in all; leave the machine alone meanwhile.
+    cpu.md, cpu.csv and cpu.png; other suites files of their names. Minutes in all; leave the machine alone meanwhile.
     """
     adopt("bench")
     from lowbit.bench import run
 
     if suite is not Suite.ops:
+        if only or quick or list_only or json:
+            raise ValueError(f"--only, --quick, --list and --json are of the suite 'ops', not of {suite.value!r}")
         path = import_module(f"lowbit.bench.{suite.value}").run(directory)
         out.print(path.read_text(), markup=False, soft_wrap=True)
         return
