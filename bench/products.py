@@ -53,13 +53,6 @@ def _all() -> Iterator[tuple[str, Workload]]:
 
 def run(directory: Path) -> Path:
     """Measure all, and write the results; the path of ``products.md``."""
-    items = [
-        work.Item(op, f"{op} {w.variant}", w.subject, lambda op=op, w=w: work.group_of(OPS[op], f"{op} {w.variant}", w))
-        for op, w in workloads()
-    ]
-    return bench.run(
-        items,
-        directory,
-        name="products",
-        shapes="Products are M x N x K; weights that `lowbit bench` measures are in its results",
-    )[0]
+    items = [work.item(OPS[op], w) for op, w in workloads()]
+    shapes = "Products are M x N x K; weights that `lowbit bench` measures are in its results"
+    return bench.run(items, directory, name="products", shapes=shapes)[0]

@@ -30,12 +30,15 @@ class Item(NamedTuple):
 def items(rows: int, cols: int) -> Iterator[Item]:
     """Everything there is to measure, on matrices ``[rows, cols]``."""
     for spec in OPS.values():
-        for work in spec.workloads(rows, cols):
-            label = " ".join(filter(None, (spec.name, work.variant)))
-            yield Item(spec.name, label, work.subject, lambda s=spec, n=label, w=work: group_of(s, n, w))
+        yield from (item(spec, work) for work in spec.workloads(rows, cols))
 
 
-def group_of(spec: OpSpec, label: str, work: Workload) -> Group:
+def item(spec: OpSpec, work: Workload) -> Item:
+    label = " ".join(filter(None, (spec.name, work.variant)))
+    return Item(spec.name, label, work.subject, lambda: _group(spec, label, work))
+
+
+def _group(spec: OpSpec, label: str, work: Workload) -> Group:
     call = work.call()
     cost = spec.cost(call)
     calls = [call, *(_copy(call) for _ in range(_copies(cost) - 1))]
