@@ -19,6 +19,33 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Body b
 }
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
+// Ops that the CPU also has in two parts (ops_planned.h).
+constexpr struct {
+    const char *name, *arguments;
+} kPlanned[] = {
+    {"encode", "(Tensor x, Tensor(a!) out, int format, bool saturate, int[] rng)"},
+    {"decode", "(Tensor codes, Tensor(a!) out, int format)"},
+    {"pack", "(Tensor codes, Tensor(a!) out, int bits)"},
+    {"unpack", "(Tensor packed, Tensor(a!) out, int bits)"},
+    {"outer_scale", "(Tensor x, Tensor(a!) out, int scheme)"},
+    {"quantize",
+     "(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, int[] rng)"},
+    {"quantize_static",
+     "(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int scheme, int[] rng)"},
+    {"dequantize", "(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme)"},
+    {"fake_quantize",
+     "(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme, int[] rng)"},
+    {"fake_quantize_backward",
+     "(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) grad_x, Tensor(b!)? "
+     "grad_scale, int scheme)"},
+    {"scaled_mm",
+     "(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, Tensor b, int b_scheme, Tensor? "
+     "b_scale, Tensor? b_zero_point, Tensor? b_outer, Tensor? bias, Tensor(a!) out, int cols)"},
+    {"linear",
+     "(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor? bias, "
+     "Tensor(a!) out)"},
+};
+
 int64_t keep(std::vector<int64_t> numbers) { return lowbit::keep(numbers); }
 void force_isa(std::string name) { lowbit::cpu::force_isa(name); }
 std::string isa() { return lowbit::cpu::isa_name(lowbit::cpu::current_isa()); }
@@ -29,39 +56,21 @@ std::vector<std::string> isas() { return lowbit::cpu::isas(); }
 
 STABLE_TORCH_LIBRARY(lowbit_native, m) {
     lowbit::cpu::set_parallel_for(parallel_for, num_threads);
-    m.def("encode(Tensor x, Tensor(a!) out, int format, bool saturate, int[] rng) -> ()");
-    m.def("decode(Tensor codes, Tensor(a!) out, int format) -> ()");
-    m.def("pack(Tensor codes, Tensor(a!) out, int bits) -> ()");
-    m.def("unpack(Tensor packed, Tensor(a!) out, int bits) -> ()");
-    m.def("outer_scale(Tensor x, Tensor(a!) out, int scheme) -> ()");
-    m.def(
-        "quantize(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, "
-        "int[] rng) -> ()");
-    m.def(
-        "quantize_static(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int scheme, "
-        "int[] rng) -> ()");
-    m.def(
-        "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme) -> "
-        "()");
-    m.def(
-        "fake_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme, "
-        "int[] rng) -> ()");
-    m.def(
-        "fake_quantize_backward(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, "
-        "Tensor(a!) grad_x, Tensor(b!)? grad_scale, int scheme) -> ()");
-    m.def(
-        "scaled_mm(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, "
-        "Tensor b, int b_scheme, Tensor? b_scale, Tensor? b_zero_point, Tensor? b_outer, "
-        "Tensor? bias, Tensor(a!) out, int cols) -> ()");
-    m.def(
-        "linear(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, "
-        "Tensor? bias, Tensor(a!) out) -> ()");
+    for (const auto& op : kPlanned) {
+        m.def((std::string(op.name) + op.arguments + " -> ()").c_str());
+        m.def((std::string("plan_") + op.name + op.arguments + " -> int").c_str());
+    }
     m.def(
         "adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, "
         "Tensor(a!) new_param, Tensor(b!) new_avg, Tensor(c!) new_avg_scale, Tensor(d!) new_rms, "
         "Tensor(e!) new_rms_scale, int scheme, int rms_scheme, float[] factors, int[] rng) -> ()");
     m.def("spin(int arithmetic, int operations) -> bool");
     m.def("read(Tensor x) -> int");
+    m.def("caller(int tensors) -> int");
+    m.def("forget(int plan) -> ()");
+    m.def("hold(int plan, Tensor[] tensors, Tensor[] live) -> int");
+    m.def("held(int number, Tensor x) -> Tensor?");
+    m.def("release(int number) -> ()");
     m.def("keep(int[] numbers) -> int");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");

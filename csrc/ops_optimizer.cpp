@@ -13,9 +13,12 @@ using namespace lowbit;
 
 cpu::Moment moment(const Tensor& codes, const Tensor& scale, const Tensor& new_codes, const Tensor& new_scale,
                    cpu::Shape shape, const SchemeParams& s) {
-    const int64_t packed = cpu::packed_cols(shape.cols, s.format.bits);
-    return {s, bytes(codes, shape.rows, packed, "moment"), scale_data(scale, shape, s, false),
-            new_bytes(new_codes, shape.rows, packed, "moment"), new_scale_data(new_scale, shape, s, false)};
+    for (const Tensor& t : {codes, new_codes}) {
+        check_bytes(t, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "moment");
+    }
+    for (const Tensor& t : {scale, new_scale}) check_scale(t, shape, s, false);
+    return {s, static_cast<const uint8_t*>(codes.const_data_ptr()), scale.const_data_ptr(),
+            static_cast<uint8_t*>(new_codes.mutable_data_ptr()), new_scale.mutable_data_ptr()};
 }
 
 void adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, Tensor new_param,
@@ -32,9 +35,11 @@ void adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, 
     for (int i = 0; i < kAdamWFactors; ++i) f[i] = static_cast<float>(factors[static_cast<size_t>(i)]);
     const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols),
                        rms_s = kept_scheme(rms_scheme, shape.rows, shape.cols);
-    cpu::adamw(values(param), values(grad), shape, moment(avg, avg_scale, new_avg, new_avg_scale, shape, s),
+    cpu::adamw(matrix(param, "param").values(param.const_data_ptr()),
+               matrix(grad, "grad").values(grad.const_data_ptr()), shape,
+               moment(avg, avg_scale, new_avg, new_avg_scale, shape, s),
                moment(rms, rms_scale, new_rms, new_rms_scale, shape, rms_s), {f[0], f[1], f[2], f[3], f[4], f[5], f[6]},
-               rounding_of(rng), rng_of(rng), results(new_param));
+               rounding_of(rng), rng_of(rng), matrix(new_param, "new_param").results(new_param.mutable_data_ptr()));
 }
 
 }  // namespace

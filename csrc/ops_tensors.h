@@ -1,4 +1,5 @@
-// Stable tensors as the matrices, codes and scales that the CPU kernels take; what does not fit throws.
+// Stable tensors as the matrices, codes and scales that the CPU kernels take, but for their memory, which is another at
+// each call; what does not fit throws.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -36,28 +37,28 @@ inline cpu::Shape shape_of(const Tensor& t) {
     return {t.size(0), t.size(1)};
 }
 
-inline cpu::Values values(const Tensor& t) {
-    check_matrix(t, "x", true);
-    return {t.const_data_ptr(), dtype_of(t, "x"), t.stride(0)};
-}
-inline cpu::Results results(const Tensor& t) {
-    check_matrix(t, "out", true);
-    return {t.mutable_data_ptr(), dtype_of(t, "out"), t.stride(0)};
+// A matrix of numbers without its memory.
+struct Matrix {
+    Dtype dtype;
+    int64_t stride;
+
+    cpu::Values values(const void* data) const { return {data, dtype, stride}; }
+    cpu::Results results(void* data) const { return {data, dtype, stride}; }
+};
+inline Matrix matrix(const Tensor& t, const char* what) {
+    check_matrix(t, what, true);
+    return {dtype_of(t, what), t.stride(0)};
 }
 
-inline const uint8_t* bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
+inline void check_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
     check_matrix(t, what, false);
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, what, " must be uint8");
     STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == cols, what, " must have shape [", rows, ", ", cols, "], got [",
                     t.size(0), ", ", t.size(1), "]");
-    return static_cast<const uint8_t*>(t.const_data_ptr());
-}
-inline uint8_t* new_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
-    return const_cast<uint8_t*>(bytes(t, rows, cols, what));
 }
 
 // Scales (and zero points) hold one entry a block, in the scheme's scale format.
-inline const void* scale_data(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
+inline void check_scale(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
     const char* what = zero_point ? "zero_point" : "scale";
     check_matrix(t, what, false);
     const int64_t rows = (shape.rows + s.block_rows - 1) / s.block_rows,
@@ -70,10 +71,6 @@ inline const void* scale_data(const Tensor& t, cpu::Shape shape, const SchemePar
                                 : s.format.is_signed ? ScalarType::Char
                                                      : ScalarType::Byte;
     STD_TORCH_CHECK(t.scalar_type() == expected, what, " has another dtype than the scheme's");
-    return t.const_data_ptr();
-}
-inline void* new_scale_data(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
-    return const_cast<void*>(scale_data(t, shape, s, zero_point));
 }
 
 }  // namespace lowbit

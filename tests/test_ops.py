@@ -11,6 +11,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from variants import ALL, Variant
 
 import lowbit as lb
@@ -179,7 +180,7 @@ def test_compiled_gradients():
 
 def test_dynamic_shapes_compile_once():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     f = torch.compile(lambda x: lb.fake_quantize(x, "mxfp8"), backend=counter, fullgraph=True, dynamic=True)
     for rows, cols in ((4, 64), (8, 96), (16, 33)):
         x = torch.randn(rows, cols)

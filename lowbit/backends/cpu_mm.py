@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import features, loading_error, scheme_number
+from lowbit.backends.native import Argument, as_it_is, features, held, loading_error, prepared, scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
@@ -25,46 +25,31 @@ from lowbit.scaling import Scheme
 __all__ = ["IMPLS", "reads_panels"]
 
 
-def _as_it_is(data: Tensor) -> Tensor:
-    return data
-
-
-def _rows(data: Tensor, scheme: str | None) -> Callable[[Tensor], Tensor]:
+def _rows(data: Tensor, scheme: str | None) -> Callable[[Any], Any]:
     """What makes ``data`` fit for kernels: packed rows must be contiguous, all else may have any strides."""
     packed = scheme is not None and scaling.scheme(scheme).format.bits < 8
-    return Tensor.contiguous if packed and data.stride(1) != 1 else _as_it_is
+    return Tensor.contiguous if packed and data.stride(1) != 1 else as_it_is
 
 
-def _scaled_mm(like: ScaledMM) -> Run:
-    native = torch.ops.lowbit_native.scaled_mm.default
-    a_rows, b_rows = _rows(like.a, like.a_scheme), _rows(like.b, like.b_scheme)
-    a_scheme, b_scheme = scheme_number(like.a_scheme), scheme_number(like.b_scheme)
+def _scaled_mm(like: ScaledMM) -> tuple[Argument, ...]:
+    def side(name: str, rows: Callable[[Any], Any]) -> tuple[Argument, ...]:
+        parts = (Argument(f"{name}_{part}") for part in ("scale", "zero_point", "outer_scale"))
+        return Argument(name, rows), Argument(f"{name}_scheme", scheme_number), *parts
 
-    def run(outs: tuple[Tensor, ...], call: ScaledMM) -> None:
-        a, b, cols, _, _, a_scale, a_zero_point, a_outer_scale, b_scale, b_zero_point, b_outer_scale, bias, _ = call
-        native(
-            a_rows(a), a_scheme, a_scale, a_zero_point, a_outer_scale,
-            b_rows(b), b_scheme, b_scale, b_zero_point, b_outer_scale, bias, outs[0], cols,
-        )  # fmt: skip
-
-    return run
+    a, b = side("a", _rows(like.a, like.a_scheme)), side("b", _rows(like.b, like.b_scheme))
+    return *a, *b, Argument("bias"), Argument(0), Argument("cols")
 
 
-def _linear(like: Linear) -> Run:
-    native = torch.ops.lowbit_native.linear.default
+def _linear(like: Linear) -> tuple[Argument, ...]:
     x = like.x
     strided = x.dim() == 2 and (like.input is None or x.stride(1) == 1)
-    x_rows = _as_it_is if strided or x.is_contiguous() else Tensor.contiguous
+    x_rows = as_it_is if strided or x.is_contiguous() else Tensor.contiguous
     weight_rows = Tensor.contiguous if are_panels(like.weight) else _rows(like.weight, like.scheme)
-    input_scheme, weight_scheme = scheme_number(like.input), scheme_number(like.scheme)
-
-    def run(outs: tuple[Tensor, ...], call: Linear) -> None:
-        x, weight, _, scale, zero_point, outer_scale, bias, _, _ = call
-        native(
-            x_rows(x), input_scheme, weight_rows(weight), weight_scheme, scale, zero_point, outer_scale, bias, outs[0]
-        )
-
-    return run
+    return (
+        Argument("x", x_rows), Argument("input", scheme_number),
+        Argument("weight", weight_rows), Argument("scheme", scheme_number),
+        Argument("scale"), Argument("zero_point"), Argument("outer_scale"), Argument("bias"), Argument(0),
+    )  # fmt: skip
 
 
 def reads_panels(weight: Scheme, input: Scheme | None, cols: int) -> bool:
@@ -135,10 +120,15 @@ def _impl(op: str, name: str, priority: int, prepare: Callable[[Any], Run], **mo
     return Impl(op, name, ("cpu",), priority, run, prepare=prepare, **more)
 
 
-_PREPARE: dict[str, Callable[[Any], Run]] = {"scaled_mm": _scaled_mm, "linear": _linear}
+_PREPARE: dict[str, Callable[[Any], Run]] = {
+    "scaled_mm": lambda like: prepared("scaled_mm", _scaled_mm(like), like),
+    "linear": lambda like: prepared("linear", _linear(like), like),
+}
+_HOLD = {"linear": lambda like, live: held("linear", _linear(like), like, live)}
+_EXACT = Numerics("fp32", "fp32")
 _ROUNDED = {"supports": _no_bf16, "numerics": Numerics("bf16", "fp32")}
 
 IMPLS = (
-    *(_impl(op, "cpu", 10, prepare, numerics=Numerics("fp32", "fp32")) for op, prepare in _PREPARE.items()),
+    *(_impl(op, "cpu", 10, prepare, numerics=_EXACT, hold=_HOLD.get(op)) for op, prepare in _PREPARE.items()),
     *(_impl(op, "cpu_bf16", 11, _in_bf16(prepare), **_ROUNDED) for op, prepare in _PREPARE.items()),
 )

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lowbit.backends import registry
-from lowbit.backends.registry import Run
+from lowbit.backends.registry import Held, Run, forced, told_precision
 from lowbit.ops import OPS, OpSpec
 from lowbit.ops.spec import Out
 
@@ -36,13 +37,15 @@ def register_all() -> None:
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 class Plan(NamedTuple):
-    """What follows from a call's metadata: where it runs, what it returns, the kernel (None: nothing to compute), and
-    which arguments are tensors, with how many bytes from the first to the last element of each."""
+    """What follows from a call's metadata: where it runs, what it returns, the kernel (None: nothing to compute), which
+    arguments are tensors, with how many bytes from the first to the last element of each, and the kernel that keeps
+    arguments, where there is one."""
 
     device: torch.device
     outs: list[Out]
     kernel: Run | None
     spans: list[tuple[int, int]]
+    hold: Callable[[Any, tuple[Tensor, ...]], Held | None] | None
 
 
 #: Plans by op, circumstances and metadata. Forgotten all at once, lest shapes that never come back pile up.
@@ -62,9 +65,13 @@ _decisive: dict[str, int] = {
 def _plan_of(spec: OpSpec, call: Any) -> Plan:
     key: list[Any] = [spec.name, registry.circumstances()]
     for value in call[: _decisive[spec.name]]:
-        key += (value.shape, value.dtype, value.stride(), value.device) if isinstance(value, Tensor) else (value,)
+        key.append(_metadata(value) if isinstance(value, Tensor) else value)
     plan = None if registry.asking() else _plans.get(tuple(key))
     return _add_plan(spec, call, tuple(key)) if plan is None else plan
+
+
+def _metadata(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.stride(), t.device
 
 
 def _add_plan(spec: OpSpec, call: Any, key: tuple[Any, ...]) -> Plan:
@@ -84,7 +91,7 @@ def _make_plan(spec: OpSpec, call: Any) -> Plan:
     spans = [
         (index, _span(value)) for index, value in enumerate(call[: _decisive[spec.name]]) if isinstance(value, Tensor)
     ]
-    return Plan(device, outs, impl.bind(call) if any(sizes) else None, spans)
+    return Plan(device, outs, impl.bind(call) if any(sizes) else None, spans, impl.hold)
 
 
 def _span(t: Tensor) -> int:
@@ -106,15 +113,27 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
 
 
 # -- a call without torch's dispatcher ---------------------------------------------------------------------------------
-#: What stands between a call and its kernel: modes, and the transforms of torch.func.
+#: What stands between a call and its kernel: modes, the transforms of torch.func, tracers and profilers.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_traced = torch._C._is_tracing
+_profiled = torch._C._autograd._profiler_enabled
+_grad_enabled = torch.is_grad_enabled
 
 
 def watched() -> bool:
-    """Whether a compiler, a mode or a transform sees every op, so that none may be passed by."""
-    return bool(torch.compiler.is_compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None)
+    """Whether a compiler, a mode, a transform, forward-mode derivatives, a tracer or a profiler look at every op, so
+    that none may be passed by."""
+    return bool(
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+        or _traced()
+        or _profiled()
+    )
 
 
 def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
@@ -124,7 +143,7 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
     """
     if watched() or (outs is not None and not all(map(_plain, outs))):
         return _dispatched(name, args, outs)
-    grad = torch.is_grad_enabled()
+    grad = _grad_enabled()
     key: list[Any] = [name, registry.circumstances()]
     for value in args[: _decisive[name]]:
         kind = type(value)
@@ -132,7 +151,7 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
             dtype = value.dtype
             if dtype is not torch.uint8 and (value.is_neg() or (grad and value.requires_grad)):
                 return _dispatched(name, args, outs)
-            key += (value.shape, dtype, value.stride(), value.device)
+            key.append((value.shape, dtype, value.stride(), value.device))
         elif isinstance(value, Tensor):
             return _dispatched(name, args, outs)
         else:
@@ -159,43 +178,79 @@ def _dispatched(name: str, args: tuple[Any, ...], outs: tuple[Tensor, ...] | Non
 
 
 class Bound:
-    """``call(name, x, *rest)`` for an ``x`` that changes and a ``rest`` that stays; its part is settled."""
+    """``call(name, x, *rest)`` for an ``x`` that changes and a ``rest`` that stays; its part is settled.
 
-    #: Plans that one keeps; forgotten all at once.
+    ``live``: tensors that some of ``rest`` are views of. Not for code that is being compiled.
+    """
+
+    #: Kinds of ``x`` that one keeps; forgotten all at once.
     _MOST = 64
 
-    def __init__(self, name: str, *rest: Any) -> None:
-        self._spec, self._rest = OPS[name], rest
+    def __init__(self, name: str, *rest: Any, live: tuple[Tensor, ...] = ()) -> None:
+        self._spec, self._rest, self._live = OPS[name], rest, live
         tensors = [value for value in rest if isinstance(value, Tensor)]
         self._floats = tuple(t for t in tensors if t.is_floating_point())
+        self._parameters = tuple(t for t in tensors if isinstance(t, nn.Parameter))  # others cannot be given new data
         self._plain = all(map(_plain, tensors))
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._under = _plans  # whose metadata these plans were found under
+        self._found: dict[tuple[Any, ...], tuple[Plan, Held | None]] = {}
+        self._under = _plans  # whose metadata these were found under
+        self._last: tuple[str | None, str, Held] | None = None  # the circumstances, and the kernel for another such x
+
+    def again(self, x: Tensor) -> Any:
+        """What a call like the last one answers, by a kernel that keeps ``rest``; None where this one is not like it,
+        ``live`` has moved, or something watches the call."""
+        # In one function, without calls that are not needed: between other work each costs a microsecond.
+        last = self._last
+        if (
+            last is None
+            or type(x) is not Tensor
+            or _grad_enabled()
+            or forward_ad._current_level >= 0
+            or last[0] != forced()
+            or self._under is not _plans
+        ):
+            return None
+        try:
+            precision = told_precision()
+        except RuntimeError:
+            return None
+        return last[2](x) if precision == last[1] else None
 
     def __call__(self, x: Tensor) -> Any:
+        y = self.again(x)
+        return self._anew(x) if y is None else y
+
+    def _anew(self, x: Tensor) -> Any:
         if not self._plain or type(x) is not Tensor or watched() or self._differentiated(x) or x.is_neg():
             return call(self._spec.name, x, *self._rest)
-        key = (x.shape, x.dtype, x.stride(), x.device, registry.circumstances())
-        plan = self._plans.get(key)
-        if plan is None or self._under is not _plans or registry.asking():
+        circumstances = registry.circumstances()
+        key: tuple[Any, ...] = (circumstances, *[_metadata(t) for t in (x, *self._parameters)])
+        found = self._found.get(key)
+        if found is None or self._under is not _plans or registry.asking():
             if x.device.type not in _DEVICES:
                 return call(self._spec.name, x, *self._rest)
-            plan = self._find(x, key)
+            found = self._find(x, key)
+        plan, held = found
+        self._last = None if held is None else (*circumstances, held)
         return _run(plan, self._spec.args(x, *self._rest))
 
     def _differentiated(self, x: Tensor) -> bool:
-        return torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in self._floats))
+        return _grad_enabled() and (x.requires_grad or any(t.requires_grad for t in self._floats))
 
-    def _find(self, x: Tensor, key: tuple[Any, ...]) -> Plan:
-        plan = _plan_of(self._spec, self._spec.args(x, *self._rest))
-        if self._under is not _plans or len(self._plans) >= self._MOST:
-            self._plans, self._under = {}, _plans
-        self._plans[key] = plan
-        return plan
+    def _find(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Plan, Held | None]:
+        call = self._spec.args(x, *self._rest)
+        plan = _plan_of(self._spec, call)
+        if self._under is not _plans or len(self._found) >= self._MOST:
+            self._found, self._under = {}, _plans
+        found = self._found[key] = (
+            plan,
+            None if plan.hold is None or plan.kernel is None else plan.hold(call, self._live),
+        )
+        return found
 
 
 def _run(plan: Plan, call: Any) -> Any:
-    device, shapes, run, _ = plan
+    device, shapes, run, _, _ = plan
     if len(shapes) == 1:
         shape, dtype = shapes[0]
         out = torch.empty(shape, dtype=dtype, device=device)
@@ -240,12 +295,13 @@ def _out(spec: OpSpec) -> Callable[..., None]:
 
 
 def _fill(spec: OpSpec, plan: Plan, call: Any, outs: tuple[Tensor, ...]) -> None:
-    device, shapes, run, spans = plan
+    device, shapes, run, spans, _ = plan
     _check_outs(spec, shapes, device, outs)
     straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
     _check_overlap(spec, call, spans, straight)
     if run is not None:
         run(straight, call)
+    torch.autograd.graph.increment_version(outs)  # backward must not take them for what it saved
     for out, filled in zip(outs, straight, strict=True):
         if out is not filled:
             out.copy_(filled)
@@ -291,7 +347,7 @@ def _check_outs(spec: OpSpec, shapes: list[Out], device: torch.device, outs: tup
                 f"lowbit.{spec.name}: {name} must be {dtype} {list(shape)} on {device}, "
                 f"got {out.dtype} {list(out.shape)} on {out.device}"
             )
-        if out.requires_grad and torch.is_grad_enabled():
+        if out.requires_grad and _grad_enabled():
             raise RuntimeError(
                 f"lowbit.{spec.name}: {name} requires grad, and autograd would miss that it is overwritten; "
                 "give a detached tensor, or work under torch.no_grad()"

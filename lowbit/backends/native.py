@@ -6,11 +6,14 @@ tensors of any rank and stride become that.  Schemas: csrc/ops.cpp.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,25 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.backends.registry import Impl, forced
-from lowbit.ops import codec, optimizer
-from lowbit.ops import quantize as q
+from lowbit.backends.registry import Held, Impl, Run, forced
+from lowbit.ops import OPS, optimizer
 from lowbit.ops.spec import as_rows
 
 __all__ = [
     "LIBRARY",
+    "PREPARE",
     "RUN",
+    "Argument",
     "adamw",
+    "as_it_is",
     "build_notice",
     "features",
+    "held",
     "load",
     "loading_error",
+    "prepared",
     "scheme_number",
+    "through_torch",
     "with_warning",
 ]
 
@@ -90,7 +98,7 @@ def with_warning(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     return tuple(replace(row, run=_warning(row.run)) for row in rows)
 
 
-def _warning(run: Callable[[tuple[Tensor, ...], Any], None]) -> Callable[[tuple[Tensor, ...], Any], None]:
+def _warning(run: Run) -> Run:
     def run_and_say(outs: tuple[Tensor, ...], call: Any) -> None:
         if outs[0].device.type == "cpu" and forced() is None:
             _warn()
@@ -152,103 +160,150 @@ def _filled(out: Tensor) -> Tensor:
     return out if out.dim() == 2 else out.view(-1, out.shape[-1]) if out.dim() else out.view(1, 1)
 
 
+def _dense_matrix(t: Tensor) -> Tensor:
+    return _filled(t.contiguous())
+
+
 def _dense(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _rng(call: Any, cols: int) -> list[int]:
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def _rng(call: Any) -> list[int]:
     """Where the random bits of stochastic rounding come from; nothing asks for rounding to nearest."""
     if call.rounding == "nearest":
         return []
-    return [call.seed, call.step, call.stream, call.offset, cols if call.pitch is None else call.pitch]
+    pitch = scaling.as_matrix(tuple(call[0].shape))[1] if call.pitch is None else call.pitch
+    return [call.seed, call.step, call.stream, call.offset, pitch]
 
 
-# -- ops ---------------------------------------------------------------------------------------------------------------
-def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
-    x = _matrix(call.x)
-    torch.ops.lowbit_native.encode(x, _filled(outs[0]), _format(call.format), call.saturate, _rng(call, x.shape[1]))
+@dataclass(frozen=True)
+class Argument:
+    """What a native op takes: ``native`` of a call's field, of the output of that number, or of the call (``None``)."""
+
+    source: str | int | None
+    native: Callable[[Any], Any] = as_it_is
+
+    def find(self, outs: tuple[Tensor, ...], call: Any) -> Any:
+        """What ``native`` is to make fit."""
+        if self.source is None:
+            return call
+        return outs[self.source] if isinstance(self.source, int) else getattr(call, self.source)
+
+    def place(self, call: Any) -> int:
+        """Where a tensor is found in ``(*call, *outs)``."""
+        return len(call) + self.source if isinstance(self.source, int) else call._fields.index(self.source)
 
 
-def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:
-    torch.ops.lowbit_native.decode(_filled(call.codes.contiguous()), _filled(outs[0]), _format(call.format))
+_X, _CODES = Argument("x", _matrix), Argument("codes", _dense_matrix)
+_SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("outer_scale"))
+_FORMAT, _SCHEME, _RNG = Argument("format", _format), Argument("scheme", scheme_number), Argument(None, _rng)
+_OUT = Argument(0, _filled)
+
+#: The arguments of native ops, in the order of their schemas.
+_ARGUMENTS: dict[str, tuple[Argument, ...]] = {
+    "encode": (_X, _OUT, _FORMAT, Argument("saturate"), _RNG),
+    "decode": (_CODES, _OUT, _FORMAT),
+    "pack": (_CODES, _OUT, Argument("bits")),
+    "unpack": (Argument("packed", _dense_matrix), _OUT, Argument("bits")),
+    "outer_scale": (_X, Argument(0), _SCHEME),
+    "quantize": (
+        _X, Argument("outer_scale"), _OUT, Argument(1), Argument(2, lambda t: t if t.dim() == 2 else None), _SCHEME,
+        _RNG,
+    ),
+    "quantize_static": (_X, *_SCALES, _OUT, _SCHEME, _RNG),
+    "dequantize": (_CODES, *_SCALES, _OUT, _SCHEME),
+    "fake_quantize": (_X, *_SCALES, _OUT, _SCHEME, _RNG),
+    "fake_quantize_backward": (
+        Argument("grad", _matrix), _X, *_SCALES, _OUT, Argument(1, lambda t: t if t.numel() else None), _SCHEME,
+    ),
+}  # fmt: skip
+
+_ADAMW = (
+    Argument("param", _matrix), Argument("grad", _matrix),
+    Argument("exp_avg", _dense_matrix), Argument("exp_avg_scale", _dense),
+    Argument("exp_rms", _dense_matrix), Argument("exp_rms_scale", _dense),
+    _OUT, Argument(1, _filled), Argument(2), Argument(3, _filled), Argument(4),
+    _SCHEME, Argument("rms_scheme", scheme_number), Argument(None, lambda call: list(optimizer.factors(call))),
+    _RNG,
+)  # fmt: skip
 
 
-def _pack(outs: tuple[Tensor, ...], call: codec.Pack) -> None:
-    torch.ops.lowbit_native.pack(_filled(call.codes.contiguous()), _filled(outs[0]), call.bits)
+# -- calls -------------------------------------------------------------------------------------------------------------
+def through_torch(op: str, arguments: tuple[Argument, ...]) -> Run:
+    """Runs the native op by torch's dispatcher, whatever the call."""
+
+    def run(outs: tuple[Tensor, ...], call: Any) -> None:
+        getattr(torch.ops.lowbit_native, op)(*[a.native(a.find(outs, call)) for a in arguments])
+
+    return run
 
 
-def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
-    torch.ops.lowbit_native.unpack(_filled(call.packed.contiguous()), _filled(outs[0]), call.bits)
+def _plan(op: str, arguments: tuple[Argument, ...], like: Any) -> tuple[int, list[int], list[Tensor]] | None:
+    """The number of the plan of the CPU's native op (csrc/ops_planned.h) for calls with the metadata of ``like``, where
+    its tensors are found in ``(*call, *outs)``, and those of ``like``.
+
+    None where a tensor must be copied first, and where random bits are drawn, other ones at each call.
+    """
+    outs = tuple([torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in OPS[op].outputs(like)])
+    given = [argument.find(outs, like) for argument in arguments]
+    taken = [argument.native(value) for argument, value in zip(arguments, given, strict=True)]
+    tensors = [index for index, value in enumerate(taken) if isinstance(value, Tensor)]
+    copied = any(taken[index].data_ptr() != given[index].data_ptr() for index in tensors)
+    if copied or getattr(like, "rounding", "nearest") != "nearest":
+        return None
+    number: int = getattr(torch.ops.lowbit_native, f"plan_{op}")(*taken)
+    return number, [arguments[index].place(like) for index in tensors], [taken[index] for index in tensors]
 
 
-def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
-    x = _matrix(call.x)
-    torch.ops.lowbit_native.outer_scale(x, outs[0], scheme_number(call.scheme))
+def prepared(op: str, arguments: tuple[Argument, ...], like: Any) -> Run:
+    """Runs the CPU's native op for calls with the metadata of ``like``, by pointers alone where it has a plan."""
+    planned = _plan(op, arguments, like)
+    if planned is None:
+        return through_torch(op, arguments)
+    plan, places, _ = planned
+    call_native, pick = _caller(len(places)), itemgetter(*places)
+
+    def run(outs: tuple[Tensor, ...], call: Any) -> None:
+        error = call_native(plan, *map(_data_ptr, pick((*call, *outs))))
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    weakref.finalize(run, torch.ops.lowbit_native.forget, plan).atexit = False
+    return run
 
 
-def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
-    x = _matrix(call.x)
-    zero_point = outs[2] if outs[2].dim() == 2 else None
-    torch.ops.lowbit_native.quantize(
-        x, call.outer_scale, _filled(outs[0]), outs[1], zero_point, scheme_number(call.scheme),
-        _rng(call, x.shape[1]),
-    )  # fmt: skip
+def held(op: str, arguments: tuple[Argument, ...], like: Any, live: tuple[Tensor, ...]) -> Held | None:
+    """The same for an op that takes its first argument first and has one output, last; its other tensors are kept."""
+    planned = _plan(op, arguments, like)
+    if planned is None:
+        return None
+    plan, _, tensors = planned
+    number = torch.ops.lowbit_native.hold(plan, tensors, list(live))
+    torch.ops.lowbit_native.forget(plan)
+    answer = partial(torch.ops.lowbit_native.held.default._op, number)
+    weakref.finalize(answer, torch.ops.lowbit_native.release, number).atexit = False
+    return answer
 
 
-def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
-    x = _matrix(call.x)
-    torch.ops.lowbit_native.quantize_static(
-        x, call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        scheme_number(call.scheme), _rng(call, x.shape[1]),
-    )  # fmt: skip
+_data_ptr = Tensor.data_ptr
 
 
-def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
-    y = _filled(outs[0])
-    torch.ops.lowbit_native.dequantize(
-        _filled(call.codes.contiguous()), call.scale.contiguous(), _dense(call.zero_point), call.outer_scale, y,
-        scheme_number(call.scheme),
-    )  # fmt: skip
+@cache
+def _caller(tensors: int) -> Callable[..., bytes | None]:
+    """Calls a plan with the pointers of so many tensors; answers what went wrong."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, *[ctypes.c_void_p] * tensors)
+    return kind(torch.ops.lowbit_native.caller(tensors))
 
 
-def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
-    x = _matrix(call.x)
-    torch.ops.lowbit_native.fake_quantize(
-        x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        scheme_number(call.scheme), _rng(call, x.shape[1]),
-    )  # fmt: skip
-
-
-def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackward) -> None:
-    x = _matrix(call.x)
-    torch.ops.lowbit_native.fake_quantize_backward(
-        _matrix(call.grad), x, _dense(call.scale), _dense(call.zero_point), call.outer_scale, _filled(outs[0]),
-        None if call.scale is None else outs[1], scheme_number(call.scheme),
-    )  # fmt: skip
-
-
-def adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
-    param, avg, rms = _matrix(call.param), call.exp_avg.contiguous(), call.exp_rms.contiguous()
-    made, new_avg, new_avg_scale, new_rms, new_rms_scale = outs
-    torch.ops.lowbit_native.adamw(
-        param, _matrix(call.grad), _filled(avg), call.exp_avg_scale.contiguous(),
-        _filled(rms), call.exp_rms_scale.contiguous(),
-        _filled(made), _filled(new_avg), new_avg_scale, _filled(new_rms), new_rms_scale,
-        scheme_number(call.scheme), scheme_number(call.rms_scheme), list(optimizer.factors(call)),
-        _rng(call, param.shape[1]),
-    )  # fmt: skip
-
-
-#: The ``run`` function of each op that native code serves, for rows of the registry.
-RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
-    "encode": _encode,
-    "decode": _decode,
-    "pack": _pack,
-    "unpack": _unpack,
-    "outer_scale": _outer_scale,
-    "quantize": _quantize,
-    "quantize_static": _quantize_static,
-    "dequantize": _dequantize,
-    "fake_quantize": _fake_quantize,
-    "fake_quantize_backward": _fake_quantize_backward,
+#: How the ops that the CPU and CUDA serve are run through torch, for rows of the registry; and prepared, on the CPU.
+RUN: dict[str, Run] = {op: through_torch(op, arguments) for op, arguments in _ARGUMENTS.items()}
+PREPARE: dict[str, Callable[[Any], Run]] = {
+    op: partial(prepared, op, arguments) for op, arguments in _ARGUMENTS.items()
 }
+
+#: Its factors are others at each step.
+adamw = through_torch("adamw", _ADAMW)

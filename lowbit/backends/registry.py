@@ -23,12 +23,17 @@ __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "se
 #: Fills contiguous outputs that it is given.
 Run = Callable[[tuple[Tensor, ...], Any], None]
 
+#: The output for a first argument of one kind, the others being kept; None where an argument is of another kind.
+Held = Callable[[Tensor], Tensor | None]
+
 
 @dataclass(frozen=True)
 class Impl:
     """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
 
     ``prepare(call)`` gives a ``run`` for every call with the metadata of that one, to do once what follows from it.
+    ``hold(call, live)`` keeps all but the first argument as well, and answers None once a tensor of ``live`` has other
+    memory; None where it cannot.
     """
 
     op: str
@@ -39,6 +44,7 @@ class Impl:
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
     prepare: Callable[[Any], Run] | None = None
+    hold: Callable[[Any, tuple[Tensor, ...]], Held | None] | None = None
 
     def bind(self, call: Any) -> Run:
         """What runs calls with the metadata (shapes, dtypes, strides, devices, words) of this one."""
@@ -122,20 +128,23 @@ def impls(op: str, device: str = "cpu") -> tuple[Impl, ...]:
     return tuple(_table.get((op, device), ()))
 
 
-def forced() -> str | None:
-    """The backend that ``use_backend`` asked for, if any."""
-    return _forced.get()
+#: The backend that ``use_backend`` asked for, if any.
+forced: Callable[[], str | None] = _forced.get
 
 
 def circumstances() -> tuple[str | None, str]:
     """What the choice depends on besides the call: the backend asked for, and torch's leave to round fp32 operands."""
-    return _forced.get(), matmul_precision()
+    return forced(), matmul_precision()
+
+
+#: torch's float32 matmul precision; RuntimeError where its newer settings differ from it, and it will not tell.
+told_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
 
 
 def matmul_precision() -> str:
-    """torch's float32 matmul precision; ``highest`` where its newer settings differ from it, and it will not tell."""
+    """torch's float32 matmul precision; ``highest`` where it will not tell."""
     try:
-        return torch._C._get_float32_matmul_precision()
+        return told_precision()
     except RuntimeError:
         return "highest"
 

@@ -150,19 +150,23 @@ def panels_serve(weight: Quantized, input: Scheme | None) -> bool | None:
     )
 
 
-class BoundLinear:
-    """``linear`` with everything but ``x`` given once: what a layer calls, with half the overhead."""
+class BoundLinear(Bound):
+    """``linear`` with everything but ``x`` given once: what a layer calls, with a fraction of the overhead."""
 
     def __init__(
-        self, weight: Quantized, bias: Tensor | None, input: str | Scheme | None, out_dtype: torch.dtype
+        self,
+        weight: Quantized,
+        bias: Tensor | None,
+        input: str | Scheme | None,
+        out_dtype: torch.dtype,
+        live: tuple[Tensor, ...] = (),
     ) -> None:
+        super().__init__("linear", *_linear_rest(weight, bias, input, out_dtype), live=live)
         self.weight, self.bias, self.dtype = weight, bias, out_dtype
-        self._cols = weight.shape[1:]
-        self._call = Bound("linear", *_linear_rest(weight, bias, input, out_dtype))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def _anew(self, x: Tensor) -> Tensor:
         refuse_tangents("linear", x, self.bias)
-        if x.shape[-1:] != self._cols:
+        if x.shape[-1:] != self.weight.shape[1:]:
             raise _other_cols(x, self.weight)
-        y: Tensor = self._call(x)
+        y: Tensor = super()._anew(x)
         return y

@@ -24,16 +24,24 @@ __all__ = ["QuantLinear", "empty", "result_dtype"]
 #: The parameters that make up the weight.
 _PARTS = ("codes", "scale", "zero_point", "outer_scale")
 
+#: No kernel that keeps the weight, which it has together with the parameters that it is for: ``_PARTS`` and the bias.
+_UNBOUND: tuple[Any, ...] = (None,) * (2 + len(_PARTS))
+
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 #: Held while codes change their layout, and while what is copied of them must not.
 _LAYOUT = threading.RLock()
 
+_compiling = torch.compiler.is_compiling
+
+#: Whether autocast is on for any kind of device.
+_autocast = torch._C._is_any_autocast_enabled
+
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a Linear answers: autocast's inside autocast, else that of its input."""
-    if not torch._C._is_any_autocast_enabled():
+    if not _autocast():
         return x.dtype
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):  # the meta device, for one
@@ -108,13 +116,13 @@ class QuantLinear(nn.Module):
         self._scale_dtype: torch.dtype = weight.scale.dtype
         self._shown: Quantized | None = None
         self._settled: Quantized | None = None  # that whose layout has been chosen
-        self._bound: BoundLinear | None = None
+        self._bound = _UNBOUND
         self.register_parameter("bias", bias)
 
     @property
     def weight(self) -> Quantized:
         """The weight; views of this layer's parameters, made anew where these have moved."""
-        held: dict[str, Any] = self._parameters  # each attribute would be looked up three times, on every call
+        held: dict[str, Any] = self._parameters
         codes, scale, outer = held["codes"], held["scale"], held["outer_scale"]
         if torch.compiler.is_compiling():
             return self._show(held)
@@ -144,7 +152,7 @@ class QuantLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         self._to_rows()
-        return {**self.__dict__, "_settled": None, "_shown": None, "_bound": None}
+        return {**self.__dict__, "_settled": None, "_shown": None, "_bound": _UNBOUND}
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
@@ -152,18 +160,43 @@ class QuantLinear(nn.Module):
             self._parameters[name] = other._parameters[name]
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype, input, bias = result_dtype(x), self.recipe.input, self._parameters["bias"]
-        if input is None and x.dtype != dtype:
-            x = x.to(dtype)
-        if torch.compiler.is_compiling():
-            return linear(x, self.weight, bias, input, dtype)
-        weight = self.weight
+        if _compiling():
+            x, dtype = self._taken(x)
+            return linear(x, self.weight, self.bias, self.recipe.input, dtype)
+        held, (bound, codes, scale, zero_point, outer, bias) = self._parameters, self._bound
+        if (
+            bound is not None
+            and held["codes"] is codes
+            and held["scale"] is scale
+            and held["zero_point"] is zero_point
+            and held["outer_scale"] is outer
+            and held["bias"] is bias
+            and not _autocast()
+        ):
+            y: Tensor | None = bound.again(x)
+            if y is not None:
+                return y
+        return self._look_up(x)
+
+    def _taken(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """What is multiplied for ``x``, and the dtype of the answer."""
+        dtype = result_dtype(x)
+        return x.to(dtype) if self.recipe.input is None and x.dtype != dtype else x, dtype
+
+    def _look_up(self, x: Tensor) -> Tensor:
+        """``forward`` where anything may have changed since the last call."""
+        x, dtype = self._taken(x)
+        weight, bound = self.weight, self._bound[0]
         if weight is not self._settled and not torch.is_grad_enabled():
             weight = self._settle()
-        bound = self._bound
+        held = [self._parameters[name] for name in (*_PARTS, "bias")]
+        bias = held[-1]
         if bound is None or bound.weight is not weight or bound.bias is not bias or bound.dtype is not dtype:
-            bound = self._bound = BoundLinear(weight, bias, input, dtype)
-        return bound(x)
+            live = tuple(part for part in held if part is not None)
+            bound = BoundLinear(weight, bias, self.recipe.input, dtype, live)
+        self._bound = (bound, *held)
+        y: Tensor = bound(x)
+        return y
 
     def _settle(self) -> Quantized:
         """The weight, put in panels where the kernels in use are faster on those and nobody else moves its codes."""
@@ -185,7 +218,7 @@ class QuantLinear(nn.Module):
             if type(codes) is nn.Parameter and are_panels(codes):
                 with torch.inference_mode(False):
                     codes.data = self.weight.codes
-                self._settled = self._shown = self._bound = None
+                self._settled, self._shown, self._bound = None, None, _UNBOUND
 
     def extra_repr(self) -> str:
         return (

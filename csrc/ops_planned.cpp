@@ -1,0 +1,150 @@
+// Calls of planned ops: with all their pointers (lowbit_native::caller), or with their first tensor alone (held).
+#include "ops_planned.h"
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using lowbit::Planned;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Given = std::array<void*, Planned::kMost>;
+
+// -- all pointers ----------------------------------------------------------------------------------------------------
+void work(const Planned& plan, const Given& given) {
+    Given pointers{};
+    for (size_t i = 0; i < static_cast<size_t>(plan.tensors); ++i) {
+        STD_TORCH_CHECK(given[i] != nullptr, "lowbit: a tensor has no memory of its own; give a copy of it");
+        pointers[static_cast<size_t>(plan.places[i])] = given[i];
+    }
+    plan.work(pointers.data());
+}
+
+// Null, or what went wrong, until this thread's next call. It is called as a plain C function.
+const char* call(const Planned& plan, const Given& given) noexcept {
+    thread_local std::string message;
+    try {
+        work(plan, given);
+        return nullptr;
+    } catch (const std::exception& error) {
+        message = error.what();
+        return message.c_str();
+    }
+}
+
+template <size_t>
+using Pointer = void*;
+template <class>
+struct Caller;
+template <size_t... I>
+struct Caller<std::index_sequence<I...>> {
+    static const char* of(const Planned* plan, Pointer<I>... given) noexcept { return call(*plan, {given...}); }
+};
+
+template <size_t... N>
+int64_t caller_of(int64_t tensors, std::index_sequence<N...>) {
+    static const int64_t all[] = {reinterpret_cast<int64_t>(&Caller<std::make_index_sequence<N>>::of)...};
+    return all[tensors];
+}
+
+// The address of a C function (plan, pointer, ...) with so many pointers: those of the tensors that a call has.
+int64_t caller(int64_t tensors) {
+    STD_TORCH_CHECK(tensors >= 0 && tensors <= Planned::kMost, "lowbit: no op takes ", tensors, " tensors");
+    return caller_of(tensors, std::make_index_sequence<Planned::kMost + 1>());
+}
+
+void forget(int64_t plan) { delete reinterpret_cast<Planned*>(plan); }
+
+// -- the first tensor alone ------------------------------------------------------------------------------------------
+// What a plan depends on of a tensor.
+class Kind {
+  public:
+    explicit Kind(const Tensor& t)
+        : dtype_(t.scalar_type()), sizes_(list(t.sizes())), strides_(list(t.strides())), on_cpu_(t.is_cpu()) {}
+
+    bool is_of(const Tensor& t) const {
+        return t.scalar_type() == dtype_ && t.is_cpu() == on_cpu_ && same(t.sizes(), sizes_) &&
+               same(t.strides(), strides_);
+    }
+    // A new tensor; contiguous, as this one must be.
+    Tensor make() const {
+        AtenTensorHandle made;
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes_.size()), sizes_.data(),
+                                                               strides_.data(), static_cast<int32_t>(dtype_),
+                                                               aoti_torch_device_type_cpu(), 0, &made));
+        return Tensor(made);
+    }
+
+  private:
+    using Ref = torch::headeronly::IntHeaderOnlyArrayRef;
+    static std::vector<int64_t> list(Ref ints) { return {ints.begin(), ints.end()}; }
+    static bool same(Ref a, const std::vector<int64_t>& b) {
+        return std::equal(a.begin(), a.end(), b.begin(), b.end());
+    }
+
+    ScalarType dtype_;
+    std::vector<int64_t> sizes_, strides_;
+    bool on_cpu_;
+};
+
+// A plan with all tensors between the first, which each call brings, and the last, which it makes.
+struct Held {
+    Planned plan;
+    std::vector<Tensor> tensors;
+    std::vector<Kind> kinds;  // of the first tensor, of these, and of the last
+    std::vector<std::pair<Tensor, const void*>> live;
+};
+
+// `live`: tensors that others among `tensors` are views of; once they have other memory, nothing is computed.
+int64_t hold(int64_t plan, std::vector<Tensor> tensors, std::vector<Tensor> live) {
+    const Planned& given = *reinterpret_cast<const Planned*>(plan);
+    STD_TORCH_CHECK(tensors.size() >= 2 && tensors.size() == static_cast<size_t>(given.tensors),
+                    "lowbit: the plan is of ", given.tensors, " tensors, got ", tensors.size());
+    auto* held = new Held{given, {tensors.begin() + 1, tensors.end() - 1}, {}, {}};
+    for (const Tensor& t : tensors) held->kinds.emplace_back(t);
+    for (const Tensor& t : live) held->live.emplace_back(t, t.const_data_ptr());
+    return reinterpret_cast<int64_t>(held);
+}
+
+// Nothing where a tensor is no longer, or `x` is not, of the kind that the plan is for, or memory has moved.
+std::optional<Tensor> held(int64_t number, const Tensor& x) {
+    const Held& h = *reinterpret_cast<const Held*>(number);
+    const size_t middle = h.tensors.size();
+    if (!h.kinds[0].is_of(x)) return std::nullopt;
+    for (const auto& [t, place] : h.live) {
+        if (t.const_data_ptr() != place) return std::nullopt;
+    }
+    Given given{const_cast<void*>(x.const_data_ptr())};
+    for (size_t i = 0; i < middle; ++i) {
+        if (!h.kinds[i + 1].is_of(h.tensors[i])) return std::nullopt;
+        given[i + 1] = const_cast<void*>(h.tensors[i].const_data_ptr());
+    }
+    Tensor out = h.kinds[middle + 1].make();
+    given[middle + 1] = out.mutable_data_ptr();
+    work(h.plan, given);
+    return out;
+}
+
+// Where something sees every op (a mode, a transform, a tracer), it is to see the public one.
+std::optional<Tensor> nothing(int64_t, const Tensor&) { return std::nullopt; }
+
+void release(int64_t number) { delete reinterpret_cast<Held*>(number); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
+    m.impl("caller", TORCH_BOX(&caller));
+    m.impl("forget", TORCH_BOX(&forget));
+    m.impl("hold", TORCH_BOX(&hold));
+    m.impl("held", TORCH_BOX(&held));
+    m.impl("release", TORCH_BOX(&release));
+}
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, PythonTLSSnapshot, m) { m.impl("held", TORCH_BOX(&nothing)); }
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, FuncTorchDynamicLayerFrontMode, m) { m.impl("held", TORCH_BOX(&nothing)); }
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, Tracer, m) { m.impl("held", TORCH_BOX(&nothing)); }
