@@ -20,7 +20,7 @@ using Given = std::array<void*, Planned::kMost>;
 void work(const Planned& plan, const Given& given) {
     Given pointers{};
     for (size_t i = 0; i < static_cast<size_t>(plan.tensors); ++i) {
-        STD_TORCH_CHECK(given[i] != nullptr, "lowbit: a tensor has no memory of its own; give a copy of it");
+        STD_TORCH_CHECK(given[i] != nullptr, "lowbit: a tensor has no memory of its own; give its clone()");
         pointers[static_cast<size_t>(plan.places[i])] = given[i];
     }
     plan.work(pointers.data());
@@ -75,9 +75,10 @@ class Kind {
     // A new tensor; contiguous, as this one must be.
     Tensor make() const {
         AtenTensorHandle made;
+        const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype_));
         STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes_.size()), sizes_.data(),
-                                                               strides_.data(), static_cast<int32_t>(dtype_),
-                                                               aoti_torch_device_type_cpu(), 0, &made));
+                                                               strides_.data(), dtype, aoti_torch_device_type_cpu(), 0,
+                                                               &made));
         return Tensor(made);
     }
 

@@ -1,6 +1,7 @@
 // Native ops in two parts: checks of what tensors are, which hold for every call with tensors of the same kinds, and
 // the work on their memory. torch's dispatcher costs more than a small op takes, so Python has the first part done once
-// (lowbit_native::plan_NAME) and then hands over pointers alone (lowbit_native::caller).
+// (lowbit_native::plan_NAME) and then hands over pointers alone (lowbit_native::caller). Plans are addresses to Python,
+// which owns them: a number that plan_NAME never gave, or that was forgotten, is an error that nothing catches.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

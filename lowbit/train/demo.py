@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +37,8 @@ INFERENCE_RECIPES = tuple(
 )
 
 PROMPT = "This module provides"
-SAMPLE_TOKENS, WARM_UP_TOKENS, TEMPERATURE = 120, 2, 0.6
+SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
+SPEED_ROUNDS, SPEED_TOKENS, WARM_UP_TOKENS = 7, 60, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,27 +172,41 @@ def measure_recipes(
     trained: GPT, corpus: Corpus, windows: torch.Tensor, settings: Settings, on_row: Callable[[str], None]
 ) -> list[Measurement]:
     """The trained model in fp32 and in bf16, then with each recipe (its other weights as ``settings`` says)."""
-    measured = []
+    rows, models = [], {}
     for name in (*FLOATS, *settings.recipes):
         on_row(name)
         model = copy.deepcopy(trained)
         if name not in FLOATS:
             quantize_(model, name)
         plain = (name if name in FLOATS else settings.train.outside) == "fp32"
-        measured.append(measure(name, model if plain else model.bfloat16(), corpus, windows))
-    return measured
+        models[name] = model if plain else model.bfloat16()
+        rows.append(measure(name, models[name], corpus, windows))
+    on_row("speed")
+    speeds = generation_speeds(models, torch.tensor([corpus.tokenizer.encode(PROMPT)]))
+    return [replace(row, tokens_per_second=speeds[row.recipe]) for row in rows]
 
 
 def measure(name: str, model: GPT, corpus: Corpus, windows: torch.Tensor) -> Measurement:
+    """All but the speed."""
     loss = evaluate(model, windows)
     prompt = torch.tensor([corpus.tokenizer.encode(PROMPT)])
     wanted = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
-    list(generate(model, prompt, WARM_UP_TOKENS))  # first calls set up caches and threads
-    start = time.perf_counter()
     tokens = [int(token) for token in generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1)]
-    seconds = time.perf_counter() - start
     sample = PROMPT + corpus.tokenizer.decode(tokens)
-    return Measurement(name, model_bytes(model.blocks), model_bytes(model), loss, wanted / seconds, sample)
+    return Measurement(name, model_bytes(model.blocks), model_bytes(model), loss, math.nan, sample)
+
+
+def generation_speeds(models: dict[str, GPT], prompt: torch.Tensor) -> dict[str, float]:
+    """Tokens a second of each model, which take turns: the median of all rounds, so that a busy machine is fair."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(SPEED_ROUNDS):
+        for name, model in models.items():
+            wanted = min(SPEED_TOKENS, model.config.context - prompt.shape[1])
+            list(generate(model, prompt, WARM_UP_TOKENS))  # first calls set up caches and threads
+            start = time.perf_counter()
+            list(generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1))
+            seconds[name].append((time.perf_counter() - start) / wanted)
+    return {name: 1 / statistics.median(took) for name, took in seconds.items()}
 
 
 def as_json(settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> dict[str, Any]:

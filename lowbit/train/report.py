@@ -89,7 +89,8 @@ def _markdown(
         "",
         f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
         f"weights without calibration data; embedding, norms and head stay in {config.outside}. Perplexity is per "
-        f"token on the same {len(runs[0].windows)} held-out windows. Speed is of one sequence with a KV cache.",
+        f"token on the same {len(runs[0].windows)} held-out windows. Speed is of one sequence with a KV cache: "
+        "the models take turns, and the medians are shown.",
         "",
         "## What they write",
         "",
