@@ -66,11 +66,9 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
         "Tensor(e!) new_rms_scale, int scheme, int rms_scheme, float[] factors, int[] rng) -> ()");
     m.def("spin(int arithmetic, int operations) -> bool");
     m.def("read(Tensor x) -> int");
-    m.def("caller(int tensors) -> int");
-    m.def("forget(int plan) -> ()");
-    m.def("hold(int plan, Tensor[] tensors, Tensor[] live) -> int");
+    m.def("functions() -> int[]");
+    m.def("hold(int plan, Tensor[] tensors, Tensor[] moves) -> int");
     m.def("held(int number, Tensor x) -> Tensor?");
-    m.def("release(int number) -> ()");
     m.def("keep(int[] numbers) -> int");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");

@@ -1,10 +1,12 @@
-// Calls of planned ops: with all their pointers (lowbit_native::caller), or with their first tensor alone (held).
+// Calls of planned ops: with all their pointers, as plain C functions (lowbit_native::functions), or with their first
+// tensor alone (lowbit_native::held).
 #include "ops_planned.h"
 
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,19 +49,7 @@ struct Caller<std::index_sequence<I...>> {
     static const char* of(const Planned* plan, Pointer<I>... given) noexcept { return call(*plan, {given...}); }
 };
 
-template <size_t... N>
-int64_t caller_of(int64_t tensors, std::index_sequence<N...>) {
-    static const int64_t all[] = {reinterpret_cast<int64_t>(&Caller<std::make_index_sequence<N>>::of)...};
-    return all[tensors];
-}
-
-// The address of a C function (plan, pointer, ...) with so many pointers: those of the tensors that a call has.
-int64_t caller(int64_t tensors) {
-    STD_TORCH_CHECK(tensors >= 0 && tensors <= Planned::kMost, "lowbit: no op takes ", tensors, " tensors");
-    return caller_of(tensors, std::make_index_sequence<Planned::kMost + 1>());
-}
-
-void forget(int64_t plan) { delete reinterpret_cast<Planned*>(plan); }
+void forget(const Planned* plan) noexcept { delete plan; }
 
 // -- the first tensor alone ------------------------------------------------------------------------------------------
 // What a plan depends on of a tensor.
@@ -98,28 +88,31 @@ class Kind {
 struct Held {
     Planned plan;
     std::vector<Tensor> tensors;
-    std::vector<Kind> kinds;  // of the first tensor, of these, and of the last
-    std::vector<std::pair<Tensor, const void*>> live;
+    std::vector<Kind> kinds;    // of the first tensor, of these, and of the last
+    std::vector<Tensor> moves;  // pairs of a tensor and a view of it, which is one of `tensors`
 };
 
-// `live`: tensors that others among `tensors` are views of; once they have other memory, nothing is computed.
-int64_t hold(int64_t plan, std::vector<Tensor> tensors, std::vector<Tensor> live) {
+int64_t hold(int64_t plan, std::vector<Tensor> tensors, std::vector<Tensor> moves) {
     const Planned& given = *reinterpret_cast<const Planned*>(plan);
     STD_TORCH_CHECK(tensors.size() >= 2 && tensors.size() == static_cast<size_t>(given.tensors),
                     "lowbit: the plan is of ", given.tensors, " tensors, got ", tensors.size());
-    auto* held = new Held{given, {tensors.begin() + 1, tensors.end() - 1}, {}, {}};
+    STD_TORCH_CHECK(moves.size() % 2 == 0, "lowbit: needs pairs of tensors, got ", moves.size());
+    auto held = std::make_unique<Held>();
+    held->plan = given;
+    held->tensors.assign(tensors.begin() + 1, tensors.end() - 1);
     for (const Tensor& t : tensors) held->kinds.emplace_back(t);
-    for (const Tensor& t : live) held->live.emplace_back(t, t.const_data_ptr());
-    return reinterpret_cast<int64_t>(held);
+    held->moves = std::move(moves);
+    return reinterpret_cast<int64_t>(held.release());
 }
 
-// Nothing where a tensor is no longer, or `x` is not, of the kind that the plan is for, or memory has moved.
+// Nothing where a tensor is no longer, or `x` is not, of the kind that the plan is for, or has left a view of it
+// behind.
 std::optional<Tensor> held(int64_t number, const Tensor& x) {
     const Held& h = *reinterpret_cast<const Held*>(number);
     const size_t middle = h.tensors.size();
     if (!h.kinds[0].is_of(x)) return std::nullopt;
-    for (const auto& [t, place] : h.live) {
-        if (t.const_data_ptr() != place) return std::nullopt;
+    for (size_t i = 0; i < h.moves.size(); i += 2) {
+        if (h.moves[i].const_data_ptr() != h.moves[i + 1].const_data_ptr()) return std::nullopt;
     }
     Given given{const_cast<void*>(x.const_data_ptr())};
     for (size_t i = 0; i < middle; ++i) {
@@ -135,16 +128,32 @@ std::optional<Tensor> held(int64_t number, const Tensor& x) {
 // Where something sees every op (a mode, a transform, a tracer), it is to see the public one.
 std::optional<Tensor> nothing(int64_t, const Tensor&) { return std::nullopt; }
 
-void release(int64_t number) { delete reinterpret_cast<Held*>(number); }
+void release(const Held* held) noexcept { delete held; }
+
+// -- plain C functions -----------------------------------------------------------------------------------------------
+template <class Function>
+int64_t address(Function* function) {
+    return reinterpret_cast<int64_t>(function);
+}
+template <size_t... N>
+std::vector<int64_t> callers(std::index_sequence<N...>) {
+    return {address(Caller<std::make_index_sequence<N>>::of)...};
+}
+
+// Addresses: of forget(plan), of release(held), and of call(plan, pointer, ...) with 0, 1, 2, ... pointers, those of
+// the tensors that a call has. What frees memory is no op: a tracer would put it into a graph, to run again.
+std::vector<int64_t> functions() {
+    std::vector<int64_t> all = callers(std::make_index_sequence<Planned::kMost + 1>());
+    all.insert(all.begin(), {address(forget), address(release)});
+    return all;
+}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
-    m.impl("caller", TORCH_BOX(&caller));
-    m.impl("forget", TORCH_BOX(&forget));
+    m.impl("functions", TORCH_BOX(&functions));
     m.impl("hold", TORCH_BOX(&hold));
     m.impl("held", TORCH_BOX(&held));
-    m.impl("release", TORCH_BOX(&release));
 }
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, PythonTLSSnapshot, m) { m.impl("held", TORCH_BOX(&nothing)); }
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, FuncTorchDynamicLayerFrontMode, m) { m.impl("held", TORCH_BOX(&nothing)); }

@@ -1,7 +1,7 @@
 // Native ops in two parts: checks of what tensors are, which hold for every call with tensors of the same kinds, and
 // the work on their memory. torch's dispatcher costs more than a small op takes, so Python has the first part done once
-// (lowbit_native::plan_NAME) and then hands over pointers alone (lowbit_native::caller). Plans are addresses to Python,
-// which owns them: a number that plan_NAME never gave, or that was forgotten, is an error that nothing catches.
+// (lowbit_native::plan_NAME) and then hands over pointers alone (ops_planned.cpp). Plans are addresses to Python, which
+// owns them: a number that plan_NAME never gave, or that was forgotten, is an error that nothing catches.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <type_traits>
+#include <utility>
 
 namespace lowbit {
 
@@ -20,8 +22,7 @@ using Work = std::function<void(Pointers)>;
 
 // A call without its tensors.
 struct Planned {
-    // No op takes as many tensors.
-    static constexpr int kMost = 12;
+    static constexpr int kMost = 12;  // tensors that an op takes, at most
 
     Work work;
     std::array<int, kMost> places{};  // of the tensors that are there, among all those of the schema
@@ -50,10 +51,16 @@ class Tensors {
     int all_ = 0, there_ = 0;
 };
 
+template <class T>
+constexpr bool is_tensor = std::is_same_v<std::decay_t<T>, torch::stable::Tensor> ||
+                           std::is_same_v<std::decay_t<T>, std::optional<torch::stable::Tensor>>;
+
 template <class Plan>
 struct Signature;
 template <class... Arguments>
 struct Signature<Work (*)(Arguments...)> {
+    static_assert((is_tensor<Arguments> + ... + 0) <= Planned::kMost, "Planned::kMost is too small");
+
     template <Work (*plan)(Arguments...)>
     static void run(Arguments... arguments) {
         Tensors tensors;

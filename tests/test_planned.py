@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from bits import assert_same_bits, same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import serving
 
@@ -129,6 +132,11 @@ def swapped(made: QuantLinear, name: str, value: Tensor) -> None:
     getattr(made, name).data = value
 
 
+def replaced(name: str, made: QuantLinear) -> None:
+    other = layer(made.recipe, 40, 6)
+    setattr(made, name, getattr(other, name))
+
+
 CHANGES = {
     "bias of another dtype": lambda m: swapped(m, "bias", torch.randn(6).bfloat16()),
     "bias of other strides": lambda m: swapped(m, "bias", torch.randn(12)[::2]),
@@ -140,6 +148,7 @@ CHANGES = {
     "codes written": lambda m: m.codes.data.zero_(),
     "zero points in other memory": lambda m: swapped(m, "zero_point", m.zero_point.data + 1),
     "codes shown": lambda m: m.state_dict(),
+    **{f"another {name}": partial(replaced, name) for name in ("codes", "scale", "zero_point")},
     "another layer's weight": lambda m: m.share_weight(layer(m.recipe, 40, 6)),
     "cast": lambda m: m.bfloat16(),
 }
@@ -162,6 +171,50 @@ def test_it_sees_the_outer_scale_change():
     with torch.no_grad():
         swapped(made, "outer_scale", made.outer_scale.data.clone().add_(1 << 23))
         assert same_bits(made(x), fresh(made, x))
+        made.outer_scale = nn.Parameter(made.outer_scale + (1 << 23), requires_grad=False)
+        assert same_bits(made(x), fresh(made, x))
+
+
+@pytest.mark.parametrize(
+    "other", [torch.randn(6).bfloat16(), torch.randn(12)[::2], -torch.randn(6)], ids=["dtype", "strides", "memory"]
+)
+def test_it_sees_a_bias_change_that_is_no_parameter(other):
+    made, x, bias = layer("int8-weight-only", 40, 6), torch.randn(3, 40), torch.randn(6)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.func.functional_call(made, {"bias": bias}, (x,))
+        bias.data = other
+        y = torch.func.functional_call(made, {"bias": bias}, (x,))
+        assert same_bits(y, lb.functional.linear(x, made.weight, other))
+        bias.data = torch.randn(3)
+        with pytest.raises(ValueError, match=r"bias must be \[6\], got \[3\]"):
+            torch.func.functional_call(made, {"bias": bias}, (x,))
+
+
+def test_a_weight_that_is_replaced_while_a_kernel_is_made_is_seen(monkeypatch):
+    made, other, x = layer("int8-weight-only", 40, 6), layer("int8-weight-only", 40, 6), torch.randn(3, 40)
+    settle = QuantLinear._settle
+
+    def replacing(self):
+        weight = settle(self)
+        monkeypatch.undo()
+        self.share_weight(other)
+        return weight
+
+    monkeypatch.setattr(QuantLinear, "_settle", replacing)
+    with torch.no_grad():
+        made(x)
+        assert same_bits(made(x), fresh(made, x)) and same_bits(made.weight.codes, other.weight.codes)
+
+
+def test_swapping_memory_does_not_slow_later_calls():
+    x = torch.randn(3, 40)
+    made = warm("int8-weight-only", x)
+    with torch.no_grad():
+        for name in ("bias", "scale", "codes"):
+            swapped(made, name, getattr(made, name).data.clone())
+            made(x)
+            assert straight(made, x) is not None
 
 
 def test_threads_call_while_the_layout_changes():
@@ -197,6 +250,41 @@ def test_it_goes_with_its_layer():
     assert kept() is None and bias() is None
 
 
+def test_a_layer_that_its_parameter_leads_to_can_be_collected():
+    for tie in (lambda m: setattr(m.bias, "owner", m), lambda m: m.bias.register_hook(lambda grad, m=m: None)):
+        made, x = layer("int8", 40, 6), torch.randn(3, 40)
+        tie(made)
+        with torch.no_grad():
+            made(x)
+            assert same_bits(made(x), fresh(made, x))
+        gone = weakref.ref(made)
+        del made
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("what", ["plan", "kernel"])
+def test_what_native_code_keeps_is_freed_once(what, monkeypatch):
+    freed: list[int] = []
+    functions = native._functions()
+    counted = functions._replace(
+        forget=lambda number: (freed.append(number), functions.forget(number)),
+        release=lambda number: (freed.append(number), functions.release(number)),
+    )
+    monkeypatch.setattr(native, "_functions", lambda: counted)
+    if what == "plan":
+        run = native.PREPARE["encode"](OPS["encode"].args(torch.randn(5, 40), "fp8_e4m3"))
+        assert freed == []
+        del run
+        assert len(freed) == 1
+    else:
+        made = warm("int8", torch.randn(1, 40))
+        before = len(freed)
+        del made
+        gc.collect()
+        assert len(freed) > before and len(set(freed)) == len(freed)
+
+
 # -- who sees the calls of such a layer --------------------------------------------------------------------------------
 class Watch(TorchDispatchMode):
     def __init__(self) -> None:
@@ -208,12 +296,56 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_see_the_public_op():
+class WatchFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Watch, WatchFunctions])
+def test_modes_see_the_public_op(mode):
     x = torch.randn(3, 40)
     made = warm("int8", x)
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), mode() as watch:
         y = made(x)
-    assert watch.seen == ["lowbit.linear.default"] and same_bits(y, fresh(made, x))
+    seen = [name for name in watch.seen if "lowbit" in name]
+    assert seen == ["lowbit.linear" if mode is WatchFunctions else "lowbit.linear.default"]
+    assert same_bits(y, fresh(made, x))
+
+
+def test_profilers_see_the_public_op():
+    x = torch.randn(3, 40)
+    made = warm("int8", x)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        made(x)
+    assert [e.key for e in profile.key_averages() if "lowbit" in e.key] == ["lowbit::linear"]
+
+
+def test_a_tracer_does_not_record_what_is_freed_meanwhile():
+    x = torch.randn(3, 40)
+    made = warm("int8-weight-only", x)
+
+    def call(x: Tensor) -> Tensor:
+        y = made(x)
+        made.bfloat16()
+        gc.collect()
+        return y
+
+    with torch.no_grad():
+        graph = make_fx(call)(x)
+    assert "lowbit_native" not in graph.code and "lowbit.linear" in graph.code
+
+
+def test_a_subclass_goes_its_own_way():
+    x = torch.randn(3, 40)
+    made = warm("int8", x)
+    with torch.no_grad():
+        assert straight(made, nn.Parameter(x)) is None
+        assert same_bits(made(nn.Parameter(x)), fresh(made, x))
 
 
 def test_transforms_and_tracers_see_it():
@@ -227,14 +359,17 @@ def test_transforms_and_tracers_see_it():
             made(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-def test_grad_mode_autocast_and_inference_mode_hold():
+@pytest.mark.parametrize("recipe", ["int8", "int8-weight-only"])
+def test_grad_mode_autocast_and_inference_mode_hold(recipe):
     x = torch.randn(3, 40)
-    made = warm("int8-weight-only", x)
+    made = warm(recipe, x)
     assert made(x).requires_grad and made(x.clone().requires_grad_()).requires_grad
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert made(x).dtype == torch.bfloat16
     with torch.no_grad():
-        assert made(x).dtype == torch.float32
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert made(x).dtype == made(x).dtype == torch.bfloat16
+            assert made(x).dtype == made(x).dtype == torch.float32
+            assert same_bits(made(x), fresh(made, x))
     with torch.inference_mode():
         assert made(x).is_inference()
 

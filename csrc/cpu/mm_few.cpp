@@ -102,13 +102,9 @@ class Columns : FewColumns {
 
     // Rows [row, row + count) of b, of those until `end`.
     void multiply(int64_t row, int64_t count, int64_t end) {
-        const int64_t room = block_room();
-        for (int64_t n = 0; n < count; ++n) {
-            row_scales_[n] = block_scales(row + n, scales_ + n * room);
-            const bool own = p_.b.zero_point != nullptr;
-            if (plan_.more) row_zeros_[n] = block_zeros(row + n, zeros_ + own * n * room);
-            nans_[n] = false;
-        }
+        find_scales(row, count, scales_, row_scales_);
+        if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
+        std::fill_n(nans_, count, false);
         std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
         Few t = common_;
         t.count = count;
@@ -141,9 +137,10 @@ class Columns : FewColumns {
     void float_results(int64_t count) {
         auto* sums = reinterpret_cast<float*>(totals_);
         few_.sum_floats(reinterpret_cast<const float*>(sums_), count * plan_.rows, sums);
+        const float by = factor(false), by_nan = factor(true);
         for (int64_t m = 0; m < plan_.rows; ++m) {
             auto* out = reinterpret_cast<float*>(results_ + m * chunk_);
-            for (int64_t n = 0; n < count; ++n) out[n] = sums[n * plan_.rows + m] * factor(nans_[n]);
+            for (int64_t n = 0; n < count; ++n) out[n] = sums[n * plan_.rows + m] * (nans_[n] ? by_nan : by);
         }
     }
 

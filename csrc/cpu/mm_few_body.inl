@@ -249,21 +249,34 @@ constexpr FewUnit few_unit() {
     return u;
 }
 
-template <int... i>
-inline VecF swapped(VecF v, int apart, std::integer_sequence<int, i...>) {
-    const VecI lanes = {i...};
-    return (VecF)permute((VecI)v, lanes ^ apart);
+// Of the lanes of both, those without the bit `apart` in their number, or those with it.
+template <int apart, int... i>
+inline VecF lanes_by(VecF a, VecF b, int with, std::integer_sequence<int, i...>) {
+    const VecI lanes = {(i / apart * 2 * apart + i % apart)...};
+    return __builtin_shuffle(a, b, lanes + with);
+}
+
+// The sums over lanes of so many vectors, those of one kWidth / count times, halves first.
+template <int count>
+inline VecF sums_of(const float* vectors) {
+    if constexpr (count == 1) {
+        return load<VecF>(vectors);
+    } else {
+        constexpr int kApart = kWidth / count;
+        constexpr auto kLanes = std::make_integer_sequence<int, kWidth>();
+        const VecF a = sums_of<count / 2>(vectors), b = sums_of<count / 2>(vectors + count / 2 * kWidth);
+        return lanes_by<kApart>(a, b, 0, kLanes) + lanes_by<kApart>(a, b, kApart, kLanes);
+    }
 }
 
 inline void sum_floats(const float* vectors, int64_t count, float* sums) {
-    for (int64_t i = 0; i < count; ++i, vectors += kWidth) {
-        VecF v = load<VecF>(vectors);
-#pragma GCC unroll 4
-        for (int apart = kWidth / 2; apart > 0; apart /= 2) {
-            v += swapped(v, apart, std::make_integer_sequence<int, kWidth>());
-        }
-        sums[i] = v[0];
-    }
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) store(sums + i, sums_of<kWidth>(vectors + i * kWidth));
+    if (i == count) return;
+    float rest[kWidth * kWidth] = {}, last[kWidth];
+    std::memcpy(rest, vectors + i * kWidth, static_cast<size_t>((count - i) * kWidth) * sizeof(float));
+    store(last, sums_of<kWidth>(rest));
+    std::memcpy(sums + i, last, static_cast<size_t>(count - i) * sizeof(float));
 }
 
 inline void sum_integers(const int32_t* vectors, int64_t count, int64_t* sums) {

@@ -14,16 +14,26 @@ void FewColumns::put_lanes(int32_t* lanes) const {
     }
 }
 
-const float* FewColumns::block_scales(int64_t row, float* out) const {
+void FewColumns::find_scales(int64_t first, int64_t count, float* room, const float** scales) const {
     static constexpr float kOne = 1;
-    if (!plan_.blocks) return &kOne;
     const Operand& b = p_.b;
+    if (!plan_.blocks) {
+        std::fill_n(scales, count, &kOne);
+    } else if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
+        const auto* from = static_cast<const float*>(b.scale);
+        for (int64_t n = 0; n < count; ++n) scales[n] = from + block_at(first + n, b.block_rows) * b.scale_row_stride;
+    } else {
+        for (int64_t n = 0; n < count; ++n) scales[n] = block_scales(first + n, room + n * block_room());
+    }
+}
+
+const float* FewColumns::block_scales(int64_t row, float* out) const {
+    const Operand& b = p_.b;
+    const int64_t at = block_at(row, b.block_rows) * b.scale_row_stride;
     if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1) {
-        const auto* from = static_cast<const float*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
-        if (plan_.per_step == 1) return from;
-        std::copy_n(from, plan_.num_blocks, out);
+        std::copy_n(static_cast<const float*>(b.scale) + at, plan_.num_blocks, out);
     } else if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
-        const auto* codes = static_cast<const uint8_t*>(b.scale) + block_at(row, b.block_rows) * b.scale_row_stride;
+        const auto* codes = static_cast<const uint8_t*>(b.scale) + at;
         few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
     } else {
         Operand inner = b;
@@ -35,12 +45,18 @@ const float* FewColumns::block_scales(int64_t row, float* out) const {
     return out;
 }
 
-const int32_t* FewColumns::block_zeros(int64_t row, int32_t* out) const {
+void FewColumns::find_zeros(int64_t first, int64_t count, int32_t* room, const int32_t** zeros) const {
+    const bool own = p_.b.zero_point != nullptr;
+    for (int64_t n = 0; n < count; ++n) {
+        zeros[n] = room + own * n * block_room();
+        if (own) put_zeros(first + n, room + n * block_room());
+    }
+}
+
+void FewColumns::put_zeros(int64_t row, int32_t* out) const {
     const Operand& b = p_.b;
-    if (b.zero_point == nullptr) return out;
     for (int64_t i = 0; i < plan_.num_blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + zero_offset();
     std::fill_n(out + plan_.num_blocks, few_.width, 0);
-    return out;
 }
 
 void FewColumns::take_tail(const uint8_t* codes, uint8_t* to) const {

@@ -17,10 +17,10 @@ class FewColumns {
     int64_t block_room() const { return (plan_.blocks ? plan_.block_of(plan_.all_steps()) : 0) + 2 * few_.width + 1; }
     // Into which block each lane of a step falls.
     void put_lanes(int32_t* lanes) const;
-    // The scales of a row's blocks, without the outer one; in `out`, if not where they are.
-    const float* block_scales(int64_t row, float* out) const;
-    // Zero points as decoded codes have them. Where b has none, `out` holds them already: they are the same for all.
-    const int32_t* block_zeros(int64_t row, int32_t* out) const;
+    // Where the scales of the blocks of some rows are, without the outer one: in b, or in `room`, block_room() each.
+    void find_scales(int64_t first, int64_t count, float* room, const float** scales) const;
+    // Zero points as decoded codes have them. Where b has none, `room` holds them already: they are the same for all.
+    void find_zeros(int64_t first, int64_t count, int32_t* room, const int32_t** zeros) const;
     int32_t zero_offset() const;
     // A row's codes after the whole steps, `to` a step's bytes. The bits that pad it may be any, but not a NaN's here.
     void take_tail(const uint8_t* codes, uint8_t* to) const;
@@ -34,6 +34,10 @@ class FewColumns {
     const FewKernels& few_;
     const FewPlan& plan_;
     const FewRows& rows_;
+
+  private:
+    const float* block_scales(int64_t row, float* out) const;
+    void put_zeros(int64_t row, int32_t* out) const;
 };
 
 // Sums over lanes; see mm_few.h.

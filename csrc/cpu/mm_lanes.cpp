@@ -81,11 +81,9 @@ class LaneColumns : FewColumns {
         for (int64_t n = 0; n < kLaneCols; ++n) {
             codes[n] = codes_of(row + n);
             later[n] = codes_of(row + few_.lane_cols + n);
-            if (n >= count) continue;
-            row_scales_[n] = block_scales(row + n, scales_ + n * block_room());
-            const bool own = p_.b.zero_point != nullptr;
-            if (plan_.more) row_zeros_[n] = block_zeros(row + n, zeros_ + own * n * block_room());
         }
+        find_scales(row, count, scales_, row_scales_);
+        if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
         Lanes t = lanes_of_;
         t.count = count;
         t.b = t.ahead = codes;

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import Argument, as_it_is, features, held, loading_error, prepared, scheme_number
+from lowbit.backends.native import Argument, as_it_is, features, hold, loading_error, prepared, scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
@@ -124,7 +124,7 @@ _PREPARE: dict[str, Callable[[Any], Run]] = {
     "scaled_mm": lambda like: prepared("scaled_mm", _scaled_mm(like), like),
     "linear": lambda like: prepared("linear", _linear(like), like),
 }
-_HOLD = {"linear": lambda like, live: held("linear", _linear(like), like, live)}
+_HOLD = {"linear": lambda like, moves: hold("linear", _linear(like), like, moves)}
 _EXACT = Numerics("fp32", "fp32")
 _ROUNDED = {"supports": _no_bf16, "numerics": Numerics("bf16", "fp32")}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lowbit.backends import registry
-from lowbit.backends.registry import Held, Run, forced, told_precision
+from lowbit.backends.registry import Held, Moves, Run, forced, told_precision
 from lowbit.ops import OPS, OpSpec
 from lowbit.ops.spec import Out
 
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     outs: list[Out]
     kernel: Run | None
     spans: list[tuple[int, int]]
-    hold: Callable[[Any, tuple[Tensor, ...]], Held | None] | None
+    hold: Callable[[Any, Moves], Held | None] | None
 
 
 #: Plans by op, circumstances and metadata. Forgotten all at once, lest shapes that never come back pile up.
@@ -123,8 +123,8 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def watched() -> bool:
-    """Whether a compiler, a mode, a transform, forward-mode derivatives, a tracer or a profiler look at every op, so
-    that none may be passed by."""
+    """Whether a compiler, a mode, a transform, forward-mode derivatives or a tracer see every op, so that none may be
+    passed by."""
     return bool(
         torch.compiler.is_compiling()
         or _dispatch_modes()
@@ -132,7 +132,6 @@ def watched() -> bool:
         or _transforms() is not None
         or forward_ad._current_level >= 0
         or _traced()
-        or _profiled()
     )
 
 
@@ -141,7 +140,7 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
 
     ``outs``: tensors to fill, as ``NAME_out`` does.
     """
-    if watched() or (outs is not None and not all(map(_plain, outs))):
+    if watched() or _profiled() or (outs is not None and not all(map(_plain, outs))):
         return _dispatched(name, args, outs)
     grad = _grad_enabled()
     key: list[Any] = [name, registry.circumstances()]
@@ -180,32 +179,33 @@ def _dispatched(name: str, args: tuple[Any, ...], outs: tuple[Tensor, ...] | Non
 class Bound:
     """``call(name, x, *rest)`` for an ``x`` that changes and a ``rest`` that stays; its part is settled.
 
-    ``live``: tensors that some of ``rest`` are views of. Not for code that is being compiled.
+    ``moves``: pairs of a tensor that may be given other memory, and a view of it among ``rest``. Not for code that is
+    being compiled.
     """
 
     #: Kinds of ``x`` that one keeps; forgotten all at once.
     _MOST = 64
 
-    def __init__(self, name: str, *rest: Any, live: tuple[Tensor, ...] = ()) -> None:
-        self._spec, self._rest, self._live = OPS[name], rest, live
-        tensors = [value for value in rest if isinstance(value, Tensor)]
-        self._floats = tuple(t for t in tensors if t.is_floating_point())
-        self._parameters = tuple(t for t in tensors if isinstance(t, nn.Parameter))  # others cannot be given new data
-        self._plain = all(map(_plain, tensors))
+    def __init__(self, name: str, *rest: Any, moves: Moves = ()) -> None:
+        self._spec, self._rest, self._moves = OPS[name], rest, moves
+        self._tensors = tuple(value for value in rest if isinstance(value, Tensor))
         self._found: dict[tuple[Any, ...], tuple[Plan, Held | None]] = {}
-        self._under = _plans  # whose metadata these were found under
+        self._under = _plans  # whose metadata these were found under; tests set others
         self._last: tuple[str | None, str, Held] | None = None  # the circumstances, and the kernel for another such x
 
     def again(self, x: Tensor) -> Any:
         """What a call like the last one answers, by a kernel that keeps ``rest``; None where this one is not like it,
-        ``live`` has moved, or something watches the call."""
-        # In one function, without calls that are not needed: between other work each costs a microsecond.
+        a tensor has moved, or something watches the call."""
+        # In one function, without calls that are not needed: between other work each costs half a microsecond. Of what
+        # watched() asks, the native op itself answers None under dispatch modes, transforms and tracers.
         last = self._last
         if (
             last is None
             or type(x) is not Tensor
             or _grad_enabled()
             or forward_ad._current_level >= 0
+            or _function_modes()
+            or _profiled()
             or last[0] != forced()
             or self._under is not _plans
         ):
@@ -221,21 +221,24 @@ class Bound:
         return self._anew(x) if y is None else y
 
     def _anew(self, x: Tensor) -> Any:
-        if not self._plain or type(x) is not Tensor or watched() or self._differentiated(x) or x.is_neg():
+        plain = type(x) is Tensor and not x.is_neg() and all(map(_plain, self._tensors))
+        if not plain or watched() or _profiled() or self._differentiated(x) or x.device.type not in _DEVICES:
             return call(self._spec.name, x, *self._rest)
         circumstances = registry.circumstances()
-        key: tuple[Any, ...] = (circumstances, *[_metadata(t) for t in (x, *self._parameters)])
+        key: tuple[Any, ...] = (circumstances, *map(_metadata, (x, *self._tensors)))
         found = self._found.get(key)
-        if found is None or self._under is not _plans or registry.asking():
-            if x.device.type not in _DEVICES:
-                return call(self._spec.name, x, *self._rest)
+        if found is None or self._under is not _plans:
             found = self._find(x, key)
         plan, held = found
-        self._last = None if held is None else (*circumstances, held)
+        if held is not None:
+            self._last = (*circumstances, held)
+            y = held(x)
+            if y is not None:
+                return y
         return _run(plan, self._spec.args(x, *self._rest))
 
     def _differentiated(self, x: Tensor) -> bool:
-        return _grad_enabled() and (x.requires_grad or any(t.requires_grad for t in self._floats))
+        return _grad_enabled() and (x.requires_grad or any(t.requires_grad for t in self._tensors))
 
     def _find(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Plan, Held | None]:
         call = self._spec.args(x, *self._rest)
@@ -244,7 +247,7 @@ class Bound:
             self._found, self._under = {}, _plans
         found = self._found[key] = (
             plan,
-            None if plan.hold is None or plan.kernel is None else plan.hold(call, self._live),
+            None if plan.hold is None or plan.kernel is None else plan.hold(call, self._moves),
         )
         return found
 

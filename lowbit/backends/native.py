@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ __all__ = [
     "as_it_is",
     "build_notice",
     "features",
-    "held",
+    "hold",
     "load",
     "loading_error",
     "prepared",
@@ -246,7 +246,8 @@ def _plan(op: str, arguments: tuple[Argument, ...], like: Any) -> tuple[int, lis
     """The number of the plan of the CPU's native op (csrc/ops_planned.h) for calls with the metadata of ``like``, where
     its tensors are found in ``(*call, *outs)``, and those of ``like``.
 
-    None where a tensor must be copied first, and where random bits are drawn, other ones at each call.
+    None where a tensor must be copied first, and where random bits are drawn, other ones at each call. Outputs are
+    allocated for it, of which only the metadata is looked at.
     """
     outs = tuple([torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in OPS[op].outputs(like)])
     given = [argument.find(outs, like) for argument in arguments]
@@ -265,38 +266,56 @@ def prepared(op: str, arguments: tuple[Argument, ...], like: Any) -> Run:
     if planned is None:
         return through_torch(op, arguments)
     plan, places, _ = planned
-    call_native, pick = _caller(len(places)), itemgetter(*places)
+    call_native, pick = _functions().call[len(places)], itemgetter(*places)
 
     def run(outs: tuple[Tensor, ...], call: Any) -> None:
         error = call_native(plan, *map(_data_ptr, pick((*call, *outs))))
         if error is not None:
             raise RuntimeError(error.decode())
 
-    weakref.finalize(run, torch.ops.lowbit_native.forget, plan).atexit = False
+    weakref.finalize(run, _functions().forget, plan).atexit = False
     return run
-
-
-def held(op: str, arguments: tuple[Argument, ...], like: Any, live: tuple[Tensor, ...]) -> Held | None:
-    """The same for an op that takes its first argument first and has one output, last; its other tensors are kept."""
-    planned = _plan(op, arguments, like)
-    if planned is None:
-        return None
-    plan, _, tensors = planned
-    number = torch.ops.lowbit_native.hold(plan, tensors, list(live))
-    torch.ops.lowbit_native.forget(plan)
-    answer = partial(torch.ops.lowbit_native.held.default._op, number)
-    weakref.finalize(answer, torch.ops.lowbit_native.release, number).atexit = False
-    return answer
 
 
 _data_ptr = Tensor.data_ptr
 
 
+def hold(op: str, arguments: tuple[Argument, ...], like: Any, moves: tuple[tuple[Tensor, Tensor], ...]) -> Held | None:
+    """The same for an op that takes its first argument first and has one output, last; its other tensors are kept.
+
+    From C++, which garbage collection does not see through: not those that other objects hang on, which may lead back.
+    """
+    planned = _plan(op, arguments, like)
+    if planned is None:
+        return None
+    plan, _, tensors = planned
+    try:
+        kept = [*tensors[1:-1], *(t for pair in moves for t in pair)]
+        if any(vars(t) or t._backward_hooks or t._post_accumulate_grad_hooks for t in kept):  # type: ignore[attr-defined]
+            return None
+        number = torch.ops.lowbit_native.hold(plan, tensors, [t for pair in moves for t in pair])
+    finally:
+        _functions().forget(plan)
+    answer = partial(torch.ops.lowbit_native.held.default._op, number)
+    weakref.finalize(answer, _functions().release, number).atexit = False
+    return answer
+
+
+class _Functions(NamedTuple):
+    """Native functions without torch, whose modes and tracers would see a call."""
+
+    forget: Callable[[int], None]
+    release: Callable[[int], None]
+    call: tuple[Callable[..., bytes | None], ...]  # by the number of pointers; answers what went wrong
+
+
 @cache
-def _caller(tensors: int) -> Callable[..., bytes | None]:
-    """Calls a plan with the pointers of so many tensors; answers what went wrong."""
-    kind = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, *[ctypes.c_void_p] * tensors)
-    return kind(torch.ops.lowbit_native.caller(tensors))
+def _functions() -> _Functions:
+    forget, release, *calls = torch.ops.lowbit_native.functions()
+    number = ctypes.c_void_p
+    free = ctypes.CFUNCTYPE(None, number)
+    kinds = [ctypes.CFUNCTYPE(ctypes.c_char_p, number, *[number] * count) for count in range(len(calls))]
+    return _Functions(free(forget), free(release), tuple(kind(call) for kind, call in zip(kinds, calls, strict=True)))
 
 
 #: How the ops that the CPU and CUDA serve are run through torch, for rows of the registry; and prepared, on the CPU.

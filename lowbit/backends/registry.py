@@ -23,6 +23,9 @@ __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "se
 #: Fills contiguous outputs that it is given.
 Run = Callable[[tuple[Tensor, ...], Any], None]
 
+#: Pairs of a tensor that may be given other memory, and a view of it.
+Moves = tuple[tuple[Tensor, Tensor], ...]
+
 #: The output for a first argument of one kind, the others being kept; None where an argument is of another kind.
 Held = Callable[[Tensor], Tensor | None]
 
@@ -32,8 +35,8 @@ class Impl:
     """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
 
     ``prepare(call)`` gives a ``run`` for every call with the metadata of that one, to do once what follows from it.
-    ``hold(call, live)`` keeps all but the first argument as well, and answers None once a tensor of ``live`` has other
-    memory; None where it cannot.
+    ``hold(call, moves)`` keeps all but the first argument as well, or is None where it cannot. ``moves`` are pairs of
+    a tensor and a view of it among the arguments; where they no longer share their memory, it answers None.
     """
 
     op: str
@@ -44,7 +47,7 @@ class Impl:
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
     prepare: Callable[[Any], Run] | None = None
-    hold: Callable[[Any, tuple[Tensor, ...]], Held | None] | None = None
+    hold: Callable[[Any, Moves], Held | None] | None = None
 
     def bind(self, call: Any) -> Run:
         """What runs calls with the metadata (shapes, dtypes, strides, devices, words) of this one."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowbit.backends import cpu_mm
 from lowbit.backends.dispatch import Bound, call, watched
-from lowbit.backends.registry import forced
+from lowbit.backends.registry import Moves, forced
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.functional.quantization import quantize
 from lowbit.ops.spec import as_rows
@@ -159,9 +159,9 @@ class BoundLinear(Bound):
         bias: Tensor | None,
         input: str | Scheme | None,
         out_dtype: torch.dtype,
-        live: tuple[Tensor, ...] = (),
+        moves: Moves = (),
     ) -> None:
-        super().__init__("linear", *_linear_rest(weight, bias, input, out_dtype), live=live)
+        super().__init__("linear", *_linear_rest(weight, bias, input, out_dtype), moves=moves)
         self.weight, self.bias, self.dtype = weight, bias, out_dtype
 
     def _anew(self, x: Tensor) -> Tensor:

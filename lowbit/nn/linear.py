@@ -24,7 +24,7 @@ __all__ = ["QuantLinear", "empty", "result_dtype"]
 #: The parameters that make up the weight.
 _PARTS = ("codes", "scale", "zero_point", "outer_scale")
 
-#: No kernel that keeps the weight, which it has together with the parameters that it is for: ``_PARTS`` and the bias.
+#: What ``_bound`` is without one: a BoundLinear, the parameters that it is for (``_PARTS``), and the bias.
 _UNBOUND: tuple[Any, ...] = (None,) * (2 + len(_PARTS))
 
 #: The integer dtype whose bits hold those of a floating-point scale.
@@ -163,14 +163,15 @@ class QuantLinear(nn.Module):
         if _compiling():
             x, dtype = self._taken(x)
             return linear(x, self.weight, self.bias, self.recipe.input, dtype)
-        held, (bound, codes, scale, zero_point, outer, bias) = self._parameters, self._bound
+        own, (bound, codes, scale, zero_point, outer, bias) = self._parameters, self._bound
         if (
             bound is not None
-            and held["codes"] is codes
-            and held["scale"] is scale
-            and held["zero_point"] is zero_point
-            and held["outer_scale"] is outer
-            and held["bias"] is bias
+            and own["codes"] is codes
+            and own["scale"] is scale
+            and own["zero_point"] is zero_point
+            and own["outer_scale"] is outer
+            and own["bias"] is bias
+            and bound.dtype is x.dtype
             and not _autocast()
         ):
             y: Tensor | None = bound.again(x)
@@ -186,15 +187,16 @@ class QuantLinear(nn.Module):
     def _look_up(self, x: Tensor) -> Tensor:
         """``forward`` where anything may have changed since the last call."""
         x, dtype = self._taken(x)
+        # Before the weight: should another thread replace one meanwhile, the next call sees it.
+        own = [self._parameters[name] for name in (*_PARTS, "bias")]
         weight, bound = self.weight, self._bound[0]
         if weight is not self._settled and not torch.is_grad_enabled():
             weight = self._settle()
-        held = [self._parameters[name] for name in (*_PARTS, "bias")]
-        bias = held[-1]
-        if bound is None or bound.weight is not weight or bound.bias is not bias or bound.dtype is not dtype:
-            live = tuple(part for part in held if part is not None)
-            bound = BoundLinear(weight, bias, self.recipe.input, dtype, live)
-        self._bound = (bound, *held)
+        if bound is None or bound.weight is not weight or bound.bias is not own[-1] or bound.dtype is not dtype:
+            views = zip(own, (weight.stored, weight.scale, None, weight.outer_scale), strict=False)
+            moves = tuple((part, view) for part, view in views if part is not None and view is not None)
+            bound = BoundLinear(weight, own[-1], self.recipe.input, dtype, moves)
+        self._bound = (bound, *own)
         y: Tensor = bound(x)
         return y
 
@@ -278,6 +280,7 @@ class QuantLinear(nn.Module):
         """Casts and moves reach the bias and the dtype that ``weight`` answers; codes and scales are only moved."""
         self._to_rows()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._settled, self._shown, self._bound = None, None, _UNBOUND  # lest they keep what was moved away
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self
 
