@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from variants import serving
 
 import lowbit as lb
-from lowbit.backends import native
+from lowbit.backends import native, native_ops
 from lowbit.nn import QuantLinear
 from lowbit.ops import OPS
 
@@ -51,7 +51,7 @@ def fresh(made: QuantLinear, x: Tensor) -> Tensor:
 
 
 # -- pointers ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("op", sorted(native.PREPARE))
+@pytest.mark.parametrize("op", sorted(native_ops.PREPARE))
 def test_pointers_and_tensors_give_the_same_bits(op):
     spec = OPS[op]
     (impl,) = (row for row in lb.impls(op, "cpu") if row.name == "cpu")
@@ -71,7 +71,7 @@ def test_pointers_and_tensors_give_the_same_bits(op):
 def test_a_plan_serves_every_call_with_its_metadata():
     first, second = torch.randn(5, 40), torch.randn(5, 40)
     call = OPS["encode"].args(first, "fp8_e4m3")
-    run = native.PREPARE["encode"](call)
+    run = native_ops.PREPARE["encode"](call)
     for x in (first, second):
         out = torch.empty(5, 40, dtype=torch.uint8)
         run((out,), call._replace(x=x))
@@ -80,7 +80,7 @@ def test_a_plan_serves_every_call_with_its_metadata():
 
 def test_what_fails_in_native_code_raises():
     call = OPS["encode"].args(torch.randn(5, 40), "fp8_e4m3")
-    run = native.PREPARE["encode"](call)
+    run = native_ops.PREPARE["encode"](call)
     nowhere = torch.empty(0)
     assert nowhere.data_ptr() == 0
     with pytest.raises(RuntimeError, match="no memory of its own"):
@@ -266,14 +266,14 @@ def test_a_layer_that_its_parameter_leads_to_can_be_collected():
 @pytest.mark.parametrize("what", ["plan", "kernel"])
 def test_what_native_code_keeps_is_freed_once(what, monkeypatch):
     freed: list[int] = []
-    functions = native._functions()
+    functions = native_ops._functions()
     counted = functions._replace(
         forget=lambda number: (freed.append(number), functions.forget(number)),
         release=lambda number: (freed.append(number), functions.release(number)),
     )
-    monkeypatch.setattr(native, "_functions", lambda: counted)
+    monkeypatch.setattr(native_ops, "_functions", lambda: counted)
     if what == "plan":
-        run = native.PREPARE["encode"](OPS["encode"].args(torch.randn(5, 40), "fp8_e4m3"))
+        run = native_ops.PREPARE["encode"](OPS["encode"].args(torch.randn(5, 40), "fp8_e4m3"))
         assert freed == []
         del run
         assert len(freed) == 1

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lowbit.backends import cpu_mm, native
+from lowbit.backends import cpu_mm, native, native_ops
 from lowbit.backends.registry import Impl
 
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
 IMPLS = (
-    *(Impl(op, "cpu", ("cpu",), 10, run, prepare=native.PREPARE[op]) for op, run in native.RUN.items()),
-    Impl("adamw", "cpu", ("cpu",), 10, native.adamw),
+    *(Impl(op, "cpu", ("cpu",), 10, run, prepare=native_ops.PREPARE[op]) for op, run in native_ops.RUN.items()),
+    Impl("adamw", "cpu", ("cpu",), 10, native_ops.adamw),
     *cpu_mm.IMPLS,
 )
 

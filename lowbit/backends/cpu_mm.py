@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import Argument, as_it_is, features, hold, loading_error, prepared, scheme_number
+from lowbit.backends.native import features, loading_error
+from lowbit.backends.native_ops import Argument, as_it_is, hold, prepared, scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.backends import composed, native
+from lowbit.backends import composed, native, native_ops
 from lowbit.backends.registry import Impl
 from lowbit.ops import matmul
 from lowbit.ops.spec import Numerics
@@ -36,7 +36,7 @@ def _operand(side: matmul.Side) -> list[object]:
     parts = (side.scale, side.zero_point, side.outer_scale)
     return [
         data,
-        native.scheme_number(side.scheme),
+        native_ops.scheme_number(side.scheme),
         *(None if t is None else t.contiguous() for t in parts),
     ]
 
@@ -81,7 +81,7 @@ def supports_mm(call: matmul.ScaledMM) -> str | None:
 _PRIORITY = 60
 
 _ROWS = (
-    *(Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports) for op, run in native.RUN.items()),
+    *(Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports) for op, run in native_ops.RUN.items()),
     Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, _scaled_mm, supports_mm, Numerics("bf16", "fp32")),
 )
 IMPLS = _ROWS + composed.linear(_ROWS)
