@@ -19,11 +19,16 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
     const Operand& b = p_.b;
     if (!plan_.blocks) {
         std::fill_n(scales, count, &kOne);
-    } else if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1 && plan_.per_step == 1) {
-        const auto* from = static_cast<const float*>(b.scale);
-        for (int64_t n = 0; n < count; ++n) scales[n] = from + block_at(first + n, b.block_rows) * b.scale_row_stride;
-    } else {
-        for (int64_t n = 0; n < count; ++n) scales[n] = block_scales(first + n, room + n * block_room());
+        return;
+    }
+    const bool floats = b.scale_format == kScaleFp32 && b.scale_col_stride == 1;
+    const bool whole = plan_.rest == 0 && plan_.num_blocks == plan_.steps * plan_.per_step;
+    const int64_t each = block_room(), last = block_at(b.rows - 1, b.block_rows) * b.scale_row_stride;
+    for (int64_t n = 0; n < count; ++n) {
+        const int64_t at = block_at(first + n, b.block_rows) * b.scale_row_stride;
+        // Several of a step are read as a vector, which at the end would reach beyond them.
+        const bool there = floats && (plan_.per_step == 1 || (whole && last - at >= few_.width));
+        scales[n] = there ? static_cast<const float*>(b.scale) + at : block_scales(first + n, room + n * each);
     }
 }
 
