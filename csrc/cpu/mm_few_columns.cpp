@@ -23,13 +23,25 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
     }
     const bool floats = b.scale_format == kScaleFp32 && b.scale_col_stride == 1;
     const bool whole = plan_.rest == 0 && plan_.num_blocks == plan_.steps * plan_.per_step;
-    const int64_t each = block_room(), last = block_at(b.rows - 1, b.block_rows) * b.scale_row_stride;
+    const int64_t each = block_room(), stride = b.scale_row_stride, last = block_at(b.rows - 1, b.block_rows) * stride;
+    const bool dense = b.block_rows == 1 && stride == plan_.num_blocks;
+    if (whole && dense && in_bytes()) {
+        few_.byte_scales(static_cast<const uint8_t*>(b.scale) + first * stride, b.scale_format == kScaleE8m0,
+                         count * stride, room);
+        for (int64_t n = 0; n < count; ++n) scales[n] = room + n * stride;
+        return;
+    }
     for (int64_t n = 0; n < count; ++n) {
-        const int64_t at = block_at(first + n, b.block_rows) * b.scale_row_stride;
+        const int64_t at = block_at(first + n, b.block_rows) * stride;
         // Several of a step are read as a vector, which at the end would reach beyond them.
         const bool there = floats && (plan_.per_step == 1 || (whole && last - at >= few_.width));
         scales[n] = there ? static_cast<const float*>(b.scale) + at : block_scales(first + n, room + n * each);
     }
+}
+
+bool FewColumns::in_bytes() const {
+    const Operand& b = p_.b;
+    return (b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1;
 }
 
 const float* FewColumns::block_scales(int64_t row, float* out) const {
@@ -37,7 +49,7 @@ const float* FewColumns::block_scales(int64_t row, float* out) const {
     const int64_t at = block_at(row, b.block_rows) * b.scale_row_stride;
     if (b.scale_format == kScaleFp32 && b.scale_col_stride == 1) {
         std::copy_n(static_cast<const float*>(b.scale) + at, plan_.num_blocks, out);
-    } else if ((b.scale_format == kScaleE8m0 || b.scale_format == kScaleE4m3) && b.scale_col_stride == 1) {
+    } else if (in_bytes()) {
         const auto* codes = static_cast<const uint8_t*>(b.scale) + at;
         few_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
     } else {

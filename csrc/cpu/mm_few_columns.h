@@ -36,6 +36,7 @@ class FewColumns {
     const FewRows& rows_;
 
   private:
+    bool in_bytes() const;  // whether byte_scales decodes b's scales
     const float* block_scales(int64_t row, float* out) const;
     void put_zeros(int64_t row, int32_t* out) const;
 };
