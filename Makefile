@@ -120,7 +120,7 @@ neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the 
 	  -DCMAKE_CXX_COMPILER=$(AARCH64)-g++ $(native_test)
 	$(cmake) --build build/neon --parallel $(JOBS)
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_threads_test
-	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test 4
+	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test 4 & runs=$$!; \
 	for without in "" i8mm i8mm,dotprod,bf16; do \
 	  LOWBIT_WITHOUT=$$without qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test 8 & runs="$$runs $$!"; done; \
 	for run in $$runs; do wait $$run || exit 1; done
