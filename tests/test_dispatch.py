@@ -6,23 +6,11 @@ import pytest
 import torch
 from bits import assert_same_bits
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import WatchDispatch
 
 import lowbit as lb
 from lowbit.backends import dispatch
 from lowbit.ops import OPS
-
-
-class Watch(TorchDispatchMode):
-    """Notes the ops that pass through torch's dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Sub(Tensor):
@@ -57,7 +45,7 @@ def test_an_unwatched_call_goes_straight(straight):
 
 
 def test_modes_see_every_op(straight):
-    with Watch() as watch:
+    with WatchDispatch() as watch:
         lb.scaled_mm(torch.randn(3, 40), lb.quantize(torch.randn(5, 40), "int8:row"))
     assert straight == []
     assert {"lowbit.quantize.default", "lowbit.scaled_mm.default"} <= set(watch.seen)
@@ -89,7 +77,7 @@ def test_both_ways_give_the_same_bits():
     x = torch.randn(7, 130)
     for scheme in ("fp8_e4m3:row", "uint4:group32:affine", "nvfp4"):
         q = lb.quantize(x, scheme)
-        with Watch():
+        with WatchDispatch():
             watched = lb.quantize(x, scheme)
         for name, part in q.parts.items():
             assert_same_bits(part, watched.parts[name], f"{scheme} {name}")

@@ -13,9 +13,8 @@ from bits import assert_same_bits, same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from variants import serving
+from watching import WatchDispatch, WatchFunctions
 
 import lowbit as lb
 from lowbit.backends import native, native_ops
@@ -286,27 +285,7 @@ def test_what_native_code_keeps_is_freed_once(what, monkeypatch):
 
 
 # -- who sees the calls of such a layer --------------------------------------------------------------------------------
-class Watch(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class WatchFunctions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [Watch, WatchFunctions])
+@pytest.mark.parametrize("mode", [WatchDispatch, WatchFunctions])
 def test_modes_see_the_public_op(mode):
     x = torch.randn(3, 40)
     made = warm("int8", x)

@@ -147,10 +147,9 @@ def call(name: str, *args: Any, outs: tuple[Tensor, ...] | None = None) -> Any:
     for value in args[: _decisive[name]]:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:  # subclasses have their own ideas of an op
-            dtype = value.dtype
-            if dtype is not torch.uint8 and (value.is_neg() or (grad and value.requires_grad)):
+            if value.dtype is not torch.uint8 and (value.is_neg() or (grad and value.requires_grad)):
                 return _dispatched(name, args, outs)
-            key.append((value.shape, dtype, value.stride(), value.device))
+            key.append(_metadata(value))
         elif isinstance(value, Tensor):
             return _dispatched(name, args, outs)
         else:

@@ -122,15 +122,15 @@ class QuantLinear(nn.Module):
     @property
     def weight(self) -> Quantized:
         """The weight; views of this layer's parameters, made anew where these have moved."""
-        held: dict[str, Any] = self._parameters
-        codes, scale, outer = held["codes"], held["scale"], held["outer_scale"]
+        own: dict[str, Any] = self._parameters
+        codes, scale, outer = own["codes"], own["scale"], own["outer_scale"]
         if torch.compiler.is_compiling():
-            return self._show(held)
+            return self._show(own)
         shown = self._shown
         if (
             shown is None
             or not (shown.stored is codes or shown.stored.data_ptr() == codes.data_ptr() != 0)
-            or shown.zero_point is not held["zero_point"]
+            or shown.zero_point is not own["zero_point"]
             or shown.dtype is not self.weight_dtype
             or shown.scale.data_ptr() != scale.data_ptr()
             or (outer is not None and shown.outer_scale.data_ptr() != outer.data_ptr())  # type: ignore[union-attr]
@@ -138,17 +138,17 @@ class QuantLinear(nn.Module):
             with _LAYOUT:
                 # Of codes that may be packed an alias: a call on its way keeps what it reads, whatever becomes of them.
                 aliased = {"codes": codes.detach()} if _on_cpu(codes) else {}
-                shown = self._shown = self._show({**held, **aliased})
+                shown = self._shown = self._show({**own, **aliased})
         return shown
 
-    def _show(self, held: dict[str, Any]) -> Quantized:
-        scale, outer = held["scale"], held["outer_scale"]
+    def _show(self, own: dict[str, Any]) -> Quantized:
+        scale, outer = own["scale"], own["outer_scale"]
         if scale.dtype != self._scale_dtype:
             scale = scale.view(self._scale_dtype)
         if outer is not None:
             outer = outer.view(torch.float32)
         shape = torch.Size((self.out_features, self.in_features))
-        return Quantized(held["codes"], scale, held["zero_point"], outer, self.scheme, shape, self.weight_dtype)
+        return Quantized(own["codes"], scale, own["zero_point"], outer, self.scheme, shape, self.weight_dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         self._to_rows()
