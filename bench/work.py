@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import scaling
-from lowbit.backends import cpu, cpu_mm, registry
+from lowbit.backends import cpu, registry
 from lowbit.bench import peers, probe
 from lowbit.bench.timing import CACHES, Case, Group, rotating
 from lowbit.ops import OPS, Cost, OpSpec
-from lowbit.ops.linear import Linear
 from lowbit.ops.spec import Workload
-from lowbit.panels import to_panels
 
 
 class Item(NamedTuple):
@@ -70,16 +67,6 @@ def _outs(spec: OpSpec, call: Any) -> dict[str, Tensor]:
     return made | {name: getattr(call, argument) for name, argument in spec.in_place.items()}
 
 
-def _held(call: Any) -> Any:
-    """The call as a layer makes it, which keeps its weight in the layout that kernels in use want."""
-    if not isinstance(call, Linear) or call.input is None:
-        return call
-    weight = scaling.scheme(call.scheme)
-    if not cpu_mm.reads_panels(weight, scaling.scheme(call.input), call.x.shape[-1]):
-        return call
-    return call._replace(weight=to_panels(call.weight, weight.format, call.x.shape[-1]))
-
-
 #: Operations above which the scalar kernels, which are there as proof, would take minutes.
 _FOR_SCALAR = 1 << 30
 
@@ -91,8 +78,7 @@ def _ours(spec: OpSpec, calls: list[Any], cost: Cost) -> Iterator[Case]:
 
     def case(who: str, enter: Callable[[], None]) -> Case:
         enter()
-        held = [_held(call) for call in calls]
-        made = [lambda c=call, o=out: run(*c, **o) for call, out in zip(held, outs, strict=True)]  # type: ignore[misc]
+        made = [lambda c=call, o=out: run(*c, **o) for call, out in zip(calls, outs, strict=True)]  # type: ignore[misc]
         return rotating([Case(who, one, enter) for one in made])
 
     chosen = registry.explaining((spec.name,), lambda: run(*calls[0], **outs[0])).chosen

@@ -19,10 +19,9 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Body b
 }
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
-// Ops that the CPU also has in two parts (ops_planned.h).
 constexpr struct {
     const char *name, *arguments;
-} kPlanned[] = {
+} kOps[] = {
     {"encode", "(Tensor x, Tensor(a!) out, int format, bool saturate, int[] rng)"},
     {"decode", "(Tensor codes, Tensor(a!) out, int format)"},
     {"pack", "(Tensor codes, Tensor(a!) out, int bits)"},
@@ -44,9 +43,10 @@ constexpr struct {
     {"linear",
      "(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor? bias, "
      "Tensor(a!) out)"},
+    {"linear_packed", "(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out)"},
 };
 
-int64_t keep(std::vector<int64_t> numbers) { return lowbit::keep(numbers); }
+int64_t keep(std::string name, std::vector<int64_t> numbers) { return lowbit::keep(name, numbers); }
 void force_isa(std::string name) { lowbit::cpu::force_isa(name); }
 std::string isa() { return lowbit::cpu::isa_name(lowbit::cpu::current_isa()); }
 std::string fingerprint() { return lowbit::kFingerprint; }
@@ -56,9 +56,8 @@ std::vector<std::string> isas() { return lowbit::cpu::isas(); }
 
 STABLE_TORCH_LIBRARY(lowbit_native, m) {
     lowbit::cpu::set_parallel_for(parallel_for, num_threads);
-    for (const auto& op : kPlanned) {
+    for (const auto& op : kOps) {
         m.def((std::string(op.name) + op.arguments + " -> ()").c_str());
-        m.def((std::string("plan_") + op.name + op.arguments + " -> int").c_str());
     }
     m.def(
         "adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, "
@@ -66,10 +65,7 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
         "Tensor(e!) new_rms_scale, int scheme, int rms_scheme, float[] factors, int[] rng) -> ()");
     m.def("spin(int arithmetic, int operations) -> bool");
     m.def("read(Tensor x) -> int");
-    m.def("functions() -> int[]");
-    m.def("hold(int plan, Tensor[] tensors, Tensor[] moves) -> int");
-    m.def("held(int number, Tensor x) -> Tensor?");
-    m.def("keep(int[] numbers) -> int");
+    m.def("keep(str name, int[] numbers) -> int");
     m.def("force_isa(str name) -> ()");
     m.def("isa() -> str");
     m.def("isas() -> str[]");

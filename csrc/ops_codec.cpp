@@ -1,156 +1,164 @@
 // CPU kernels of lowbit_native::* for codecs and quantization: from stable tensors to plain pointers.
-#include <optional>
+#include "ops_codec.h"
+
 #include <vector>
 
-#include "cpu/codec.h"
 #include "ops_params.h"
-#include "ops_planned.h"
-#include "ops_tensors.h"
 
+namespace lowbit {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Ints = std::vector<int64_t>;
-using namespace lowbit;
-
-void check_outer(const std::optional<Tensor>& t) {
+void check_outer(const MaybeTensor& t, const SchemeParams& s) {
+    STD_TORCH_CHECK((s.outer != 0) == t.has_value(), "schemes with two levels, and no others, have an outer_scale");
     STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == 1),
                     "outer_scale must be one float32");
 }
 
-void check_scales(const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
-                  const std::optional<Tensor>& outer, cpu::Shape shape, const SchemeParams& s) {
+void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer, cpu::Shape shape,
+                  const SchemeParams& s) {
     STD_TORCH_CHECK(!scale || (s.affine != 0) == zero_point.has_value(),
                     "affine schemes, and no others, have zero points");
     if (scale) check_scale(*scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer);
+    check_outer(outer, s);
 }
 
-const uint8_t* bytes(const void* data) { return static_cast<const uint8_t*>(data); }
-uint8_t* new_bytes(void* data) { return static_cast<uint8_t*>(data); }
-const float* level(const void* outer) { return static_cast<const float*>(outer); }
+const float* level(const MaybeTensor& outer) { return static_cast<const float*>(data_of(outer)); }
 
-// Each op answers its work on the pointers of its tensors, in the order in which it takes them (ops_planned.h).
-
-Work encode(const Tensor& x, const Tensor& out, int64_t format, bool saturate, Ints rng) {
-    const cpu::Shape shape = shape_of(x);
-    check_bytes(out, shape.rows, shape.cols, "out");
-    return [=, x = matrix(x, "x"), f = kept_format(format), how = rounding_of(rng), random = rng_of(rng)](Pointers t) {
-        cpu::encode(x.values(t[0]), shape, f, how, saturate, random, new_bytes(t[1]));
-    };
+cpu::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer) {
+    return {data_of(scale), data_of(zero_point), level(outer)};
 }
 
-Work decode(const Tensor& codes, const Tensor& out, int64_t format) {
-    const cpu::Shape shape = shape_of(out);
-    check_bytes(codes, shape.rows, shape.cols, "codes");
-    return [=, out = matrix(out, "out"), f = kept_format(format)](Pointers t) {
-        cpu::decode(bytes(t[0]), shape, f, out.results(t[1]));
-    };
+}  // namespace
+
+void encode(const Tensor& x, const Tensor& out, const FormatParams& format, bool saturate, const Random& random) {
+    const cpu::Shape shape = shape_of(x, "x");
+    cpu::encode(values_of(x, "x"), shape, format, random.rounding, saturate, random.rng,
+                new_bytes_of(out, shape.rows, shape.cols, "out"));
 }
 
-Work pack(const Tensor& codes, const Tensor& out, int64_t bits) {
-    const cpu::Shape shape = shape_of(codes);
-    const int width = static_cast<int>(bits);
-    check_bytes(codes, shape.rows, shape.cols, "codes");
-    check_bytes(out, shape.rows, cpu::packed_cols(shape.cols, width), "out");
-    return [=](Pointers t) { cpu::pack(bytes(t[0]), shape, width, new_bytes(t[1])); };
+void decode(const Tensor& codes, const Tensor& out, const FormatParams& format) {
+    const cpu::Shape shape = shape_of(out, "out");
+    cpu::decode(bytes_of(codes, shape.rows, shape.cols, "codes"), shape, format, results_of(out, "out", shape));
 }
 
-Work unpack(const Tensor& packed, const Tensor& out, int64_t bits) {
-    const cpu::Shape shape = shape_of(out);
-    const int width = static_cast<int>(bits);
-    check_bytes(packed, shape.rows, cpu::packed_cols(shape.cols, width), "packed");
-    check_bytes(out, shape.rows, shape.cols, "out");
-    return [=](Pointers t) { cpu::unpack(bytes(t[0]), shape, width, new_bytes(t[1])); };
-}
-
-Work outer_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
-    const cpu::Shape shape = shape_of(x);
-    check_outer(out);
-    return [=, x = matrix(x, "x"), s = kept_scheme(scheme, shape.rows, shape.cols)](Pointers t) {
-        *static_cast<float*>(t[1]) = cpu::outer_scale(x.values(t[0]), shape, s);
-    };
-}
-
-Work quantize(const Tensor& x, std::optional<Tensor> outer, const Tensor& codes, const Tensor& scale,
-              std::optional<Tensor> zero_point, int64_t scheme, Ints rng) {
-    const cpu::Shape shape = shape_of(x);
-    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
+void quantize(const Tensor& x, const MaybeTensor& outer, const Tensor& codes, const Tensor& scale,
+              const MaybeTensor& zero_point, const SchemeParams& s, const Random& random) {
+    const cpu::Shape shape = shape_of(x, "x");
     STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
     check_scale(scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer);
-    check_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes");
-    return [=, x = matrix(x, "x"), how = rounding_of(rng), random = rng_of(rng)](Pointers t) {
-        cpu::quantize(x.values(t[0]), shape, s, {t[3], t[4], level(t[1])}, how, random, new_bytes(t[2]));
-    };
+    check_outer(outer, s);
+    cpu::quantize(values_of(x, "x"), shape, s, {scale.mutable_data_ptr(), new_data_of(zero_point), level(outer)},
+                  random.rounding, random.rng,
+                  new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
-Work quantize_static(const Tensor& x, const Tensor& scale, std::optional<Tensor> zero_point,
-                     std::optional<Tensor> outer, const Tensor& codes, int64_t scheme, Ints rng) {
-    const cpu::Shape shape = shape_of(x);
-    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
+void quantize_static(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+                     const Tensor& codes, const SchemeParams& s, const Random& random) {
+    const cpu::Shape shape = shape_of(x, "x");
     check_scales(scale, zero_point, outer, shape, s);
-    check_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes");
-    return [=, x = matrix(x, "x"), how = rounding_of(rng), random = rng_of(rng)](Pointers t) {
-        cpu::quantize_static(x.values(t[0]), shape, s, {t[1], t[2], level(t[3])}, how, random, new_bytes(t[4]));
-    };
+    cpu::quantize_static(values_of(x, "x"), shape, s, scales_of(scale, zero_point, outer), random.rounding, random.rng,
+                         new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
-Work dequantize(const Tensor& codes, const Tensor& scale, std::optional<Tensor> zero_point, std::optional<Tensor> outer,
-                const Tensor& out, int64_t scheme) {
-    const cpu::Shape shape = shape_of(out);
-    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
-    check_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes");
+void dequantize(const Tensor& codes, const Tensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+                const Tensor& out, const SchemeParams& s) {
+    const cpu::Shape shape = shape_of(out, "out");
     check_scales(scale, zero_point, outer, shape, s);
-    return [=, out = matrix(out, "out")](Pointers t) {
-        cpu::dequantize(bytes(t[0]), shape, s, {t[1], t[2], level(t[3])}, out.results(t[4]));
-    };
+    cpu::dequantize(bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"), shape, s,
+                    scales_of(scale, zero_point, outer), results_of(out, "out", shape));
 }
 
-Work fake_quantize(const Tensor& x, std::optional<Tensor> scale, std::optional<Tensor> zero_point,
-                   std::optional<Tensor> outer, const Tensor& out, int64_t scheme, Ints rng) {
-    const cpu::Shape shape = shape_of(x);
-    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
+void fake_quantize(const Tensor& x, const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+                   const Tensor& out, const SchemeParams& s, const Random& random) {
+    const cpu::Shape shape = shape_of(x, "x");
     check_scales(scale, zero_point, outer, shape, s);
-    STD_TORCH_CHECK(out.size(0) == shape.rows && out.size(1) == shape.cols, "out must have x's shape");
-    return [=, x = matrix(x, "x"), out = matrix(out, "out"), how = rounding_of(rng), random = rng_of(rng)](Pointers t) {
-        cpu::fake_quantize(x.values(t[0]), shape, s, {t[1], t[2], level(t[3])}, how, random, out.results(t[4]));
-    };
+    cpu::fake_quantize(values_of(x, "x"), shape, s, scales_of(scale, zero_point, outer), random.rounding, random.rng,
+                       results_of(out, "out", shape));
 }
 
-Work fake_quantize_backward(const Tensor& grad, const Tensor& x, std::optional<Tensor> scale,
-                            std::optional<Tensor> zero_point, std::optional<Tensor> outer, const Tensor& grad_x,
-                            std::optional<Tensor> grad_scale, int64_t scheme) {
-    const cpu::Shape shape = shape_of(x);
-    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
-    for (const Tensor& t : {grad, grad_x}) {
-        STD_TORCH_CHECK(t.size(0) == shape.rows && t.size(1) == shape.cols, "gradients must have x's shape");
-    }
+// -- lowbit_native::*, whose formats and schemes are numbers ---------------------------------------------------------
+namespace native {
+
+using Ints = std::vector<int64_t>;
+
+Random random_of(const Ints& rng) { return {rounding_of(rng), rng_of(rng)}; }
+
+SchemeParams scheme_for(int64_t number, const Tensor& x) {
+    const cpu::Shape shape = shape_of(x, "x");
+    return kept_scheme(number, shape.rows, shape.cols);
+}
+
+void encode(const Tensor& x, const Tensor& out, int64_t format, bool saturate, Ints rng) {
+    lowbit::encode(x, out, kept_format(format), saturate, random_of(rng));
+}
+void decode(const Tensor& codes, const Tensor& out, int64_t format) { lowbit::decode(codes, out, kept_format(format)); }
+
+void pack(const Tensor& codes, const Tensor& out, int64_t bits) {
+    const cpu::Shape shape = shape_of(codes, "codes");
+    const int width = static_cast<int>(bits);
+    cpu::pack(bytes_of(codes, shape.rows, shape.cols, "codes"), shape, width,
+              new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, width), "out"));
+}
+void unpack(const Tensor& packed, const Tensor& out, int64_t bits) {
+    const cpu::Shape shape = shape_of(out, "out");
+    const int width = static_cast<int>(bits);
+    cpu::unpack(bytes_of(packed, shape.rows, cpu::packed_cols(shape.cols, width), "packed"), shape, width,
+                new_bytes_of(out, shape.rows, shape.cols, "out"));
+}
+
+void outer_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
+    STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.numel() == 1, "out must be one float32");
+    *static_cast<float*>(out.mutable_data_ptr()) =
+        cpu::outer_scale(values_of(x, "x"), shape_of(x, "x"), scheme_for(scheme, x));
+}
+
+void quantize(const Tensor& x, MaybeTensor outer, const Tensor& codes, const Tensor& scale, MaybeTensor zero_point,
+              int64_t scheme, Ints rng) {
+    lowbit::quantize(x, outer, codes, scale, zero_point, scheme_for(scheme, x), random_of(rng));
+}
+void quantize_static(const Tensor& x, const Tensor& scale, MaybeTensor zero_point, MaybeTensor outer,
+                     const Tensor& codes, int64_t scheme, Ints rng) {
+    lowbit::quantize_static(x, scale, zero_point, outer, codes, scheme_for(scheme, x), random_of(rng));
+}
+void dequantize(const Tensor& codes, const Tensor& scale, MaybeTensor zero_point, MaybeTensor outer, const Tensor& out,
+                int64_t scheme) {
+    lowbit::dequantize(codes, scale, zero_point, outer, out, scheme_for(scheme, out));
+}
+void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer, const Tensor& out,
+                   int64_t scheme, Ints rng) {
+    lowbit::fake_quantize(x, scale, zero_point, outer, out, scheme_for(scheme, x), random_of(rng));
+}
+
+void fake_quantize_backward(const Tensor& grad, const Tensor& x, MaybeTensor scale, MaybeTensor zero_point,
+                            MaybeTensor outer, const Tensor& grad_x, MaybeTensor grad_scale, int64_t scheme) {
+    const cpu::Shape shape = shape_of(x, "x");
+    const SchemeParams s = scheme_for(scheme, x);
     STD_TORCH_CHECK(grad.scalar_type() == grad_x.scalar_type(), "grad_x must have grad's dtype");
     check_scales(scale, zero_point, outer, shape, s);
     STD_TORCH_CHECK(!grad_scale || (scale && grad_scale->scalar_type() == ScalarType::Float &&
                                     grad_scale->numel() == scale->numel()),
                     "grad_scale must be float32, one for each scale given");
-    return [=, x = matrix(x, "x"), grad = matrix(grad, "grad"), grad_x = matrix(grad_x, "grad_x")](Pointers t) {
-        cpu::fake_quantize_backward(grad.values(t[0]), x.values(t[1]), shape, s, {t[2], t[3], level(t[4])},
-                                    grad_x.results(t[5]), static_cast<float*>(t[6]));
-    };
+    results_of(grad, "grad", shape);
+    cpu::fake_quantize_backward(values_of(grad, "grad"), values_of(x, "x"), shape, s,
+                                scales_of(scale, zero_point, outer), results_of(grad_x, "grad_x", shape),
+                                static_cast<float*>(new_data_of(grad_scale)));
 }
 
-}  // namespace
+}  // namespace native
+}  // namespace lowbit
 
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
-    LOWBIT_PLANNED(m, encode);
-    LOWBIT_PLANNED(m, decode);
-    LOWBIT_PLANNED(m, pack);
-    LOWBIT_PLANNED(m, unpack);
-    LOWBIT_PLANNED(m, outer_scale);
-    LOWBIT_PLANNED(m, quantize);
-    LOWBIT_PLANNED(m, quantize_static);
-    LOWBIT_PLANNED(m, dequantize);
-    LOWBIT_PLANNED(m, fake_quantize);
-    LOWBIT_PLANNED(m, fake_quantize_backward);
+    namespace native = lowbit::native;
+    m.impl("encode", TORCH_BOX(&native::encode));
+    m.impl("decode", TORCH_BOX(&native::decode));
+    m.impl("pack", TORCH_BOX(&native::pack));
+    m.impl("unpack", TORCH_BOX(&native::unpack));
+    m.impl("outer_scale", TORCH_BOX(&native::outer_scale));
+    m.impl("quantize", TORCH_BOX(&native::quantize));
+    m.impl("quantize_static", TORCH_BOX(&native::quantize_static));
+    m.impl("dequantize", TORCH_BOX(&native::dequantize));
+    m.impl("fake_quantize", TORCH_BOX(&native::fake_quantize));
+    m.impl("fake_quantize_backward", TORCH_BOX(&native::fake_quantize_backward));
 }

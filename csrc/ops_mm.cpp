@@ -1,23 +1,12 @@
-// lowbit_native::scaled_mm and linear on the CPU: tensors to the plain description that cpu/mm.h multiplies.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-
-#include <optional>
+// The ops scaled_mm and linear on CPU tensors: the plain description that cpu/mm.h multiplies.
+#include "ops_mm.h"
 
 #include "cpu/linear.h"
-#include "cpu/mm.h"
 #include "cpu/mm_stored.h"
 #include "ops_params.h"
-#include "ops_planned.h"
 
+namespace lowbit {
 namespace {
-
-namespace mm = lowbit::cpu::mm;
-using lowbit::Pointers;
-using lowbit::Work;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 mm::Element element_of(const Tensor& x, const char* name) {
     switch (x.scalar_type()) {
@@ -41,66 +30,70 @@ void put_rows(mm::Operand& x, const char* name, const Tensor& data, int64_t pack
                     " must be contiguous");
 }
 
-// Panels as lowbit/panels.py makes them.
-void put_panels(mm::Operand& x, const char* name, const Tensor& data, int64_t packed, int bits) {
-    const int64_t panels = (x.rows + mm::kPanelRows - 1) / mm::kPanelRows, depth = (packed + 3) / 4;
-    STD_TORCH_CHECK((bits == 8 || bits == 4) && data.element_size() == 1 && data.size(0) == panels &&
-                        data.size(1) == depth && data.size(2) == mm::kPanelRows && data.size(3) == 4 &&
-                        data.is_contiguous(),
-                    "lowbit: panels of ", name, " must be [", panels, ", ", depth, ", ", mm::kPanelRows,
-                    ", 4] bytes, contiguous, of 8- or 4-bit codes");
-    x.panel_bytes = depth * mm::kPanelRows * 4;
-}
-
-mm::Operand operand_of(const char* name, const Tensor& data, int64_t scheme, const std::optional<Tensor>& scale,
-                       const std::optional<Tensor>& zero_point, const std::optional<Tensor>& outer, int64_t cols) {
+mm::Operand float_operand(const char* name, const Tensor& data, int64_t cols) {
+    STD_TORCH_CHECK(data.dim() == 2 && data.size(1) == cols, "lowbit: ", name, " must be a matrix of ", cols,
+                    " columns");
     mm::Operand x;
-    if (scheme < 0) {
-        STD_TORCH_CHECK(data.dim() == 2 && data.size(1) == cols, "lowbit: ", name, " must be a matrix of ", cols,
-                        " columns");
-        x.dtype = element_of(data, name);
-        x.rows = data.size(0);
-        x.row_stride = data.stride(0);
-        x.col_stride = data.stride(1);
-        return x;
-    }
-    STD_TORCH_CHECK(scale.has_value() && scale->dim() == 2, "lowbit: ", name, " needs a matrix of scales");
-    const bool panels = data.dim() == 4;
-    x.rows = panels ? scale->size(0) : data.size(0);
-    const lowbit::SchemeParams params = lowbit::kept_scheme(scheme, x.rows, cols);
-    const int bits = params.format.bits;
-    (panels ? put_panels : put_rows)(x, name, data, (cols * bits + 7) / 8, bits);
-    STD_TORCH_CHECK(params.affine ? zero_point.has_value() && zero_point->dim() == 2 : !zero_point.has_value(),
-                    "lowbit: ", name, " needs a matrix of zero points if it is affine, and has none if not");
-    x.table = &mm::table_of(params.format);
-    x.block_rows = params.block_rows;
-    x.block_cols = params.block_cols;
-    x.scale_format = params.scale_format;
-    x.scale_row_stride = scale->stride(0);
-    x.scale_col_stride = scale->stride(1);
-    if (params.affine) {
-        x.zero_row_stride = zero_point->stride(0);
-        x.zero_col_stride = zero_point->stride(1);
-    }
-    STD_TORCH_CHECK(params.outer ? outer.has_value() && outer->numel() == 1 : !outer.has_value(), "lowbit: ", name,
-                    " needs one outer scale if its scheme has two levels, and has none if not");
+    x.dtype = element_of(data, name);
+    x.data = data.const_data_ptr();
+    x.rows = data.size(0);
+    x.row_stride = data.stride(0);
+    x.col_stride = data.stride(1);
     return x;
 }
 
-// `t`: data, scale, zero point, outer scale.
-mm::Operand placed(mm::Operand x, Pointers t) {
-    x.data = t[0];
-    x.scale = t[1];
-    x.zero_point = static_cast<const uint8_t*>(t[2]);
-    x.outer = static_cast<const float*>(t[3]);
+void put_format(mm::Operand& x, const SchemeParams& s) {
+    x.table = &mm::table_of(s.format);
+    x.block_rows = s.block_rows;
+    x.block_cols = s.block_cols;
+    x.scale_format = s.scale_format;
+}
+
+mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
+    if (!codes.scheme) return float_operand(name, codes.data, cols);
+    const SchemeParams& s = *codes.scheme;
+    const int bits = s.format.bits;
+    mm::Operand x;
+    x.data = codes.data.const_data_ptr();
+    x.rows = codes.data.size(0);
+    put_rows(x, name, codes.data, (cols * bits + 7) / 8, bits);
+    put_format(x, s);
+    const cpu::Shape blocks = scale_shape({x.rows, cols}, s);
+    auto check = [&](const Tensor& t, ScalarType dtype) {
+        STD_TORCH_CHECK(
+            t.dim() == 2 && t.size(0) == blocks.rows && t.size(1) == blocks.cols && t.scalar_type() == dtype,
+            "lowbit: ", name, " needs scales (and zero points) of its scheme, one a block");
+    };
+    STD_TORCH_CHECK(codes.scale.has_value(), "lowbit: ", name, " needs its scales");
+    // Layers keep floating-point scales as the integers of their bits.
+    constexpr ScalarType kBits[] = {ScalarType::Int, ScalarType::Short, ScalarType::Short, ScalarType::Byte,
+                                    ScalarType::Byte};
+    const bool as_bits = codes.scale->scalar_type() == kBits[s.scale_format];
+    check(*codes.scale, as_bits ? kBits[s.scale_format] : scale_type(s));
+    x.scale = codes.scale->const_data_ptr();
+    x.scale_row_stride = codes.scale->stride(0);
+    x.scale_col_stride = codes.scale->stride(1);
+    STD_TORCH_CHECK((s.affine != 0) == codes.zero_point.has_value(), "lowbit: ", name,
+                    " needs zero points if it is affine, and has none if not");
+    if (s.affine) {
+        check(*codes.zero_point, zero_type(s));
+        x.zero_point = static_cast<const uint8_t*>(codes.zero_point->const_data_ptr());
+        x.zero_row_stride = codes.zero_point->stride(0);
+        x.zero_col_stride = codes.zero_point->stride(1);
+    }
+    STD_TORCH_CHECK((s.outer != 0) == codes.outer.has_value() &&
+                        (!codes.outer || (codes.outer->numel() == 1 && codes.outer->element_size() == sizeof(float))),
+                    "lowbit: ", name, " needs one outer scale if its scheme has two levels, and has none if not");
+    x.outer = static_cast<const float*>(data_of(codes.outer));
     return x;
 }
 
 // Bias and output: `out` holds [rows, b.rows], contiguous, with any number of axes.
-void add_rest(mm::Problem& p, int64_t rows, int64_t cols, const std::optional<Tensor>& bias, const Tensor& out) {
+void add_rest(mm::Problem& p, int64_t rows, int64_t cols, const MaybeTensor& bias, const Tensor& out) {
     p.depth = cols;
     if (bias.has_value()) {
         STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "lowbit: bias must be [", p.b.rows, "]");
+        p.bias = bias->const_data_ptr();
         p.bias_dtype = element_of(*bias, "bias");
         p.bias_stride = bias->stride(0);
     }
@@ -108,71 +101,107 @@ void add_rest(mm::Problem& p, int64_t rows, int64_t cols, const std::optional<Te
         out.dim() >= 1 && out.size(out.dim() - 1) == p.b.rows && out.numel() == rows * p.b.rows && out.is_contiguous(),
         "lowbit: out must be contiguous, of ", rows, " rows of ", p.b.rows);
     p.out_dtype = element_of(out, "out");
-}
-
-// The memory of both operands is to be added.
-mm::Problem placed(mm::Problem p, Pointers bias_and_out) {
-    p.bias = bias_and_out[0];
-    p.out = bias_and_out[1];
-    return p;
-}
-
-// Each op answers its work on the pointers of its tensors, in the order in which it takes them (ops_planned.h).
-
-Work scaled_mm(const Tensor& a, int64_t a_scheme, std::optional<Tensor> a_scale, std::optional<Tensor> a_zero_point,
-               std::optional<Tensor> a_outer, const Tensor& b, int64_t b_scheme, std::optional<Tensor> b_scale,
-               std::optional<Tensor> b_zero_point, std::optional<Tensor> b_outer, std::optional<Tensor> bias,
-               const Tensor& out, int64_t cols) {
-    STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "lowbit: a and b must be matrices");
-    mm::Problem like;
-    like.a = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_outer, cols);
-    like.b = operand_of("b", b, b_scheme, b_scale, b_zero_point, b_outer, cols);
-    add_rest(like, like.a.rows, cols, bias, out);
-    return [=](Pointers t) {
-        mm::Problem p = placed(like, t + 8);
-        p.a = placed(like.a, t);
-        p.b = placed(like.b, t + 4);
-        mm::multiply(p);
-    };
+    p.out = out.mutable_data_ptr();
 }
 
 // x [..., K] is a matrix, or contiguous.
-Work linear(const Tensor& x, int64_t input, const Tensor& weight, int64_t scheme, std::optional<Tensor> scale,
-            std::optional<Tensor> zero_point, std::optional<Tensor> outer, std::optional<Tensor> bias,
-            const Tensor& out) {
+void multiply_rows(const Tensor& x, const std::optional<SchemeParams>& input, mm::Problem& p, const MaybeTensor& bias,
+                   const Tensor& out) {
     STD_TORCH_CHECK(x.dim() == 2 || (x.dim() >= 1 && x.is_contiguous()), "lowbit: x must be a matrix, or contiguous");
     const int64_t cols = x.size(x.dim() - 1);
     STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
     const int64_t rows = x.numel() / cols;
-    mm::Problem like;
-    like.a.dtype = element_of(x, "x");
-    like.a.rows = rows;
-    like.a.row_stride = x.dim() == 2 ? x.stride(0) : cols;
-    like.a.col_stride = x.stride(x.dim() - 1);
-    like.b = operand_of("weight", weight, scheme, scale, zero_point, outer, cols);
-    add_rest(like, rows, cols, bias, out);
-    if (input < 0) {
-        return [=](Pointers t) {
-            mm::Problem p = placed(like, t + 5);
-            p.a.data = t[0];
-            p.b = placed(like.b, t + 1);
-            mm::multiply(p);
-        };
-    }
-    STD_TORCH_CHECK(like.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
-    constexpr lowbit::Dtype kDtypes[] = {lowbit::Dtype::kFloat32, lowbit::Dtype::kBFloat16, lowbit::Dtype::kFloat16};
-    const lowbit::Dtype dtype = kDtypes[static_cast<int>(like.a.dtype)];
-    const lowbit::SchemeParams of_input = lowbit::kept_scheme(input, rows, cols);
-    return [=](Pointers t) {
-        mm::Problem p = placed(like, t + 5);
-        p.b = placed(like.b, t + 1);
-        lowbit::cpu::linear({{t[0], dtype, like.a.row_stride}, {rows, cols}, of_input}, p);
-    };
+    p.a.dtype = element_of(x, "x");
+    p.a.data = x.const_data_ptr();
+    p.a.rows = rows;
+    p.a.row_stride = x.dim() == 2 ? x.stride(0) : cols;
+    p.a.col_stride = x.stride(x.dim() - 1);
+    add_rest(p, rows, cols, bias, out);
+    if (!input) return mm::multiply(p);
+    STD_TORCH_CHECK(p.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
+    cpu::linear({{p.a.data, dtype_of(x, "x"), p.a.row_stride}, {rows, cols}, *input}, p);
 }
 
 }  // namespace
 
+void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols) {
+    STD_TORCH_CHECK(a.data.dim() == 2 && b.data.dim() == 2, "lowbit: a and b must be matrices");
+    mm::Problem p;
+    p.a = operand_of("a", a, cols);
+    p.b = operand_of("b", b, cols);
+    add_rest(p, p.a.rows, cols, bias, out);
+    mm::multiply(p);
+}
+
+void linear(const Tensor& x, const std::optional<SchemeParams>& input, const Coded& weight, const MaybeTensor& bias,
+            const Tensor& out) {
+    STD_TORCH_CHECK(x.dim() >= 1 && weight.data.dim() == 2, "lowbit: x must have an axis, and the weight be a matrix");
+    mm::Problem p;
+    p.b = operand_of("weight", weight, x.size(x.dim() - 1));
+    multiply_rows(x, input, p, bias, out);
+}
+
+Packed packed_of(const Tensor& buffer) {
+    STD_TORCH_CHECK(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.is_contiguous() &&
+                        buffer.numel() >= kPackedHeader,
+                    "lowbit: a packed weight is a vector of bytes that prepack made");
+    const auto* words = static_cast<const int64_t*>(buffer.const_data_ptr());
+    STD_TORCH_CHECK(words[0] == kPackedMagic && words[1] == buffer.numel(), "lowbit: this is no packed weight");
+    return {words, words[2], words[3]};
+}
+
+void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bias, const Tensor& out) {
+    const int64_t* words = packed.words;
+    const int64_t cols = x.size(x.dim() - 1);
+    STD_TORCH_CHECK(x.dim() >= 1 && cols == packed.cols, "lowbit: x and the packed weight must have the same K");
+    const SchemeParams s = scheme_of(words + kPackedScheme, packed.rows, cols);
+    const auto* base = reinterpret_cast<const uint8_t*>(words);
+    mm::Problem p;
+    p.b.data = base + words[kPackedCodes];
+    p.b.rows = packed.rows;
+    p.b.panel_bytes = words[kPackedPanel];
+    put_format(p.b, s);
+    p.b.scale = base + words[kPackedScale];
+    p.b.scale_row_stride = p.b.zero_row_stride = scale_shape({packed.rows, cols}, s).cols;
+    p.b.scale_col_stride = p.b.zero_col_stride = 1;
+    if (s.affine) p.b.zero_point = base + words[kPackedZero];
+    if (s.outer) p.b.outer = reinterpret_cast<const float*>(base + words[kPackedOuter]);
+    const bool quantized = words[kPackedHasInput] != 0;
+    const int64_t rows = cols > 0 ? x.numel() / cols : 0;
+    multiply_rows(x, quantized ? std::optional(scheme_of(words + kPackedInput, rows, cols)) : std::nullopt, p, bias,
+                  out);
+}
+
+// -- lowbit_native::*, whose schemes are numbers ---------------------------------------------------------------------
+namespace native {
+
+std::optional<SchemeParams> scheme_for(int64_t number, int64_t rows, int64_t cols) {
+    return number < 0 ? std::nullopt : std::optional(kept_scheme(number, rows, cols));
+}
+
+void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point, MaybeTensor a_outer,
+               const Tensor& b, int64_t b_scheme, MaybeTensor b_scale, MaybeTensor b_zero_point, MaybeTensor b_outer,
+               MaybeTensor bias, const Tensor& out, int64_t cols) {
+    lowbit::scaled_mm({a, scheme_for(a_scheme, a.size(0), cols), a_scale, a_zero_point, a_outer},
+                      {b, scheme_for(b_scheme, b.size(0), cols), b_scale, b_zero_point, b_outer}, bias, out, cols);
+}
+
+void linear(const Tensor& x, int64_t input, const Tensor& weight, int64_t scheme, MaybeTensor scale,
+            MaybeTensor zero_point, MaybeTensor outer, MaybeTensor bias, const Tensor& out) {
+    const int64_t cols = x.size(x.dim() - 1), rows = cols > 0 ? x.numel() / cols : 0;
+    lowbit::linear(x, scheme_for(input, rows, cols),
+                   {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, outer}, bias, out);
+}
+
+void linear_packed(const Tensor& x, const Tensor& packed, MaybeTensor bias, const Tensor& out) {
+    lowbit::linear_packed(x, packed_of(packed), bias, out);
+}
+
+}  // namespace native
+}  // namespace lowbit
+
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
-    LOWBIT_PLANNED(m, scaled_mm);
-    LOWBIT_PLANNED(m, linear);
+    m.impl("scaled_mm", TORCH_BOX(&lowbit::native::scaled_mm));
+    m.impl("linear", TORCH_BOX(&lowbit::native::linear));
+    m.impl("linear_packed", TORCH_BOX(&lowbit::native::linear_packed));
 }

@@ -24,22 +24,18 @@ cpu::Moment moment(const Tensor& codes, const Tensor& scale, const Tensor& new_c
 void adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, Tensor new_param,
            Tensor new_avg, Tensor new_avg_scale, Tensor new_rms, Tensor new_rms_scale, int64_t scheme,
            int64_t rms_scheme, std::vector<double> factors, std::vector<int64_t> rng) {
-    const cpu::Shape shape = shape_of(param);
-    for (const Tensor& t : {grad, new_param}) {
-        STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == shape.rows && t.size(1) == shape.cols,
-                        "grad and new_param must have param's shape");
-    }
+    const cpu::Shape shape = shape_of(param, "param");
     STD_TORCH_CHECK(new_param.scalar_type() == param.scalar_type(), "new_param must have param's dtype");
     STD_TORCH_CHECK(factors.size() == kAdamWFactors, "adamw needs ", kAdamWFactors, " factors, got ", factors.size());
     float f[kAdamWFactors];
     for (int i = 0; i < kAdamWFactors; ++i) f[i] = static_cast<float>(factors[static_cast<size_t>(i)]);
     const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols),
                        rms_s = kept_scheme(rms_scheme, shape.rows, shape.cols);
-    cpu::adamw(matrix(param, "param").values(param.const_data_ptr()),
-               matrix(grad, "grad").values(grad.const_data_ptr()), shape,
+    results_of(grad, "grad", shape);
+    cpu::adamw(values_of(param, "param"), values_of(grad, "grad"), shape,
                moment(avg, avg_scale, new_avg, new_avg_scale, shape, s),
                moment(rms, rms_scale, new_rms, new_rms_scale, shape, rms_s), {f[0], f[1], f[2], f[3], f[4], f[5], f[6]},
-               rounding_of(rng), rng_of(rng), matrix(new_param, "new_param").results(new_param.mutable_data_ptr()));
+               rounding_of(rng), rng_of(rng), results_of(new_param, "new_param", shape));
 }
 
 }  // namespace

@@ -1,9 +1,14 @@
-// Stable tensors as the matrices, codes and scales that the CPU kernels take, but for their memory, which is another at
-// each call; what does not fit throws.
+// Stable tensors as the matrices, codes and scales that the CPU kernels take; what does not fit throws.
 #pragma once
 
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <initializer_list>
+#include <optional>
+#include <vector>
 
 #include "cpu/codec.h"
 
@@ -11,6 +16,7 @@ namespace lowbit {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 
 inline Dtype dtype_of(const Tensor& t, const char* what) {
     switch (t.scalar_type()) {
@@ -25,52 +31,109 @@ inline Dtype dtype_of(const Tensor& t, const char* what) {
     }
 }
 
-// A matrix whose rows are dense; rows may lie apart where `apart`.
-inline void check_matrix(const Tensor& t, const char* what, bool apart) {
-    STD_TORCH_CHECK(t.dim() == 2, what, " must be a matrix, got ", t.dim(), " dimensions");
-    STD_TORCH_CHECK(t.size(1) <= 1 || t.stride(1) == 1, what, " must have unit column stride, got ", t.stride(1));
-    STD_TORCH_CHECK(apart || t.size(0) <= 1 || t.stride(0) == t.size(1), what, " must be contiguous");
-}
-
-inline cpu::Shape shape_of(const Tensor& t) {
-    STD_TORCH_CHECK(t.dim() == 2 && t.numel() > 0, "needs a matrix with at least one element");
-    return {t.size(0), t.size(1)};
-}
-
-// A matrix of numbers without its memory.
-struct Matrix {
-    Dtype dtype;
+// A tensor of any rank as [rows, cols], cols its last axis: a matrix with unit column stride, or contiguous.
+struct Rows {
+    cpu::Shape shape;
     int64_t stride;
-
-    cpu::Values values(const void* data) const { return {data, dtype, stride}; }
-    cpu::Results results(void* data) const { return {data, dtype, stride}; }
 };
-inline Matrix matrix(const Tensor& t, const char* what) {
-    check_matrix(t, what, true);
-    return {dtype_of(t, what), t.stride(0)};
+inline Rows rows_of(const Tensor& t, const char* what) {
+    STD_TORCH_CHECK(t.dim() >= 1, what, " must have an axis");
+    const int64_t cols = t.size(t.dim() - 1);
+    if (t.dim() == 2) {
+        STD_TORCH_CHECK(cols <= 1 || t.stride(1) == 1, what, " must have unit column stride, got ", t.stride(1));
+        return {{t.size(0), cols}, t.stride(0)};
+    }
+    STD_TORCH_CHECK(t.is_contiguous(), what, " must be a matrix, or contiguous");
+    return {{cols > 0 ? t.numel() / cols : 0, cols}, cols};
+}
+inline cpu::Shape shape_of(const Tensor& t, const char* what) {
+    STD_TORCH_CHECK(t.numel() > 0, what, " must have an element");
+    return rows_of(t, what).shape;
+}
+
+inline cpu::Values values_of(const Tensor& t, const char* what) {
+    return {t.const_data_ptr(), dtype_of(t, what), rows_of(t, what).stride};
+}
+inline cpu::Results results_of(const Tensor& t, const char* what, cpu::Shape shape) {
+    const Rows rows = rows_of(t, what);
+    STD_TORCH_CHECK(rows.shape.rows == shape.rows && rows.shape.cols == shape.cols, what, " must have shape [",
+                    shape.rows, ", ", shape.cols, "], got [", rows.shape.rows, ", ", rows.shape.cols, "]");
+    return {const_cast<void*>(t.const_data_ptr()), dtype_of(t, what), rows.stride};
 }
 
 inline void check_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
-    check_matrix(t, what, false);
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, what, " must be uint8");
-    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == cols, what, " must have shape [", rows, ", ", cols, "], got [",
-                    t.size(0), ", ", t.size(1), "]");
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte && t.is_contiguous(), what, " must be uint8, contiguous");
+    STD_TORCH_CHECK(t.dim() >= 1 && t.size(t.dim() - 1) == cols && t.numel() == rows * cols, what, " must hold [", rows,
+                    ", ", cols, "] bytes");
+}
+inline const uint8_t* bytes_of(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
+    check_bytes(t, rows, cols, what);
+    return static_cast<const uint8_t*>(t.const_data_ptr());
+}
+inline uint8_t* new_bytes_of(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
+    check_bytes(t, rows, cols, what);
+    return static_cast<uint8_t*>(t.mutable_data_ptr());
+}
+
+constexpr ScalarType kScaleTypes[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Byte,
+                                      ScalarType::Byte};
+inline ScalarType scale_type(const SchemeParams& s) { return kScaleTypes[s.scale_format]; }
+inline ScalarType zero_type(const SchemeParams& s) { return s.format.is_signed ? ScalarType::Char : ScalarType::Byte; }
+
+inline cpu::Shape scale_shape(cpu::Shape shape, const SchemeParams& s) {
+    return {(shape.rows + s.block_rows - 1) / s.block_rows, (shape.cols + s.block_cols - 1) / s.block_cols};
 }
 
 // Scales (and zero points) hold one entry a block, in the scheme's scale format.
 inline void check_scale(const Tensor& t, cpu::Shape shape, const SchemeParams& s, bool zero_point) {
     const char* what = zero_point ? "zero_point" : "scale";
-    check_matrix(t, what, false);
-    const int64_t rows = (shape.rows + s.block_rows - 1) / s.block_rows,
-                  cols = (shape.cols + s.block_cols - 1) / s.block_cols;
-    STD_TORCH_CHECK(t.size(0) == rows && t.size(1) == cols, what, " must have shape [", rows, ", ", cols, "], got [",
-                    t.size(0), ", ", t.size(1), "]");
-    constexpr ScalarType kScale[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Byte,
-                                     ScalarType::Byte};
-    const ScalarType expected = !zero_point          ? kScale[s.scale_format]
-                                : s.format.is_signed ? ScalarType::Char
-                                                     : ScalarType::Byte;
-    STD_TORCH_CHECK(t.scalar_type() == expected, what, " has another dtype than the scheme's");
+    const cpu::Shape blocks = scale_shape(shape, s);
+    STD_TORCH_CHECK(t.dim() == 2 && t.is_contiguous(), what, " must be a matrix, contiguous");
+    STD_TORCH_CHECK(t.size(0) == blocks.rows && t.size(1) == blocks.cols, what, " must have shape [", blocks.rows, ", ",
+                    blocks.cols, "], got [", t.size(0), ", ", t.size(1), "]");
+    STD_TORCH_CHECK(t.scalar_type() == (zero_point ? zero_type(s) : scale_type(s)), what,
+                    " has another dtype than the scheme's");
 }
+
+inline const void* data_of(const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+inline void* new_data_of(const MaybeTensor& t) { return t ? t->mutable_data_ptr() : nullptr; }
+
+// A new contiguous tensor on the CPU.
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType dtype) {
+    std::vector<int64_t> strides(sizes.size());
+    int64_t stride = 1;
+    for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
+    AtenTensorHandle made;
+    const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                           strides.data(), type, aoti_torch_device_type_cpu(), 0,
+                                                           &made));
+    return Tensor(made);
+}
+inline std::vector<int64_t> sizes_of(const Tensor& t) { return {t.sizes().begin(), t.sizes().end()}; }
+inline bool same_sizes(const Tensor& a, const Tensor& b) { return sizes_of(a) == sizes_of(b); }
+// The sizes of `t` with another last one.
+inline std::vector<int64_t> sizes_with(const Tensor& t, int64_t last) {
+    std::vector<int64_t> sizes = sizes_of(t);
+    sizes.back() = last;
+    return sizes;
+}
+
+// Whether the memory of an output meets that of an input, which would be overwritten while it is read.
+inline bool overlap(const Tensor& out, std::initializer_list<const Tensor*> inputs) {
+    auto span = [](const Tensor& t) {
+        int64_t last = 0;
+        for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+        return (last + 1) * static_cast<int64_t>(t.element_size());
+    };
+    const auto* begin = static_cast<const char*>(out.const_data_ptr());
+    for (const Tensor* t : inputs) {
+        if (t == nullptr || t->numel() == 0 || out.numel() == 0) continue;
+        const auto* other = static_cast<const char*>(t->const_data_ptr());
+        if (other < begin + span(out) && begin < other + span(*t)) return true;
+    }
+    return false;
+}
+inline const Tensor* address(const MaybeTensor& t) { return t ? &*t : nullptr; }
 
 }  // namespace lowbit

@@ -7,7 +7,7 @@ A backward pass runs on the backend that served its forward, also where ``use_ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lowbit.backends.registry import forced, use_backend
+from lowbit.calls import below_autograd
 from lowbit.ops import OPS
-from lowbit.ops.linear import weight_rows
+from lowbit.ops.spec import stored_outer, stored_scale
 
 __all__ = ["backend_now", "on_backend"]
 
@@ -121,7 +122,7 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _refuse("linear", scale=call.scale, outer_scale=call.outer_scale)
     ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
     ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
-    weight = (call.weight, call.scale, call.zero_point, call.outer_scale)
+    weight = (call.weight, stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale))
     ctx.save_for_backward(*(weight if _wanted(call.x) else [None] * 4))
 
 
@@ -129,7 +130,6 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, *scales = ctx.saved_tensors
     rows, grad_x, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None
     if weight is not None:
-        weight = weight_rows(weight, ctx.scheme, grad.shape[-1], ctx.x_shape[-1])
         with use_backend(ctx.backend):
             decoded = _decoded((weight, *scales), ctx.scheme, ctx.x_shape[-1], grad.dtype)
         grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
@@ -146,11 +146,51 @@ def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torc
     return y
 
 
-def _register() -> None:
-    torch.library.register_autograd("lowbit::fake_quantize", _fake_backward, setup_context=_fake_setup)
-    torch.library.register_autograd("lowbit::fake_quantize_backward", _mask_backward, setup_context=_mask_setup)
-    torch.library.register_autograd("lowbit::scaled_mm", _mm_backward, setup_context=_mm_setup)
-    torch.library.register_autograd("lowbit::linear", _linear_backward, setup_context=_linear_setup)
+def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Nothing is saved: inference in grad mode is fine, and a backward pass says what it lacks."""
 
 
-_register()
+def _packed_backward(ctx: Any, grad: Tensor) -> None:
+    raise RuntimeError(
+        "lowbit.linear_packed: a packed weight has no backward pass; call lowbit.unpack_(model) before training, and "
+        "lowbit.prepack_(model) again for inference"
+    )
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Registers the gradient of an op as a kernel of the autograd key, with which transforms of torch.func compose.
+
+    A call with nothing to differentiate goes on at once. ``torch.library.register_autograd`` takes longer for that than
+    a small product does.
+    """
+    overload, spec = getattr(torch.ops.lowbit, name).default, OPS[name]
+
+    def forward(*args: Any) -> Any:
+        with below_autograd():
+            return overload(*args)
+
+    methods = {"forward": forward, "setup_context": setup, "backward": backward}
+    # One level of autograd: the dispatcher calls this kernel once for each level of torch.func.grad.
+    function: Any = type(
+        f"lowbit_{name}",
+        (torch.autograd.function._SingleLevelFunction,),
+        {key: staticmethod(method) for key, method in methods.items()},
+    )
+
+    def kernel(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in args:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    return function.apply(*spec.args(*args))
+        return forward(*args)
+
+    _library.impl(name, kernel, "Autograd")
+
+
+_library = torch.library.Library("lowbit", "IMPL")
+_differentiable("fake_quantize", _fake_setup, _fake_backward)
+_differentiable("fake_quantize_backward", _mask_setup, _mask_backward)
+_differentiable("scaled_mm", _mm_setup, _mm_backward)
+_differentiable("linear", _linear_setup, _linear_backward)
+_differentiable("linear_packed", _packed_setup, _packed_backward)

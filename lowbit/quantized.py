@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lowbit.panels import are_panels, from_panels, to_panels
+from lowbit.calls import call, fill
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
@@ -32,18 +32,16 @@ def zero_dtype(scheme: Scheme) -> torch.dtype:
     return torch.int8 if scheme.format.signed else torch.uint8
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """What ``quantize`` returns.
 
-    ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``stored``: the codes as they lie in memory,
-    so or, of a matrix, in panels (lowbit/panels.py), which ``linear`` reads as they are; all else reads ``codes``,
-    which are then made at each access. ``scale``: ``[R, C]`` in the scheme's scale dtype (E8M0 and E4M3 scales are
-    uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only. ``outer_scale``: fp32 ``[1, 1]``,
-    two-level schemes only. ``dtype`` is that of the tensor that was quantized.
+    ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``scale``: ``[R, C]`` in the scheme's scale
+    dtype (E8M0 and E4M3 scales are uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only.
+    ``outer_scale``: fp32 ``[1, 1]``, two-level schemes only. ``dtype`` is that of the tensor that was quantized.
     """
 
-    codes: Tensor  # a property, below: `dataclasses.replace` passes on what it shows
+    codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
     outer_scale: Tensor | None
@@ -51,45 +49,9 @@ class Quantized:
     shape: torch.Size
     dtype: torch.dtype
 
-    def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        outer_scale: Tensor | None,
-        scheme: Scheme,
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> None:
-        """Of codes in either layout."""
-        held = {
-            "stored": codes, "scale": scale, "zero_point": zero_point, "outer_scale": outer_scale,
-            "scheme": scheme, "shape": shape, "dtype": dtype,
-        }  # fmt: skip
-        self.__dict__.update(held)
-
-    @property
-    def layout(self) -> str:
-        """How ``stored`` holds the codes: ``rows`` or ``panels``."""
-        return "panels" if len(self.shape) == 2 and are_panels(self.stored) else "rows"
-
-    if TYPE_CHECKING:  # no field: what is built from fields is built from `codes`
-
-        @property
-        def stored(self) -> Tensor: ...
-
-    def in_panels(self) -> Quantized:
-        """The same matrix with its codes stored in panels. Raises ValueError for no matrix, or codes of other bits."""
-        if self.ndim != 2:
-            raise ValueError(f"in_panels() needs a matrix, got shape {list(self.shape)}")
-        if self.layout == "panels":
-            return self
-        panels = to_panels(self.stored, self.scheme.format, self.shape[1])
-        return Quantized(panels, self.scale, self.zero_point, self.outer_scale, self.scheme, self.shape, self.dtype)
-
     @property
     def device(self) -> torch.device:
-        return self.stored.device
+        return self.codes.device
 
     @property
     def ndim(self) -> int:
@@ -97,14 +59,9 @@ class Quantized:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name; the codes as rows."""
-        return {**self._held, "codes": self.codes}
-
-    @property
-    def _held(self) -> dict[str, Tensor]:
-        """The same with the codes as they are stored: no tensor is made."""
+        """The tensors that are there, by name."""
         own = {
-            "codes": self.stored, "scale": self.scale, "zero_point": self.zero_point, "outer_scale": self.outer_scale,
+            "codes": self.codes, "scale": self.scale, "zero_point": self.zero_point, "outer_scale": self.outer_scale,
         }  # fmt: skip
         return {name: value for name, value in own.items() if value is not None}
 
@@ -130,9 +87,9 @@ class Quantized:
             made_in,
         )  # fmt: skip
         if out is None:
-            y: Tensor = torch.ops.lowbit.dequantize(*args)
+            y: Tensor = call("dequantize", *args)
             return y.reshape(self.shape)
-        torch.ops.lowbit.dequantize_out(*args, out=out if self.ndim else out.view(1))
+        fill("dequantize", *args, out=out if self.ndim else out.view(1))
         return out
 
     def t(self) -> Quantized:
@@ -141,10 +98,10 @@ class Quantized:
             raise ValueError(f"t() needs a matrix, got shape {list(self.shape)}")
         codes, bits = self.codes, self.scheme.format.bits
         if bits < 8:
-            codes = torch.ops.lowbit.unpack(codes, bits, self.shape[1])
+            codes = call("unpack", codes, bits, self.shape[1])
         codes = codes.t()
         if bits < 8:
-            codes = torch.ops.lowbit.pack(codes.contiguous(), bits)
+            codes = call("pack", codes.contiguous(), bits)
         zero_point = None if self.zero_point is None else self.zero_point.t().contiguous()
         shape = torch.Size((self.shape[1], self.shape[0]))
         return Quantized(
@@ -195,15 +152,8 @@ class Quantized:
         )
 
 
-def _rows(q: Quantized) -> Tensor:
-    return q.stored if q.layout == "rows" else from_panels(q.stored, q.scheme.format, *q.shape)
-
-
-Quantized.codes = property(_rows)  # type: ignore[assignment]
-
-
 def _flatten(q: Quantized) -> tuple[list[Tensor], tuple[Any, ...]]:
-    return list(q._held.values()), (tuple(q._held), q.scheme.name, tuple(q.shape), q.dtype)
+    return list(q.parts.values()), (tuple(q.parts), q.scheme.name, tuple(q.shape), q.dtype)
 
 
 def _unflatten(parts: Any, context: tuple[Any, ...]) -> Quantized:

@@ -1,4 +1,4 @@
-"""Calls go straight to their kernels, or through torch's dispatcher where something watches; plans are made once."""
+"""Public ops are what runs and what modes see; on the CPU, C++ serves most calls, and errors keep their type."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import Tensor
 from watching import WatchDispatch
 
 import lowbit as lb
-from lowbit.backends import dispatch
+from lowbit.backends import dispatch, native, registry
 from lowbit.ops import OPS
+
+compiled = pytest.mark.skipif(native.loading_error() is not None, reason="no native library")
+ENTRIES = set() if native.loading_error() is not None else set(torch.ops.lowbit_native.entries())
 
 
 class Sub(Tensor):
@@ -18,52 +21,71 @@ class Sub(Tensor):
 
 
 @pytest.fixture
-def straight(monkeypatch):
-    """The names of the ops that ran without the dispatcher; those that it runs ask for their plan first."""
-    called, through = [], []
-    names = {spec.args: name for name, spec in OPS.items()}
-    plan_of, run = dispatch._plan_of, dispatch._run
+def chosen(monkeypatch):
+    """The ops for which Python chooses a kernel; C++ serves all others."""
+    asked = []
+    select = registry.select
 
-    def noting_plan(spec, call):
-        through.append(call)
-        return plan_of(spec, call)
+    def noting(op, device, call, empty):
+        asked.append(op)
+        return select(op, device, call, empty)
 
-    def noting_run(plan, call):
-        if not any(call is other for other in through):
-            called.append(names[type(call)])
-        return run(plan, call)
-
-    monkeypatch.setattr(dispatch, "_plan_of", noting_plan)
-    monkeypatch.setattr(dispatch, "_run", noting_run)
-    return called
+    monkeypatch.setattr(dispatch.registry, "select", noting)
+    return asked
 
 
-def test_an_unwatched_call_goes_straight(straight):
-    x, w = torch.randn(3, 40), lb.quantize(torch.randn(5, 40), "int8:row")
-    lb.scaled_mm(lb.quantize(x, "int8:row"), w)
-    assert straight == ["quantize", "quantize", "scaled_mm"]
+def each_call():
+    x, w = torch.randn(3, 40), torch.randn(5, 40)
+    q = lb.quantize(w, "int8:row")
+    codes = lb.encode(x, "fp8_e4m3")
+    yield "encode", lambda: lb.encode(x, "fp8_e4m3")
+    yield "encode_out", lambda: lb.encode(x, "fp8_e4m3", out=torch.empty(3, 40, dtype=torch.uint8))
+    yield "decode", lambda: lb.decode(codes, "fp8_e4m3")
+    yield "decode_out", lambda: lb.decode(codes, "fp8_e4m3", out=torch.empty(3, 40))
+    yield "quantize", lambda: lb.quantize(x, "uint4:group8:affine")
+    yield "quantize_static", lambda: lb.quantize(x, "int8:tensor", scale=0.1)
+    yield "dequantize", lambda: q.dequantize()
+    yield "dequantize_out", lambda: q.dequantize(out=torch.empty(5, 40))
+    yield "fake_quantize", lambda: lb.fake_quantize(x, "int8:row")
+    yield "scaled_mm", lambda: lb.scaled_mm(lb.quantize(x, "int8:row"), q)
+    yield "linear", lambda: lb.functional.linear(x, q, None, "int8:row")
 
 
-def test_modes_see_every_op(straight):
+@compiled
+@pytest.mark.parametrize("name, run", list(each_call()), ids=lambda v: v if isinstance(v, str) else "")
+def test_a_call_whose_names_are_known_is_served_by_cpp(chosen, name, run):
+    run()
+    chosen.clear()
+    run()
+    assert chosen == [] and name in ENTRIES
+
+
+@compiled
+def test_entries_are_the_ops_of_the_table():
+    known = {name for op in OPS for name in (op, f"{op}_out")}
+    assert known >= ENTRIES
+
+
+def test_modes_see_the_public_ops():
     with WatchDispatch() as watch:
         lb.scaled_mm(torch.randn(3, 40), lb.quantize(torch.randn(5, 40), "int8:row"))
-    assert straight == []
-    assert {"lowbit.quantize.default", "lowbit.scaled_mm.default"} <= set(watch.seen)
+    assert [name for name in watch.seen if name.startswith("lowbit")] == [
+        "lowbit.quantize.default",
+        "lowbit.scaled_mm.default",
+    ]
 
 
-def test_autograd_subclasses_and_transforms_go_through_the_dispatcher(straight):
-    w = lb.quantize(torch.randn(5, 40), "int8:row")
-    straight.clear()
-    x = torch.randn(3, 40, requires_grad=True)
-    lb.scaled_mm(x, w, out_dtype=torch.float32).sum().backward()
-    assert straight == [] and x.grad is not None
-    lb.encode(torch.randn(4).as_subclass(Sub), "fp8_e4m3")
-    assert straight == []
-    meta = lb.encode(torch.empty(4, device="meta"), "fp8_e4m3")
-    assert straight == [] and meta.is_meta
-    with torch.no_grad():
-        lb.scaled_mm(x, w)
-    assert straight == ["scaled_mm"]
+def test_profilers_see_the_public_ops():
+    q = lb.quantize(torch.randn(5, 40), "int8:row")
+    with torch.profiler.profile() as profile:
+        q.dequantize()
+    assert any(event.key == "lowbit::dequantize" for event in profile.key_averages())
+
+
+def test_meta_tensors_and_subclasses():
+    assert lb.encode(torch.empty(4, device="meta"), "fp8_e4m3").is_meta
+    x = torch.randn(4)
+    assert_same_bits(lb.encode(x.as_subclass(Sub), "fp8_e4m3").as_subclass(Tensor), lb.encode(x, "fp8_e4m3"))
 
 
 def test_a_tensor_whose_bits_await_a_sign_is_not_taken_as_it_lies():
@@ -73,34 +95,37 @@ def test_a_tensor_whose_bits_await_a_sign_is_not_taken_as_it_lies():
     assert_same_bits(lb.encode(lazy, "fp8_e4m3"), lb.encode(-z.imag.contiguous(), "fp8_e4m3"))
 
 
-def test_both_ways_give_the_same_bits():
+@compiled
+def test_cpp_and_python_give_the_same_bits(chosen):
     x = torch.randn(7, 130)
-    for scheme in ("fp8_e4m3:row", "uint4:group32:affine", "nvfp4"):
+    for scheme in ("fp8_e4m3:row", "uint4:group32:affine", "nvfp4", "int8:tensor:bf16"):
+        lb.quantize(x, scheme)
+        chosen.clear()
         q = lb.quantize(x, scheme)
-        with WatchDispatch():
-            watched = lb.quantize(x, scheme)
+        assert chosen == ["outer_scale"] * q.scheme.outer
+        with lb.use_backend("cpu"):
+            through_python = lb.quantize(x, scheme)
+        assert "quantize" in chosen
         for name, part in q.parts.items():
-            assert_same_bits(part, watched.parts[name], f"{scheme} {name}")
+            assert_same_bits(part, through_python.parts[name], f"{scheme} {name}")
 
 
-def test_plans_depend_on_metadata_and_not_on_random_bits():
-    x = torch.randn(5, 33)
-    lb.encode(x, "fp8_e4m3", rounding="stochastic", seed=0)
-    before = len(dispatch._plans)
-    codes = [lb.encode(x, "fp8_e4m3", rounding="stochastic", seed=s, step=s, offset=s) for s in range(20)]
-    assert len(dispatch._plans) == before
-    assert not torch.equal(codes[0], codes[1])
-    lb.encode(x.t(), "fp8_e4m3", rounding="stochastic", seed=0)
-    assert len(dispatch._plans) == before + 1
+@compiled
+@pytest.mark.parametrize("op", sorted(ENTRIES & set(OPS)))
+def test_an_entry_gives_the_bits_of_its_kernel(op):
+    """On the samples of the op, in any rank and stride: what C++ allocates and fills is what ``use_backend`` gives."""
+    step = {"fake_quantize": 5, "quantize": 5, "quantize_static": 5, "dequantize": 5}.get(op, 3)
+    for call in list(OPS[op].samples("cpu"))[::step]:
+        with lb.use_backend("cpu"):
+            expected = getattr(torch.ops.lowbit, op)(*call)
+        for _ in range(2):
+            found = getattr(torch.ops.lowbit, op)(*call)
+            pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
+            for got, want in pairs:
+                assert_same_bits(got, want, f"{op} {call[1:]}"[:200])
 
 
-def test_a_call_that_fails_fails_again():
-    for _ in range(2):
-        with pytest.raises(TypeError, match="must be float32, bfloat16 or float16"):
-            lb.encode(torch.ones(3, dtype=torch.float64), "fp8_e4m3")
-
-
-def test_a_forced_backend_has_plans_of_its_own():
+def test_a_forced_backend_is_asked_and_left():
     x = torch.randn(5, 35)
     fast = lb.quantize(x, "mxfp4")
     with lb.use_backend("reference"):
@@ -109,9 +134,45 @@ def test_a_forced_backend_has_plans_of_its_own():
     assert lb.explain("quantize", x, "mxfp4").chosen.backend in ("cpu", "reference")
 
 
-def test_plans_are_forgotten_before_they_pile_up(monkeypatch):
-    monkeypatch.setattr(dispatch, "_MOST_PLANS", 4)
-    dispatch._plans.clear()
-    for n in range(1, 20):
-        lb.encode(torch.ones(n), "int8")
-        assert len(dispatch._plans) <= 4
+def test_errors_keep_their_type_and_text():
+    x = torch.ones(3, dtype=torch.float64)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="must be float32, bfloat16 or float16") as raised:
+            lb.encode(x, "fp8_e4m3")
+        # Of an op that is called by itself the type is that of the text alone.
+        with pytest.raises((TypeError, ValueError), match="must be float32, bfloat16 or float16"):
+            torch.ops.lowbit.encode(x, "fp8_e4m3")
+    assert raised.value.__cause__ is None
+    with lb.use_backend("reference"), pytest.raises(ValueError, match="unknown format"):
+        lb.encode(torch.ones(3), "fp9")
+
+
+def test_an_error_of_another_call_is_not_raised_again():
+    with pytest.raises((TypeError, ValueError)):
+        torch.ops.lowbit.encode(torch.ones(3, dtype=torch.float64), "fp8_e4m3")
+    with pytest.raises(RuntimeError, match="out requires grad"):
+        lb.decode(torch.zeros(3, dtype=torch.uint8), "fp8_e4m3", out=torch.ones(3, requires_grad=True))
+    assert lb.encode(torch.ones(3), "fp8_e4m3").tolist() == [56, 56, 56]
+
+
+def test_memory_does_not_grow_with_calls():
+    """Strings and optional tensors cross the stable ABI at each call."""
+    import resource
+
+    x, q = torch.randn(2, 64), lb.quantize(torch.randn(4, 64), "int4:group32")
+    run = lambda: lb.functional.linear(x, q, None, "int8:row")
+    for _ in range(2000):
+        run()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(60000):
+        run()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024  # KiB; a string leaked a call: 4000
+
+
+def test_out_raises_the_version_of_what_it_fills():
+    x = torch.randn(3, 40, requires_grad=True)
+    y = torch.zeros(3, 40)
+    z = (x * y).sum()
+    lb.decode(lb.encode(x.detach(), "fp8_e4m3"), "fp8_e4m3", out=y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()

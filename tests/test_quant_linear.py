@@ -343,25 +343,6 @@ def test_a_layer_that_was_called_differentiates_and_changes_backend():
     assert served["linear"] == "reference"
 
 
-def test_copies_and_pickles_hold_no_more_than_the_layer():
-    made = layer("int8", 400, 60)
-    fresh = len(pickle.dumps(made))
-    with torch.no_grad():
-        y = made(x := torch.randn(3, 400))
-        assert len(pickle.dumps(made)) == fresh
-        twin = copy.deepcopy(made)
-        assert twin._shown is None and torch.equal(twin(x), y)
-        assert twin.weight.codes.data_ptr() != made.weight.codes.data_ptr()
-
-
-def test_many_shapes_are_not_kept(monkeypatch):
-    made = layer("int8", 40, 6)
-    with torch.no_grad():
-        for rows in range(1, 200):
-            made(torch.zeros(rows, 40))
-    assert len(made._bound[0]._found) <= 64
-
-
 FSDP = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 from lowbit import scaling
 from lowbit.backends.registry import Impl
 from lowbit.ops import OPS
+from lowbit.ops import packed as packing
 from lowbit.ops import quantize as q
 from lowbit.ops.linear import Linear, Scales, product
 from lowbit.ops.spec import as_rows
 
-__all__ = ["linear"]
+__all__ = ["linear", "packed"]
 
 
 def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
@@ -61,3 +63,17 @@ def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
     codes, scale, zero = _empty("quantize", asked, "meta")
     scales = Scales(scale, zero if scheme.affine else None, outer)
     return parts["quantize"].supports(asked) or parts["scaled_mm"].supports(product(call, codes, scales))
+
+
+def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``rows`` of one backend, and ``linear_packed`` by its ``linear`` on weights that are unpacked at each call."""
+    made = [
+        replace(row, op="linear_packed", run=partial(_run_packed, row), supports=lambda call: None)
+        for row in rows
+        if row.op == "linear"
+    ]
+    return (*rows, *made)
+
+
+def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPacked) -> None:
+    linear.run(outs, packing.plain(call))

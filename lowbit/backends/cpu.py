@@ -15,7 +15,7 @@ __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
 IMPLS = (
-    *(Impl(op, "cpu", ("cpu",), 10, run, prepare=native_ops.PREPARE[op]) for op, run in native_ops.RUN.items()),
+    *(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native_ops.RUN.items()),
     Impl("adamw", "cpu", ("cpu",), 10, native_ops.adamw),
     *cpu_mm.IMPLS,
 )

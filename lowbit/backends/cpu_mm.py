@@ -7,62 +7,52 @@ float32 matmul precision allows it and the processor gains by it.  Source: docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import features, loading_error
-from lowbit.backends.native_ops import Argument, as_it_is, hold, prepared, scheme_number
+from lowbit.backends.native import features
+from lowbit.backends.native_ops import scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
+from lowbit.ops import matmul
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
+from lowbit.ops.packed import LinearPacked
 from lowbit.ops.spec import Numerics
-from lowbit.panels import are_panels
-from lowbit.scaling import Scheme
 
-__all__ = ["IMPLS", "reads_panels"]
+__all__ = ["IMPLS"]
 
 
-def _rows(data: Tensor, scheme: str | None) -> Callable[[Any], Any]:
-    """What makes ``data`` fit for kernels: packed rows must be contiguous, all else may have any strides."""
+def _rows(data: Tensor, scheme: str | None) -> Tensor:
+    """``data`` as kernels take it: packed rows must be contiguous, all else may have any strides."""
     packed = scheme is not None and scaling.scheme(scheme).format.bits < 8
-    return Tensor.contiguous if packed and data.stride(1) != 1 else as_it_is
+    return data.contiguous() if packed and data.stride(1) != 1 else data
 
 
-def _scaled_mm(like: ScaledMM) -> tuple[Argument, ...]:
-    def side(name: str, rows: Callable[[Any], Any]) -> tuple[Argument, ...]:
-        parts = (Argument(f"{name}_{part}") for part in ("scale", "zero_point", "outer_scale"))
-        return Argument(name, rows), Argument(f"{name}_scheme", scheme_number), *parts
+def _scaled_mm(outs: tuple[Tensor, ...], call: ScaledMM) -> None:
+    operands: list[Any] = []
+    for side in matmul.sides(call):
+        scales = (side.scale, side.zero_point, side.outer_scale)
+        operands += [_rows(side.data, side.scheme), scheme_number(side.scheme), *scales]
+    torch.ops.lowbit_native.scaled_mm(*operands, call.bias, outs[0], call.cols)
 
-    a, b = side("a", _rows(like.a, like.a_scheme)), side("b", _rows(like.b, like.b_scheme))
-    return *a, *b, Argument("bias"), Argument(0), Argument("cols")
+
+def _x_rows(x: Tensor, quantized: bool) -> Tensor:
+    return x if x.dim() == 2 and (not quantized or x.stride(1) == 1) else x.contiguous()
 
 
-def _linear(like: Linear) -> tuple[Argument, ...]:
-    x = like.x
-    strided = x.dim() == 2 and (like.input is None or x.stride(1) == 1)
-    x_rows = as_it_is if strided or x.is_contiguous() else Tensor.contiguous
-    weight_rows = Tensor.contiguous if are_panels(like.weight) else _rows(like.weight, like.scheme)
-    return (
-        Argument("x", x_rows), Argument("input", scheme_number),
-        Argument("weight", weight_rows), Argument("scheme", scheme_number),
-        Argument("scale"), Argument("zero_point"), Argument("outer_scale"), Argument("bias"), Argument(0),
+def _linear(outs: tuple[Tensor, ...], call: Linear) -> None:
+    torch.ops.lowbit_native.linear(
+        _x_rows(call.x, call.input is not None), scheme_number(call.input),
+        _rows(call.weight, call.scheme), scheme_number(call.scheme),
+        call.scale, call.zero_point, call.outer_scale, call.bias, outs[0],
     )  # fmt: skip
 
 
-def reads_panels(weight: Scheme, input: Scheme | None, cols: int) -> bool:
-    """Whether ``linear`` is faster on panels of a weight ``[N, cols]``: products of bytes by VNNI, of whole blocks."""
-    if input is None or {weight.format.kind, input.format.kind} != {"integer"} or weight.format.bits not in (4, 8):
-        return False
-    block, of_input = weight.block[1], input.block[1]
-    if weight.block[0] != 1 or (block is not None and (block % 8 or cols % block)) or (of_input or 8) % 8:
-        return False
-    if loading_error() is not None or torch.ops.lowbit_native.isa() != "avx512":
-        return False
-    return "avx512_vnni" in features() and "amx_int8" not in features()  # one row by matrix registers: not measured
+def _linear_packed(outs: tuple[Tensor, ...], call: LinearPacked) -> None:
+    torch.ops.lowbit_native.linear_packed(_x_rows(call.x, True), call.packed.contiguous(), call.bias, outs[0])
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------
@@ -102,34 +92,19 @@ def _no_bf16(call: ScaledMM | Linear) -> str | None:
     return None if bf16_products(rows) else f"this processor has no products of bf16 numbers for {rows} rows"
 
 
-def _in_bf16(prepare: Callable[[Any], Run]) -> Callable[[Any], Run]:
-    def rounded(call: Any) -> Any:
-        return call._replace(**{name: getattr(call, name).bfloat16() for name in _wide(call)})
+def _in_bf16(run: Run) -> Run:
+    def rounded(outs: tuple[Tensor, ...], call: Any) -> None:
+        run(outs, call._replace(**{name: getattr(call, name).bfloat16() for name in _wide(call)}))
 
-    def prepared(like: Any) -> Run:
-        empty = {name: torch.empty_like(getattr(like, name), dtype=torch.bfloat16) for name in _wide(like)}
-        run = prepare(like._replace(**empty))
-        return lambda outs, call: run(outs, rounded(call))
-
-    return prepared
+    return rounded
 
 
-def _impl(op: str, name: str, priority: int, prepare: Callable[[Any], Run], **more: Any) -> Impl:
-    def run(outs: tuple[Tensor, ...], call: Any) -> None:
-        prepare(call)(outs, call)
-
-    return Impl(op, name, ("cpu",), priority, run, prepare=prepare, **more)
-
-
-_PREPARE: dict[str, Callable[[Any], Run]] = {
-    "scaled_mm": lambda like: prepared("scaled_mm", _scaled_mm(like), like),
-    "linear": lambda like: prepared("linear", _linear(like), like),
-}
-_HOLD = {"linear": lambda like, moves: hold("linear", _linear(like), like, moves)}
+_RUN: dict[str, Run] = {"scaled_mm": _scaled_mm, "linear": _linear}
 _EXACT = Numerics("fp32", "fp32")
-_ROUNDED = {"supports": _no_bf16, "numerics": Numerics("bf16", "fp32")}
+_ROUNDED = Numerics("bf16", "fp32")
 
 IMPLS = (
-    *(_impl(op, "cpu", 10, prepare, numerics=_EXACT, hold=_HOLD.get(op)) for op, prepare in _PREPARE.items()),
-    *(_impl(op, "cpu_bf16", 11, _in_bf16(prepare), **_ROUNDED) for op, prepare in _PREPARE.items()),
+    *(Impl(op, "cpu", ("cpu",), 10, run, numerics=_EXACT) for op, run in _RUN.items()),
+    *(Impl(op, "cpu_bf16", ("cpu",), 11, _in_bf16(run), _no_bf16, _ROUNDED) for op, run in _RUN.items()),
+    Impl("linear_packed", "cpu", ("cpu",), 10, _linear_packed, numerics=_EXACT),
 )

@@ -1,43 +1,39 @@
 """Calls of ops as calls of ``torch.ops.lowbit_native.*``: what the CPU and CUDA backends share.
 
-Native ops take matrices with unit column stride, plain integers for formats and schemes, and outputs to fill; here
-tensors of any rank and stride become that.  Schemas: csrc/ops.cpp.  On the CPU what follows from a call's metadata is
-done once, and calls then hand over pointers alone: csrc/ops_planned.h.
+Native ops take matrices with unit column stride, numbers for formats and schemes, and outputs to fill; here tensors of
+any rank and stride become that.  Schemas: csrc/ops.cpp.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.backends.registry import Held, Moves, Run
-from lowbit.ops import OPS, optimizer
+from lowbit.backends.registry import Run
+from lowbit.ops import optimizer
 from lowbit.ops.spec import as_rows
 
-__all__ = ["PREPARE", "RUN", "Argument", "adamw", "as_it_is", "hold", "prepared", "scheme_number", "through_torch"]
+__all__ = ["RUN", "Argument", "adamw", "as_it_is", "scheme_number", "through_torch"]
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 @cache
 def _format(name: str) -> int:
     """A format as native ops take it: the number under which they keep it."""
-    number: int = torch.ops.lowbit_native.keep(formats.find(name).params())
+    number: int = torch.ops.lowbit_native.keep(name, formats.find(name).params())
     return number
 
 
 @cache
 def scheme_number(name: str | None) -> int:
     """The same of a scheme; of a float matrix, which has none, -1."""
-    number: int = -1 if name is None else torch.ops.lowbit_native.keep(scaling.scheme(name).params())
+    number: int = -1 if name is None else torch.ops.lowbit_native.keep(name, scaling.scheme(name).params())
     return number
 
 
@@ -85,10 +81,6 @@ class Argument:
             return call
         return outs[self.source] if isinstance(self.source, int) else getattr(call, self.source)
 
-    def place(self, call: Any) -> int:
-        """Where a tensor is found in ``(*call, *outs)``."""
-        return len(call) + self.source if isinstance(self.source, int) else call._fields.index(self.source)
-
 
 _X, _CODES = Argument("x", _matrix), Argument("codes", _dense_matrix)
 _SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("outer_scale"))
@@ -126,7 +118,7 @@ _ADAMW = (
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 def through_torch(op: str, arguments: tuple[Argument, ...]) -> Run:
-    """Runs the native op by torch's dispatcher, whatever the call."""
+    """Runs ``torch.ops.lowbit_native.OP`` on the arguments that it takes of a call."""
 
     def run(outs: tuple[Tensor, ...], call: Any) -> None:
         getattr(torch.ops.lowbit_native, op)(*[a.native(a.find(outs, call)) for a in arguments])
@@ -134,87 +126,7 @@ def through_torch(op: str, arguments: tuple[Argument, ...]) -> Run:
     return run
 
 
-def _plan(op: str, arguments: tuple[Argument, ...], like: Any) -> tuple[int, list[int], list[Tensor]] | None:
-    """The number of the plan of the CPU's native op (csrc/ops_planned.h) for calls with the metadata of ``like``, where
-    its tensors are found in ``(*call, *outs)``, and those of ``like``.
-
-    None where a tensor must be copied first, and where random bits are drawn, other ones at each call. Outputs are
-    allocated for it, of which only the metadata is looked at.
-    """
-    outs = tuple([torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in OPS[op].outputs(like)])
-    given = [argument.find(outs, like) for argument in arguments]
-    taken = [argument.native(value) for argument, value in zip(arguments, given, strict=True)]
-    tensors = [index for index, value in enumerate(taken) if isinstance(value, Tensor)]
-    copied = any(taken[index].data_ptr() != given[index].data_ptr() for index in tensors)
-    if copied or getattr(like, "rounding", "nearest") != "nearest":
-        return None
-    number: int = getattr(torch.ops.lowbit_native, f"plan_{op}")(*taken)
-    return number, [arguments[index].place(like) for index in tensors], [taken[index] for index in tensors]
-
-
-def prepared(op: str, arguments: tuple[Argument, ...], like: Any) -> Run:
-    """Runs the CPU's native op for calls with the metadata of ``like``, by pointers alone where it has a plan."""
-    planned = _plan(op, arguments, like)
-    if planned is None:
-        return through_torch(op, arguments)
-    plan, places, _ = planned
-    call_native, pick = _functions().call[len(places)], itemgetter(*places)
-
-    def run(outs: tuple[Tensor, ...], call: Any) -> None:
-        error = call_native(plan, *map(_data_ptr, pick((*call, *outs))))
-        if error is not None:
-            raise RuntimeError(error.decode())
-
-    weakref.finalize(run, _functions().forget, plan).atexit = False
-    return run
-
-
-_data_ptr = Tensor.data_ptr
-
-
-def hold(op: str, arguments: tuple[Argument, ...], like: Any, moves: Moves) -> Held | None:
-    """The same for an op that takes its first argument first and has one output, last; its other tensors are kept.
-
-    From C++, which garbage collection does not see through: not those that other objects hang on, which may lead back.
-    """
-    planned = _plan(op, arguments, like)
-    if planned is None:
-        return None
-    plan, _, tensors = planned
-    try:
-        kept = [*tensors[1:-1], *(t for pair in moves for t in pair)]
-        if any(vars(t) or t._backward_hooks or t._post_accumulate_grad_hooks for t in kept):  # type: ignore[attr-defined]
-            return None
-        number = torch.ops.lowbit_native.hold(plan, tensors, [t for pair in moves for t in pair])
-    finally:
-        _functions().forget(plan)
-    answer = partial(torch.ops.lowbit_native.held.default._op, number)
-    weakref.finalize(answer, _functions().release, number).atexit = False
-    return answer
-
-
-class _Functions(NamedTuple):
-    """Native functions without torch, whose modes and tracers would see a call."""
-
-    forget: Callable[[int], None]
-    release: Callable[[int], None]
-    call: tuple[Callable[..., bytes | None], ...]  # by the number of pointers; answers what went wrong
-
-
-@cache
-def _functions() -> _Functions:
-    forget, release, *calls = torch.ops.lowbit_native.functions()
-    number = ctypes.c_void_p
-    free = ctypes.CFUNCTYPE(None, number)
-    kinds = [ctypes.CFUNCTYPE(ctypes.c_char_p, number, *[number] * count) for count in range(len(calls))]
-    return _Functions(free(forget), free(release), tuple(kind(call) for kind, call in zip(kinds, calls, strict=True)))
-
-
-#: How the ops that the CPU and CUDA serve are run through torch, for rows of the registry; and prepared, on the CPU.
+#: How the ops that the CPU and CUDA serve are run, for rows of the registry.
 RUN: dict[str, Run] = {op: through_torch(op, arguments) for op, arguments in _ARGUMENTS.items()}
-PREPARE: dict[str, Callable[[Any], Run]] = {
-    op: partial(prepared, op, arguments) for op, arguments in _ARGUMENTS.items()
-}
 
-#: Its factors are others at each step.
 adamw = through_torch("adamw", _ADAMW)

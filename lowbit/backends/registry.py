@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.calls import original
 from lowbit.ops import OPS, Numerics
 
 __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "select", "use_backend"]
@@ -23,21 +24,10 @@ __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "se
 #: Fills contiguous outputs that it is given.
 Run = Callable[[tuple[Tensor, ...], Any], None]
 
-#: Pairs of a tensor that may be given other memory, and a view of it.
-Moves = tuple[tuple[Tensor, Tensor], ...]
-
-#: The output for a first argument of one kind, the others being kept; None where an argument is of another kind.
-Held = Callable[[Tensor], Tensor | None]
-
 
 @dataclass(frozen=True)
 class Impl:
-    """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
-
-    ``prepare(call)`` gives a ``run`` for every call with the metadata of that one, to do once what follows from it.
-    ``hold(call, moves)`` keeps all but the first argument as well, or is None where it cannot. ``moves`` are pairs of
-    a tensor and a view of it among the arguments; where they no longer share their memory, it answers None.
-    """
+    """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family."""
 
     op: str
     name: str
@@ -46,12 +36,6 @@ class Impl:
     run: Run
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
-    prepare: Callable[[Any], Run] | None = None
-    hold: Callable[[Any, Moves], Held | None] | None = None
-
-    def bind(self, call: Any) -> Run:
-        """What runs calls with the metadata (shapes, dtypes, strides, devices, words) of this one."""
-        return self.run if self.prepare is None else self.prepare(call)
 
     @property
     def backend(self) -> str:
@@ -87,7 +71,11 @@ class Explanation:
 
 _table: dict[tuple[str, str], list[Impl]] = {}
 _absent: dict[str, str] = {}
+_known: set[str] = set()  # names of implementations, and of their backends
 _forced: ContextVar[str | None] = ContextVar("lowbit_backend", default=None)
+
+#: Told +1 and -1 while a choice is open that kernels which choose for themselves must leave to this table.
+announce: Callable[[int], object] = lambda change: None
 
 #: The ops that ``explaining`` asks about.
 _asked: ContextVar[tuple[str, ...]] = ContextVar("lowbit_asked", default=())
@@ -109,10 +97,13 @@ def add(rows: tuple[Impl, ...]) -> None:
     for row in rows:
         if row.op not in OPS:
             raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
+        _known.update((row.name, row.backend))
         for device in row.devices:
             listed = _table.setdefault((row.op, device), [])
             listed.append(row)
             listed.sort(key=lambda impl: -impl.priority)
+            if device == "cpu" and listed[0] is row and row.backend not in ("cpu", "reference"):
+                announce(1)  # for good: C++ chooses among the kernels of the backend "cpu" alone
 
 
 def set_absent(backend: str, reason: str) -> None:
@@ -135,19 +126,10 @@ def impls(op: str, device: str = "cpu") -> tuple[Impl, ...]:
 forced: Callable[[], str | None] = _forced.get
 
 
-def circumstances() -> tuple[str | None, str]:
-    """What the choice depends on besides the call: the backend asked for, and torch's leave to round fp32 operands."""
-    return forced(), matmul_precision()
-
-
-#: torch's float32 matmul precision; RuntimeError where its newer settings differ from it, and it will not tell.
-told_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
-
-
 def matmul_precision() -> str:
-    """torch's float32 matmul precision; ``highest`` where it will not tell."""
+    """torch's float32 matmul precision; ``highest`` where its newer settings differ from it, and it will not tell."""
     try:
-        return told_precision()
+        return torch.get_float32_matmul_precision()
     except RuntimeError:
         return "highest"
 
@@ -164,14 +146,15 @@ def use_backend(name: str | None) -> Iterator[None]:
     ``None`` gives the choice back. It holds for this thread (and asyncio task) alone: others choose for themselves, but
     backward passes, whatever thread they run on, use the backend of their forward.
     """
-    known = {impl.backend for rows in _table.values() for impl in rows} | {i.name for r in _table.values() for i in r}
-    if name is not None and name not in known:
-        why = _absent.get(name, f"known backends: {', '.join(sorted(known | set(_absent)))}")
+    if name is not None and name not in _known:
+        why = _absent.get(name, f"known backends: {', '.join(sorted(_known | set(_absent)))}")
         raise BackendError(f"backend {name!r} is not available: {why}")
     token = _forced.set(name)
+    announce(1)
     try:
         yield
     finally:
+        announce(-1)
         _forced.reset(token)
 
 
@@ -198,11 +181,16 @@ def select(op: str, device: str, call: Any, empty: bool) -> Impl:
 def explaining(ops: tuple[str, ...], run: Callable[[], Any]) -> Explanation:
     """Call ``run`` up to the moment where one of ``ops`` would pick its kernel, and answer how it would pick."""
     token = _asked.set(ops)
+    announce(1)
     try:
         run()
-    except _Answer as answer:
+    except (_Answer, RuntimeError) as error:
+        answer = original(error)
+        if not isinstance(answer, _Answer):
+            raise
         return answer.explanation
     finally:
+        announce(-1)
         _asked.reset(token)
     raise RuntimeError(f"this call never reached lowbit.{' or lowbit.'.join(ops)}")
 

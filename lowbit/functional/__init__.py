@@ -11,10 +11,9 @@ from __future__ import annotations
 from lowbit.functional.codecs import decode, encode, pack, unpack
 from lowbit.functional.explaining import explain
 from lowbit.functional.optimizing import adamw_
-from lowbit.functional.products import BoundLinear, linear, panels_serve, scaled_mm
+from lowbit.functional.products import linear, scaled_mm
 from lowbit.functional.quantization import fake_quantize, quantize
 
 __all__ = [
-    "BoundLinear", "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "panels_serve",
-    "quantize", "scaled_mm", "unpack",
+    "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",
 ]  # fmt: skip

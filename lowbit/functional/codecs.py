@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats
-from lowbit.backends.dispatch import call
+from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits
 
 
@@ -39,7 +39,7 @@ def encode(
     if out is None:
         made: Tensor = call("encode", x, *args)
         return made
-    call("encode", x, *args, outs=(out,))
+    fill("encode", x, *args, out=out)
     return out
 
 
@@ -55,7 +55,7 @@ def decode(
     if out is None:
         made: Tensor = call("decode", codes, name, dtype)
         return made
-    call("decode", codes, name, dtype, outs=(out,))
+    fill("decode", codes, name, dtype, out=out)
     return out
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.backends.dispatch import call
+from lowbit.calls import fill
 from lowbit.functional.arguments import random_bits
+from lowbit.ops import OPS
 from lowbit.ops.optimizer import STATE_SCHEME, state_refusal
 from lowbit.quantized import Quantized
 
@@ -47,8 +48,6 @@ def adamw_(
             )
         if moment.shape != param.shape:
             raise ValueError(f"adamw_: {name} is {list(moment.shape)}, param is {list(param.shape)}")
-        if moment.layout != "rows":
-            raise ValueError(f"adamw_: {name} is changed in place, which takes codes in rows, not in {moment.layout}")
         refusal = state_refusal(moment.scheme)
         if refusal is not None:
             raise ValueError(f"adamw_: {name} cannot be {moment.scheme}: {refusal}; use {STATE_SCHEME}")
@@ -56,8 +55,9 @@ def adamw_(
     rng[1] = step  # also where no random bits are drawn: the correction of the moments' bias depends on it
     matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
     parts = (exp_avg.codes, exp_avg.scale, exp_rms.codes, exp_rms.scale)
-    call(
+    outs = dict(zip(OPS["adamw"].returns, (matrix, *parts), strict=True))
+    fill(
         "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_rms.scheme.name, rounding, *rng,
-        lr, *betas, eps, weight_decay, outs=(matrix, *parts),
+        lr, *betas, eps, weight_decay, **outs,
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)

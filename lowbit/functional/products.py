@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lowbit.backends import cpu_mm
-from lowbit.backends.dispatch import Bound, call, watched
-from lowbit.backends.registry import Moves, forced
+from lowbit.calls import call, fill
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.functional.quantization import quantize
 from lowbit.ops.spec import as_rows
@@ -51,7 +49,7 @@ def scaled_mm(
     if isinstance(out, Tensor):
         viewed = out.dim() == 2 or out.is_contiguous()
         matrix = as_rows(out) if viewed else out.new_empty((out.shape[:-1].numel(), out.shape[-1]))
-        call("scaled_mm", *args, outs=(matrix,))
+        fill("scaled_mm", *args, out=matrix)
         return out if viewed else out.copy_(matrix.reshape(shape))
     y: Tensor = call("scaled_mm", *args).reshape(shape)
     return y if out_scheme is None else quantize(y, out_scheme, scale=out_scale, out=out)
@@ -103,70 +101,22 @@ def linear(
     refuse_tangents("linear", x, bias)
     if x.shape[-1:] != weight.shape[1:]:
         raise _other_cols(x, weight)
-    args = (x, *_linear_rest(weight, bias, input, x.dtype if out_dtype is None else out_dtype))
+    args = (
+        x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
+        None if input is None else find_scheme(input).name, x.dtype if out_dtype is None else out_dtype,
+    )  # fmt: skip
     if out is None:
         y: Tensor = call("linear", *args)
         return y
     if tuple(out.shape) != (*x.shape[:-1], weight.shape[0]):
         raise ValueError(f"linear: out must be of shape {[*x.shape[:-1], weight.shape[0]]}, got {list(out.shape)}")
     _refuse_grad_of_out("linear", args)
-    call("linear", *args, outs=(out,))
+    fill("linear", *args, out=out)
     return out
 
 
 def _other_cols(x: Tensor, weight: Quantized) -> ValueError:
-    """Codes alone do not tell: their rows, and more so their panels, are padded."""
+    """Codes alone do not tell: their rows are padded to whole bytes."""
     return ValueError(
         f"linear: x {list(x.shape)} and the weight {list(weight.shape)} must end in the same K; the weight is [N, K]"
     )
-
-
-def _linear_rest(
-    weight: Quantized, bias: Tensor | None, input: str | Scheme | None, out_dtype: torch.dtype
-) -> tuple[Any, ...]:
-    """The arguments of the op after ``x``."""
-    return (
-        weight.stored, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
-        None if input is None else find_scheme(input).name, out_dtype,
-    )  # fmt: skip
-
-
-def panels_serve(weight: Quantized, input: Scheme | None) -> bool | None:
-    """Whether ``linear`` gains by ``weight.in_panels()`` that is made once and kept; None while a mode or another
-    backend, forced, decides on calls, which tells nothing of later ones.
-
-    Not by that of codes that processes share, since each would make its own.
-    """
-    if watched() or forced() not in (None, "cpu"):
-        return None
-    stored = weight.stored
-    return (
-        weight.layout == "rows"
-        and type(stored) in (Tensor, nn.Parameter)
-        and stored.device.type == "cpu"
-        and stored.numel() > 0
-        and not stored.is_shared()
-        and cpu_mm.reads_panels(weight.scheme, input, weight.shape[1])
-    )
-
-
-class BoundLinear(Bound):
-    """``linear`` with everything but ``x`` given once: what a layer calls, with a fraction of the overhead."""
-
-    def __init__(
-        self,
-        weight: Quantized,
-        bias: Tensor | None,
-        input: str | Scheme | None,
-        out_dtype: torch.dtype,
-        moves: Moves = (),
-    ) -> None:
-        super().__init__("linear", *_linear_rest(weight, bias, input, out_dtype), moves=moves)
-        self.weight, self.bias, self.dtype = weight, bias, out_dtype
-
-    def _anew(self, x: Tensor) -> Tensor:
-        refuse_tangents("linear", x, self.bias)
-        if x.shape[-1:] != self.weight.shape[1:]:
-            raise _other_cols(x, self.weight)
-        y: Tensor = super()._anew(x)
-        return y

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.backends.dispatch import call
+from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.scales import given_scales
 from lowbit.quantized import Quantized, zero_dtype
@@ -50,8 +50,6 @@ def quantize(
             f"quantize: out holds {out.scheme} {list(out.shape)} of {out.dtype}, "
             f"but the result is {kind} {list(x.shape)} of {x.dtype}"
         )
-    if out is not None and out.layout != "rows":
-        raise ValueError(f"quantize: out must have its codes in rows to be filled, not in {out.layout}")
     if scales[0] is not None:
         codes = _quantize_static(matrix, kind, scales, rounding, rng, parts)
         made = (scales[0], scales[1])
@@ -72,7 +70,7 @@ def _quantize_dynamic(
     zero = parts.get("zero_point")
     if zero is None:
         zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
-    call("quantize", *args, outs=(parts["codes"], parts["scale"], zero))
+    fill("quantize", *args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
     if outer is not None:
         parts["outer_scale"].copy_(outer)
     return parts["codes"], parts["scale"], zero
@@ -84,7 +82,7 @@ def _quantize_static(
     args = (x, scheme.name, *scales, rounding, *rng)
     if not parts:
         return call("quantize_static", *args)
-    call("quantize_static", *args, outs=(parts["codes"],))
+    fill("quantize_static", *args, out=parts["codes"])
     return parts["codes"]
 
 

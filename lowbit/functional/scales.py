@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit import reference
-from lowbit.backends.dispatch import call
+from lowbit.calls import call
 from lowbit.functional.codecs import decode, encode
 from lowbit.quantized import scale_dtype, zero_dtype
 from lowbit.scaling import Scheme, as_matrix

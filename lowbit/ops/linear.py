@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
-from itertools import product as pairs
 from typing import NamedTuple
 
 import torch
@@ -32,17 +31,15 @@ from lowbit.ops.spec import (
     require_codes,
     require_float,
     require_scales,
+    stored_outer,
+    stored_scale,
 )
-from lowbit.panels import are_panels, from_panels, panels_shape, to_panels
 from lowbit.recipes import RECIPES
 
 
 class Linear(NamedTuple):
-    """``x [..., K]`` float; ``weight``: stored codes ``[N, packed K]`` with their scales; ``input``: x's scheme.
-
-    With four axes ``weight`` is panels (lowbit/panels.py); as these do not tell N, each row must have scales of its
-    own, which do.
-    """
+    """``x [..., K]`` float; ``weight``: stored codes ``[N, packed K]`` with their scales, of which floating-point ones
+    may be the integers of their bits, as layers keep them; ``input``: x's scheme."""
 
     x: Tensor
     weight: Tensor
@@ -66,23 +63,13 @@ class Scales(NamedTuple):
 _NONE = Scales()
 
 
-def out_features(call: Linear) -> int:
-    """N, the features that come out."""
-    return (call.scale if are_panels(call.weight) else call.weight).shape[:1].numel()
-
-
-def weight_rows(weight: Tensor, scheme: str, rows: int, cols: int) -> Tensor:
-    """The weight's codes in the plain layout."""
-    return weight if not are_panels(weight) else from_panels(weight, scaling.scheme(scheme).format, rows, cols)
-
-
 def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
     """The product that is left once ``x`` is ``a``: its rows, or with ``input`` their codes with scales."""
-    cols = call.x.shape[-1]
     return ScaledMM(
-        a, weight_rows(call.weight, call.scheme, out_features(call), cols), cols, call.input, call.scheme,
+        a, call.weight, call.x.shape[-1], call.input, call.scheme,
         scales.scale, scales.zero_point, scales.outer_scale,
-        call.scale, call.zero_point, call.outer_scale, call.bias, call.out_dtype,
+        stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale), call.bias,
+        call.out_dtype,
     )  # fmt: skip
 
 
@@ -98,7 +85,7 @@ def quantized(call: Linear) -> ScaledMM:
 
 
 def _outputs(call: Linear) -> list[Out]:
-    return [((*call.x.shape[:-1], out_features(call)), call.out_dtype)]
+    return [((*call.x.shape[:-1], call.weight.shape[0]), call.out_dtype)]
 
 
 def _check(call: Linear) -> None:
@@ -106,36 +93,20 @@ def _check(call: Linear) -> None:
     require(call.x.dim() >= 1, "lowbit.linear: x needs at least one axis")
     require_codes("linear", "weight", call.weight)
     scheme, cols = scaling.scheme(call.scheme), call.x.shape[-1]
-    if are_panels(call.weight):
-        _check_panels(call, scheme, cols)
-    elif call.weight.dim() != 2 or call.weight.shape[1] != scheme.packed_cols(cols):
+    if call.weight.dim() != 2 or call.weight.shape[1] != scheme.packed_cols(cols):
         raise ValueError(
             f"lowbit.linear: x {list(call.x.shape)} and the weight must end in the same K; in {scheme} it must then be "
             f"[out features, {scheme.packed_cols(cols)}] bytes, got {list(call.weight.shape)}"
         )
-    rows = out_features(call)
-    require_scales("linear", scheme, rows, cols, call.scale, call.zero_point, call.outer_scale)
+    rows = call.weight.shape[0]
+    scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale))
+    require_scales("linear", scheme, rows, cols, *scales)
     if call.out_dtype not in FLOATS:
         raise ValueError(f"lowbit.linear: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
     if call.bias is not None:
         require_float("linear", "bias", call.bias)
         if tuple(call.bias.shape) != (rows,):
             raise ValueError(f"lowbit.linear: bias must be [{rows}], got {list(call.bias.shape)}")
-
-
-def _check_panels(call: Linear, scheme: scaling.Scheme, cols: int) -> None:
-    if scheme.block[0] != 1 or scheme.format.bits not in (4, 8):
-        raise ValueError(
-            f"lowbit.linear: a weight with four axes is panels, of codes of 8 or 4 bits with scales of their own for "
-            f"each row, and {scheme} has others; give its codes as rows [out features, {scheme.packed_cols(cols)}]"
-        )
-    rows = out_features(call)
-    expected = panels_shape(rows, cols, scheme.format.bits)
-    if tuple(call.weight.shape) != expected:
-        raise ValueError(
-            f"lowbit.linear: the panels of a [{rows}, {cols}] weight (as many rows as scales, x's K) in {scheme} are "
-            f"{list(expected)} bytes, got {list(call.weight.shape)}"
-        )
 
 
 def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
@@ -146,33 +117,6 @@ def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more:
 
 
 def _samples(device: str) -> Iterator[Linear]:
-    yield from _every_scheme(device)
-    yield from _panels(device)
-
-
-#: Weights whose panels are tried, of every kind of format and scale, with inputs that are integers, and that are not.
-_IN_PANELS = (
-    "int8:row", "int4:row", "int4:group32", "int4:group128", "int8:group32:bf16", "uint8:row:affine",
-    "uint4:group32:affine", "uint4:group16:affine:e8m0:ceil", "int4:group7", "fp8_e4m3:row", "nf4", "nvfp4", "mxfp8",
-)  # fmt: skip
-
-
-def _panels(device: str) -> Iterator[Linear]:
-    """Panels with less than one row, dword or block, and with more than one of each; sums that int32 does not hold."""
-    shapes = (
-        ((3, 33), 5, "int8:row"), ((2, 2, 256), 70, "int8:row"), ((2, 2, 256), 70, "uint8:row:affine"),
-        ((7,), 1, None), ((20, 96), 33, "int8:row"), ((20, 96), 33, "fp8_e4m3:group128"),
-    )  # fmt: skip
-    long = (((2, 33000), 3, "int8:row"), "int8:row")
-    for (shape, n, input), scheme in (*pairs(shapes, _IN_PANELS), long):
-        x = random_matrix(torch.Size(shape[:-1]).numel(), shape[-1], device, seed=n).reshape(shape)
-        weight, bias = random_matrix(n, shape[-1], device, seed=n + 1), random_matrix(1, n, device, seed=7)[0]
-        dtype = FLOATS[n % 3]
-        call = make_call(x.to(dtype), weight, input, scheme, bias=bias, out_dtype=dtype)
-        yield call._replace(weight=to_panels(call.weight, scaling.scheme(scheme).format, shape[-1]))
-
-
-def _every_scheme(device: str) -> Iterator[Linear]:
     """Every scheme as a weight's and as an input's; inputs of any rank."""
     texts = [s.name for s in schemes()]
     shapes = cycle([((1, 33), 5), ((2, 3, 64), 19), ((130,), 3), ((17, 7), 33), ((2, 2, 4, 96), 16)])
@@ -189,7 +133,7 @@ def _every_scheme(device: str) -> Iterator[Linear]:
 
 
 #: Rows of x that benchmarks multiply: tokens as they are generated, and a batch of them.
-_BENCHED_ROWS = (1, 4, 16, 512)
+BENCHED_ROWS = (1, 4, 16, 512)
 
 
 def example(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Linear:
@@ -210,7 +154,7 @@ def workload(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torc
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """Every recipe's layer with a weight ``[rows, cols]`` on bf16 input, and on fp32 where the input is quantized."""
     pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
-    for m in _BENCHED_ROWS:
+    for m in BENCHED_ROWS:
         for input, scheme in pairs:
             for dtype in (torch.bfloat16, torch.float32):
                 if dtype == torch.bfloat16 or input is not None:
@@ -218,7 +162,7 @@ def _workloads(rows: int, cols: int) -> Iterator[Workload]:
 
 
 def _cost(call: Linear) -> Cost:
-    m, n, k = call.x.shape[:-1].numel(), out_features(call), call.x.shape[-1]
+    m, n, k = call.x.shape[:-1].numel(), call.weight.shape[0], call.x.shape[-1]
     moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
     return Cost(2 * m * n * k, moved + m * n * call.out_dtype.itemsize)
 

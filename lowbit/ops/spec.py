@@ -132,6 +132,18 @@ def require_rounding(op: str, rounding: str, format: formats.Format) -> None:
         raise ValueError(f"lowbit.{op}: {format.name} is a codebook and rounds to nearest only; use rounding='nearest'")
 
 
+def stored_scale(scale: Tensor, name: str) -> Tensor:
+    """A weight's scale as its scheme stores it: layers keep floating-point ones as the integers of their bits."""
+    dtype = scale_dtype(scaling.scheme(name))
+    same_bits = not scale.is_floating_point() and scale.dtype.itemsize == dtype.itemsize
+    return scale.view(dtype) if same_bits else scale
+
+
+def stored_outer(outer: Tensor | None) -> Tensor | None:
+    """The same of an outer scale."""
+    return outer.view(torch.float32) if outer is not None and outer.dtype == torch.int32 else outer
+
+
 def require_scales(
     op: str,
     scheme: scaling.Scheme,

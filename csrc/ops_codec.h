@@ -1,0 +1,25 @@
+// The codec and quantization ops on CPU tensors, into tensors that are given: checks, then cpu/codec.h.
+#pragma once
+
+#include "ops_tensors.h"
+
+namespace lowbit {
+
+// How elements are rounded, with the random bits of stochastic rounding.
+struct Random {
+    Rounding rounding;
+    Rng rng;
+};
+
+void encode(const Tensor& x, const Tensor& out, const FormatParams& format, bool saturate, const Random& random);
+void decode(const Tensor& codes, const Tensor& out, const FormatParams& format);
+void quantize(const Tensor& x, const MaybeTensor& outer, const Tensor& codes, const Tensor& scale,
+              const MaybeTensor& zero_point, const SchemeParams& scheme, const Random& random);
+void quantize_static(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+                     const Tensor& codes, const SchemeParams& scheme, const Random& random);
+void dequantize(const Tensor& codes, const Tensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+                const Tensor& out, const SchemeParams& scheme);
+void fake_quantize(const Tensor& x, const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+                   const Tensor& out, const SchemeParams& scheme, const Random& random);
+
+}  // namespace lowbit

@@ -1,0 +1,295 @@
+// The CPU kernels of torch.ops.lowbit.*: each checks, allocates and computes, or answers nothing (ops_entry.h).
+//
+// Arguments are those of the op's NamedTuple in lowbit/ops. Formats and schemes are names, known once Python has used
+// them (lowbit_native::keep).
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/mm_kernels.h"
+#include "format_table.h"
+#include "ops_codec.h"
+#include "ops_entry.h"
+#include "ops_mm.h"
+#include "ops_params.h"
+
+namespace lowbit::entry {
+namespace {
+
+std::atomic<int> open_choices{0};
+thread_local std::string refusal;
+thread_local bool refusal_of_value = false;
+
+// Counts the `use_backend` and `explain` contexts that are open.
+void choose_elsewhere(int64_t change) { open_choices += static_cast<int>(change); }
+
+void refuse(bool of_value, std::string text) {
+    refusal_of_value = of_value;
+    refusal = std::move(text);
+}
+
+using MaybeInt = std::optional<int64_t>;
+using torch::headeronly::ScalarType;
+
+bool is_float(ScalarType t) { return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half; }
+
+// Nothing for a rounding that there is not, or that the format has not.
+std::optional<Random> random_of(const Text& rounding, const FormatParams& format, int64_t cols, int64_t seed,
+                                int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+    if (rounding.view() == "nearest") return Random{kNearest, {}};
+    if (rounding.view() != "stochastic" || format.kind == kKindCodebook) return std::nullopt;
+    const int64_t words[] = {seed, step, stream, offset, pitch.value_or(cols)};
+    return Random{kStochastic, rng_params(words)};
+}
+
+std::optional<SchemeParams> scheme_for(const Text& name, const Tensor& x) {
+    if (x.numel() == 0 || x.dim() == 0) return std::nullopt;
+    const cpu::Shape shape = rows_of(x, "x").shape;
+    return named_scheme(name.view(), shape.rows, shape.cols);
+}
+
+// -- codecs ----------------------------------------------------------------------------------------------------------
+bool encode_out(const Tensor& x, const Text& format, const Text& rounding, bool saturate, int64_t seed, int64_t step,
+                int64_t stream, int64_t offset, MaybeInt pitch, const Tensor& out) {
+    const auto f = named_format(format.view());
+    if (!f || f->kind == kKindExponent || x.numel() == 0 || x.dim() == 0 || overlap(out, {&x})) return false;
+    const auto random = random_of(rounding, *f, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
+    if (!random || !same_sizes(out, x)) return false;
+    encode(x, out, *f, saturate, *random);
+    return true;
+}
+
+std::optional<Tensor> encode_new(const Tensor& x, const Text& format, const Text& rounding, bool saturate, int64_t seed,
+                                 int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+    const Tensor out = new_tensor(sizes_of(x), ScalarType::Byte);
+    if (!encode_out(x, format, rounding, saturate, seed, step, stream, offset, pitch, out)) return std::nullopt;
+    return out;
+}
+
+bool decode_out(const Tensor& codes, const Text& format, ScalarType dtype, const Tensor& out) {
+    const auto f = named_format(format.view());
+    if (!f || codes.numel() == 0 || out.scalar_type() != dtype || !same_sizes(out, codes)) return false;
+    if (overlap(out, {&codes}) || !out.is_contiguous()) return false;
+    decode(codes, out, *f);
+    return true;
+}
+
+std::optional<Tensor> decode_new(const Tensor& codes, const Text& format, ScalarType dtype) {
+    if (!is_float(dtype)) return std::nullopt;
+    const Tensor out = new_tensor(sizes_of(codes), dtype);
+    if (!decode_out(codes, format, dtype, out)) return std::nullopt;
+    return out;
+}
+
+// -- quantization ----------------------------------------------------------------------------------------------------
+using Parts = std::tuple<Tensor, Tensor, Tensor>;
+
+Tensor codes_for(const Tensor& x, const SchemeParams& s) {
+    return new_tensor(sizes_with(x, cpu::packed_cols(x.size(x.dim() - 1), s.format.bits)), ScalarType::Byte);
+}
+
+std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& outer, const Text& rounding,
+                                  int64_t seed, int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+    const auto s = scheme_for(scheme, x);
+    if (!s) return std::nullopt;
+    const cpu::Shape shape = rows_of(x, "x").shape, blocks = scale_shape(shape, *s);
+    const auto random = random_of(rounding, s->format, shape.cols, seed, step, stream, offset, pitch);
+    if (!random) return std::nullopt;
+    const Tensor codes = codes_for(x, *s), scale = new_tensor({blocks.rows, blocks.cols}, scale_type(*s));
+    const Tensor zero =
+        new_tensor(s->affine ? std::vector<int64_t>{blocks.rows, blocks.cols} : std::vector<int64_t>{0}, zero_type(*s));
+    quantize(x, outer, codes, scale, s->affine ? MaybeTensor(zero) : std::nullopt, *s, *random);
+    return Parts{codes, scale, zero};
+}
+
+std::optional<Tensor> quantize_static_new(const Tensor& x, const Text& scheme, const Tensor& scale,
+                                          const MaybeTensor& zero_point, const MaybeTensor& outer, const Text& rounding,
+                                          int64_t seed, int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+    const auto s = scheme_for(scheme, x);
+    if (!s) return std::nullopt;
+    const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
+    if (!random) return std::nullopt;
+    const Tensor codes = codes_for(x, *s);
+    quantize_static(x, scale, zero_point, outer, codes, *s, *random);
+    return codes;
+}
+
+bool dequantize_out(const Tensor& codes, const Text& scheme, int64_t cols, const Tensor& scale,
+                    const MaybeTensor& zero_point, const MaybeTensor& outer, ScalarType dtype, const Tensor& out) {
+    const auto s = scheme_for(scheme, out);
+    if (!s || out.scalar_type() != dtype || !out.is_contiguous() || out.size(out.dim() - 1) != cols) return false;
+    if (codes.dim() != out.dim() || overlap(out, {&codes, &scale, address(zero_point), address(outer)})) return false;
+    for (int64_t i = 0; i + 1 < out.dim(); ++i) {
+        if (codes.size(i) != out.size(i)) return false;
+    }
+    dequantize(codes, scale, zero_point, outer, out, *s);
+    return true;
+}
+
+std::optional<Tensor> dequantize_new(const Tensor& codes, const Text& scheme, int64_t cols, const Tensor& scale,
+                                     const MaybeTensor& zero_point, const MaybeTensor& outer, ScalarType dtype) {
+    if (!is_float(dtype) || codes.dim() == 0) return std::nullopt;
+    const Tensor out = new_tensor(sizes_with(codes, cols), dtype);
+    if (!dequantize_out(codes, scheme, cols, scale, zero_point, outer, dtype, out)) return std::nullopt;
+    return out;
+}
+
+std::optional<Tensor> fake_quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& scale,
+                                        const MaybeTensor& zero_point, const MaybeTensor& outer, const Text& rounding,
+                                        int64_t seed, int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+    const auto s = scheme_for(scheme, x);
+    if (!s || (!scale && zero_point)) return std::nullopt;
+    const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
+    if (!random) return std::nullopt;
+    const Tensor out = new_tensor(sizes_of(x), x.scalar_type());
+    fake_quantize(x, scale, zero_point, outer, out, *s, *random);
+    return out;
+}
+
+// -- products --------------------------------------------------------------------------------------------------------
+// Whether Python chooses among kernels for a float operand: where the processor multiplies bf16 as such, torch's
+// float32 matmul precision may ask for that, and only Python can read it.
+bool precision_decides(const Tensor& x) {
+    const ScalarType dtype = x.scalar_type();
+    return (dtype == ScalarType::Float || dtype == ScalarType::Half) &&
+           mm::kernels_in_use().spin[static_cast<int>(mm::Kind::bf16)] != nullptr;
+}
+
+std::optional<Coded> coded(const Tensor& data, const MaybeText& scheme, const MaybeTensor& scale,
+                           const MaybeTensor& zero_point, const MaybeTensor& outer, int64_t cols) {
+    if (data.dim() != 2 || data.numel() == 0) return std::nullopt;
+    if (!scheme) {
+        if (scale || zero_point || outer || precision_decides(data)) return std::nullopt;
+        return Coded{data, std::nullopt, {}, {}, {}};
+    }
+    const auto s = named_scheme(scheme->view(), data.size(0), cols);
+    if (!s || data.scalar_type() != ScalarType::Byte) return std::nullopt;
+    return Coded{data, s, scale, zero_point, outer};
+}
+
+bool scaled_mm_out(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme, const MaybeText& b_scheme,
+                   const MaybeTensor& a_scale, const MaybeTensor& a_zero_point, const MaybeTensor& a_outer,
+                   const MaybeTensor& b_scale, const MaybeTensor& b_zero_point, const MaybeTensor& b_outer,
+                   const MaybeTensor& bias, ScalarType out_dtype, const Tensor& out) {
+    const auto left = coded(a, a_scheme, a_scale, a_zero_point, a_outer, cols),
+               right = coded(b, b_scheme, b_scale, b_zero_point, b_outer, cols);
+    if (!left || !right || cols == 0 || out.scalar_type() != out_dtype || out.dim() != 2) return false;
+    if (overlap(out, {&a, &b, address(a_scale), address(a_zero_point), address(a_outer), address(b_scale),
+                      address(b_zero_point), address(b_outer), address(bias)})) {
+        return false;
+    }
+    scaled_mm(*left, *right, bias, out, cols);
+    return true;
+}
+
+std::optional<Tensor> scaled_mm_new(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme,
+                                    const MaybeText& b_scheme, const MaybeTensor& a_scale,
+                                    const MaybeTensor& a_zero_point, const MaybeTensor& a_outer,
+                                    const MaybeTensor& b_scale, const MaybeTensor& b_zero_point,
+                                    const MaybeTensor& b_outer, const MaybeTensor& bias, ScalarType out_dtype) {
+    if (!is_float(out_dtype) || a.dim() != 2 || b.dim() != 2) return std::nullopt;
+    const Tensor out = new_tensor({a.size(0), b.size(0)}, out_dtype);
+    if (!scaled_mm_out(a, b, cols, a_scheme, b_scheme, a_scale, a_zero_point, a_outer, b_scale, b_zero_point, b_outer,
+                       bias, out_dtype, out)) {
+        return std::nullopt;
+    }
+    return out;
+}
+
+bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
+                const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                const MaybeText& input, ScalarType out_dtype, const Tensor& out) {
+    if (x.numel() == 0 || x.dim() == 0 || out.scalar_type() != out_dtype || out.dim() != x.dim()) return false;
+    const int64_t cols = x.size(x.dim() - 1);
+    const auto codes = coded(weight, scheme, scale, zero_point, outer, cols);
+    std::optional<SchemeParams> of_input;
+    if (input) of_input = named_scheme(input->view(), x.numel() / cols, cols);
+    if (!codes || input.has_value() != of_input.has_value() || (!input && precision_decides(x))) return false;
+    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(outer), address(bias)})) return false;
+    linear(x, of_input, *codes, bias, out);
+    return true;
+}
+
+std::optional<Tensor> linear_new(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
+                                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                                 const MaybeText& input, ScalarType out_dtype) {
+    if (!is_float(out_dtype) || x.dim() == 0 || weight.dim() != 2) return std::nullopt;
+    const Tensor out = new_tensor(sizes_with(x, weight.size(0)), out_dtype);
+    if (!linear_out(x, weight, scheme, scale, zero_point, outer, bias, input, out_dtype, out)) return std::nullopt;
+    return out;
+}
+
+bool linear_packed_out(const Tensor& x, const Tensor& packed, int64_t rows, const MaybeTensor& bias,
+                       ScalarType out_dtype, const Tensor& out) {
+    if (packed_of(packed).rows != rows || x.numel() == 0 || x.dim() == 0 || out.scalar_type() != out_dtype ||
+        out.dim() != x.dim())
+        return false;
+    if (overlap(out, {&x, &packed, address(bias)})) return false;
+    linear_packed(x, packed_of(packed), bias, out);
+    return true;
+}
+
+std::optional<Tensor> linear_packed_new(const Tensor& x, const Tensor& packed, int64_t rows, const MaybeTensor& bias,
+                                        ScalarType out_dtype) {
+    if (!is_float(out_dtype) || x.dim() == 0) return std::nullopt;
+    const Tensor out = new_tensor(sizes_with(x, rows), out_dtype);
+    if (!linear_packed_out(x, packed, rows, bias, out_dtype, out)) return std::nullopt;
+    return out;
+}
+
+}  // namespace
+
+bool chosen_elsewhere() { return open_choices.load(std::memory_order_relaxed) != 0; }
+
+void throw_refusal() {
+    if (refusal_of_value) throw std::invalid_argument(refusal);  // becomes Python's ValueError
+    throw std::runtime_error(refusal);
+}
+
+}  // namespace lowbit::entry
+
+// What has a kernel here; Python serves all other ops by its own.
+#define LOWBIT_ENTRIES(ENTRY)                                  \
+    ENTRY(encode, lowbit::entry::encode_new)                   \
+    ENTRY(encode_out, lowbit::entry::encode_out)               \
+    ENTRY(decode, lowbit::entry::decode_new)                   \
+    ENTRY(decode_out, lowbit::entry::decode_out)               \
+    ENTRY(quantize, lowbit::entry::quantize_new)               \
+    ENTRY(quantize_static, lowbit::entry::quantize_static_new) \
+    ENTRY(dequantize, lowbit::entry::dequantize_new)           \
+    ENTRY(dequantize_out, lowbit::entry::dequantize_out)       \
+    ENTRY(fake_quantize, lowbit::entry::fake_quantize_new)     \
+    ENTRY(scaled_mm, lowbit::entry::scaled_mm_new)             \
+    ENTRY(scaled_mm_out, lowbit::entry::scaled_mm_out)         \
+    ENTRY(linear, lowbit::entry::linear_new)                   \
+    ENTRY(linear_out, lowbit::entry::linear_out)               \
+    ENTRY(linear_packed, lowbit::entry::linear_packed_new)     \
+    ENTRY(linear_packed_out, lowbit::entry::linear_packed_out)
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit, CPU, m){
+#define LOWBIT_REGISTER(op, function) LOWBIT_ENTRY(m, op, &function)
+    LOWBIT_ENTRIES(LOWBIT_REGISTER)
+#undef LOWBIT_REGISTER
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_native, m) {
+    m.def("choose_elsewhere(int change) -> ()");
+    m.def("refuse(bool of_value, str text) -> ()");
+    m.def("entries() -> str[]");
+}
+
+namespace lowbit::entry {
+namespace {
+std::vector<std::string> entries() {
+#define LOWBIT_NAME(op, function) #op,
+    return {LOWBIT_ENTRIES(LOWBIT_NAME)};
+#undef LOWBIT_NAME
+}
+}  // namespace
+}  // namespace lowbit::entry
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
+    m.impl("choose_elsewhere", TORCH_BOX(&lowbit::entry::choose_elsewhere));
+    m.impl("refuse", TORCH_BOX(&lowbit::entry::refuse));
+    m.impl("entries", TORCH_BOX(&lowbit::entry::entries));
+}

@@ -1,0 +1,150 @@
+"""PackedLinear: a QuantLinear whose weight lies in the packed layout that CPU kernels read (lowbit/tensor/prepack.py).
+
+``lowbit.prepack_`` makes it, and ``lowbit.unpack_`` turns it back. Its weight is one buffer that nothing changes; what
+leaves the layer (``state_dict``, copies, pickles, ``weight``) has plain tensors, made new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.calls import call
+from lowbit.nn.linear import QuantLinear, misfits, plain_state, result_dtype
+from lowbit.ops.spec import stored_outer, stored_scale
+from lowbit.quantized import Quantized
+from lowbit.recipes import Recipe
+from lowbit.scaling import Scheme
+from lowbit.tensor import prepack
+
+__all__ = ["PackedLinear"]
+
+
+class PackedLinear(nn.Module):
+    """``y = x @ weight.T + bias`` on a packed weight, with the bits of the QuantLinear that it was made of.
+
+    Input ``[..., in_features]`` fp32, bf16 or fp16 on the CPU; the result has its dtype (inside autocast: autocast's).
+    For inference: there is no backward pass, and no other device. ``state_dict`` is that of the QuantLinear, so either
+    loads what the other has saved.
+    Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unpack_`` first.
+    """
+
+    packed: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.recipe, self.scheme = recipe, weight.scheme
+        self.weight_dtype = weight.dtype
+        self.register_buffer("packed", prepack.prepack(weight, recipe.input), persistent=False)
+        self.register_parameter("bias", bias)
+
+    @staticmethod
+    def refusal(layer: QuantLinear) -> str | None:
+        """Why a layer is faster as it is, or cannot be packed; None where it can."""
+        reason = prepack.refusal(layer.scheme, layer.recipe.input)
+        if reason is not None:
+            return reason
+        kind = layer.codes.device.type
+        return None if kind == "cpu" else f"the packed layout is the CPU's, and this layer is on {kind}"
+
+    @property
+    def weight(self) -> Quantized:
+        """The weight, unpacked into new tensors."""
+        q = prepack.unpack(self.packed)
+        return Quantized(q.codes, q.scale, q.zero_point, q.outer_scale, q.scheme, q.shape, self.weight_dtype)
+
+    @property
+    def input(self) -> Scheme:
+        """The scheme in which inputs are quantized."""
+        return prepack.input_of(self.packed)
+
+    def unpacked(self) -> QuantLinear:
+        """The QuantLinear of this weight, with the very bias of this layer."""
+        return QuantLinear(self.weight, self.bias, self.recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = result_dtype(x)
+        y: Tensor = call(
+            "linear_packed", x, self._buffers["packed"], self.out_features, self._parameters["bias"], dtype
+        )
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={self.recipe.name}, weight={self.scheme}, input={self.recipe.input}, packed"
+        )
+
+    # -- what leaves the layer, and what comes to it -------------------------------------------------------------------
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(list(self.scheme.name.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """``_load_from_state_dict`` has compared it already."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        for name, part in plain_state(self.weight).items():
+            destination[prefix + name] = part
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = plain_state(self.weight)
+        given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        wrong = misfits(own, self.scheme, state_dict, prefix)
+        wrong += [
+            f"{prefix}{name}: the state has shape {list(part.shape)}, and this layer {list(own[name].shape)}"
+            for name, part in given.items()
+            if part.shape != own[name].shape
+        ]
+        if wrong:
+            error_msgs.extend(wrong)
+            return
+        rest = {key: value for key, value in state_dict.items() if key not in {prefix + name for name in own}}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        missing_keys.extend(prefix + name for name in own if name not in given)
+        parts = {**own, **given}
+        weight = Quantized(
+            parts["codes"], stored_scale(parts["scale"], self.scheme.name), parts.get("zero_point"),
+            stored_outer(parts.get("outer_scale")), self.scheme,
+            torch.Size((self.out_features, self.in_features)), self.weight_dtype,
+        )  # fmt: skip
+        self.packed = prepack.prepack(weight, self.recipe.input)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        buffers = dict(state["_buffers"])
+        del buffers["packed"]
+        return {**state, "_buffers": buffers, "_weight": self.weight}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        weight = state.pop("_weight")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._buffers["packed"] = prepack.prepack(weight, self.recipe.input)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Casts reach the bias and the dtype that ``weight`` answers; a packed weight stays where it is."""
+        target = fn(torch.empty(0, dtype=torch.uint8)).device.type
+        if target != "cpu":
+            raise RuntimeError(
+                f"this model has layers that lowbit.prepack_ packed for the CPU, and cannot move to {target}; call "
+                "lowbit.unpack_(model) first"
+            )
+        packed = self._buffers["packed"]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._buffers["packed"] = packed  # not what fn may have made of it: nothing changes these bytes
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
+        return self

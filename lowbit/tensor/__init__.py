@@ -1,0 +1,1 @@
+"""How low-bit numbers lie in memory."""

@@ -1,0 +1,209 @@
+"""The packed layout: a quantized weight as one vector of bytes, in the order in which CPU kernels read it.
+
+``prepack`` makes it of a ``Quantized`` matrix ``[N, K]``, and ``unpack`` is its inverse in every bit. The vector
+describes itself: a header of ``HEADER`` bytes, 64-bit words at the places that ``Word`` names, then codes, scales, zero
+points and outer scale, each from a multiple of 64 bytes on.
+
+Codes of 8 or 4 bits are ``[P, D, 32, 4]`` bytes: P panels of 32 rows, D dwords of depth, and in each the 4 bytes of
+every row. With 8 bits, byte ``i`` of dword ``d`` is code ``4d + i``; with 4 bits, its low half is code ``8d + i`` and
+its high half code ``8d + 4 + i``, so that the low and the high halves of a dword are two dwords of one-byte codes.
+Codes of signed integers have their sign bit flipped, which makes them unsigned numbers with an offset. What lies past
+the last row or column is 0. The other parts are as ``Quantized`` has them.
+
+csrc/ops_mm.h and csrc/cpu/mm_stored.h read this.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Format
+from lowbit.quantized import Quantized, scale_dtype, zero_dtype
+from lowbit.scaling import Scheme, packed_cols, scheme
+
+__all__ = ["HEADER", "Word", "header_of", "input_of", "prepack", "refusal", "shape_of", "unpack"]
+
+#: Bytes of the header; half of them are words, the other half the names of the schemes.
+HEADER = 1024
+_WORDS = 64
+_MAGIC = 0x316B636150626C00
+_ALIGN = 64
+
+#: Rows of a panel, and bytes of depth that one row has side by side.
+_ROWS, _DWORD = 32, 4
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Exchanges within a dword of 4-bit codes, as (shift, mask): the bits of the mask change places with those ``shift``
+#: above them. First the two middle bytes, then the two middle halves of either pair: codes 0 4 1 5 2 6 3 7.
+_INTERLEAVE = ((8, 0x0000FF00), (4, 0x00F000F0))
+
+
+class Word(IntEnum):
+    """What the words of the header say; ``SCHEME`` and ``INPUT`` begin a scheme's integers (``Scheme.params``)."""
+
+    MAGIC = 0
+    BYTES = 1
+    ROWS = 2
+    COLS = 3
+    CODES = 4  # where each part begins
+    SCALE = 5
+    ZERO_POINT = 6
+    OUTER_SCALE = 7
+    PANEL_BYTES = 8
+    HAS_INPUT = 9
+    DTYPE = 10  # of the tensor that was quantized, its place in fp32, bf16, fp16
+    SCHEME_NAME = 11  # how long the names are that follow the words
+    INPUT_NAME = 12
+    SCHEME = 16
+    INPUT = 40
+
+
+def refusal(weight: Scheme, input: Scheme | None) -> str | None:
+    """Why a weight in this scheme has no packed layout, or no kernel that reads it; None where it has one."""
+    if input is None or {weight.format.kind, input.format.kind} != {"integer"}:
+        return "kernels read the packed layout of integer weights under integer inputs (int8, w4a8) alone"
+    if weight.format.bits not in (4, 8):
+        return f"the packed layout holds codes of 8 or 4 bits, and {weight.format} has {weight.format.bits}"
+    if weight.block[0] != 1:
+        return f"each row needs scales of its own in the packed layout, and {weight} shares them between rows"
+    return None
+
+
+def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
+    """The packed layout of ``weight [N, K]`` for inputs that are quantized in ``input``: uint8, one axis, new memory.
+
+    Raises ValueError for a weight that has none (``refusal``).
+    """
+    reason = refusal(weight.scheme, input)
+    if weight.ndim != 2 or reason is not None:
+        raise ValueError(f"prepack: {reason or f'the weight must be a matrix, got shape {list(weight.shape)}'}")
+    assert input is not None
+    rows, cols = weight.shape
+    panels = _to_panels(weight.codes, weight.scheme.format, cols)
+    parts = {Word.CODES: panels, Word.SCALE: weight.scale}
+    if weight.zero_point is not None:
+        parts[Word.ZERO_POINT] = weight.zero_point
+    if weight.outer_scale is not None:
+        parts[Word.OUTER_SCALE] = weight.outer_scale
+    names = [weight.scheme.name.encode(), input.name.encode()]
+    words = [0] * _WORDS
+    words[Word.MAGIC], words[Word.ROWS], words[Word.COLS] = _MAGIC, rows, cols
+    words[Word.PANEL_BYTES] = panels[0].numel() if rows else 0
+    words[Word.HAS_INPUT], words[Word.DTYPE] = 1, _DTYPES.index(weight.dtype)
+    words[Word.SCHEME_NAME], words[Word.INPUT_NAME] = map(len, names)
+    for begin, kind in ((Word.SCHEME, weight.scheme), (Word.INPUT, input)):
+        words[begin : begin + len(kind.params())] = kind.params()
+    at = HEADER
+    for word, part in parts.items():
+        words[word] = at
+        at += -(-part.nbytes // _ALIGN) * _ALIGN
+    words[Word.BYTES] = at
+    packed = torch.zeros(at, dtype=torch.uint8, device=weight.device)
+    packed[: 8 * _WORDS] = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+    text = b"".join(names)
+    packed[8 * _WORDS : 8 * _WORDS + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for word, part in parts.items():
+        packed[words[word] : words[word] + part.nbytes] = part.contiguous().view(-1).view(torch.uint8)
+    return packed
+
+
+def header_of(packed: Tensor) -> list[int]:
+    """The words of the header. Raises ValueError for what ``prepack`` did not make."""
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.numel() < HEADER:
+        raise ValueError(
+            f"a packed weight is a uint8 vector that prepack made, got {packed.dtype} {list(packed.shape)}"
+        )
+    words: list[int] = packed[: 8 * _WORDS].view(torch.int64).tolist()
+    if words[Word.MAGIC] != _MAGIC or words[Word.BYTES] != packed.numel():
+        raise ValueError(f"these {packed.numel()} bytes are no packed weight; make one with lowbit.prepack_")
+    return words
+
+
+def shape_of(packed: Tensor) -> tuple[int, int]:
+    """``(N, K)``."""
+    words = header_of(packed)
+    return words[Word.ROWS], words[Word.COLS]
+
+
+def _names(packed: Tensor, words: list[int]) -> tuple[str, str]:
+    first, second = words[Word.SCHEME_NAME], words[Word.INPUT_NAME]
+    text = bytes(packed[8 * _WORDS : 8 * _WORDS + first + second].tolist()).decode()
+    return text[:first], text[first:]
+
+
+def input_of(packed: Tensor) -> Scheme:
+    """The scheme in which inputs are quantized."""
+    return scheme(_names(packed, header_of(packed))[1])
+
+
+def unpack(packed: Tensor) -> Quantized:
+    """The weight that ``packed`` was made of, in new memory."""
+    words = header_of(packed)
+    kind, rows, cols = scheme(_names(packed, words)[0]), words[Word.ROWS], words[Word.COLS]
+
+    def part(word: Word, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return packed[words[word] : words[word] + count].view(dtype).reshape(shape).clone()
+
+    panels = part(Word.CODES, _panels_shape(rows, cols, kind.format.bits), torch.uint8)
+    blocks = kind.scale_shape(rows, cols)
+    return Quantized(
+        _from_panels(panels, kind.format, rows, cols),
+        part(Word.SCALE, blocks, scale_dtype(kind)),
+        part(Word.ZERO_POINT, blocks, zero_dtype(kind)) if kind.affine else None,
+        part(Word.OUTER_SCALE, (1, 1), torch.float32) if kind.outer else None,
+        kind,
+        torch.Size((rows, cols)),
+        _DTYPES[words[Word.DTYPE]],
+    )
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+def _panels_shape(rows: int, cols: int, bits: int) -> tuple[int, int, int, int]:
+    return -(-rows // _ROWS), -(-cols * bits // (8 * _DWORD)), _ROWS, _DWORD
+
+
+def _to_panels(codes: Tensor, format: Format, cols: int) -> Tensor:
+    """The panels of stored ``codes [N, packed cols]``."""
+    rows, used = codes.shape
+    panels, depth, *_ = _panels_shape(rows, cols, format.bits)
+    edge = (0, depth * _DWORD - used, 0, panels * _ROWS - rows)
+    padded = torch.nn.functional.pad(_flipped(codes, format, cols).contiguous(), edge)
+    dwords = padded.view(panels, _ROWS, depth, _DWORD).view(torch.int32).squeeze(-1)
+    if format.bits == 4:
+        for shift, mask in _INTERLEAVE:
+            dwords = _exchanged(dwords, shift, mask)
+    return _transposed(dwords).unsqueeze(-1).view(torch.uint8)
+
+
+def _from_panels(panels: Tensor, format: Format, rows: int, cols: int) -> Tensor:
+    """The stored codes ``[rows, packed cols]`` of which ``_to_panels`` made ``panels``; bits past the last are 0."""
+    dwords = _transposed(panels.view(torch.int32).squeeze(-1))
+    if format.bits == 4:
+        for shift, mask in reversed(_INTERLEAVE):
+            dwords = _exchanged(dwords, shift, mask)
+    padded = dwords.unsqueeze(-1).view(torch.uint8).view(panels.shape[0] * _ROWS, panels.shape[1] * _DWORD)
+    return _flipped(padded[:rows, : packed_cols(cols, format.bits)], format, cols)
+
+
+def _transposed(dwords: Tensor) -> Tensor:
+    """A copy with the last two axes, a panel's rows and its depth, exchanged."""
+    return dwords.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _flipped(codes: Tensor, format: Format, cols: int) -> Tensor:
+    """A copy with the sign bits of signed integers flipped, and the bits of a row past its last code 0."""
+    signs = {8: 0x80, 4: 0x88}[format.bits] if format.kind == "integer" and format.signed else 0
+    flipped = codes ^ signs
+    if cols * format.bits % 8:
+        flipped[:, -1] &= 0x0F
+    return flipped
+
+
+def _exchanged(dwords: Tensor, shift: int, mask: int) -> Tensor:
+    moved = (dwords ^ (dwords >> shift)) & mask
+    return dwords ^ moved ^ (moved << shift)
