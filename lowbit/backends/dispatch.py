@@ -51,7 +51,7 @@ def _entries() -> frozenset[str]:
     return frozenset(torch.ops.lowbit_native.entries())
 
 
-# -- calls that C++ passes on -------------------------------------------------------------------------------------------
+# -- calls that C++ passes on ------------------------------------------------------------------------------------------
 def _define_table(spec: OpSpec, name: str, kernel: Callable[..., Any]) -> None:
     """``lowbit_table::NAME``: the op for C++ to call. It answers the outputs, or (``_out``) that it filled them; where
     it fails, none of them, since an exception would not reach the caller."""
