@@ -12,7 +12,7 @@ from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
 from lowbit.nn.convert import quantize_
 from lowbit.quantized import Quantized
-from lowbit.recipes import RECIPES, Recipe, recipe
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
 
@@ -20,7 +20,9 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "BackendError",
+    "Cast",
     "Format",
+    "Gemm",
     "Quantized",
     "Recipe",
     "Scheme",

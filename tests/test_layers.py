@@ -23,7 +23,7 @@ LAYERS = [
     {"_version", "files", "machine", "checkout"},
     {"formats"},
     {"scaling"},
-    {"recipes", "packing", "panels", "quantized"},
+    {"casts", "recipes", "packing", "panels", "quantized"},
     {"reference", "reference_adamw"},
     {"ops"},
     {"backends"},

@@ -17,8 +17,6 @@ from lowbit._version import __version__
 from lowbit.files import put_in_place, temporary_for, write_atomically
 from lowbit.nn.convert import class_name, quantized_layers, uncompiled
 from lowbit.nn.linear import QuantLinear
-from lowbit.recipes import Recipe
-from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
 
 __all__ = ["save_model"]
@@ -159,16 +157,4 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _describe(layer: Any) -> dict[str, Any]:
     dtypes = {str(m.weight_dtype).removeprefix("torch.") for m in layer.modules() if isinstance(m, QuantLinear)}
-    return {"recipe": _describe_recipe(layer.recipe), "dtype": sorted(dtypes)[0]}
-
-
-def _describe_recipe(recipe: Recipe) -> str | dict[str, Any]:
-    """The name, where that is enough to find the recipe again."""
-    try:
-        if find_recipe(recipe.name) == recipe:
-            return recipe.name
-    except ValueError:
-        pass
-    return {
-        "name": recipe.name, "weight": recipe.weight.name, "input": None if recipe.input is None else recipe.input.name,
-    }  # fmt: skip
+    return {"recipe": layer.recipe.to_dict(), "dtype": sorted(dtypes)[0]}

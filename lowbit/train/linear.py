@@ -22,7 +22,7 @@ from lowbit.nn.converters import CONVERTERS, foreign_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.nn.select import DEFAULT_SKIP, nothing_found, select
 from lowbit.quantized import Quantized
-from lowbit.recipes import RECIPES, Recipe
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme, scheme
 
@@ -57,27 +57,23 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """Raises ValueError for a recipe that does not train, or folds scales that it cannot."""
-        if recipe.training is None or recipe.input is None:
-            able = ", ".join(row.name for row in RECIPES.values() if row.training is not None)
+        if recipe.grad_input is None or recipe.grad_weight is None or recipe.input is None:
+            able = ", ".join(row.name for row in RECIPES.values() if row.trains)
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
-        grad_input = _product(recipe, "grad_input", recipe.training.grad_input, recipe.weight)
-        grad_weight = _product(recipe, "grad_weight", recipe.training.grad_weight, recipe.input)
+        grad_input = _product(recipe.grad_input, recipe.weight)
+        grad_weight = _product(recipe.grad_weight, recipe.input)
         return cls(recipe.input, recipe.weight, grad_input, grad_weight)
 
 
-def _product(recipe: Recipe, role: str, row: tuple[str, str], saved: Scheme) -> Product:
-    grad, treatment = scheme(row[0]), row[1]
+def _product(gemm: Gemm, saved: Scheme) -> Product:
+    assert gemm.a is not None
+    grad = gemm.a.scheme
     for one in (grad, saved):
         one.t().t()  # looked up now: a scheme's transpose is parsed once
-    if treatment == "keep":
+    if gemm.b == "reuse":
         return Product(grad)
-    if treatment != "fold":
-        return Product(grad, encoded=scheme(treatment).t().t())
-    if saved.block != (1, None) or saved.affine or saved.scale_format.dtype == "uint8":
-        raise ValueError(
-            f"recipe {recipe.name!r}: {role} can only fold scales that are floating-point numbers, one a row, into g; "
-            f"{saved} has others; say 'keep', or a scheme to encode the operand in anew"
-        )
+    if isinstance(gemm.b, Cast):
+        return Product(grad, encoded=gemm.b.scheme.t().t())
     return Product(grad, unit=scheme(f"{saved.format.name}:tensor").t().t())
 
 
