@@ -5,12 +5,12 @@
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
-from lowbit import memory, nn, train
+from lowbit import convert, memory, nn, train
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
+from lowbit.convert import dequantize_, quantize_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
-from lowbit.nn.convert import quantize_
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
 from lowbit.scaling import Scheme, scheme
@@ -28,7 +28,9 @@ __all__ = [
     "Scheme",
     "__version__",
     "adamw_",
+    "convert",
     "decode",
+    "dequantize_",
     "encode",
     "explain",
     "fake_quantize",

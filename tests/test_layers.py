@@ -30,6 +30,7 @@ LAYERS = [
     {"autograd"},
     {"functional"},
     {"nn"},
+    {"convert"},
     {"serialize"},
     {"train", "memory"},
     {"cli"},

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
+from lowbit.convert.report import left_lines
 from lowbit.nn.base import KINDS, full_name, kind
 from lowbit.recipes import Plan, Recipe
 
 __all__ = [
-    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Verdict", "adapter_parts", "is_table", "matches",
-    "named", "nothing_found", "plain_layers", "plain_name", "select",
+    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Verdict", "is_table", "matches", "nothing_found",
+    "plain_layers", "plain_name", "protections", "select",
 ]  # fmt: skip
 
 #: Left in high precision unless the caller says otherwise: the output projection of language models.
@@ -40,7 +41,8 @@ class Verdict(NamedTuple):
     inside: bool = False
 
 
-Judge = Callable[[nn.Module], Verdict]
+#: Says what becomes of a module with these names.
+Judge = Callable[[list[str], nn.Module], Verdict]
 
 
 class Chosen(NamedTuple):
@@ -79,11 +81,10 @@ def select(
     plan: Plan | None = None,
     skip: Iterable[str] = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
-    patterns: Iterable[str] = (),
 ) -> Selection:
     """The modules of ``model`` that ``judge`` gives an adapter, ``skip`` does not name and ``plan`` has a recipe for.
 
-    ``protect``: what stays unless one of ``patterns``, those of a mapping of recipes, names it.
+    ``protect``: what stays unless a pattern of ``plan`` names it.
     Raises TypeError for what is no model or no collection of patterns; ValueError for a pattern without a match and as
     ``judge`` says.
     """
@@ -94,7 +95,7 @@ def select(
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
         modules[id(module)] = module
-    patterns = tuple(patterns)
+    patterns = () if plan is None else tuple(pattern for pattern, _ in plan.patterns)
     skips = _checked(skip, [name for several in names.values() for name in several])
     found, reached = Selection(), []
     for candidate in _candidates(names, modules, judge):
@@ -105,7 +106,7 @@ def select(
             found.skipped.append(first)
             continue
         protection = protect(first, module)
-        if protection is not None and not named(patterns, protection.word):
+        if protection is not None and not _named(patterns, protection.word):
             found.left[first] = protection.reason
             continue
         if verdict.error is not None:
@@ -129,7 +130,7 @@ def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judg
         first = names[key][0]
         if outer is not None and first.startswith(f"{outer}." if outer else ""):
             continue
-        verdict = judge(module)
+        verdict = judge(names[key], module)
         if not verdict.inside:
             outer = first
         if verdict.adapter is not None or verdict.reason is not None or verdict.error is not None:
@@ -163,7 +164,7 @@ def matches(pattern: str, name: str) -> bool:
     return any(fnmatchcase(span, pattern) for span in spans)
 
 
-def named(patterns: Iterable[str], word: str) -> bool:
+def _named(patterns: Iterable[str], word: str) -> bool:
     """Whether one of ``patterns`` has a part, other than bare wildcards, that matches ``word``."""
     return any(part.strip("*?") and fnmatchcase(word, part) for pattern in patterns for part in pattern.split("."))
 
@@ -202,7 +203,7 @@ def plain_layers(only: tuple[type[nn.Module], ...] | None = None, replaced: bool
     """
     allowed = None if only is None else {full_name(cls) for cls in only}
 
-    def judge(module: nn.Module) -> Verdict:
+    def judge(names: list[str], module: nn.Module) -> Verdict:
         found = kind(module)
         if found is not None:
             return Verdict(error=_detailed(module, KINDS[found]))
@@ -210,7 +211,7 @@ def plain_layers(only: tuple[type[nn.Module], ...] | None = None, replaced: bool
         if listed is None or (allowed is not None and listed not in allowed):
             # What a listed class does with the modules inside is its own.
             return Verdict(reason=_not_converted(module) if _holds_weights(module) else None, inside=listed is None)
-        error = _not_ready(module, replaced)
+        error = _not_ready(names, module, replaced)
         if error is not None:
             return Verdict(error=error)
         if adapter is None:
@@ -226,13 +227,14 @@ def _detailed(module: Any, remedy: str) -> str:
     return remedy if recipe is None else remedy.replace(";", f" (recipe {recipe});", 1)
 
 
-def _not_ready(module: nn.Module, replaced: bool) -> str | None:
+def _not_ready(names: list[str], module: nn.Module, replaced: bool) -> str | None:
     if any(p is not None and is_lazy(p) for p in module._parameters.values()):
         return (
             f"is a {type(module).__name__} whose weight has no shape yet; call the model on one input first, or name "
             f"the layer in skip=..."
         )
-    if replaced and vars(module).get("_compiled_call_impl") is not None:
+    compiled = vars(module).get("_compiled_call_impl") is not None
+    if replaced and (compiled or any(name.split(".")[-1] == "_orig_mod" for name in names)):
         return "is compiled by itself, and its compiled code would not see the new layer; quantize first, then compile"
     return None
 
@@ -261,8 +263,58 @@ def _holds_weights(module: nn.Module) -> bool:
     return any(_matrix(p) for p in module._parameters.values())
 
 
-# -- adapters of fine-tuning libraries --------------------------------------------------------------------------------
-def adapter_parts(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
+# -- what stays unless it is named ------------------------------------------------------------------------------------
+def protections(
+    model: nn.Module, skip: Iterable[str], plan: Plan, unties: bool
+) -> tuple[Iterable[str], Callable[[str, nn.Module], Protection | None]]:
+    """The names to skip, and what stays unless a pattern of ``plan`` names it.
+
+    Always protected: adapters. ``unties``: the conversion gives a layer a weight of its own, so that output layers
+    tied to an embedding are protected as well, unless ``skip`` is empty. Where ``plan`` has patterns of its own, the
+    default ``skip`` is a protection too: a pattern may name ``lm_head``.
+    """
+    default = skip is DEFAULT_SKIP
+    skip = skip if isinstance(skip, str) else tuple(skip)
+    by_layer = [pattern for pattern, _ in plan.patterns] != ["*"]
+    guards = [_adapters(model)]
+    if unties and skip:
+        guards.append(_tied(model))
+    if default and by_layer:
+        skip = ()
+        guards.append(_output_layer)
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        return next((found for guard in guards if (found := guard(name, module)) is not None), None)
+
+    return skip, protect
+
+
+def _output_layer(name: str, module: nn.Module) -> Protection | None:
+    word = next((word for word in DEFAULT_SKIP if matches(word, name)), None)
+    reason = f"an output layer stays in high precision; a recipe for '*{word}' converts it"
+    return None if word is None else Protection(word, reason)
+
+
+def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects layers whose weight is an embedding's."""
+    tables = {
+        id(p): name for name, module in model.named_modules() if is_table(module) for p in module._parameters.values()
+    }
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        shared = [tables[id(p)] for p in module._parameters.values() if p is not None and id(p) in tables]
+        if not shared or is_table(module):
+            return None
+        reason = (
+            f"its weight is that of the embedding {shared[0]}, which stays in high precision; skip=(), or a recipe for "
+            f"its name, converts a copy"
+        )
+        return Protection(name.split(".")[-1], reason)
+
+    return protect
+
+
+def _adapters(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
     """Protects the weights that a wrapper trains: ``lora_*``, ``modules_to_save``, and what peft's classes list."""
     inside: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -277,7 +329,9 @@ def adapter_parts(model: nn.Module) -> Callable[[str, nn.Module], Protection | N
         word = next(listed, None) or next(spelled, None)
         if word is None:
             return None
-        return Protection(word, f"an adapter ({word}) stays in high precision, to be trained; recipes={{'*{word}*': ...}} converts it")
+        return Protection(
+            word, f"an adapter stays in high precision, to be trained; a recipe for '*{word}*' converts it"
+        )
 
     return protect
 
@@ -293,12 +347,3 @@ def nothing_found(model: nn.Module, found: Selection, what: str, converted: str)
     if found.skipped:
         lines.append(f"skipped as asked: {', '.join(found.skipped)}; pass skip=() to convert these too")
     return "\n".join([*lines, *left_lines(found.left)])
-
-
-def left_lines(left: dict[str, str], most: int = 4) -> list[str]:
-    """One line a reason, with the first names that it holds for."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in left.items():
-        reasons.setdefault(reason, []).append(name or "the model itself")
-    more = {reason: f" and {len(names) - most} more" if len(names) > most else "" for reason, names in reasons.items()}
-    return [f"left {', '.join(names[:most])}{more[reason]}: {reason}" for reason, names in reasons.items()]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.nn.convert import quantized_layers, replacements, swap, uncompiled
+from lowbit.convert.engine import quantized_layers, swap, uncompiled
+from lowbit.convert.quantize import replacements
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe

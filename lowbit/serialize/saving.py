@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import put_in_place, temporary_for, write_atomically
-from lowbit.nn.convert import class_name, quantized_layers, uncompiled
+from lowbit.nn.base import full_name
 from lowbit.nn.linear import QuantLinear
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
 
@@ -54,7 +55,7 @@ def _save(model: nn.Module, directory: Path) -> None:
     before = _ours(config_path) if config_path.exists() else {}
     tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
     file, digest, size = _store(directory, tensors)
-    rebuild = REBUILD.get(class_name(model))
+    rebuild = REBUILD.get(full_name(type(model)))
     config = {
         "format": FORMAT,
         "version": VERSION,
@@ -62,7 +63,7 @@ def _save(model: nn.Module, directory: Path) -> None:
         "weights": {"file": file, "sha256": digest, "bytes": size},
         "tied": tied,
         "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
-        "model": None if rebuild is None else {"class": class_name(model), "config": rebuild.describe(model)},
+        "model": None if rebuild is None else {"class": full_name(type(model)), "config": rebuild.describe(model)},
     }
     text = json.dumps(config, indent=2).encode()
     write_atomically(config_path, lambda out: out.write(text + b"\n"))
