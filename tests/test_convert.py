@@ -14,7 +14,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.nn import QuantConv2d, QuantLinear
-from lowbit.nn.select import matches
+from lowbit.convert.select import matches
 
 TINY = torch.finfo(torch.float32).eps
 

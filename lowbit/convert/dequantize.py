@@ -76,7 +76,7 @@ class _PlainWeights:
         return self.made[key]
 
     @torch.no_grad()
-    def restore(self, layer: Any, adapter: Adapter, recipe: None) -> nn.Module:
+    def restore(self, layer: Any, adapter: Adapter, recipe: Any) -> nn.Module:
         was = _origin(layer)
         assert was is not None
         plain, kept = shell(was.layer), {id(p) for p in layer.parameters()}
@@ -86,7 +86,7 @@ class _PlainWeights:
                 p.requires_grad_(name in was.trained)
         return plain
 
-    def measure(self, layer: nn.Module, made: nn.Module, recipe: None) -> dict[str, Any]:
+    def measure(self, layer: nn.Module, made: nn.Module, recipe: Any) -> dict[str, Any]:
         """What the report says of a layer."""
         inner = [module for module in layer.modules() if isinstance(module, QuantLinear)]
         weights = sum(module.weight.numel() for module in inner)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
-from lowbit.convert.report import Report, mib
+from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers, protections
 from lowbit.functional import quantize
 from lowbit.nn.base import kind
@@ -82,7 +82,7 @@ def _refuse_calibration(calibration: Any) -> None:
     if calibration is None:
         return
     if isinstance(calibration, str) or (
-        isinstance(calibration, tuple | list | set) and all(isinstance(one, str) for one in calibration)
+        isinstance(calibration, tuple | list | set) and calibration and all(isinstance(one, str) for one in calibration)
     ):
         names = (calibration,) if isinstance(calibration, str) else tuple(calibration)
         raise TypeError(f"quantize_: the third argument is calibration; for modules to leave, write skip={names!r}")
@@ -234,7 +234,7 @@ def _small_effect(model: nn.Module, found: Selection, asked: bool) -> str | None
     others: dict[str, tuple[int, str]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = [p for p in matrices(module) if any(p is q for q in module._parameters.values()) and id(p) not in seen]
+        own = [p for p in module._parameters.values() if p is not None and p.dim() > 1 and id(p) not in seen]
         if kind(module) is not None or not own or (asked and any(matches(one, name) for one in found.skipped)):
             continue
         seen |= {id(p) for p in own}
@@ -243,10 +243,10 @@ def _small_effect(model: nn.Module, found: Selection, asked: bool) -> str | None
     if converted >= left:
         return None
     largest = sorted(others.items(), key=lambda row: -row[1][0])
-    names = [f"{name or 'the model itself'} ({what}, {mib(size)} MiB)" for name, (size, what) in largest[:4]]
+    names = [f"{name or 'the model itself'} ({what}, {amount(size)})" for name, (size, what) in largest[:4]]
     more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
     return (
-        f"quantize_ converted {mib(converted)} of the {mib(converted + left)} MiB of weights; left: "
+        f"quantize_ converted {amount(converted)} of {amount(converted + left)} of weights; left: "
         f"{', '.join(names)}{more}; print the report for the reasons"
     )
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LayerReport", "Report", "families", "left_lines", "mib"]
+__all__ = ["LayerReport", "Report", "amount", "families", "left_lines"]
 
 #: Longer tables show layers whose names differ in numbers only, and that came out alike, as one row.
 _MOST_ROWS = 40
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Report:
         shown.add_column("layer", overflow="fold")
         shown.add_column("class")
         shown.add_column("recipe")
-        columns = ("bits a weight", "MiB before", "MiB after", *(("SQNR dB",) if measured else ()))
+        columns = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
         for column in columns:
             shown.add_column(column, justify="right")
         for name, layers in rows:
@@ -111,7 +113,7 @@ class Report:
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
-        return f"{self.recipe}: {some} converted, {mib(self.bytes_before)} -> {mib(self.bytes_after)} MiB in all"
+        return f"{self.recipe}: {some} converted, {amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
 
     def _remarks(self) -> list[str]:
         lines = [f"skipped: {', '.join(_shortened(list(self.skipped)))}"] if self.skipped else []
@@ -138,8 +140,8 @@ def _row(name: str, layers: list[LayerReport], measured: bool) -> list[str]:
         first.kind,
         first.recipe or "",
         f"{first.bits:.2f}",
-        mib(sum(layer.bytes_before for layer in layers)),
-        mib(sum(layer.bytes_after for layer in layers)),
+        amount(sum(layer.bytes_before for layer in layers)),
+        amount(sum(layer.bytes_after for layer in layers)),
     ]
     if measured:
         values = [layer.sqnr for layer in layers if layer.sqnr is not None and not math.isnan(layer.sqnr)]
@@ -161,6 +163,7 @@ def _shortened(names: list[str], most: int = 4) -> list[str]:
     return names if more <= 0 else [*names[: most - 1], f"{names[most - 1]} and {more} more"]
 
 
-def mib(size: int) -> str:
-    """A number of bytes in MiB."""
-    return f"{size / 2**20:.2f}"
+def amount(size: int) -> str:
+    """A number of bytes in the unit that suits it."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
+    return f"{size} B" if unit == "B" else f"{size / _UNITS[unit]:.2f} {unit}"

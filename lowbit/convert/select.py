@@ -88,8 +88,7 @@ def select(
     Raises TypeError for what is no model or no collection of patterns; ValueError for a pattern without a match and as
     ``judge`` says.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be an nn.Module, got {type(model).__name__}")
+    _check_model(model)
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -121,6 +120,11 @@ def select(
     if plan is not None:
         _check_patterns(plan, reached)
     return found
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, got {type(model).__name__}")
 
 
 def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judge: Judge) -> Iterator[_Candidate]:
@@ -273,6 +277,7 @@ def protections(
     tied to an embedding are protected as well, unless ``skip`` is empty. Where ``plan`` has patterns of its own, the
     default ``skip`` is a protection too: a pattern may name ``lm_head``.
     """
+    _check_model(model)
     default = skip is DEFAULT_SKIP
     skip = skip if isinstance(skip, str) else tuple(skip)
     by_layer = [pattern for pattern, _ in plan.patterns] != ["*"]

@@ -17,8 +17,10 @@ __all__ = ["KINDS", "full_name", "kind", "replaced_forward"]
 #: Every kind of layer, and what a conversion that needs a plain layer tells the user to do with one.
 KINDS = {
     "quantized": "is quantized already; call lowbit.dequantize_(model) first, or name the layers to leave in skip=...",
-    "packed": "is quantized and packed already; call lowbit.unpack_(model) and lowbit.dequantize_(model) first, or name "
-    "the layers to leave in skip=...",
+    "packed": (
+        "is quantized and packed already; call lowbit.unpack_(model) and lowbit.dequantize_(model) first, or name the "
+        "layers to leave in skip=..."
+    ),
     "training": "is being trained in low precision; call lowbit.train.convert_(model) first",
 }
 
