@@ -203,9 +203,9 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module, and of those inside of it, that have two axes or more."""
-    return [p for p in module.parameters() if not is_lazy(p) and p.dim() > 1]
+def matrices(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+    """The parameters of a module, and with ``recurse`` of those inside of it, that have two axes or more."""
+    return [p for p in module.parameters(recurse) if not is_lazy(p) and p.dim() > 1]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

@@ -234,7 +234,7 @@ def _small_effect(model: nn.Module, found: Selection, asked: bool) -> str | None
     others: dict[str, tuple[int, str]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None and p.dim() > 1 and id(p) not in seen]
+        own = [p for p in matrices(module, recurse=False) if id(p) not in seen]
         if kind(module) is not None or not own or (asked and any(matches(one, name) for one in found.skipped)):
             continue
         seen |= {id(p) for p in own}

@@ -117,7 +117,7 @@ def select(
             found.chosen[first] = Chosen(module, verdict.adapter, recipe)
         else:
             found.left[first] = verdict.reason or ""
-    if plan is not None:
+    if plan is not None and reached:
         _check_patterns(plan, reached)
     return found
 
