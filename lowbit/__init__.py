@@ -5,14 +5,14 @@
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
-from lowbit import memory, nn, train
+from lowbit import convert, memory, nn, train
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
+from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
-from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, pack, quantize, scaled_mm, unpack
-from lowbit.nn.convert import quantize_
+from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, linear, pack, quantize, scaled_mm, unpack
 from lowbit.quantized import Quantized
-from lowbit.recipes import RECIPES, Recipe, recipe
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
 
@@ -20,22 +20,28 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "BackendError",
+    "Cast",
     "Format",
+    "Gemm",
     "Quantized",
     "Recipe",
     "Scheme",
     "__version__",
     "adamw_",
+    "convert",
     "decode",
+    "dequantize_",
     "encode",
     "explain",
     "fake_quantize",
     "float_format",
     "impls",
+    "linear",
     "load_model",
     "memory",
     "nn",
     "pack",
+    "prepack_",
     "quantize",
     "quantize_",
     "recipe",
@@ -44,5 +50,6 @@ __all__ = [
     "scheme",
     "train",
     "unpack",
+    "unpack_",
     "use_backend",
 ]

@@ -1,100 +1,104 @@
-"""Recipes: which scheme each role of a Linear layer gets, for inference and for each of training's three products.
+"""Recipes by name, and recipes by layer.
 
-A recipe's name may carry a scaling for the weight: ``"int4-weight-only:group32"``.
+A name may carry a scaling for the weight: ``"int4-weight-only:group32"``. Upper case and ``_`` for ``-`` are the same
+name, and the names that llm-compressor and compressed-tensors use are aliases (``"W4A16"``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
 
-from lowbit.scaling import Scheme, find_scaling, scheme
+from lowbit.casts import Cast, Gemm, Recipe
+from lowbit.scaling import find_scaling, scheme
 
-__all__ = ["RECIPES", "Recipe", "Training", "recipe"]
-
-
-@dataclass(frozen=True)
-class Training:
-    """How the two backward products of ``y = x @ w.T`` are computed (x ``[M, K]``, w ``[N, K]``, g ``[M, N]``).
-
-    Each product contracts another axis than the forward one, and a scale along a contracted axis cannot be factored
-    out afterwards. So each names the scheme of ``g`` and what becomes of the operand saved by forward: ``"fold"`` (its
-    scales multiply g before g is encoded), ``"keep"`` (the kernel takes its scales as they lie), or a scheme (it is
-    decoded and encoded anew).
-    """
-
-    grad_input: tuple[str, str]
-    grad_weight: tuple[str, str]
-
-
-@dataclass(frozen=True, init=False)
-class Recipe:
-    """Schemes by role, or their names; ``input`` None leaves activations alone, ``training`` None: inference only.
-
-    Raises ValueError for an unknown scheme, TypeError for what is none, a name that is no string, or another training.
-    """
-
-    name: str
-    weight: Scheme
-    input: Scheme | None = None
-    training: Training | None = None
-    about: str = ""
-
-    def __init__(
-        self,
-        name: str,
-        weight: Scheme | str,
-        input: Scheme | str | None = None,
-        training: Training | None = None,
-        about: str = "",
-    ) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"a recipe's name must be a string, got {type(name).__name__}")
-        if training is not None and not isinstance(training, Training):
-            raise TypeError(f"recipe {name!r}: training must be a Training or None, got {type(training).__name__}")
-        held = (name, scheme(weight), None if input is None else scheme(input), training, about)
-        for field, value in zip(fields(self), held, strict=True):
-            object.__setattr__(self, field.name, value)
-
-    def __str__(self) -> str:
-        return self.name
-
+__all__ = ["ALIASES", "RECIPES", "Cast", "Gemm", "Plan", "Recipe", "plan", "recipe"]
 
 #: Every named recipe. Names are API.
 RECIPES: dict[str, Recipe] = {
     row.name: row
     for row in (
-        Recipe("int8", "int8:row", "int8:row", about="8-bit weights and activations (dynamic, a scale a token)"),
-        Recipe("int8-weight-only", "int8:row", about="8-bit weights"),
         Recipe(
-            "int4-weight-only", "int4:group128", about="4-bit weights, a scale for 128; say :group32 for finer ones",
-        ),
-        Recipe("nf4", "nf4", about="4-bit NormalFloat weights (QLoRA)"),
-        Recipe(
-            "fp8", "fp8_e4m3:row", "fp8_e4m3:row",
-            Training(("fp8_e5m2:row", "fold"), ("fp8_e5m2:col", "fold")), "FP8, a scale a row; trains",
+            Gemm("int8:row", "int8:row"),
+            name="int8", about="8-bit weights and activations (dynamic, a scale a token)",
         ),
         Recipe(
-            "fp8-tensor", "fp8_e4m3:tensor", "fp8_e4m3:tensor",
-            Training(("fp8_e5m2:tensor", "keep"), ("fp8_e5m2:tensor", "keep")), "FP8, a scale a tensor; trains",
+            Gemm("int8:group128", "int8:row"),
+            name="int8-group", about="8-bit weights and activations, a scale for 128 activations: loses less on LLMs",
+        ),
+        Recipe(Gemm(None, "int8:row"), name="int8-weight-only", about="8-bit weights"),
+        Recipe(
+            Gemm(None, "int4:group128"),
+            name="int4-weight-only", about="4-bit weights, a scale for 128; say :group32 for finer ones",
         ),
         Recipe(
-            "fp8-block", "fp8_e4m3:block128x128", "fp8_e4m3:group128",
-            Training(
-                ("fp8_e4m3:group128", "keep"), ("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
-            ),
-            "FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
+            Gemm(None, "uint4:group128:affine"),
+            name="uint4-weight-only", about="4-bit weights with zero points, a scale for 128",
         ),
-        Recipe("fp8-weight-only", "fp8_e4m3:row", about="FP8 weights"),
+        Recipe(Gemm(None, "nf4"), name="nf4", about="4-bit NormalFloat weights (QLoRA)"),
         Recipe(
-            "mxfp8", "mxfp8", "mxfp8",
-            Training(("mxfp8:ceil", "mxfp8:ceil:T"), ("mxfp8:ceil:T", "mxfp8:ceil:T")), "OCP MX, FP8 elements; trains",
+            Gemm("fp8_e4m3:row", "fp8_e4m3:row"),
+            Gemm("fp8_e5m2:row", "fold"),
+            Gemm("fp8_e5m2:col", "fold"),
+            name="fp8", about="FP8, a scale a row; trains",
         ),
-        Recipe("mxfp6", "mxfp6", "mxfp6", about="OCP MX, FP6 (E2M3) elements"),
-        Recipe("mxfp4", "mxfp4", "mxfp4", about="OCP MX, FP4 elements"),
-        Recipe("nvfp4", "nvfp4", "nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor"),
-        Recipe("w4a8", "int4:group128", "int8:row", about="4-bit weights, 8-bit activations"),
+        Recipe(
+            Gemm("fp8_e4m3:tensor", "fp8_e4m3:tensor"),
+            Gemm("fp8_e5m2:tensor", "reuse"),
+            Gemm("fp8_e5m2:tensor", "reuse"),
+            name="fp8-tensor", about="FP8, a scale a tensor; trains",
+        ),
+        Recipe(
+            Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
+            Gemm("fp8_e4m3:group128", "reuse"),
+            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
+            name="fp8-block", about="FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
+        ),
+        Recipe(Gemm(None, "fp8_e4m3:row"), name="fp8-weight-only", about="FP8 weights"),
+        Recipe(
+            Gemm("mxfp8", "mxfp8"),
+            Gemm("mxfp8:ceil", "mxfp8:ceil:T"),
+            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T"),
+            name="mxfp8", about="OCP MX, FP8 elements; trains",
+        ),
+        Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
+        Recipe(Gemm("mxfp4", "mxfp4"), name="mxfp4", about="OCP MX, FP4 elements"),
+        Recipe(
+            Gemm("nvfp4", "nvfp4"),
+            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor",
+        ),
+        Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
+        Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
     )
 }  # fmt: skip
+
+#: Names that llm-compressor and compressed-tensors give to these recipes. Their FP8 has static input scales, which come
+#: from calibration; here both FP8 and FP8_DYNAMIC are dynamic.
+ALIASES: dict[str, str] = {
+    "W8A8": "int8",
+    "W8A16": "int8-weight-only",
+    "W4A16": "int4-weight-only",
+    "W4A16_ASYM": "uint4-weight-only",
+    "W4A8": "w4a8",
+    "FP8": "fp8",
+    "FP8_DYNAMIC": "fp8",
+    "FP8_BLOCK": "fp8-block",
+    "NVFP4": "nvfp4",
+    "NVFP4A16": "nvfp4-weight-only",
+    "MXFP4": "mxfp4",
+    "MXFP8": "mxfp8",
+}
+
+
+def _spelled(name: str) -> str:
+    """A name as the table has it: upper case and ``_`` make no other one."""
+    return name.lower().replace("_", "-")
+
+
+_KNOWN: dict[str, str] = {_spelled(alias): name for alias, name in ALIASES.items()} | {name: name for name in RECIPES}
 
 
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
@@ -108,18 +112,19 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     if not isinstance(name, str):
         raise TypeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}; got {type(name).__name__}")
     base, _, scaling = name.partition(":")
-    if base not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; expected one of {', '.join(RECIPES)}")
+    known = _KNOWN.get(_spelled(base))
+    if known is None:
+        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(RECIPES)}")
     if group is not None:
         if scaling:
             raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
         scaling = f"group{group}"
-    return _rescaled(RECIPES[base], scaling) if scaling else RECIPES[base]
+    return _rescaled(RECIPES[known], scaling) if scaling else RECIPES[known]
 
 
 def _rescaled(base: Recipe, scaling: str) -> Recipe:
-    if base.training is not None:
-        raise ValueError(f"recipe {base.name!r} fixes its scalings, because its training products depend on them")
+    if base.trains:
+        raise ValueError(f"recipe {base.name!r} fixes its scalings, because its backward products depend on them")
     if find_scaling(scaling.split(":")[0]) is None:
         raise ValueError(f"recipe {base.name!r}: unknown scaling {scaling!r}; write for instance {base.name}:group32")
     if base.weight.scale_format.name != "fp32":
@@ -127,8 +132,89 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
         raise ValueError(
             f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and another scaling would make it "
             f"another format; use one with fp32 scales, such as int4-weight-only:{scaling}, "
-            f"or Recipe('mine', {plain!r})"
+            f"or Recipe(Gemm(None, {plain!r}), name='mine')"
         )
     affine = ":affine" if base.weight.affine and "affine" not in scaling.split(":") else ""
     weight = scheme(f"{base.weight.format.name}:{scaling}{affine}")
-    return base if weight == base.weight else replace(base, name=f"{base.name}:{scaling}", weight=weight)
+    if weight == base.weight:
+        return base
+    assert isinstance(base.output.b, Cast)
+    output = replace(base.output, b=replace(base.output.b, scheme=weight))
+    return replace(base, name=f"{base.name}:{scaling}", output=output)
+
+
+def _meant(name: str) -> str:
+    """What an unknown name may stand for: a scheme or format of a weight, or a near miss of a known name."""
+    words = name.split(":")
+    of_format = [row for row in RECIPES.values() if row.input is None and row.weight.format.name == words[0].lower()]
+    if of_format:
+        return f"; did you mean {':'.join([of_format[0].name, *words[1:]])}?"
+    try:
+        weight = scheme(name)
+    except ValueError:
+        spelled = {_spelled(alias): alias for alias in ALIASES} | {row: row for row in RECIPES}
+        close = get_close_matches(_spelled(words[0]), spelled, n=1)
+        return f"; did you mean {':'.join([spelled[close[0]], *words[1:]])}?" if close else ""
+    return f"; for weights of this scheme give Recipe(Gemm(None, {weight.name!r}), name='mine')"
+
+
+# -- by layer --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Plan:
+    """Which recipe each layer gets: patterns of names, of which the last that matches decides."""
+
+    patterns: tuple[tuple[str, Recipe | None], ...]
+
+    def recipe_for(self, name: str) -> Recipe | None:
+        """The recipe of the layer with that full dotted name; None: it is left as it is."""
+        matching = [chosen for pattern, chosen in self.patterns if fnmatchcase(name, pattern)]
+        return matching[-1] if matching else None
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that match none of ``names``."""
+        known = list(names)
+        return [pattern for pattern, _ in self.patterns if not any(fnmatchcase(name, pattern) for name in known)]
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Every recipe of the plan, once."""
+        return tuple(dict.fromkeys(chosen for _, chosen in self.patterns if chosen is not None))
+
+    def __str__(self) -> str:
+        if [pattern for pattern, _ in self.patterns] == ["*"]:
+            return str(self.patterns[0][1])
+        return ", ".join(f"{pattern}: {chosen or 'float'}" for pattern, chosen in self.patterns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data; the patterns are a list, because their order counts."""
+        rows = [[pattern, None if chosen is None else chosen.to_dict()] for pattern, chosen in self.patterns]
+        return {"patterns": rows}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """The Plan that ``to_dict`` described. Raises ValueError for other data."""
+        rows = data.get("patterns") if isinstance(data, dict) and len(data) == 1 else None
+        if not isinstance(rows, list) or not all(
+            isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in rows
+        ):
+            raise ValueError(f"Plan: expected {{'patterns': [[pattern, recipe], ...]}}, got {data!r}")
+        return plan({pattern: None if row is None else Recipe.from_dict(row) for pattern, row in rows})
+
+
+def plan(recipes: str | Recipe | Plan | Mapping[str, str | Recipe | None]) -> Plan:
+    """The Plan of a recipe for every layer, or of recipes by layer.
+
+    ``{"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}``: the last pattern that matches a layer's full
+    dotted name decides (``*``, ``?``, ``[...]`` as in fnmatch); None, and no match, leave it as it is.
+    Raises ValueError for an unknown recipe or no pattern; TypeError for what is no pattern or recipe.
+    """
+    if isinstance(recipes, Plan):
+        return recipes
+    if not isinstance(recipes, Mapping):
+        return Plan((("*", recipe(recipes)),))
+    wrong = [pattern for pattern in recipes if not isinstance(pattern, str)]
+    if wrong:
+        raise TypeError(f"recipes by layer: a pattern is a string such as '*.down_proj', got {wrong[0]!r}")
+    if not recipes:
+        raise ValueError("recipes by layer: no pattern is given; write for instance {'*': 'int8', 'lm_head': None}")
+    return Plan(tuple((pattern, None if row is None else recipe(row)) for pattern, row in recipes.items()))

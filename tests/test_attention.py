@@ -11,7 +11,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.nn import QuantMultiheadAttention
-from lowbit.nn.select import matches
+from lowbit.convert.select import matches
 
 
 def attention(**options) -> tuple[nn.Module, nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.nn import QuantConv2d, QuantLinear
-from lowbit.nn.select import matches
+from lowbit.convert.select import matches
 
 TINY = torch.finfo(torch.float32).eps
 
@@ -64,7 +64,7 @@ def test_every_recipe(recipe):
     assert type(model.lm_head) is nn.Linear
     x = torch.randn(3, 16)
     assert relative(model(x), before(x)) < (0.35 if chosen.weight.format.bits == 4 else 0.15)
-    assert "2 layers converted" in str(report) and "skipped: lm_head" in str(report)
+    assert f"{recipe}: 2 layers converted" in str(report) and "skipped: lm_head" in str(report)
 
 
 def test_group_option():
@@ -121,7 +121,11 @@ def broken(change) -> Nested:
         (Nested(), {"skip": ("boddy",)}, ValueError, "'boddy' matches no module; names are such as 'body.0'"),
         (Nested(), {"skip": "lm_head"}, TypeError, r"write skip=\('lm_head',\)"),
         (Nested(), {"recipe": "int7"}, ValueError, "unknown recipe 'int7'"),
-        (Nested(), {"calibration": []}, ValueError, "needs no calibration"),
+        (Nested(), {"calibration": [torch.zeros(2, 16)]}, ValueError, "needs no calibration; leave calibration out"),
+        (Nested(), {"calibration": ("body.0",)}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
+        (Nested(), {"calibration": "body.0"}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
+        (Nested(), {"recipe": {"*": "int8"}, "group": 8}, ValueError, "by layer, write for instance 'nf4:group8'"),
+        (Nested(), {"recipe": {"*": "int8", "bodi.*": "nf4"}}, ValueError, "'bodi.*' matches no layer.*'body.0'"),
         (Nested(), {"recipe": "fp8", "group": 8}, ValueError, "fixes its scalings"),
         (broken(lambda m: m.body[1].weight[0, 0].fill_(torch.nan)), {}, ValueError, "layer 'body.1': 1 of .*NaN"),
         (broken(lambda m: m.body[0].weight[:, 2].fill_(-torch.inf)), {}, ValueError, "layer 'body.0': 16 of"),
@@ -207,26 +211,73 @@ def test_one_module_in_two_places_stays_one():
 def test_a_tied_embedding_keeps_its_weight():
     model = nn.ModuleDict({"embed": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False)})
     model["head"].weight = model["embed"].weight
+    model["other"] = nn.Linear(8, 32)
+    kept = copy.deepcopy(model)
+    report = lb.quantize_(kept, "int8")
+    assert report.converted == ("other",) and "that of the embedding embed" in report.left["head"]
+    assert kept["head"].weight is kept["embed"].weight
     with pytest.warns(UserWarning, match="head shared its weight with embed, which keeps it in high precision"):
-        report = lb.quantize_(model, "int8")
+        report = lb.quantize_(model, "int8", skip=())
     assert type(model["embed"]) is nn.Embedding and type(model["head"]) is QuantLinear
-    assert report.notes and report.bytes_after > report.bytes_before
+    assert report.notes and report.converted == ("head", "other")
 
 
-def test_subclasses_and_computed_weights_are_left_and_named():
-    class Special(nn.Linear):
-        pass
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
+
+class Gained(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+class Shifted(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight + 1, bias)
+
+
+class Named(nn.Linear):
+    """Computes what Linear does."""
+
+    def __init__(self, *args, tag="none"):
+        super().__init__(*args)
+        self.tag = tag
+
+
+class NamedConv(nn.Conv2d):
+    pass
+
+
+def test_subclasses_that_compute_the_same_are_converted():
+    model = nn.Sequential(Named(6, 6, tag="first"), nn.Unflatten(1, (6, 1, 1)), NamedConv(6, 4, 1))
+    x, oracle = torch.randn(2, 6), decoded_(copy.deepcopy(model))
+    assert lb.quantize_(model, "int8-weight-only").converted == ("0", "2")
+    assert type(model[0]) is QuantLinear and type(model[2]) is QuantConv2d
+    torch.testing.assert_close(model(x), oracle(x), rtol=1e-5, atol=1e-5)
+
+
+def test_subclasses_that_compute_something_else_are_left():
+    model = nn.Sequential(nn.Linear(64, 64), Doubled(4, 4), Gained(4, 4), Shifted(4, 4, 1))
+    report = lb.quantize_(model, "int8")
+    assert report.converted == ("0",) and list(report.left) == ["1", "2", "3"]
+    assert "replaces forward of Linear" in report.left["1"]
+    assert "lowbit.convert.register(Doubled, Linear)" in report.left["1"]
+    assert "also holds gain" in report.left["2"] and "replaces _conv_forward of Conv2d" in report.left["3"]
+
+
+def test_computed_weights_are_left_and_named():
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         old = torch.nn.utils.weight_norm(nn.Linear(4, 4))
-    model = nn.Sequential(nn.Linear(4, 4), Special(4, 4), normed, old, nn.Conv2d(4, 4, 1, groups=2))
+    model = nn.Sequential(nn.Linear(64, 64), normed, old, nn.Conv2d(4, 4, 1, groups=2))
     report = lb.quantize_(model, "int8")
     assert report.converted == ("0",)
-    assert list(report.left) == ["1", "2", "3", "4"]
-    assert "Special is not exactly nn.Linear" in report.left["1"] and "computed" in report.left["3"]
-    assert "2 groups" in report.left["4"]
+    assert list(report.left) == ["1", "2", "3"]
+    assert "computed" in report.left["1"] and "computed" in report.left["2"]
+    assert "2 groups" in report.left["3"]
 
 
 def test_hooks_and_mode_move_along():

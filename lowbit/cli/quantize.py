@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowbit.cli.console import out, print_json, size
-from lowbit.nn.convert import model_bytes, quantize_
+from lowbit.convert import model_bytes, quantize_
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.train import demo

@@ -62,8 +62,12 @@ def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = No
 
 
 def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of ``block``'s class, looked up now; lowbit.nn.converters knows this function by its name."""
+    """The forward of ``block``'s class, looked up now."""
     return _recomputed(partial(type(block).forward, block), *args, **kwargs)
+
+
+#: Conversions may change the class of such a block (lowbit/nn/base.py).
+recomputed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,8 @@ class QuantMultiheadAttention(nn.Module):
     in_proj_weight = None
     _qkv_same_embed_dim = False
 
+    lowbit_kind = "quantized"
+
     bias_k: Tensor | None
     bias_v: Tensor | None
 

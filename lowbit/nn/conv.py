@@ -17,6 +17,8 @@ class QuantConv2d(nn.Module):
     The patches are laid out in memory (``kh * kw`` times the input) and go through ``self.linear``, a QuantLinear.
     """
 
+    lowbit_kind = "quantized"
+
     def __init__(self, like: nn.Conv2d, linear: QuantLinear) -> None:
         super().__init__()
         self.in_channels, self.out_channels = like.in_channels, like.out_channels

@@ -77,6 +77,8 @@ class QuantLinear(nn.Module):
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
 
+    lowbit_kind = "quantized"
+
     codes: nn.Parameter
     scale: nn.Parameter
     zero_point: nn.Parameter | None

@@ -32,6 +32,7 @@ class PackedLinear(nn.Module):
     Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unpack_`` first.
     """
 
+    lowbit_kind = "packed"
     packed: Tensor
     bias: nn.Parameter | None
 
@@ -62,6 +63,15 @@ class PackedLinear(nn.Module):
     def input(self) -> Scheme:
         """The scheme in which inputs are quantized."""
         return prepack.input_of(self.packed)
+
+    def with_bias(self, bias: nn.Parameter | None) -> PackedLinear:
+        """Another layer on the very weight of this one."""
+        other = PackedLinear.__new__(PackedLinear)
+        nn.Module.__init__(other)
+        vars(other).update({k: v for k, v in vars(self).items() if k not in vars(other)})
+        other.register_buffer("packed", self._buffers["packed"], persistent=False)
+        other.register_parameter("bias", bias)
+        return other
 
     def unpacked(self) -> QuantLinear:
         """The QuantLinear of this weight, with the very bias of this layer."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.nn.convert import quantized_layers, replacements, swap, uncompiled
+from lowbit.convert.engine import quantized_layers, swap, uncompiled
+from lowbit.convert.quantize import replacements
 from lowbit.nn.linear import QuantLinear
-from lowbit.recipes import Recipe
+from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
-from lowbit.scaling import scheme
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
 
 __all__ = ["load_model"]
@@ -135,18 +135,24 @@ def _read(directory: Path) -> Saved:
 def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
     recipe = entry["recipe"]
     try:
-        if isinstance(recipe, str):
-            found = find_recipe(recipe)
-        else:
-            found = Recipe(
-                recipe["name"], scheme(recipe["weight"]), scheme(recipe["input"]) if recipe["input"] else None
-            )
+        found = _recipe(recipe)
     except ValueError as error:
         raise ValueError(f"{path}: layer {name!r}: {error}") from None
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{path}: layer {name!r} has unknown dtype {entry['dtype']!r}")
     return Layer(found, dtype)
+
+
+def _recipe(described: Any) -> Recipe:
+    """A layer's recipe; files of lowbit 0.1 have its name, or the name and the schemes of the weight and the input."""
+    if isinstance(described, str):
+        return find_recipe(described)
+    if "weight" in described:
+        return Recipe(Gemm(described["input"], described["weight"]), name=described["name"])
+    found = Recipe.from_dict(described)
+    named = RECIPES.get(found.name)
+    return named if named == found else found
 
 
 def _read_tensors(directory: Path, file: str, digest: str, size: int) -> dict[str, Tensor]:

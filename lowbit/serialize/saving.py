@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import put_in_place, temporary_for, write_atomically
-from lowbit.nn.convert import class_name, quantized_layers, uncompiled
+from lowbit.nn.base import full_name
 from lowbit.nn.linear import QuantLinear
-from lowbit.recipes import Recipe
-from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
 
 __all__ = ["save_model"]
@@ -56,7 +55,7 @@ def _save(model: nn.Module, directory: Path) -> None:
     before = _ours(config_path) if config_path.exists() else {}
     tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
     file, digest, size = _store(directory, tensors)
-    rebuild = REBUILD.get(class_name(model))
+    rebuild = REBUILD.get(full_name(type(model)))
     config = {
         "format": FORMAT,
         "version": VERSION,
@@ -64,7 +63,7 @@ def _save(model: nn.Module, directory: Path) -> None:
         "weights": {"file": file, "sha256": digest, "bytes": size},
         "tied": tied,
         "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
-        "model": None if rebuild is None else {"class": class_name(model), "config": rebuild.describe(model)},
+        "model": None if rebuild is None else {"class": full_name(type(model)), "config": rebuild.describe(model)},
     }
     text = json.dumps(config, indent=2).encode()
     write_atomically(config_path, lambda out: out.write(text + b"\n"))
@@ -159,16 +158,4 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _describe(layer: Any) -> dict[str, Any]:
     dtypes = {str(m.weight_dtype).removeprefix("torch.") for m in layer.modules() if isinstance(m, QuantLinear)}
-    return {"recipe": _describe_recipe(layer.recipe), "dtype": sorted(dtypes)[0]}
-
-
-def _describe_recipe(recipe: Recipe) -> str | dict[str, Any]:
-    """The name, where that is enough to find the recipe again."""
-    try:
-        if find_recipe(recipe.name) == recipe:
-            return recipe.name
-    except ValueError:
-        pass
-    return {
-        "name": recipe.name, "weight": recipe.weight.name, "input": None if recipe.input is None else recipe.input.name,
-    }  # fmt: skip
+    return {"recipe": layer.recipe.to_dict(), "dtype": sorted(dtypes)[0]}

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from lowbit.convert import model_bytes, quantize_
 from lowbit.files import write_atomically
-from lowbit.nn.convert import model_bytes, quantize_
 from lowbit.nn.transformer import GPT, GPTConfig, generate
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe

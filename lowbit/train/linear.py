@@ -8,21 +8,25 @@ once, as the codes that forward multiplied: a byte an element for FP8, transpose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lowbit import recipes
 from lowbit.autograd import backend_now, on_backend
+from lowbit.convert.adapters import Adapter
+from lowbit.convert.engine import Task, convert, sync_fused_kernels
+from lowbit.convert.quantize import measured
+from lowbit.convert.report import Report
+from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
 from lowbit.functional import quantize, scaled_mm
-from lowbit.nn.convert import Conversion, leave_fused_kernels, restore_fused_kernels
-from lowbit.nn.converters import CONVERTERS, foreign_forward
+from lowbit.nn.base import replaced_forward
 from lowbit.nn.linear import result_dtype
-from lowbit.nn.select import DEFAULT_SKIP, nothing_found, select
 from lowbit.quantized import Quantized
-from lowbit.recipes import RECIPES, Recipe
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme, scheme
 
@@ -57,27 +61,23 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """Raises ValueError for a recipe that does not train, or folds scales that it cannot."""
-        if recipe.training is None or recipe.input is None:
-            able = ", ".join(row.name for row in RECIPES.values() if row.training is not None)
+        if recipe.grad_input is None or recipe.grad_weight is None or recipe.input is None:
+            able = ", ".join(row.name for row in RECIPES.values() if row.trains)
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
-        grad_input = _product(recipe, "grad_input", recipe.training.grad_input, recipe.weight)
-        grad_weight = _product(recipe, "grad_weight", recipe.training.grad_weight, recipe.input)
+        grad_input = _product(recipe.grad_input, recipe.weight)
+        grad_weight = _product(recipe.grad_weight, recipe.input)
         return cls(recipe.input, recipe.weight, grad_input, grad_weight)
 
 
-def _product(recipe: Recipe, role: str, row: tuple[str, str], saved: Scheme) -> Product:
-    grad, treatment = scheme(row[0]), row[1]
+def _product(gemm: Gemm, saved: Scheme) -> Product:
+    assert gemm.a is not None
+    grad = gemm.a.scheme
     for one in (grad, saved):
         one.t().t()  # looked up now: a scheme's transpose is parsed once
-    if treatment == "keep":
+    if gemm.b == "reuse":
         return Product(grad)
-    if treatment != "fold":
-        return Product(grad, encoded=scheme(treatment).t().t())
-    if saved.block != (1, None) or saved.affine or saved.scale_format.dtype == "uint8":
-        raise ValueError(
-            f"recipe {recipe.name!r}: {role} can only fold scales that are floating-point numbers, one a row, into g; "
-            f"{saved} has others; say 'keep', or a scheme to encode the operand in anew"
-        )
+    if isinstance(gemm.b, Cast):
+        return Product(grad, encoded=gemm.b.scheme.t().t())
     return Product(grad, unit=scheme(f"{saved.format.name}:tensor").t().t())
 
 
@@ -90,6 +90,8 @@ class TrainLinear(nn.Linear):
     Raises ValueError for a recipe that is for inference only, RuntimeError for a gradient of a gradient.
     Source: docs/numerics.md section 9; recipes.Training.
     """
+
+    lowbit_kind = "training"
 
     recipe: Recipe
     _plan: Plan
@@ -173,25 +175,38 @@ def _operands(g: Tensor, saved: Quantized, product: Product, along_rows: bool) -
     return quantize(folded, product.grad), bare
 
 
-def prepare_(model: nn.Module, recipe: str | Recipe = "fp8", skip: Iterable[str] = DEFAULT_SKIP) -> Conversion:
-    """Make the layers of ``model`` that are exactly nn.Linear train in low precision, in place.
+def prepare_(
+    model: nn.Module,
+    recipe: str | Recipe | recipes.Plan | Mapping[str, str | Recipe | None] = "fp8",
+    skip: Iterable[str] = DEFAULT_SKIP,
+) -> Report:
+    """Make the nn.Linear layers of ``model`` train in low precision, in place.
 
-    Parameters, names, hooks, checkpointing and optimizers that hold them stay as they are. ``skip`` and what is left
-    as for ``quantize_``.
+    ``recipe``: one that trains, or such recipes by layer, as for ``quantize_``. Parameters, names, hooks, checkpointing
+    and optimizers that hold them stay as they are. Subclasses that compute what nn.Linear does are taken as well.
+    ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding.
     Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
-    prepared or quantized already or whose weight has no shape yet, a skip pattern without a match.
+    prepared or quantized already or whose weight has no shape yet, a pattern without a match.
     """
-    chosen = find_recipe(recipe)
-    plan = Plan.of(chosen)
-    linear = "torch.nn.modules.linear.Linear"
-    found = select(model, skip, {linear: CONVERTERS[linear]}, inside_only=False)
-    if not found.layers:
-        raise ValueError(nothing_found(model, found, "train.prepare_", "nn.Linear"))
-    for layer in found.layers.values():
-        layer.__class__ = TrainLinear
-        layer.recipe, layer._plan = chosen, plan
-    leave_fused_kernels(model, (TrainLinear,))
-    return Conversion(chosen.name, tuple(found.layers), tuple(found.skipped), found.left)
+    chosen = recipes.plan(recipe)
+    plans = {one: Plan.of(one) for one in chosen.recipes}
+    names, protect = protections(model, skip, chosen, unties=False)
+
+    def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
+        return layer, recipe
+
+    def measure(layer: nn.Linear, made: Any, recipe: Recipe | None) -> dict[str, Any]:
+        return measured(layer, layer, layer.weight.numel(), 8.0 * layer.weight.dtype.itemsize)
+
+    def put(model: nn.Module, made: dict[int, Any]) -> None:
+        for layer, recipe in made.values():
+            layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
+            layer.recipe, layer._plan = recipe, plans[recipe]
+        sync_fused_kernels(model)
+
+    judge = plain_layers(only=(nn.Linear,), replaced=False)
+    task = Task("train.prepare_", "nn.Linear", judge, make, measure, put, replaces=False)
+    return convert(model, task, chosen, names, protect)[0]
 
 
 def convert_(model: nn.Module) -> tuple[str, ...]:
@@ -200,7 +215,7 @@ def convert_(model: nn.Module) -> tuple[str, ...]:
     Raises ValueError, with the model untouched, where a layer has got a forward of its own since.
     """
     prepared: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) is TrainLinear}
-    hooked = [name or "the model" for name, layer in prepared.items() if foreign_forward(layer)]
+    hooked = [name or "the model" for name, layer in prepared.items() if replaced_forward(layer) is not None]
     if hooked:
         raise ValueError(
             f"the forward of {', '.join(hooked)} was replaced on the layer itself (accelerate's hooks do so), and "
@@ -208,6 +223,6 @@ def convert_(model: nn.Module) -> tuple[str, ...]:
         )
     for layer in prepared.values():
         del layer.recipe, layer._plan
-        layer.__class__ = nn.Linear
-    restore_fused_kernels(model)
+        layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
+    sync_fused_kernels(model)
     return tuple(prepared)

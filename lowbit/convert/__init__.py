@@ -1,0 +1,16 @@
+"""Conversion of whole models: select the layers, make what replaces them, put it in place, report.
+
+``register`` makes a class of layers convertible.
+"""
+
+from lowbit.convert.adapters import ADAPTERS, Adapter, register
+from lowbit.convert.dequantize import dequantize_
+from lowbit.convert.engine import model_bytes
+from lowbit.convert.prepack import prepack_, unpack_
+from lowbit.convert.quantize import quantize_
+from lowbit.convert.report import LayerReport, Report
+
+__all__ = [
+    "ADAPTERS", "Adapter", "LayerReport", "Report", "dequantize_", "model_bytes", "prepack_", "quantize_", "register",
+    "unpack_",
+]  # fmt: skip

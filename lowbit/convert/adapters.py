@@ -1,0 +1,226 @@
+"""The table of layer classes that lowbit converts, and how each becomes a quantized layer and a plain one again.
+
+``register`` adds a row. A subclass that computes what its base computes is converted as its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lowbit.nn.attention import QuantMultiheadAttention
+from lowbit.nn.base import full_name, replaced_forward
+from lowbit.nn.conv import QuantConv2d
+from lowbit.nn.linear import QuantLinear
+
+__all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"]
+
+#: Makes a QuantLinear of ``parameter``, of the matrix ``[out, in]`` that the layer computes with (a view or a copy of
+#: it, or of a part of it), and of a bias.
+Make = Callable[[Tensor, Tensor, Any], QuantLinear]
+
+#: Makes a plain Parameter of the weights of QuantLinears, rows one below the other: ``plain(*layers, shape=None,
+#: transposed=False)``, in that shape if one is given. Layers that share their codes get one Parameter.
+Plain = Callable[..., nn.Parameter]
+
+
+class Adapter(NamedTuple):
+    """How one class of layer is converted.
+
+    ``convert(layer, make)``: the quantized layer, whose QuantLinears ``make`` makes. It must not change ``layer``.
+    ``restore(layer, quantized, plain)``: fills ``layer``, which is as it was but for its tensors, which are None.
+    ``refuses(layer)``: why this one must stay as it is, or None.
+    ``parameters``: the names of its parameters, which a subclass must not compute in another way.
+    """
+
+    convert: Callable[[Any, Make], nn.Module]
+    restore: Callable[[Any, Any, Plain], None]
+    refuses: Callable[[Any], str | None]
+    parameters: tuple[str, ...] = ("weight", "bias")
+
+
+class Found(NamedTuple):
+    """The adapter for a module and the name of the class it is listed under, or the reason why there is none.
+
+    ``listed`` without ``adapter``: the module is a subclass of that class which computes something else.
+    """
+
+    adapter: Adapter | None
+    listed: str | None
+    reason: str | None
+
+
+#: What decides the result of a call, of which a subclass may replace nothing.
+_COMPUTES = (
+    "forward", "_conv_forward", "merge_masks", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__",
+    "__getattribute__",
+)  # fmt: skip
+
+
+def register(cls: type | str, adapter: Adapter | type) -> None:
+    """Convert layers of class ``cls`` from now on, by ``adapter`` or, where it is a class in the table, as that one.
+
+    ``cls``: the class, or its full name (``"package.module.Class"``) where its library need not be installed. The row
+    holds for subclasses that compute what ``cls`` computes, and replaces the row that was there.
+
+    ``lb.convert.register(MyLinear, nn.Linear)`` says that MyLinear's result is that of nn.Linear with the same
+    ``weight`` and ``bias``.
+    Raises TypeError for arguments of other types, ValueError for a class to follow that is not in the table.
+    """
+    if not isinstance(cls, type | str):
+        raise TypeError(f"register: cls must be a class or its full name, got {type(cls).__name__}")
+    if isinstance(cls, type) and not issubclass(cls, nn.Module):
+        raise TypeError(f"register: {cls.__name__} is not a subclass of nn.Module")
+    if isinstance(adapter, type):
+        row = ADAPTERS.get(full_name(adapter))
+        if row is None:
+            raise ValueError(
+                f"register: {full_name(adapter)} is not in the table; expected one of {', '.join(ADAPTERS)}, or an "
+                f"Adapter"
+            )
+    elif isinstance(adapter, Adapter):
+        row = adapter
+    else:
+        raise TypeError(f"register: adapter must be an Adapter or a class in the table, got {type(adapter).__name__}")
+    ADAPTERS[cls if isinstance(cls, str) else full_name(cls)] = row
+
+
+def find(module: nn.Module) -> Found:
+    """The row of the module's class, or of the nearest base class if it computes what that one computes."""
+    cls = type(module)
+    for base in cls.__mro__:
+        name = full_name(base)
+        adapter = ADAPTERS.get(name)
+        if adapter is None:
+            continue
+        own = (*_COMPUTES, *(p for p in adapter.parameters if p in module._parameters))
+        changed = [a for a in own if getattr(cls, a, None) is not getattr(base, a, None)]
+        if not changed:
+            return Found(adapter, name, None)
+        return Found(
+            None,
+            name,
+            f"a {cls.__name__} replaces {' and '.join(changed)} of {base.__name__}, and may compute something else; "
+            f"if it does not, call lowbit.convert.register({cls.__name__}, {base.__name__})",
+        )
+    return Found(None, None, None)
+
+
+def unusual(
+    layer: nn.Module,
+    parameters: Iterable[str] = ("weight", "bias"),
+    optional: Iterable[str] = (),
+    children: Iterable[str] = (),
+) -> str | None:
+    """Why ``layer`` is more, or something else, than an instance of its class with these plain parameters."""
+    if "_hf_hook" in vars(layer):
+        return (
+            "an accelerate hook runs in place of its forward; call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first, or quantize before dispatching"
+        )
+    if replaced_forward(layer) is not None:
+        return "its forward was replaced on the layer itself; remove that first"
+    computed = [name for name in parameters if name not in layer._parameters]
+    if computed:
+        return (
+            f"its {' and '.join(computed)} is computed from other tensors (weight_norm, pruning, parametrize); make it "
+            f"a plain parameter first"
+        )
+    extra = {*layer._parameters, *layer._buffers, *layer._modules} - {*parameters, *optional, *children}
+    if extra:
+        return f"it also holds {', '.join(sorted(extra))}, which its class does not know; remove that first"
+    return None
+
+
+# -- nn.Linear, and transformers' Conv1D, whose weight is [in, out] ---------------------------------------------------
+def _linear(layer: nn.Linear, make: Make) -> QuantLinear:
+    return make(layer.weight, layer.weight, layer.bias)
+
+
+def _linear_back(layer: nn.Linear, made: QuantLinear, plain: Plain) -> None:
+    layer.weight, layer._parameters["bias"] = plain(made), made.bias
+
+
+def _conv1d(layer: Any, make: Make) -> QuantLinear:
+    return make(layer.weight, layer.weight.t(), layer.bias)
+
+
+def _conv1d_back(layer: Any, made: QuantLinear, plain: Plain) -> None:
+    layer.weight, layer._parameters["bias"] = plain(made, transposed=True), made.bias
+
+
+# -- nn.Conv2d --------------------------------------------------------------------------------------------------------
+def _conv2d(layer: nn.Conv2d, make: Make) -> QuantConv2d:
+    return QuantConv2d(layer, make(layer.weight, layer.weight.flatten(1), layer.bias))
+
+
+def _conv2d_back(layer: nn.Conv2d, made: QuantConv2d, plain: Plain) -> None:
+    layer.weight = plain(made.linear, shape=(layer.out_channels, layer.in_channels, *layer.kernel_size))
+    layer._parameters["bias"] = made.bias
+
+
+def _refuses_conv2d(layer: nn.Conv2d) -> str | None:
+    if layer.groups > 1:
+        return f"it has {layer.groups} groups, and one matrix product serves one"
+    return unusual(layer)
+
+
+# -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+
+
+def _refuses_attention(layer: nn.MultiheadAttention) -> str | None:
+    reason = unusual(layer, _PROJECTIONS, ("bias_k", "bias_v"), ("out_proj",))
+    if reason is not None:
+        return reason
+    out = layer.out_proj
+    if find(out).listed != full_name(nn.Linear):
+        return f"its out_proj is a {type(out).__name__}, and not a Linear"
+    reason = find(out).reason or unusual(out)
+    return None if reason is None else f"of its out_proj: {reason}"
+
+
+def _attention(layer: nn.MultiheadAttention, make: Make) -> QuantMultiheadAttention:
+    packed = layer.in_proj_weight
+    weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else packed.chunk(3)
+    biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.detach().chunk(3)
+    q, k, v = (
+        make(
+            weight if packed is None else packed,
+            weight,
+            None if bias is None else nn.Parameter(bias.clone(), layer.in_proj_bias.requires_grad),
+        )
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    out = layer.out_proj
+    return QuantMultiheadAttention(layer, q, k, v, make(out.weight, out.weight, out.bias))
+
+
+def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention, plain: Plain) -> None:
+    projections = (made.q_proj, made.k_proj, made.v_proj)
+    if layer._qkv_same_embed_dim:
+        layer.in_proj_weight = plain(*projections)
+    else:
+        for name, projection in zip(_PROJECTIONS[1:4], projections, strict=True):
+            setattr(layer, name, plain(projection))
+    biases = [p.bias for p in projections if p.bias is not None]
+    if biases:
+        joined = biases[0].new_empty(3 * layer.embed_dim)
+        for part, bias in zip(joined.chunk(3), biases, strict=True):
+            part.copy_(bias.detach())
+        layer.in_proj_bias = nn.Parameter(joined, biases[0].requires_grad)
+    layer.bias_k, layer.bias_v = made.bias_k, made.bias_v
+    _linear_back(layer.out_proj, made.out_proj, plain)
+
+
+#: What is converted, by the full name of the class, which need not be importable.
+ADAPTERS: dict[str, Adapter] = {
+    "torch.nn.modules.linear.Linear": Adapter(_linear, _linear_back, unusual),
+    "torch.nn.modules.conv.Conv2d": Adapter(_conv2d, _conv2d_back, _refuses_conv2d),
+    "torch.nn.modules.activation.MultiheadAttention": Adapter(
+        _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
+    ),
+    "transformers.pytorch_utils.Conv1D": Adapter(_conv1d, _conv1d_back, unusual),
+}

@@ -1,0 +1,221 @@
+"""The engine of every conversion of a model: select the layers, make what replaces them, put it in place, report.
+
+Everything is made before anything is put in its place: a layer that cannot be converted leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lowbit.convert.adapters import Adapter
+from lowbit.convert.report import LayerReport, Report
+from lowbit.convert.select import Chosen, Judge, Protection, Selection, nothing_found, select
+from lowbit.nn.base import kind
+from lowbit.recipes import Plan, Recipe
+
+__all__ = [
+    "Origin", "Task", "convert", "make_all", "matrices", "model_bytes", "origin", "quantized_layers", "shell", "swap",
+    "sync_fused_kernels", "tensor_bytes", "uncompiled",
+]  # fmt: skip
+
+#: Where nn.Module keeps the hooks on a layer's calls.
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
+
+#: Where a converted layer keeps its Origin: in its ``__dict__``, because a module inside of it this is not.
+_ORIGIN = "_lowbit_origin"
+
+#: Containers whose fused inference kernels read their children's plain weights, the switch of each, and its off state.
+_FUSED: dict[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+class Origin(NamedTuple):
+    """What a converted layer was: the plain layer with None for its tensors, and which parameters required grad."""
+
+    layer: nn.Module
+    trained: frozenset[str]
+
+
+class Task(NamedTuple):
+    """One kind of conversion.
+
+    ``what``: its name in messages. ``converts``: the classes that it starts from, in words. ``judge``: see
+    ``select.Verdict``. ``make(layer, adapter, recipe)``: what ``put`` puts in place of the layer; it changes nothing.
+    ``put(model, made)``: with ``made`` by the ``id`` of the layer. ``replaces``: whether new modules take the place of
+    the layers, which a model that is a layer itself does not allow. ``optional``: whether a model whose layers all stay,
+    for reasons that the report gives, is no error. ``measure(layer, made, recipe)``: what the report
+    says of the layer besides its name.
+    """
+
+    what: str
+    converts: str
+    judge: Judge
+    make: Callable[[Any, Adapter, Any], Any]
+    measure: Callable[[Any, Any, Recipe | None], dict[str, Any]]
+    put: Callable[[nn.Module, dict[int, Any]], None]
+    replaces: bool = True
+    optional: bool = False
+
+
+def convert(
+    model: nn.Module,
+    task: Task,
+    plan: Plan | None = None,
+    skip: Iterable[str] = (),
+    protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
+) -> tuple[Report, Selection]:
+    """Run ``task`` on the layers that ``select`` finds. Raises as ``select`` and ``task.make`` do; ValueError where
+    nothing is found, and where the model itself would have to be replaced. An error leaves the model as it was.
+    """
+    found = select(model, task.judge, plan, skip, protect)
+    if not found.chosen and not (task.optional and found.left):
+        raise ValueError(nothing_found(model, found, task.what, task.converts))
+    if task.replaces and "" in found.chosen:
+        raise ValueError(
+            f"the model itself is a {type(model).__name__}, which cannot be replaced in place; "
+            f"convert nn.Sequential(model) instead"
+        )
+    made = make_all(found.chosen, task.make)
+    before = model_bytes(model)
+    kinds = {name: type(chosen.module).__name__ for name, chosen in found.chosen.items()}
+    rows = [
+        LayerReport(
+            name,
+            kinds[name],
+            None if chosen.recipe is None else chosen.recipe.name,
+            **task.measure(chosen.module, made[id(chosen.module)], chosen.recipe),
+        )
+        for name, chosen in found.chosen.items()
+    ]
+    task.put(model, made)
+    return Report(
+        task.what,
+        task.what if plan is None else str(plan),
+        tuple(rows),
+        tuple(found.skipped),
+        found.left,
+        (),
+        before,
+        model_bytes(model),
+    ), found
+
+
+# -- making -----------------------------------------------------------------------------------------------------------
+def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]) -> dict[int, Any]:
+    """What replaces each layer, by the ``id`` of the layer; errors say the layer's name."""
+    made: dict[int, Any] = {}
+    for name, (layer, adapter, recipe) in chosen.items():
+        if id(layer) in made:
+            continue
+        try:
+            new = make(layer, adapter, recipe)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"layer {name!r}: {error}") from error
+        if isinstance(new, nn.Module) and new is not layer:
+            _take_over(new, layer)
+        made[id(layer)] = new
+    return made
+
+
+def _take_over(new: nn.Module, layer: nn.Module) -> None:
+    """Give ``new`` the mode, hooks, checkpointing and origin of the layer that it replaces."""
+    new.train(layer.training)
+    # The very dictionaries, because the handles that remove a hook refer to them.
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(layer, hooks))
+    forward = vars(layer).get("forward")
+    if forward is not None:  # a checkpointed block's, since all others are refused
+        vars(new)["forward"] = partial(forward.func, new)
+    if kind(new) is not None:
+        vars(new)[_ORIGIN] = origin(layer) if kind(layer) is not None else _origin_of(layer)
+
+
+def origin(layer: nn.Module) -> Origin | None:
+    """What a converted layer was before; None for one that no conversion made."""
+    found: Origin | None = vars(layer).get(_ORIGIN)
+    return found
+
+
+def _origin_of(layer: nn.Module) -> Origin:
+    return Origin(shell(layer), frozenset(name for name, p in layer.named_parameters() if p.requires_grad))
+
+
+def shell(layer: nn.Module) -> nn.Module:
+    """A copy of ``layer``, and of the modules inside, with None for every parameter and buffer, and without hooks."""
+    bare = type(layer).__new__(type(layer))
+    nn.Module.__init__(bare)
+    own = {name: value for name, value in vars(layer).items() if name not in vars(bare) and name != "forward"}
+    vars(bare).update(own)
+    bare.training = layer.training
+    bare._parameters.update(dict.fromkeys(layer._parameters))
+    bare._buffers.update(dict.fromkeys(layer._buffers))
+    bare._non_persistent_buffers_set = set(layer._non_persistent_buffers_set)
+    bare._modules.update({name: None if child is None else shell(child) for name, child in layer._modules.items()})
+    return bare
+
+
+# -- putting in place -------------------------------------------------------------------------------------------------
+def swap(model: nn.Module, made: dict[int, nn.Module]) -> None:
+    """Put each new module wherever ``model`` holds the old one, and keep fused kernels from reading around them."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in made:
+                parent._modules[name] = made[id(child)]
+    sync_fused_kernels(model)
+
+
+def sync_fused_kernels(model: nn.Module) -> None:
+    """Switch the fused inference kernels of containers off where these hold layers of lowbit, and else on again."""
+    for module in model.modules():
+        for container, (switch, off) in _FUSED.items():
+            if not isinstance(module, container):
+                continue
+            remembered = f"_lowbit_{switch}"
+            if any(kind(inner) is not None for inner in module.modules()):
+                vars(module).setdefault(remembered, getattr(module, switch))
+                setattr(module, switch, off)
+            elif remembered in vars(module):
+                setattr(module, switch, vars(module).pop(remembered))
+
+
+# -- looking at models ------------------------------------------------------------------------------------------------
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile was given, if ``model`` is what it made of it."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """The quantized layers of ``model`` by name (every name, where one has several), outermost ones only."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if kind(module) == "quantized" and not inside:
+            found[name] = module
+    return found
+
+
+def matrices(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+    """The parameters of a module, and with ``recurse`` of those inside of it, that have two axes or more."""
+    return [p for p in module.parameters(recurse) if not is_lazy(p) and p.dim() > 1]
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of these tensors, shared storage counted once."""
+    held = [t for t in tensors if not is_lazy(t)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared storage counted once."""
+    return tensor_bytes((*model.parameters(), *model.buffers()))

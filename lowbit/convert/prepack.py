@@ -1,0 +1,89 @@
+"""prepack_ and unpack_: a model's quantized layers in the layout that CPU kernels read, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowbit.convert.adapters import Adapter
+from lowbit.convert.engine import Task, convert, swap
+from lowbit.convert.quantize import measured
+from lowbit.convert.report import Report
+from lowbit.convert.select import Verdict
+from lowbit.nn.base import kind
+from lowbit.nn.linear import QuantLinear
+from lowbit.nn.packed import PackedLinear
+
+__all__ = ["prepack_", "unpack_"]
+
+#: Stands for every layer here: what becomes of one depends on its weight alone.
+_EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
+
+
+def prepack_(model: nn.Module) -> Report:
+    """Put the quantized weights of ``model``, in place, into the layout that CPU kernels read: for inference.
+
+    Every ``QuantLinear`` whose recipe multiplies integers by integers (``int8``, ``w4a8``) becomes a ``PackedLinear``,
+    also inside convolutions and attention; its results keep every bit. The others stay as they are, and the report
+    says why. ``state_dict``, copies, pickles and ``save_model`` of a packed model have plain tensors, made new, so
+    that files do not depend on it. Layers that share a weight share the packed one.
+
+    A packed model has no backward pass and stays on the CPU: ``unpack_`` turns it back.
+    Raises, with the model untouched: ValueError for a model without quantized layers or that is one itself; TypeError
+    for what is no model.
+    """
+    packer = _Packer()
+    task = Task("prepack_", "QuantLinear", _to_pack, packer.pack, _measure, swap, optional=True)
+    return convert(model, task)[0]
+
+
+def unpack_(model: nn.Module) -> Report:
+    """Turn the layers of ``model`` that ``prepack_`` packed back, in place, into QuantLinears with the same bits.
+
+    Raises, with the model untouched: ValueError for a model without packed layers or that is one itself; TypeError for
+    what is no model.
+    """
+    packer = _Packer()
+    task = Task("unpack_", "PackedLinear", _to_unpack, packer.unpack, _measure, swap)
+    return convert(model, task)[0]
+
+
+def _to_pack(names: list[str], module: nn.Module) -> Verdict:
+    if not isinstance(module, QuantLinear):
+        return Verdict(inside=True)
+    reason = PackedLinear.refusal(module)
+    return Verdict(adapter=_EVERY) if reason is None else Verdict(reason=reason)
+
+
+def _to_unpack(names: list[str], module: nn.Module) -> Verdict:
+    return Verdict(adapter=_EVERY) if kind(module) == "packed" else Verdict(inside=True)
+
+
+class _Packer:
+    """Makes the layers of one conversion; those that share a weight get one again."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Any] = {}
+
+    def pack(self, layer: QuantLinear, adapter: Adapter, recipe: Any) -> PackedLinear:
+        key = (id(layer.codes), id(layer.scale), layer.recipe)
+        first: PackedLinear | None = self.made.get(key)
+        if first is not None:
+            return first.with_bias(layer.bias)
+        made = self.made[key] = PackedLinear(layer.weight, layer.bias, layer.recipe)
+        return made
+
+    def unpack(self, layer: PackedLinear, adapter: Adapter, recipe: Any) -> QuantLinear:
+        made = layer.unpacked()
+        first: QuantLinear = self.made.setdefault(id(layer.packed), made)
+        if first is not made:
+            made.share_weight(first)
+        return made
+
+
+def _measure(layer: Any, made: Any, recipe: Any) -> dict[str, Any]:
+    """What the report says of a layer."""
+    weights = layer.out_features * layer.in_features
+    held = sum(t.nbytes for t in (*made.parameters(), *made.buffers()) if t is not made.bias)
+    return measured(layer, made, weights, 8.0 * held / max(weights, 1))

@@ -1,0 +1,354 @@
+"""Which modules of a model a conversion takes, with which recipe, and why the others stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lowbit.convert.adapters import Adapter, find
+from lowbit.convert.report import left_lines
+from lowbit.nn.base import KINDS, full_name, kind
+from lowbit.recipes import Plan, Recipe
+
+__all__ = [
+    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Verdict", "is_table", "matches", "nothing_found",
+    "plain_layers", "plain_name", "protections", "select",
+]  # fmt: skip
+
+#: Left in high precision unless the caller says otherwise: the output projection of language models.
+DEFAULT_SKIP = ("lm_head",)
+
+#: Parts of a module's name by which fine-tuning libraries call the weights that they train.
+_ADAPTER_WORDS = ("lora_*", "modules_to_save")
+
+
+class Verdict(NamedTuple):
+    """What a conversion does with one kind of module.
+
+    ``adapter``: converts it. ``reason``: it stays, for this reason. ``error``: the conversion stops, unless the module
+    is skipped. With none of them it has nothing to convert. ``inside``: the modules inside are looked at as well.
+    """
+
+    adapter: Adapter | None = None
+    reason: str | None = None
+    error: str | None = None
+    inside: bool = False
+
+
+#: Says what becomes of a module with these names.
+Judge = Callable[[list[str], nn.Module], Verdict]
+
+
+class Chosen(NamedTuple):
+    """A module to convert; ``recipe`` is None for conversions that have none."""
+
+    module: Any
+    adapter: Adapter
+    recipe: Recipe | None
+
+
+class Protection(NamedTuple):
+    """Why a module stays unless a mapping of recipes names ``word``, the part of its name that tells what it is."""
+
+    word: str
+    reason: str
+
+
+@dataclass
+class Selection:
+    """The modules to convert by (first) name, the names that were skipped, and why others are left as they are."""
+
+    chosen: dict[str, Chosen] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class _Candidate(NamedTuple):
+    names: list[str]
+    module: nn.Module
+    verdict: Verdict
+
+
+def select(
+    model: nn.Module,
+    judge: Judge,
+    plan: Plan | None = None,
+    skip: Iterable[str] = (),
+    protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
+) -> Selection:
+    """The modules of ``model`` that ``judge`` gives an adapter, ``skip`` does not name and ``plan`` has a recipe for.
+
+    ``protect``: what stays unless a pattern of ``plan`` names it.
+    Raises TypeError for what is no model or no collection of patterns; ValueError for a pattern without a match and as
+    ``judge`` says.
+    """
+    _check_model(model)
+    names: dict[int, list[str]] = {}
+    modules: dict[int, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+        modules[id(module)] = module
+    patterns = () if plan is None else tuple(pattern for pattern, _ in plan.patterns)
+    skips = _checked(skip, [name for several in names.values() for name in several])
+    found, reached = Selection(), []
+    for candidate in _candidates(names, modules, judge):
+        several, module, verdict = candidate
+        first = several[0]
+        reached += several
+        if any(matches(pattern, name) for pattern in skips for name in several):
+            found.skipped.append(first)
+            continue
+        protection = protect(first, module)
+        if protection is not None and not _named(patterns, protection.word):
+            found.left[first] = protection.reason
+            continue
+        if verdict.error is not None:
+            raise ValueError(f"{first or 'the model'} {verdict.error}")
+        recipe = None if plan is None else _one_recipe(plan, several)
+        if plan is not None and recipe is None:
+            found.skipped.append(first)
+        elif verdict.adapter is not None:
+            found.chosen[first] = Chosen(module, verdict.adapter, recipe)
+        else:
+            found.left[first] = verdict.reason or ""
+    if plan is not None and reached:
+        _check_patterns(plan, reached)
+    return found
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, got {type(model).__name__}")
+
+
+def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judge: Judge) -> Iterator[_Candidate]:
+    """The modules that ``judge`` has something to say of, with all their names; not those inside of a whole one."""
+    outer: str | None = None  # the module whose inside comes next, if any does: modules come depth first
+    for key, module in modules.items():
+        first = names[key][0]
+        if outer is not None and first.startswith(f"{outer}." if outer else ""):
+            continue
+        verdict = judge(names[key], module)
+        if not verdict.inside:
+            outer = first
+        if verdict.adapter is not None or verdict.reason is not None or verdict.error is not None:
+            yield _Candidate(names[key], module, verdict)
+
+
+def _one_recipe(plan: Plan, names: list[str]) -> Recipe | None:
+    """The recipe of a module with these names. Raises ValueError where two names ask for two recipes."""
+    recipes = {name: plan.recipe_for(plain_name(name)) for name in names}
+    if any(recipe is None for recipe in recipes.values()):
+        return None
+    (first, recipe), *others = recipes.items()
+    for name, other in others:
+        if other != recipe:
+            raise ValueError(
+                f"{first} and {name} are one module, and the recipes ask for {recipe} and {other}; give both names one"
+            )
+    return recipe
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what torch.compile adds for each compiled module on the way."""
+    return ".".join(word for word in name.split(".") if word != "_orig_mod")
+
+
+# -- patterns ---------------------------------------------------------------------------------------------------------
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` names the module ``name`` or one that it is inside of, in full or from any dot on."""
+    words = name.split(".")
+    spans = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
+    return any(fnmatchcase(span, pattern) for span in spans)
+
+
+def _named(patterns: Iterable[str], word: str) -> bool:
+    """Whether one of ``patterns`` has a part, other than bare wildcards, that matches ``word``."""
+    return any(part.strip("*?") and fnmatchcase(word, part) for pattern in patterns for part in pattern.split("."))
+
+
+def _checked(skip: Iterable[str], names: list[str]) -> tuple[str, ...]:
+    if isinstance(skip, str):
+        raise TypeError(f"skip must be a collection of patterns, got the string {skip!r}; write skip=({skip!r},)")
+    patterns = tuple(skip)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"skip must hold patterns of names, got {type(pattern).__name__}")
+        if pattern not in DEFAULT_SKIP and not any(matches(pattern, name) for name in names):
+            raise ValueError(f"skip pattern {pattern!r} matches no module; names are such as {_examples(names)}")
+    return patterns
+
+
+def _check_patterns(plan: Plan, names: list[str]) -> None:
+    missed = [p for p in plan.unmatched([plain_name(name) for name in names]) if p not in DEFAULT_SKIP]
+    if missed:
+        raise ValueError(
+            f"recipes: the pattern {missed[0]!r} matches no layer; names are such as {_examples(names)}. A pattern is "
+            f"compared with the whole name; '*' stands for any part of it"
+        )
+
+
+def _examples(names: list[str], most: int = 4) -> str:
+    leaves = [name for name in names if name and not any(other.startswith(f"{name}.") for other in names)]
+    return ", ".join(repr(name) for name in leaves[:most]) or "none (the model has no modules inside)"
+
+
+# -- judging plain layers ---------------------------------------------------------------------------------------------
+def plain_layers(only: tuple[type[nn.Module], ...] | None = None, replaced: bool = True) -> Judge:
+    """The judge of conversions that start from plain layers: those in the table, or of it the classes ``only``.
+
+    ``replaced``: a new module takes the layer's place, which a layer that is compiled by itself would not notice.
+    """
+    allowed = None if only is None else {full_name(cls) for cls in only}
+
+    def judge(names: list[str], module: nn.Module) -> Verdict:
+        found = kind(module)
+        if found is not None:
+            return Verdict(error=_detailed(module, KINDS[found]))
+        adapter, listed, reason = find(module)
+        if listed is None or (allowed is not None and listed not in allowed):
+            # What a listed class does with the modules inside is its own.
+            return Verdict(reason=_not_converted(module) if _holds_weights(module) else None, inside=listed is None)
+        error = _not_ready(names, module, replaced)
+        if error is not None:
+            return Verdict(error=error)
+        if adapter is None:
+            return Verdict(reason=reason)
+        reason = adapter.refuses(module)
+        return Verdict(reason=reason) if reason is not None else Verdict(adapter=adapter)
+
+    return judge
+
+
+def _detailed(module: Any, remedy: str) -> str:
+    recipe = getattr(module, "recipe", None)
+    return remedy if recipe is None else remedy.replace(";", f" (recipe {recipe});", 1)
+
+
+def _not_ready(names: list[str], module: nn.Module, replaced: bool) -> str | None:
+    if any(p is not None and is_lazy(p) for p in module._parameters.values()):
+        return (
+            f"is a {type(module).__name__} whose weight has no shape yet; call the model on one input first, or name "
+            f"the layer in skip=..."
+        )
+    compiled = vars(module).get("_compiled_call_impl") is not None
+    if replaced and (compiled or any(name.split(".")[-1] == "_orig_mod" for name in names)):
+        return "is compiled by itself, and its compiled code would not see the new layer; quantize first, then compile"
+    return None
+
+
+def _not_converted(module: nn.Module) -> str:
+    name = type(module).__name__
+    stacked = [f"{p} {list(w.shape)}" for p, w in module._parameters.items() if w is not None and w.dim() == 3]
+    if len(stacked) > 0 and not hasattr(module, "kernel_size"):
+        return f"{name} holds stacked matrices ({', '.join(stacked)}), and is not a class that is converted"
+    return f"{name} is not a class that is converted"
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether the module looks rows of its weight up, as embeddings do, instead of multiplying with it."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in type(module).__name__
+
+
+def _matrix(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and (is_lazy(parameter) or parameter.dim() > 1)
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    """Whether the module has a weight matrix that a reader of the report would miss: not embeddings and norms."""
+    if is_table(module) or "Norm" in type(module).__name__:
+        return False
+    return any(_matrix(p) for p in module._parameters.values())
+
+
+# -- what stays unless it is named ------------------------------------------------------------------------------------
+def protections(
+    model: nn.Module, skip: Iterable[str], plan: Plan, unties: bool
+) -> tuple[Iterable[str], Callable[[str, nn.Module], Protection | None]]:
+    """The names to skip, and what stays unless a pattern of ``plan`` names it.
+
+    Always protected: adapters. ``unties``: the conversion gives a layer a weight of its own, so that output layers
+    tied to an embedding are protected as well, unless ``skip`` is empty. Where ``plan`` has patterns of its own, the
+    default ``skip`` is a protection too: a pattern may name ``lm_head``.
+    """
+    _check_model(model)
+    default = skip is DEFAULT_SKIP
+    skip = skip if isinstance(skip, str) else tuple(skip)
+    by_layer = [pattern for pattern, _ in plan.patterns] != ["*"]
+    guards = [_adapters(model)]
+    if unties and skip:
+        guards.append(_tied(model))
+    if default and by_layer:
+        skip = ()
+        guards.append(_output_layer)
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        return next((found for guard in guards if (found := guard(name, module)) is not None), None)
+
+    return skip, protect
+
+
+def _output_layer(name: str, module: nn.Module) -> Protection | None:
+    word = next((word for word in DEFAULT_SKIP if matches(word, name)), None)
+    reason = f"an output layer stays in high precision; a recipe for '*{word}' converts it"
+    return None if word is None else Protection(word, reason)
+
+
+def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects layers whose weight is an embedding's."""
+    tables = {
+        id(p): name for name, module in model.named_modules() if is_table(module) for p in module._parameters.values()
+    }
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        shared = [tables[id(p)] for p in module._parameters.values() if p is not None and id(p) in tables]
+        if not shared or is_table(module):
+            return None
+        reason = (
+            f"its weight is that of the embedding {shared[0]}, which stays in high precision; skip=(), or a recipe for "
+            f"its name, converts a copy"
+        )
+        return Protection(name.split(".")[-1], reason)
+
+    return protect
+
+
+def _adapters(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects the weights that a wrapper trains: ``lora_*``, ``modules_to_save``, and what peft's classes list."""
+    inside: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for part in getattr(type(module), "adapter_layer_names", ()):
+            inside[f"{name}.{part}".lstrip(".")] = part
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        words = name.split(".")
+        prefixes = (".".join(words[: i + 1]) for i in range(len(words)))
+        listed = (inside[prefix] for prefix in prefixes if prefix in inside)
+        spelled = (word for word in words if any(fnmatchcase(word, known) for known in _ADAPTER_WORDS))
+        word = next(listed, None) or next(spelled, None)
+        if word is None:
+            return None
+        return Protection(
+            word, f"an adapter stays in high precision, to be trained; a recipe for '*{word}*' converts it"
+        )
+
+    return protect
+
+
+# -- nothing to do ----------------------------------------------------------------------------------------------------
+def nothing_found(model: nn.Module, found: Selection, what: str, converted: str) -> str:
+    """Why a conversion found nothing to do, and what to try."""
+    kinds = Counter(
+        type(module).__name__ for module in model.modules() if any(_matrix(p) for p in module._parameters.values())
+    )
+    seen = ", ".join(f"{count} {name}" for name, count in kinds.most_common()) or "no layer with a weight matrix"
+    lines = [f"{what} found nothing to convert: it converts layers of class {converted}, and the model has {seen}"]
+    if found.skipped:
+        lines.append(f"skipped as asked: {', '.join(found.skipped)}; pass skip=() to convert these too")
+    return "\n".join([*lines, *left_lines(found.left)])

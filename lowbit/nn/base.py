@@ -1,0 +1,44 @@
+"""What lowbit's layers say of themselves: the one place where a module's kind is looked up.
+
+A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``. Rooms above this one ask
+``kind(module)`` and need not import the class. A function that runs the forward of a layer's class in place of the
+layer's own ``forward`` says so by the attribute ``lowbit_runs_class_forward`` (gradient checkpointing does).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+__all__ = ["KINDS", "full_name", "kind", "replaced_forward"]
+
+#: Every kind of layer, and what a conversion that needs a plain layer tells the user to do with one.
+KINDS = {
+    "quantized": "is quantized already; call lowbit.dequantize_(model) first, or name the layers to leave in skip=...",
+    "packed": (
+        "is quantized and packed already; call lowbit.unpack_(model) and lowbit.dequantize_(model) first, or name the "
+        "layers to leave in skip=..."
+    ),
+    "training": "is being trained in low precision; call lowbit.train.convert_(model) first",
+}
+
+
+def kind(module: nn.Module) -> str | None:
+    """Which of ``KINDS`` the layer is; None for a module that is no layer of lowbit."""
+    found: str | None = getattr(type(module), "lowbit_kind", None)
+    return found
+
+
+def full_name(cls: type) -> str:
+    """``module.Class``, by which tables name classes whose library need not be installed."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def replaced_forward(layer: nn.Module) -> Any:
+    """The ``forward`` set on ``layer`` itself that runs in place of its class's; None where its class's runs."""
+    forward = vars(layer).get("forward")
+    if isinstance(forward, partial) and forward.args[:1] == (layer,):
+        return None if getattr(forward.func, "lowbit_runs_class_forward", False) else forward
+    return forward
