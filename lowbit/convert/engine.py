@@ -52,9 +52,9 @@ class Task(NamedTuple):
     ``what``: its name in messages. ``converts``: the classes that it starts from, in words. ``judge``: see
     ``select.Verdict``. ``make(layer, adapter, recipe)``: what ``put`` puts in place of the layer; it changes nothing.
     ``put(model, made)``: with ``made`` by the ``id`` of the layer. ``replaces``: whether new modules take the place of
-    the layers, which a model that is a layer itself does not allow. ``optional``: whether a model whose layers all stay,
-    for reasons that the report gives, is no error. ``measure(layer, made, recipe)``: what the report
-    says of the layer besides its name.
+    the layers, which a model that is a layer itself does not allow. ``optional``: it is no error that all layers
+    stay, for reasons that the report gives. ``measure(layer, made, recipe)``: what the report says of the layer besides
+    its name.
     """
 
     what: str
@@ -92,7 +92,7 @@ def convert(
         LayerReport(
             name,
             kinds[name],
-            None if chosen.recipe is None else chosen.recipe.name,
+            getattr(chosen.recipe or getattr(chosen.module, "recipe", None), "name", None),
             **task.measure(chosen.module, made[id(chosen.module)], chosen.recipe),
         )
         for name, chosen in found.chosen.items()
@@ -100,7 +100,7 @@ def convert(
     task.put(model, made)
     return Report(
         task.what,
-        task.what if plan is None else str(plan),
+        None if plan is None else str(plan),
         tuple(rows),
         tuple(found.skipped),
         found.left,
@@ -196,11 +196,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
-    """The quantized layers of ``model`` by name (every name, where one has several), outermost ones only."""
+    """The quantized layers of ``model``, packed or not, by name (every name of each), outermost ones only."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if kind(module) == "quantized" and not inside:
+        if kind(module) in ("quantized", "packed") and not inside:
             found[name] = module
     return found
 

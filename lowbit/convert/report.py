@@ -47,7 +47,7 @@ class Report:
     """
 
     what: str
-    recipe: str
+    recipe: str | None
     layers: tuple[LayerReport, ...]
     skipped: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,8 @@ class Report:
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
-        return f"{self.recipe}: {some} converted, {amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
+        recipe = f"{self.recipe}: " if self.recipe else ""
+        return f"{recipe}{some} converted, {amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
 
     def _remarks(self) -> list[str]:
         lines = [f"skipped: {', '.join(_shortened(list(self.skipped)))}"] if self.skipped else []

@@ -98,9 +98,9 @@ class PackedLinear(nn.Module):
         """``_load_from_state_dict`` has compared it already."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
         for name, part in plain_state(self.weight).items():
             destination[prefix + name] = part
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(
         self,

@@ -17,7 +17,6 @@ from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import put_in_place, temporary_for, write_atomically
 from lowbit.nn.base import full_name
-from lowbit.nn.linear import QuantLinear
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
 
 __all__ = ["save_model"]
@@ -157,5 +156,5 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _describe(layer: Any) -> dict[str, Any]:
-    dtypes = {str(m.weight_dtype).removeprefix("torch.") for m in layer.modules() if isinstance(m, QuantLinear)}
+    dtypes = {str(m.weight_dtype).removeprefix("torch.") for m in layer.modules() if hasattr(m, "weight_dtype")}
     return {"recipe": layer.recipe.to_dict(), "dtype": sorted(dtypes)[0]}
