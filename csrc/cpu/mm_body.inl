@@ -43,7 +43,8 @@ inline VecF to_float(Acc acc) {
     }
 }
 
-// Adds the sums of rows [row, row + kRows) of a tile to c; see Tile. The product of the scales comes first.
+// Adds the sums of rows [row, row + kRows) of a tile to c; see Tile. Scaled: the product of the scales comes first,
+// nothing is fused, and c starts from 0, as docs/numerics.md section 9 has it for integers.
 template <class Dot, bool kScaled, bool kFresh, int kRows>
 inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRows][kVectors]) {
     using Acc = typename Dot::Acc;
@@ -54,7 +55,8 @@ inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRow
             char* at = static_cast<char*>(t.c) + ((row + r) * t.c_stride + v * kWidth) * 4;
             if constexpr (kScaled) {
                 const VecF scale = broadcast(t.a_scale[row + r]) * load<VecF>(t.b_scale + v * kWidth);
-                store(at, kFresh ? to_float(acc[r][v]) * scale : fused(to_float(acc[r][v]), scale, load<VecF>(at)));
+                const VecF term = to_float(acc[r][v]) * scale;
+                store(at, (kFresh ? VecF{} : load<VecF>(at)) + term);
             } else if constexpr (kFresh || __is_same(Acc, VecF)) {
                 store(at, acc[r][v]);  // fp32 sums started from c
             } else {

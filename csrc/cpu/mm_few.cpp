@@ -1,7 +1,7 @@
-// Products with few rows of a whose lanes are elements: rows of b, decoded in registers.
+// Products with few rows of a: rows of b, decoded in registers.
 //
-// Every output element is summed over all of K by one thread in an order that depends on K, the formats and the number
-// of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
+// Every output element is summed over all of K by one thread in an order that depends on K, the formats and, of floats,
+// the number of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
 // nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in the second
 // cache, where those after them are fetched meanwhile.
 #include <algorithm>
@@ -21,6 +21,7 @@ constexpr int64_t kNearBytes = 16 << 10;    // of a tile of a at a time
 constexpr int64_t kChunkBytes = 128 << 10;  // of rows of b at a time,
 constexpr int64_t kChunkSums = 128;         // and vectors of their sums
 constexpr int64_t kChunkRows = 64;
+constexpr int64_t kTotalsBytes = 64 << 10;  // of sums of integers in blocks
 
 const FewKernels& few_in_use() {
     static constexpr const FewKernels& (*kTables[])() = {
@@ -38,6 +39,7 @@ class Columns : FewColumns {
         : FewColumns(p, few, plan, rows),
           piece_(piece_steps()),
           whole_(piece_ >= plan.steps && plan.tile == plan.rows),
+          totals_vectors_(ceil_div(plan.num_totals(), few.width) * few.width),
           chunk_(chunk_rows()),
           run_(plan.unit->dots[static_cast<int>(blocks_of(plan))][plan.more]) {
         thread_local Arena arena;
@@ -50,6 +52,7 @@ class Columns : FewColumns {
         common_.zeros = row_zeros_;
         common_.nans = nans_;
         common_.sums_pitch = plan.rows * 4 * few.width;
+        common_.totals_pitch = totals_vectors_ * 4 * few.width;
         put_lanes(lanes_);
         std::memset(tails_, 0, static_cast<size_t>(chunk_) * kFewStepBytes);
         std::fill_n(zeros_, block_room(), zero_offset());
@@ -59,7 +62,11 @@ class Columns : FewColumns {
         for (int64_t row = begin; row < end; row += chunk_) {
             const int64_t count = std::min(chunk_, end - row);
             multiply(row, count, end);
-            plan_.exact() ? exact_results(row, count) : float_results(count);
+            if (plan_.exact()) {
+                exact_results(row, count);
+            } else if (!plan_.in_totals()) {
+                float_results(count);
+            }
             finish(results_, chunk_ * sizeof(int64_t), plan_.exact() ? 2 : 0, row, count);
         }
     }
@@ -72,7 +79,7 @@ class Columns : FewColumns {
 
     size_t place(uint8_t* base) {
         Parts parts(base);
-        parts.take(sums_, chunk_ * plan_.rows * few_.width);
+        parts.take(sums_, chunk_ * few_.width * (plan_.in_totals() ? plan_.tile * totals_vectors_ : plan_.rows));
         parts.take(totals_, chunk_ * plan_.rows);
         parts.take(results_, chunk_ * plan_.rows);
         parts.take(tails_, chunk_ * kFewStepBytes);
@@ -90,6 +97,10 @@ class Columns : FewColumns {
     }
 
     int64_t chunk_rows() const {
+        if (plan_.in_totals()) {
+            const int64_t row = plan_.tile * totals_vectors_ * 4 * few_.width;
+            return std::clamp<int64_t>(kTotalsBytes / row / few_.width, 1, kChunkRows / few_.width) * few_.width;
+        }
         const int64_t most = std::min(kChunkBytes / std::max<int64_t>(p_.b.row_stride, 1), kChunkSums / plan_.tile);
         // Where nothing is read twice, the scales shall not push a out of the nearest cache.
         const int64_t scaled = whole_ && plan_.blocks ? kNearBytes / 8 / block_room() : kChunkRows;
@@ -105,11 +116,12 @@ class Columns : FewColumns {
         find_scales(row, count, scales_, row_scales_);
         if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
         std::fill_n(nans_, count, false);
-        std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
+        if (!plan_.in_totals()) std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
         Few t = common_;
         t.count = count;
         for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
             t.sums = sums_ + m * few_.width;
+            if (plan_.in_totals()) start_totals(t, m);
             for (int64_t s = 0; s < plan_.steps; s += piece_) {
                 t.steps = std::min(piece_, plan_.steps - s);
                 t.b = codes_of(row) + s * plan_.unit->bytes;
@@ -117,21 +129,45 @@ class Columns : FewColumns {
                 t.ahead =
                     whole_ ? t.b + kAheadBytes : codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
                 t.ahead_pitch = whole_ ? t.pitch : t.steps * plan_.unit->bytes;
-                stretch(t, m, s);
+                run_steps(t, m, s);
             }
-            if (plan_.rest == 0) continue;
-            for (int64_t n = 0; n < count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
-            t.steps = 1;
-            t.b = t.ahead = tails_;
-            t.pitch = t.ahead_pitch = kFewStepBytes;
-            stretch(t, m, plan_.steps);
+            if (plan_.rest > 0) {
+                for (int64_t n = 0; n < count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
+                t.steps = 1;
+                t.b = t.ahead = tails_;
+                t.pitch = t.ahead_pitch = kFewStepBytes;
+                run_steps(t, m, plan_.steps);
+            }
+            if (plan_.in_totals()) sum_totals(m, count);
         }
     }
 
-    void stretch(Few& t, int64_t m, int64_t step) const {
+    void run_steps(Few& t, int64_t m, int64_t step) const {
         t.a = rows_.tile(m, step);
         t.block = plan_.block_of(step);
+        if (plan_.in_totals()) t.sums = sums_ + t.block / plan_.per_step * few_.width;
         run_[rows_.tile_rows(m) - 1](t);
+    }
+
+    // Integers in blocks: the vectors of sums of a tile's rows.
+    void start_totals(Few& t, int64_t m) const {
+        t.sums_pitch = rows_.tile_rows(m) * t.totals_pitch;
+        std::memset(sums_, 0, static_cast<size_t>(t.count * t.sums_pitch));
+    }
+
+    void sum_totals(int64_t m, int64_t count) const {
+        FewBlockSums t;
+        t.totals = sums_;
+        t.count = count;
+        t.rows = rows_.tile_rows(m);
+        t.vectors = totals_vectors_;
+        t.blocks = plan_.num_blocks;
+        t.per_step = plan_.per_step;
+        t.a_scales = rows_.scales() + m;
+        t.b_scales = row_scales_;
+        t.out = reinterpret_cast<float*>(results_ + m * chunk_);
+        t.pitch = 2 * chunk_;
+        few_.sum_blocks(t);
     }
 
     void float_results(int64_t count) {
@@ -164,10 +200,12 @@ class Columns : FewColumns {
 
     const int64_t piece_;  // steps at a time
     const bool whole_;     // all of a is one tile's piece
+    const int64_t totals_vectors_;
     const int64_t chunk_;  // rows of b at a time
     const FewUnit::Run* run_;
-    Few common_;        // what all stretches share
-    int32_t* sums_;     // [chunk, rows] vectors: fp32, or int32 of integers in one block
+    Few common_;        // what all calls share
+    // Vectors: [chunk, rows], fp32, or int32 of integers in one block; of integers in blocks [chunk, tile, totals].
+    int32_t* sums_;
     int64_t* totals_;   // [chunk, rows], or fp32
     int64_t* results_;  // [rows, chunk], or fp32 [rows, 2 * chunk]
     uint8_t* tails_;
@@ -180,19 +218,15 @@ class Columns : FewColumns {
 
 }  // namespace
 
-void multiply_elements(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows) {
-    const int64_t products = plan.rows * problem.depth;
-    parallel_for(problem.b.rows, std::max<int64_t>(kSmallProduct / products, 1),
-                 [&](int64_t begin, int64_t end) { Columns(problem, few, plan, rows).run(begin, end); });
-}
-
 bool multiply_few(const Problem& problem) {
     const FewKernels& few = few_in_use();
     FewPlan plan;
     if (few.width == 0 || !make_few_plan(problem, few, plan)) return false;
     const FloatEnvironment environment;
     const FewRows rows(problem, few, plan);
-    (plan.lanes ? multiply_lanes : multiply_elements)(problem, few, plan, rows);
+    const int64_t products = plan.rows * problem.depth;
+    parallel_for(problem.b.rows, std::max<int64_t>(kSmallProduct / products, 1),
+                 [&](int64_t begin, int64_t end) { Columns(problem, few, plan, rows).run(begin, end); });
     return true;
 }
 

@@ -13,8 +13,6 @@ struct ByF32 {
     static constexpr bool kLooksUp = false, kHalves = false, kNans = false, kSigned = false;
     static VecF dot(VecF acc, VecF code, VecI a) { return fused((VecF)a, code, acc); }
     static VecF first(VecF code, VecI a) { return (VecF)a * code; }
-    static VecF times(VecF acc, VecI a, const uint32_t* code) { return fused_dword((VecF)a, code, acc); }
-    static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, (VecF)code, a); }
 };
 
 // 8-bit integers, as signed ones: of unsigned codes 128 is off, which zero points make up for.
@@ -47,13 +45,6 @@ struct Words {
   private:
     static constexpr uint16_t kMask = (1 << kBits) - 1, kSigns = 0xffff / kMask << (kBits - 1);
 };
-
-// The numbers of a step's blocks, for the lanes that belong to each.
-template <class Product, class T>
-inline VecI spread(const Product& t, const T* blocks) {
-    if (t.per_step > 1) return permute(load<VecI>(blocks), load<VecI>(t.lanes));
-    return broadcast(load<uint32_t>(blocks));
-}
 
 // Sums of a tile's rows with one row of b; two or four of each where that hides the latency of additions.
 template <class D, int kRows, bool kOnce>
@@ -91,11 +82,10 @@ struct FewSums {
 template <class D, FewBlocks kBlocks, bool kMore, int kRows>
 void few_dots(const Few& t) {
     using Acc = typename D::Acc;
-    constexpr bool kIntegers = __is_same(Acc, VecI), kScaled = !kIntegers || kMore,
+    constexpr bool kIntegers = __is_same(Acc, VecI), kTotals = kIntegers && kMore,
                    kLanes = kBlocks == FewBlocks::lanes, kLookups = D::kLooksUp && !kLanes,
                    kOnce = kBlocks != FewBlocks::steps && !kLookups;
-    constexpr int64_t kStepA = (D::kVectors + (kMore && kIntegers)) * kRows * kVectorBytes;
-    using Sum = std::conditional_t<kScaled, VecF, VecI>;
+    constexpr int64_t kStepA = (D::kVectors + kTotals) * kRows * kVectorBytes;
     const D unit(t.table);
     const int64_t per_step = t.per_step, block_bytes = t.block_steps * D::kBytes;
     const VecI lanes = load<VecI>(t.lanes);
@@ -105,9 +95,10 @@ void few_dots(const Few& t) {
         const int64_t ahead = t.ahead + n * t.ahead_pitch - b;
         const float* scales = t.scales[n] + t.block;
         const int32_t* zeros = kMore ? t.zeros[n] + t.block : nullptr;
-        Sum sum[kRows];
+        uint8_t* totals = sums;
+        Acc sum[kTotals ? 1 : kRows];
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) sum[m] = load<Sum>(sums + m * kVectorBytes);
+        for (int m = 0; m < kRows && !kTotals; ++m) sum[m] = load<Acc>(sums + m * kVectorBytes);
         FewSums<D, kRows, kOnce> part;
         if constexpr (!kOnce) part.clear();
         VecI seen{}, zero{};
@@ -127,11 +118,11 @@ void few_dots(const Few& t) {
                 }
             };
             part.add(code, a);
-            if constexpr (kMore && kIntegers) {
+            if constexpr (kTotals) {
 #pragma GCC unroll 8
                 for (int m = 0; m < kRows; ++m) {
-                    const VecI totals = load<VecI>(a + (D::kVectors * kRows + m) * kVectorBytes);
-                    part.acc[m][0] = D::correct(part.acc[m][0], zero, totals);
+                    const VecI elements = load<VecI>(a + (D::kVectors * kRows + m) * kVectorBytes);
+                    part.acc[m][0] = D::correct(part.acc[m][0], zero, elements);
                 }
             }
             a += kStepA;
@@ -139,12 +130,16 @@ void few_dots(const Few& t) {
         auto fold = [&](VecF scale) __attribute__((always_inline)) {
 #pragma GCC unroll 8
             for (int m = 0; m < kRows; ++m) {
-                if constexpr (kScaled) {
-                    sum[m] = fused(to_float(part.total(m)), scale, sum[m]);
-                } else {
+                if constexpr (kTotals) {
+                    uint8_t* at = totals + m * t.totals_pitch;
+                    store(at, load<VecI>(at) + part.total(m));
+                } else if constexpr (kIntegers) {
                     sum[m] += part.total(m);
+                } else {
+                    sum[m] = fused(to_float(part.total(m)), scale, sum[m]);
                 }
             }
+            totals += kVectorBytes;
         };
         auto of_block = [&](const auto* numbers) __attribute__((always_inline)) {
             return kLanes ? permute(load<VecI>(numbers), lanes) : broadcast(load<uint32_t>(numbers));
@@ -158,7 +153,7 @@ void few_dots(const Few& t) {
             } else {
                 step();
             }
-            if constexpr (!kLookups) fold((VecF)of_block(scales));
+            if constexpr (!kLookups) fold(kIntegers ? VecF{} : (VecF)of_block(scales));
             if constexpr (!kLookups && !kOnce) part.clear();
             scales += per_step;
             if constexpr (kMore) zeros += per_step;
@@ -166,7 +161,7 @@ void few_dots(const Few& t) {
         if constexpr (kLookups) fold(broadcast(1.0f));
         if constexpr (D::kNans) t.nans[n] |= unit.holds_nan(seen);
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) store(sums + m * kVectorBytes, sum[m]);
+        for (int m = 0; m < kRows && !kTotals; ++m) store(sums + m * kVectorBytes, sum[m]);
     }
 }
 
@@ -209,8 +204,6 @@ void arrange(const void* x, int64_t steps, int64_t step_pitch, int64_t pitch, ui
     arrange_as<T, D::kVectors>(x, steps, step_pitch, pitch, out);
 }
 
-#include "cpu/mm_lanes_body.inl"
-
 template <class D, FewBlocks kBlocks, bool kMore, int... i>
 constexpr void add_dots(FewUnit& u, std::integer_sequence<int, i...>) {
     ((u.dots[static_cast<int>(kBlocks)][kMore][i] = few_dots<D, kBlocks, kMore, i + 1>), ...);
@@ -245,37 +238,92 @@ constexpr FewUnit few_unit() {
     FewUnit u = bare_unit<D>();
     add_all_dots<D, false>(u);
     if constexpr (kMore) add_all_dots<D, true>(u);
-    add_lanes<D, kMore>(u.lanes);
     return u;
 }
 
 // Of the lanes of both, those without the bit `apart` in their number, or those with it.
-template <int apart, int... i>
-inline VecF lanes_by(VecF a, VecF b, int with, std::integer_sequence<int, i...>) {
+template <int apart, class V, int... i>
+inline V lanes_by(V a, V b, int with, std::integer_sequence<int, i...>) {
     const VecI lanes = {(i / apart * 2 * apart + i % apart)...};
     return __builtin_shuffle(a, b, lanes + with);
 }
 
-// The sums over lanes of so many vectors, those of one kWidth / count times, halves first.
-template <int count>
-inline VecF sums_of(const float* vectors) {
+// The sums over lanes of `count` vectors, halves first; each holds `parts` numbers to be summed apart, in lanes after
+// each other. With count * parts = kWidth, lane i is the i-th of them.
+template <class V, int count, int parts>
+inline V sums_of(const void* vectors) {
     if constexpr (count == 1) {
-        return load<VecF>(vectors);
+        return load<V>(vectors);
     } else {
-        constexpr int kApart = kWidth / count;
+        constexpr int kApart = kWidth / (count * parts);
         constexpr auto kLanes = std::make_integer_sequence<int, kWidth>();
-        const VecF a = sums_of<count / 2>(vectors), b = sums_of<count / 2>(vectors + count / 2 * kWidth);
+        const auto* second = static_cast<const uint8_t*>(vectors) + count / 2 * kVectorBytes;
+        const V a = sums_of<V, count / 2, parts>(vectors), b = sums_of<V, count / 2, parts>(second);
         return lanes_by<kApart>(a, b, 0, kLanes) + lanes_by<kApart>(a, b, kApart, kLanes);
     }
 }
 
+template <int... i>
+inline VecF interleave(VecF a, VecF b, int half, std::integer_sequence<int, i...>) {
+    const VecI lanes = {(i / 2 + i % 2 * kWidth)...};
+    return __builtin_shuffle(a, b, lanes + half * (kWidth / 2));
+}
+
+// kWidth by kWidth numbers: perfect shuffles of the rows, log2(kWidth) times.
+inline void transpose_lanes(VecF (&v)[kWidth]) {
+    constexpr auto kLanes = std::make_integer_sequence<int, kWidth>();
+#pragma GCC unroll 4
+    for (int stage = 1; stage < kWidth; stage *= 2) {
+        VecF w[kWidth];
+#pragma GCC unroll 8
+        for (int i = 0; i < kWidth / 2; ++i) {
+            w[2 * i] = interleave(v[i], v[i + kWidth / 2], 0, kLanes);
+            w[2 * i + 1] = interleave(v[i], v[i + kWidth / 2], 1, kLanes);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) v[i] = w[i];
+    }
+}
+
+// Lanes are first blocks, kWidth of them of as many rows of b, and then those rows.
+template <int parts>
+void sum_blocks_of(const FewBlockSums& t) {
+    for (int64_t n = 0; n < t.count; n += kWidth) {
+        const int64_t rows = t.count - n < kWidth ? t.count - n : kWidth;
+        for (int64_t m = 0; m < t.rows; ++m) {
+            VecF sum{};
+            for (int64_t block = 0; block < t.blocks; block += kWidth) {
+                VecF terms[kWidth] = {};
+                const VecF a_scale = load<VecF>(t.a_scales[m] + block);
+                for (int64_t i = 0; i < rows; ++i) {
+                    const int32_t* from = t.totals + (((n + i) * t.rows + m) * t.vectors + block / parts) * kWidth;
+                    const VecF total = to_float(sums_of<VecI, kWidth / parts, parts>(from));
+                    terms[i] = total * (a_scale * load<VecF>(t.b_scales[n + i] + block));
+                }
+                transpose_lanes(terms);
+                const int64_t here = t.blocks - block < kWidth ? t.blocks - block : kWidth;
+                for (int64_t j = 0; j < here; ++j) sum += terms[j];
+            }
+            store(t.out + m * t.pitch + n, sum);
+        }
+    }
+}
+
+template <int parts>
+void sum_blocks_by(const FewBlockSums& t) {
+    if (t.per_step == parts) return sum_blocks_of<parts>(t);
+    if constexpr (2 * parts <= kWidth) sum_blocks_by<2 * parts>(t);
+}
+
+inline void sum_blocks(const FewBlockSums& t) { sum_blocks_by<1>(t); }
+
 inline void sum_floats(const float* vectors, int64_t count, float* sums) {
     int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) store(sums + i, sums_of<kWidth>(vectors + i * kWidth));
+    for (; i + kWidth <= count; i += kWidth) store(sums + i, sums_of<VecF, kWidth, 1>(vectors + i * kWidth));
     if (i == count) return;
     float rest[kWidth * kWidth] = {}, last[kWidth];
     std::memcpy(rest, vectors + i * kWidth, static_cast<size_t>((count - i) * kWidth) * sizeof(float));
-    store(last, sums_of<kWidth>(rest));
+    store(last, sums_of<VecF, kWidth, 1>(rest));
     std::memcpy(sums + i, last, static_cast<size_t>(count - i) * sizeof(float));
 }
 
@@ -285,12 +333,6 @@ inline void sum_integers(const int32_t* vectors, int64_t count, int64_t* sums) {
         for (int l = 0; l < kWidth; ++l) sum += vectors[l];
         sums[i] = sum;
     }
-}
-
-inline bool holds(const uint8_t* codes, int64_t count, uint8_t nan) {
-    uint8_t found = 0;
-    for (int64_t i = 0; i < count; ++i) found |= (codes[i] & 0x7f) == nan;
-    return found != 0;
 }
 
 // Contiguous scales of one byte: E8M0, or E4M3, of which those without an exponent are min(w, 2 w - 2^-6).
@@ -315,13 +357,9 @@ constexpr FewKernels few_kernels() {
     FewKernels k;
     k.width = kWidth;
     k.tile = kTile;
-    k.lane_cols = kTileCols;
-    k.least_lanes = kWidth == 16 ? 13 : 5;  // the first measured (docs/measured.md), the others not
     k.sum_floats = sum_floats;
     k.sum_integers = sum_integers;
-    k.turn = turn;
-    k.correct = correct;
-    k.holds = holds;
+    k.sum_blocks = sum_blocks;
     k.byte_scales = byte_scales;
     return k;
 }

@@ -41,7 +41,7 @@ constexpr int kStreamedRows = 8;
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
 // s8u8: the segment's sum is start[r] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where a_sum has
 // length * a_zero taken off already; start is -a_sum * b_zero where all columns have the same b_zero.
-// Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or int32) += sum.
+// Scaled: c (fp32) += fp32(fp32(sum) * fp32(a_scale[r] * b_scale[n])), from 0; else c (fp32 or int32) += sum.
 struct Tile {
     const uint32_t* a = nullptr;  // [depth, rows]; of matrix registers [rows, kTileStride]
     const uint32_t* b = nullptr;  // [depth, nr]
