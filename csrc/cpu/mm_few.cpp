@@ -21,7 +21,7 @@ constexpr int64_t kNearBytes = 16 << 10;    // of a tile of a at a time
 constexpr int64_t kChunkBytes = 128 << 10;  // of rows of b at a time,
 constexpr int64_t kChunkSums = 128;         // and vectors of their sums
 constexpr int64_t kChunkRows = 64;
-constexpr int64_t kTotalsBytes = 64 << 10;  // of sums of integers in blocks
+constexpr int64_t kTotalsBytes = 16 << 10;  // of sums of integers in blocks at a time
 
 const FewKernels& few_in_use() {
     static constexpr const FewKernels& (*kTables[])() = {
@@ -39,7 +39,7 @@ class Columns : FewColumns {
         : FewColumns(p, few, plan, rows),
           piece_(piece_steps()),
           whole_(piece_ >= plan.steps && plan.tile == plan.rows),
-          totals_vectors_(ceil_div(plan.num_totals(), few.width) * few.width),
+          totals_(totals_of_piece()),
           chunk_(chunk_rows()),
           run_(plan.unit->dots[static_cast<int>(blocks_of(plan))][plan.more]) {
         thread_local Arena arena;
@@ -52,7 +52,7 @@ class Columns : FewColumns {
         common_.zeros = row_zeros_;
         common_.nans = nans_;
         common_.sums_pitch = plan.rows * 4 * few.width;
-        common_.totals_pitch = totals_vectors_ * 4 * few.width;
+        common_.totals_pitch = totals_ * 4 * few.width;
         put_lanes(lanes_);
         std::memset(tails_, 0, static_cast<size_t>(chunk_) * kFewStepBytes);
         std::fill_n(zeros_, block_room(), zero_offset());
@@ -79,8 +79,9 @@ class Columns : FewColumns {
 
     size_t place(uint8_t* base) {
         Parts parts(base);
-        parts.take(sums_, chunk_ * few_.width * (plan_.in_totals() ? plan_.tile * totals_vectors_ : plan_.rows));
-        parts.take(totals_, chunk_ * plan_.rows);
+        parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width * (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
+        parts.take(block_scales_, plan_.in_totals() ? block_room() * few_.width : 0);
+        parts.take(row_sums_, chunk_ * plan_.rows);
         parts.take(results_, chunk_ * plan_.rows);
         parts.take(tails_, chunk_ * kFewStepBytes);
         parts.take(lanes_, few_.width);
@@ -96,11 +97,14 @@ class Columns : FewColumns {
         return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
 
+    // Vectors of sums of integers in blocks, of one row of a and of b.
+    int64_t totals_of_piece() const {
+        const int64_t each = plan_.tile * few_.width * few_.width * 4;
+        return std::clamp<int64_t>(kTotalsBytes / each, 1, plan_.num_totals());
+    }
+
     int64_t chunk_rows() const {
-        if (plan_.in_totals()) {
-            const int64_t row = plan_.tile * totals_vectors_ * 4 * few_.width;
-            return std::clamp<int64_t>(kTotalsBytes / row / few_.width, 1, kChunkRows / few_.width) * few_.width;
-        }
+        if (plan_.in_totals()) return kChunkRows;
         const int64_t most = std::min(kChunkBytes / std::max<int64_t>(p_.b.row_stride, 1), kChunkSums / plan_.tile);
         // Where nothing is read twice, the scales shall not push a out of the nearest cache.
         const int64_t scaled = whole_ && plan_.blocks ? kNearBytes / 8 / block_room() : kChunkRows;
@@ -115,63 +119,96 @@ class Columns : FewColumns {
     void multiply(int64_t row, int64_t count, int64_t end) {
         find_scales(row, count, scales_, row_scales_);
         if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
+        if (plan_.in_totals()) {
+            for (int64_t n = 0; n < count; n += few_.width) {
+                multiply_totals(row + n, n, std::min<int64_t>(few_.width, count - n));
+            }
+            return;
+        }
         std::fill_n(nans_, count, false);
-        if (!plan_.in_totals()) std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
+        std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
         Few t = common_;
         t.count = count;
         for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
             t.sums = sums_ + m * few_.width;
-            if (plan_.in_totals()) start_totals(t, m);
             for (int64_t s = 0; s < plan_.steps; s += piece_) {
                 t.steps = std::min(piece_, plan_.steps - s);
-                t.b = codes_of(row) + s * plan_.unit->bytes;
-                t.pitch = p_.b.row_stride;
-                t.ahead =
-                    whole_ ? t.b + kAheadBytes : codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
-                t.ahead_pitch = whole_ ? t.pitch : t.steps * plan_.unit->bytes;
+                put_codes(t, row, s);
+                if (!whole_) {
+                    t.ahead = codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
+                    t.ahead_pitch = t.steps * plan_.unit->bytes;
+                }
                 run_steps(t, m, s);
             }
-            if (plan_.rest > 0) {
-                for (int64_t n = 0; n < count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
-                t.steps = 1;
-                t.b = t.ahead = tails_;
-                t.pitch = t.ahead_pitch = kFewStepBytes;
-                run_steps(t, m, plan_.steps);
-            }
-            if (plan_.in_totals()) sum_totals(m, count);
+            if (plan_.rest > 0) run_tail(t, m, row);
         }
+    }
+
+    // Integers in blocks: rows [row, row + count) of b, at most as many as lanes, whose numbers in the chunk are from `n`
+    // on.
+    void multiply_totals(int64_t row, int64_t n, int64_t count) {
+        Few t = common_;
+        t.count = count;
+        t.scales += n;
+        t.zeros += n;
+        t.sums = sums_;
+        const int64_t piece = plan_.per_step > 1 ? totals_ : totals_ * plan_.block_steps;
+        for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
+            t.sums_pitch = rows_.tile_rows(m) * t.totals_pitch;
+            for (int64_t s = 0; s < plan_.steps; s += t.steps) {
+                t.steps = std::min(piece, plan_.steps - s);
+                put_codes(t, row, s);
+                run_steps(t, m, s);
+                const bool last = s + t.steps == plan_.steps && plan_.rest == 0;
+                sum_totals(t, m, n, last ? plan_.num_blocks : plan_.block_of(s + t.steps));
+            }
+            if (plan_.rest > 0) {
+                run_tail(t, m, row);
+                sum_totals(t, m, n, plan_.num_blocks);
+            }
+        }
+    }
+
+    void put_codes(Few& t, int64_t row, int64_t step) const {
+        t.b = codes_of(row) + step * plan_.unit->bytes;
+        t.pitch = t.ahead_pitch = p_.b.row_stride;
+        t.ahead = t.b + kAheadBytes;
     }
 
     void run_steps(Few& t, int64_t m, int64_t step) const {
         t.a = rows_.tile(m, step);
         t.block = plan_.block_of(step);
-        if (plan_.in_totals()) t.sums = sums_ + t.block / plan_.per_step * few_.width;
         run_[rows_.tile_rows(m) - 1](t);
     }
 
-    // Integers in blocks: the vectors of sums of a tile's rows.
-    void start_totals(Few& t, int64_t m) const {
-        t.sums_pitch = rows_.tile_rows(m) * t.totals_pitch;
-        std::memset(sums_, 0, static_cast<size_t>(t.count * t.sums_pitch));
+    void run_tail(Few& t, int64_t m, int64_t row) const {
+        for (int64_t n = 0; n < t.count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
+        t.steps = 1;
+        t.b = t.ahead = tails_;
+        t.pitch = t.ahead_pitch = kFewStepBytes;
+        run_steps(t, m, plan_.steps);
     }
 
-    void sum_totals(int64_t m, int64_t count) const {
-        FewBlockSums t;
-        t.totals = sums_;
-        t.count = count;
-        t.rows = rows_.tile_rows(m);
-        t.vectors = totals_vectors_;
-        t.blocks = plan_.num_blocks;
-        t.per_step = plan_.per_step;
-        t.a_scales = rows_.scales() + m;
-        t.b_scales = row_scales_;
-        t.out = reinterpret_cast<float*>(results_ + m * chunk_);
-        t.pitch = 2 * chunk_;
-        few_.sum_blocks(t);
+    // The blocks from t.block to `end`.
+    void sum_totals(const Few& t, int64_t m, int64_t n, int64_t end) const {
+        FewBlockSums sums;
+        sums.totals = sums_;
+        sums.count = t.count;
+        sums.rows = rows_.tile_rows(m);
+        sums.vectors = totals_;
+        sums.per_step = plan_.per_step;
+        sums.begin = t.block;
+        sums.end = end;
+        sums.a_scales = rows_.scales() + m;
+        sums.b_scales = t.scales;
+        sums.scales = block_scales_;
+        sums.out = reinterpret_cast<float*>(results_ + m * chunk_) + n;
+        sums.pitch = 2 * chunk_;
+        few_.sum_blocks(sums);
     }
 
     void float_results(int64_t count) {
-        auto* sums = reinterpret_cast<float*>(totals_);
+        auto* sums = reinterpret_cast<float*>(row_sums_);
         few_.sum_floats(reinterpret_cast<const float*>(sums_), count * plan_.rows, sums);
         const float by = factor(false), by_nan = factor(true);
         for (int64_t m = 0; m < plan_.rows; ++m) {
@@ -182,10 +219,10 @@ class Columns : FewColumns {
 
     // Sum over k of (a - a_zero) * (code - zero), from sums of products, of a, and of codes.
     void exact_results(int64_t row, int64_t count) {
-        few_.sum_integers(sums_, count * plan_.rows, totals_);
+        few_.sum_integers(sums_, count * plan_.rows, row_sums_);
         const int half = p_.b.table->is_signed ? 1 << (p_.b.table->bits - 1) : 0;
         for (int64_t n = 0; n < count; ++n) {
-            const int64_t* sums = totals_ + n * plan_.rows;
+            const int64_t* sums = row_sums_ + n * plan_.rows;
             const int64_t zero = zero_at(p_.b, row + n, 0) + half;
             for (int64_t m = 0; m < p_.a.rows; ++m) {
                 int64_t sum = sums[m] - zero * rows_.sum(m);
@@ -200,17 +237,17 @@ class Columns : FewColumns {
 
     const int64_t piece_;  // steps at a time
     const bool whole_;     // all of a is one tile's piece
-    const int64_t totals_vectors_;
+    const int64_t totals_;  // vectors of a row's sums at a time, of integers in blocks
     const int64_t chunk_;  // rows of b at a time
     const FewUnit::Run* run_;
-    Few common_;        // what all calls share
-    // Vectors: [chunk, rows], fp32, or int32 of integers in one block; of integers in blocks [chunk, tile, totals].
+    Few common_;  // what all calls share
+    // Vectors: [chunk, rows], fp32, or int32 of integers in one block; of integers in blocks [lanes, tile, totals].
     int32_t* sums_;
-    int64_t* totals_;   // [chunk, rows], or fp32
+    int64_t* row_sums_;  // [chunk, rows], or fp32
     int64_t* results_;  // [rows, chunk], or fp32 [rows, 2 * chunk]
     uint8_t* tails_;
     int32_t *lanes_, *zeros_;
-    float* scales_;
+    float *scales_, *block_scales_;
     const float* row_scales_[kChunkRows];
     const int32_t* row_zeros_[kChunkRows];
     bool nans_[kChunkRows];

@@ -41,18 +41,20 @@ struct Few {
     const int32_t* const* zeros = nullptr;  // what is taken off decoded codes
     void* sums = nullptr;                   // vectors, fp32 or int32, which are added to; bytes from row to row of b:
     int64_t sums_pitch = 0;
-    int64_t totals_pitch = 0;  // integers in blocks, whose sums are a vector for each block or step: bytes between rows of a
+    int64_t totals_pitch = 0;  // integers in blocks, which leave a vector for each block or step: bytes between rows of a
     bool* nans = nullptr;  // of units with `halves`: whether a row of b holds a NaN that fp16 does not show
 };
 
-// Vectors of sums of integers in blocks, to sums over lanes, scaled and added in the order of K (docs/numerics.md section
-// 9). Vector i of a row holds the blocks from i * per_step on, each in so many lanes after each other.
+// Vectors of sums of integers in some blocks, to sums over lanes, which are scaled and added in the order of K
+// (docs/numerics.md section 9). Vector i of a row holds the blocks from i * per_step on, each in so many lanes.
 struct FewBlockSums {
-    const int32_t* totals = nullptr;  // [count, rows, vectors] vectors; padded to whole numbers of their lanes
-    int64_t count = 0, rows = 0, vectors = 0, blocks = 0, per_step = 1;
-    const float* const* a_scales = nullptr;  // [rows] of [blocks], padded to vectors
-    const float* const* b_scales = nullptr;  // [count] of [blocks]
-    float* out = nullptr;                    // [rows, pitch], count of each padded to vectors
+    const int32_t* totals = nullptr;  // [count, rows, vectors] vectors; count is at most their lanes, but all are there
+    int64_t count = 0, rows = 0, vectors = 0, per_step = 1;
+    int64_t begin = 0, end = 0;             // blocks
+    const float* const* a_scales = nullptr;  // [rows], and of the blocks of each
+    const float* const* b_scales = nullptr;  // [count], the same, which may be read a vector beyond `end`
+    float* scales = nullptr;                 // [end - begin, padded to vectors] vectors, to work in
+    float* out = nullptr;                    // [rows, pitch]: stored from block 0 on, else added to
     int64_t pitch = 0;
 };
 

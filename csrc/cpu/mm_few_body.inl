@@ -131,8 +131,7 @@ void few_dots(const Few& t) {
 #pragma GCC unroll 8
             for (int m = 0; m < kRows; ++m) {
                 if constexpr (kTotals) {
-                    uint8_t* at = totals + m * t.totals_pitch;
-                    store(at, load<VecI>(at) + part.total(m));
+                    store(totals + m * t.totals_pitch, part.total(m));
                 } else if constexpr (kIntegers) {
                     sum[m] += part.total(m);
                 } else {
@@ -248,64 +247,91 @@ inline V lanes_by(V a, V b, int with, std::integer_sequence<int, i...>) {
     return __builtin_shuffle(a, b, lanes + with);
 }
 
-// The sums over lanes of `count` vectors, halves first; each holds `parts` numbers to be summed apart, in lanes after
-// each other. With count * parts = kWidth, lane i is the i-th of them.
-template <class V, int count, int parts>
-inline V sums_of(const void* vectors) {
+// The sums over lanes of so many vectors, those of one kWidth / count times, halves first.
+template <int count>
+inline VecF sums_of(const float* vectors) {
     if constexpr (count == 1) {
-        return load<V>(vectors);
+        return load<VecF>(vectors);
     } else {
-        constexpr int kApart = kWidth / (count * parts);
+        constexpr int kApart = kWidth / count;
         constexpr auto kLanes = std::make_integer_sequence<int, kWidth>();
-        const auto* second = static_cast<const uint8_t*>(vectors) + count / 2 * kVectorBytes;
-        const V a = sums_of<V, count / 2, parts>(vectors), b = sums_of<V, count / 2, parts>(second);
+        const VecF a = sums_of<count / 2>(vectors), b = sums_of<count / 2>(vectors + count / 2 * kWidth);
         return lanes_by<kApart>(a, b, 0, kLanes) + lanes_by<kApart>(a, b, kApart, kLanes);
     }
 }
 
-template <int... i>
-inline VecF interleave(VecF a, VecF b, int half, std::integer_sequence<int, i...>) {
-    const VecI lanes = {(i / 2 + i % 2 * kWidth)...};
-    return __builtin_shuffle(a, b, lanes + half * (kWidth / 2));
+// Of every four lanes of both, the first or last `each` of two of a and as many of b, in turns: what processors interleave.
+template <int each, class V, int... i>
+inline V unpack_lanes(V a, V b, int with, std::integer_sequence<int, i...>) {
+    const VecI lanes = {(i / 4 * 4 + i % 4 / (2 * each) * each + i % each + i / each % 2 * kWidth)...};
+    return __builtin_shuffle(a, b, lanes + with);
 }
 
-// kWidth by kWidth numbers: perfect shuffles of the rows, log2(kWidth) times.
-inline void transpose_lanes(VecF (&v)[kWidth]) {
-    constexpr auto kLanes = std::make_integer_sequence<int, kWidth>();
-#pragma GCC unroll 4
-    for (int stage = 1; stage < kWidth; stage *= 2) {
-        VecF w[kWidth];
-#pragma GCC unroll 8
-        for (int i = 0; i < kWidth / 2; ++i) {
-            w[2 * i] = interleave(v[i], v[i + kWidth / 2], 0, kLanes);
-            w[2 * i + 1] = interleave(v[i], v[i + kWidth / 2], 1, kLanes);
-        }
+// kWidth vectors, in each of whose every kLanes lanes one number is to be summed; number i becomes v[i], whose lanes are
+// the vectors. With kLanes 1 that is a transposition. Each stage pairs vectors, and halves them where it sums.
+template <int kLanes, class V>
+inline void sum_lanes(V (&v)[kWidth]) {
+    constexpr auto kAll = std::make_integer_sequence<int, kWidth>();
+    int sets = 1, size = kWidth;
+    // `minor`: the numbers that a stage parts stand after each other, else those parted before do.
+    auto stage = [&](bool sum, bool minor, auto low, auto high) __attribute__((always_inline)) {
+        V w[kWidth];
+        size /= 2;
 #pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) v[i] = w[i];
+        for (int i = 0; i < sets * size; ++i) {
+            const int set = i / size;
+            const V a = low(v[2 * i], v[2 * i + 1]), b = high(v[2 * i], v[2 * i + 1]);
+            if (sum) {
+                w[i] = a + b;
+            } else {
+                w[(minor ? 2 * set : set) * size + i % size] = a;
+                w[(minor ? 2 * set + 1 : sets + set) * size + i % size] = b;
+            }
+        }
+        if (!sum) sets *= 2;
+#pragma GCC unroll 16
+        for (int i = 0; i < sets * size; ++i) v[i] = w[i];
+    };
+    stage(
+        kLanes >= 4, true, [&](V a, V b) { return unpack_lanes<1>(a, b, 0, kAll); },
+        [&](V a, V b) { return unpack_lanes<1>(a, b, 2, kAll); });
+    stage(
+        kLanes >= 2, true, [&](V a, V b) { return unpack_lanes<2>(a, b, 0, kAll); },
+        [&](V a, V b) { return unpack_lanes<2>(a, b, 2, kAll); });
+#pragma GCC unroll 2
+    for (int lanes = 8; lanes <= kWidth; lanes *= 2) {
+        stage(
+            kLanes >= lanes, false, [&](V a, V b) { return lanes_by<4>(a, b, 0, kAll); },
+            [&](V a, V b) { return lanes_by<4>(a, b, 4, kAll); });
     }
 }
 
-// Lanes are first blocks, kWidth of them of as many rows of b, and then those rows.
+// Lanes are rows of b.
 template <int parts>
 void sum_blocks_of(const FewBlockSums& t) {
-    for (int64_t n = 0; n < t.count; n += kWidth) {
-        const int64_t rows = t.count - n < kWidth ? t.count - n : kWidth;
-        for (int64_t m = 0; m < t.rows; ++m) {
-            VecF sum{};
-            for (int64_t block = 0; block < t.blocks; block += kWidth) {
-                VecF terms[kWidth] = {};
-                const VecF a_scale = load<VecF>(t.a_scales[m] + block);
-                for (int64_t i = 0; i < rows; ++i) {
-                    const int32_t* from = t.totals + (((n + i) * t.rows + m) * t.vectors + block / parts) * kWidth;
-                    const VecF total = to_float(sums_of<VecI, kWidth / parts, parts>(from));
-                    terms[i] = total * (a_scale * load<VecF>(t.b_scales[n + i] + block));
-                }
-                transpose_lanes(terms);
-                const int64_t here = t.blocks - block < kWidth ? t.blocks - block : kWidth;
-                for (int64_t j = 0; j < here; ++j) sum += terms[j];
+    const int64_t blocks = t.end - t.begin, next = t.rows * t.vectors * kWidth;
+    for (int64_t block = 0; block < blocks; block += kWidth) {
+        VecF scales[kWidth];
+        for (int64_t i = 0; i < kWidth; ++i)
+            scales[i] = load<VecF>(t.b_scales[i < t.count ? i : t.count - 1] + t.begin + block);
+        sum_lanes<1>(scales);
+        for (int64_t i = 0; i < kWidth; ++i) store(t.scales + (block + i) * kWidth, scales[i]);
+    }
+    for (int64_t m = 0; m < t.rows; ++m) {
+        const int32_t* from = t.totals + m * t.vectors * kWidth;
+        const float* a_scales = t.a_scales[m] + t.begin;
+        VecF sum = t.begin == 0 ? VecF{} : load<VecF>(t.out + m * t.pitch);
+        for (int64_t block = 0; block < blocks; from += kWidth) {
+            VecI totals[kWidth];
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < kWidth; ++i) totals[i] = load<VecI>(from + i * next);
+            sum_lanes<kWidth / parts>(totals);
+            for (int64_t i = 0; i < parts && block < blocks; ++i, ++block) {
+                const VecF scale = broadcast(a_scales[block]) * load<VecF>(t.scales + block * kWidth);
+                sum += to_float(totals[i]) * scale;
             }
-            store(t.out + m * t.pitch + n, sum);
         }
+        store(t.out + m * t.pitch, sum);
     }
 }
 
@@ -319,11 +345,11 @@ inline void sum_blocks(const FewBlockSums& t) { sum_blocks_by<1>(t); }
 
 inline void sum_floats(const float* vectors, int64_t count, float* sums) {
     int64_t i = 0;
-    for (; i + kWidth <= count; i += kWidth) store(sums + i, sums_of<VecF, kWidth, 1>(vectors + i * kWidth));
+    for (; i + kWidth <= count; i += kWidth) store(sums + i, sums_of<kWidth>(vectors + i * kWidth));
     if (i == count) return;
     float rest[kWidth * kWidth] = {}, last[kWidth];
     std::memcpy(rest, vectors + i * kWidth, static_cast<size_t>((count - i) * kWidth) * sizeof(float));
-    store(last, sums_of<VecF, kWidth, 1>(rest));
+    store(last, sums_of<kWidth>(rest));
     std::memcpy(sums + i, last, static_cast<size_t>(count - i) * sizeof(float));
 }
 

@@ -21,15 +21,12 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
         std::fill_n(scales, count, &kOne);
         return;
     }
-    if (plan_.integers) {
-        for (int64_t n = 0; n < count; ++n) scales[n] = integer_scales(first + n, room + n * block_room());
-        return;
-    }
     const bool floats = b.scale_format == kScaleFp32 && b.scale_col_stride == 1;
     const bool whole = plan_.rest == 0 && plan_.num_blocks == plan_.steps * plan_.per_step;
     const int64_t each = block_room(), stride = b.scale_row_stride, last = block_at(b.rows - 1, b.block_rows) * stride;
+    const bool own = b.block_cols < p_.depth;
     const bool dense = b.block_rows == 1 && stride == plan_.num_blocks;
-    if (whole && dense && in_bytes()) {
+    if (!plan_.integers && whole && dense && in_bytes()) {
         few_.byte_scales(static_cast<const uint8_t*>(b.scale) + first * stride, b.scale_format == kScaleE8m0,
                          count * stride, room);
         for (int64_t n = 0; n < count; ++n) scales[n] = room + n * stride;
@@ -37,9 +34,13 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
     }
     for (int64_t n = 0; n < count; ++n) {
         const int64_t at = block_at(first + n, b.block_rows) * stride;
-        // Several of a step are read as a vector, which at the end would reach beyond them.
-        const bool there = floats && (plan_.per_step == 1 || (whole && last - at >= few_.width));
-        scales[n] = there ? static_cast<const float*>(b.scale) + at : block_scales(first + n, room + n * each);
+        // Several are read as a vector, which at the end would reach beyond them.
+        const bool inside = last - at >= few_.width;
+        const bool there =
+            floats && (plan_.integers ? inside && own && b.outer == nullptr : plan_.per_step == 1 || (whole && inside));
+        scales[n] = there             ? static_cast<const float*>(b.scale) + at
+                    : plan_.integers ? integer_scales(first + n, room + n * each)
+                                     : block_scales(first + n, room + n * each);
     }
 }
 

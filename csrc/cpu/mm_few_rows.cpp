@@ -15,7 +15,7 @@ FewRows::FewRows(const Problem& p, const FewKernels& few, const FewPlan& plan)
     thread_local Arena arena;
     const int64_t depth = plan.all_steps() * plan.unit->elements, row = plan.all_steps() * step_;
     const int64_t packed = plan.rows * row, natural = depth * 4 + kTileDepth * 4 + 2 * kSlack;
-    const int64_t blocks = plan.in_totals() ? ceil_div(plan.num_blocks, few.width) * few.width : 0;
+    const int64_t blocks = plan.in_totals() ? plan.num_blocks : 0;
     const int64_t scales = blocks * p.a.rows * 4;
     packed_ = arena.reserve(static_cast<size_t>(packed + scales + natural + kRawBytes + 4 * kMaxBlocks));
     natural_ = packed_ + packed + scales;
