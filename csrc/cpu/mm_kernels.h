@@ -103,14 +103,22 @@ struct Rows {
 // Sums of one kind of arithmetic: a register tile of `rows` rows.
 using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
 
+// A register tile that reads b's codes as they are packed (mm_stored.h). Sums are corrected as those of s8u8, whatever a's
+// kind is; a has no zero point to be corrected for.
+struct PackedTile {
+    Multiply run = nullptr;  // null: there is none
+    Kind kind = Kind::s16;   // of a's dwords
+    int rows = 0;            // of a tile, at most
+    int64_t limit = 0;       // rows of a up to which nothing is faster
+};
+
 struct Kernels {
     int nr = 0;                // columns of a tile
     int max_rows = 0;          // rows of a tile, at most
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or s8u8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
-    // The tile of s8u8 for b's stored dwords of 4-bit codes, at most kStreamedRows rows. Null: there is none.
-    Multiply nibble_tile = nullptr;
+    PackedTile packed8, packed4;
     // Multiplies and adds in registers alone, for benchmarks: how many operations that were.
     int64_t (*spin[kNumKinds])(int64_t steps) = {};
     int32_t (*read_lines)(const void* data, int64_t lines) = nullptr;  // of 256 bytes
@@ -138,9 +146,9 @@ struct Kernels {
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
     // By Kind; null: there is none.
     void (*panel[kNumKinds])(const Panel& panel) = {};
-    // Stored dwords of panels of 4-bit codes (mm_stored.h), [count, nr], to twice as many of bytes. Null: none are
-    // read.
-    void (*spread)(const uint32_t* stored, int64_t count, uint32_t* panel) = nullptr;
+    // Packed dwords of b's codes of `bits` bits (mm_stored.h), [count, kPanelRows], nr columns of them, to those of
+    // `integer`: of s16 less zeros[nr], of s8u8 as they are.
+    void (*spread)(const uint32_t* packed, int64_t count, int bits, const int32_t* zeros, uint32_t* panel) = nullptr;
     // s8u8: the sum of a row's signed bytes; sums[nr] of a panel's unsigned ones.
     int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
     void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;

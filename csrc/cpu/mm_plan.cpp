@@ -44,11 +44,21 @@ bool folds_into_bf16(const Operand& x, int64_t depth) {
     return x.scale_format == kScaleE8m0 && moderate_scales(x, depth);
 }
 
+// The tile that reads b as it is packed, if one serves.
+const PackedTile* packed_tile(const Problem& p, const Kernels& kernels) {
+    if (!p.b.in_panels() || kernels.matrix_side > 0) return nullptr;
+    const PackedTile& tile = p.b.table->bits == 4 ? kernels.packed4 : kernels.packed8;
+    if (tile.run == nullptr || p.a.rows > tile.limit) return nullptr;
+    const bool as_stored = p.a.zero_point == nullptr && (p.a.table->is_signed || p.a.table->bits < 8);
+    return tile.kind == Kind::s16 || as_stored ? &tile : nullptr;
+}
+
 void choose_kind(Plan& plan, const Problem& p, const Kernels& kernels) {
     const int64_t a = block_along_k(p.a, p.depth), b = block_along_k(p.b, p.depth);
     plan.scaled = a > 0 || b > 0;
     if (is_integer_product(p)) {
-        plan.kind = kernels.integer;
+        plan.packed = packed_tile(p, kernels);
+        plan.kind = plan.packed != nullptr ? plan.packed->kind : kernels.integer;
     } else if (kernels.has(Kind::bf16) && plan.scaled && exact_in_bf16(p.a) && exact_in_bf16(p.b) &&
                folds_into_bf16(p.a, p.depth) && folds_into_bf16(p.b, p.depth)) {
         plan.kind = Kind::bf16;
