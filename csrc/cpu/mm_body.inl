@@ -132,12 +132,16 @@ __attribute__((always_inline)) inline void add_products(const uint32_t* a, const
     }
 }
 
-// Of `bytes` bytes at a time.
-template <int64_t bytes>
 inline void fetch_ahead(const uint32_t* stream) {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < bytes; i += 64)
+    for (int i = 0; i < kNr * 4; i += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 3);
+}
+
+// Of packed codes. Narrow tiles pass over a panel several times, and what comes next must be there after the first.
+inline void fetch_packed(const uint32_t* packed) {
+    if constexpr (kNr == kPanelRows) return fetch_ahead(packed);
+    __builtin_prefetch(reinterpret_cast<const char*>(packed) + kPanelAhead, 0, 2);
 }
 
 template <class Dot, bool kScaled, int kRows>
@@ -160,7 +164,7 @@ void tile(const Tile& t) {
         for (; t.streamed && d >= kAheadSteps; d -= kAheadSteps) {
 #pragma GCC unroll 4
             for (int i = 0; i < kAheadSteps; ++i) {
-                fetch_ahead<kNr * 4>(b);
+                fetch_ahead(b);
                 step();
             }
         }
@@ -184,7 +188,7 @@ void nibble_tile(const Tile& t) {
     const uint32_t* b = t.b;
     auto step = [&](bool both) __attribute__((always_inline)) {
         VecI low[kVectors], high[kVectors];
-        fetch_ahead<kPanelRows * 4>(b);
+        fetch_packed(b);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
             const VecI packed = load<VecI>(b + v * kWidth);
@@ -225,7 +229,7 @@ void byte_tile(const Tile& t) {
         a += kRows;
     };
     for (int64_t d = 0; d + 1 < t.depth; d += 2, b += kPanelRows) {
-        fetch_ahead<kPanelRows * 4>(b);
+        fetch_packed(b);
         step(0);
         step(1);
     }

@@ -34,6 +34,7 @@ static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 constexpr int64_t kAheadSteps = 4;
 // Bytes that streams from memory are fetched ahead.
 constexpr int64_t kStreamAhead = 4096;
+constexpr int64_t kPanelAhead = 16384;  // about a chunk of a panel
 
 // Rows of a tile, at most, that multiply faster than memory gives them panels.
 constexpr int kStreamedRows = 8;
