@@ -36,6 +36,9 @@ struct Table {
     alignas(64) uint8_t high[128];
 };
 
+// Rows of a panel of packed codes (cpu/mm_stored.h).
+constexpr int64_t kPanelRows = 32;
+
 // One operand as the op received it: floats, or codes with scales.
 struct Operand {
     const void* data = nullptr;

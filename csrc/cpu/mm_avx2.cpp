@@ -83,12 +83,56 @@ void transpose(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t de
     }
 }
 
+// Products of signed bytes with 4-bit codes: words hold four of them.
+struct DotNibbles {
+    using Acc = VecI;
+    static constexpr Kind kind = Kind::s8u8;
+    static constexpr bool kPairs = true;
+    static VecI dot(VecI acc, VecI a, VecI b, VecI a2, VecI b2) {
+        const __m256i words = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)b, (__m256i)a),
+                                               _mm256_maddubs_epi16((__m256i)b2, (__m256i)a2));
+        return acc + (VecI)_mm256_madd_epi16(words, _mm256_set1_epi16(1));
+    }
+};
+
+// Products of words with 8-bit codes, as unsigned numbers.
+struct DotBytes : DotS16 {
+    static VecI words(VecI bytes, int half) {
+        constexpr auto kLow = static_cast<int64_t>(0x8005800480018000);
+        constexpr int64_t kNext = 0x0808080808080808;
+        const __m256i first = _mm256_setr_epi64x(kLow, kLow + kNext, kLow, kLow + kNext);
+        const __m256i second = _mm256_add_epi8(first, _mm256_set1_epi16(2));
+        return (VecI)_mm256_shuffle_epi8((__m256i)bytes, half == 0 ? first : second);
+    }
+};
+template <>
+constexpr bool kCorrected<DotBytes> = true;
+
+template <bool kScaled>
+void byte_tile_of(int rows, const Tile& t) {
+    switch (rows) {
+        case 1:
+            return byte_tile<DotBytes, kScaled, 1>(t);
+        case 2:
+            return byte_tile<DotBytes, kScaled, 2>(t);
+        case 4:
+            return byte_tile<DotBytes, kScaled, 4>(t);
+        default:
+            return byte_tile<DotBytes, kScaled, 6>(t);
+    }
+}
+void run_byte_tile(bool scaled, int rows, const Tile& t) {
+    scaled ? byte_tile_of<true>(rows, t) : byte_tile_of<false>(rows, t);
+}
+
 constexpr Kernels make() {
     Kernels k = plain_kernels<DotF32, DotS16>();
     k.unpack = unpack;
     k.decode_f32 = decode_f32;
     k.widen = widen;
     k.transpose = transpose;
+    k.packed4 = {run_nibble_tile<DotNibbles>, Kind::s8u8, LOWBIT_MM_NIBBLE_ROWS, INT64_MAX};
+    k.packed8 = {run_byte_tile, Kind::s16, LOWBIT_MM_ROWS, INT64_MAX};
     return k;
 }
 constexpr Kernels kTable = make();

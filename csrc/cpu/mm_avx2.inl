@@ -2,6 +2,7 @@
 
 #define LOWBIT_MM_WIDTH 8
 #define LOWBIT_MM_ROWS 6
+#define LOWBIT_MM_NIBBLE_ROWS 4
 typedef float VecF __attribute__((vector_size(32)));
 typedef int32_t VecI __attribute__((vector_size(32)));
 

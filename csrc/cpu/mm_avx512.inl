@@ -2,6 +2,7 @@
 
 #define LOWBIT_MM_WIDTH 16
 #define LOWBIT_MM_ROWS 14
+#define LOWBIT_MM_NIBBLE_ROWS 8
 typedef float VecF __attribute__((vector_size(64)));
 typedef int32_t VecI __attribute__((vector_size(64)));
 

@@ -15,7 +15,7 @@ namespace {
 struct DotS8U8 {
     using Acc = VecI;
     static constexpr Kind kind = Kind::s8u8;
-    static constexpr bool kFromMemory = true;
+    static constexpr bool kFromMemory = true, kPairs = false;
     // As assembly: gcc 12 spills the intrinsic's accumulators in large tiles.
     static VecI dot(VecI acc, VecI a, VecI b) {
         asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
@@ -84,18 +84,6 @@ void panel_of_nibbles(const Panel& p) {
     }
 }
 
-// The low nibbles are one dword of bytes, the high ones the next.
-void spread(const uint32_t* stored, int64_t count, uint32_t* panel) {
-    const __m512i nibbles = _mm512_set1_epi8(15);
-    for (int64_t d = 0; d < count; ++d, stored += kNr, panel += 2 * kNr) {
-        for (int n = 0; n < kNr; n += kWidth) {
-            const __m512i v = _mm512_loadu_si512(stored + n);
-            _mm512_store_si512(panel + n, _mm512_and_si512(v, nibbles));
-            _mm512_store_si512(panel + kNr + n, _mm512_and_si512(_mm512_srli_epi32(v, 4), nibbles));
-        }
-    }
-}
-
 void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_of_nibbles(p) : panel_of_bytes(p); }
 
 }  // namespace
@@ -103,8 +91,8 @@ void panel_s8u8(const Panel& p) { p.table->bits == 4 ? panel_of_nibbles(p) : pan
 void add_avx512vnni(Kernels& kernels) {
     kernels.integer = Kind::s8u8;
     kernels.panel[static_cast<int>(Kind::s8u8)] = panel_s8u8;
-    kernels.spread = spread;
-    kernels.nibble_tile = run_nibble_tile<DotS8U8>;
+    kernels.spread = spread_any<true>;
+    kernels.packed4 = {run_nibble_tile<DotS8U8>, Kind::s8u8, LOWBIT_MM_NIBBLE_ROWS, 2 * kStreamedRows};
     kernels.sum_panel = sum_panel;
     kernels.sum_bytes = sum_bytes;
     add_kind<DotS8U8>(kernels);

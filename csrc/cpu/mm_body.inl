@@ -1,7 +1,8 @@
 // Register tiles, written once on vectors of LOWBIT_MM_WIDTH dwords.
 //
-// Included by one file per instruction set, in an unnamed namespace, after that file has defined LOWBIT_MM_WIDTH and
-// `fused(a, b, c)` (a * b + c, fused where the instruction set can). Nothing here may be seen by another file.
+// Included by one file per instruction set, in an unnamed namespace, after that file has defined LOWBIT_MM_WIDTH,
+// LOWBIT_MM_ROWS and LOWBIT_MM_NIBBLE_ROWS (rows of a tile, at most) and `fused(a, b, c)` (a * b + c, fused where the
+// instruction set can). Nothing here may be seen by another file.
 
 constexpr int kWidth = LOWBIT_MM_WIDTH;
 constexpr int kVectors = 2;  // vectors of a tile's row
@@ -34,6 +35,10 @@ struct DotF32 {
     static VecF dot(VecF acc, VecI a, VecI b) { return fused((VecF)a, (VecF)b, acc); }
 };
 
+// Whether sums are corrected for what operands are too large by; see Tile.
+template <class Dot>
+constexpr bool kCorrected = Dot::kind == Kind::s8u8;
+
 template <class Acc>
 inline VecF to_float(Acc acc) {
     if constexpr (sizeof(Acc) == sizeof(VecF) && __is_same(Acc, VecF)) {
@@ -43,7 +48,8 @@ inline VecF to_float(Acc acc) {
     }
 }
 
-// Adds the sums of rows [row, row + kRows) of a tile to c; see Tile. The product of the scales comes first.
+// Adds the sums of rows [row, row + kRows) of a tile to c; see Tile. Scaled: the product of the scales comes first,
+// nothing is fused, and c starts from 0, as docs/numerics.md section 9 has it for integers.
 template <class Dot, bool kScaled, bool kFresh, int kRows>
 inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRows][kVectors]) {
     using Acc = typename Dot::Acc;
@@ -54,7 +60,8 @@ inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRow
             char* at = static_cast<char*>(t.c) + ((row + r) * t.c_stride + v * kWidth) * 4;
             if constexpr (kScaled) {
                 const VecF scale = broadcast(t.a_scale[row + r]) * load<VecF>(t.b_scale + v * kWidth);
-                store(at, kFresh ? to_float(acc[r][v]) * scale : fused(to_float(acc[r][v]), scale, load<VecF>(at)));
+                const VecF term = to_float(acc[r][v]) * scale;
+                store(at, (kFresh ? VecF{} : load<VecF>(at)) + term);
             } else if constexpr (kFresh || __is_same(Acc, VecF)) {
                 store(at, acc[r][v]);  // fp32 sums started from c
             } else {
@@ -64,10 +71,10 @@ inline void put_sums(const Tile& t, int row, const typename Dot::Acc (&acc)[kRow
     }
 }
 
-// The same after the corrections of s8u8. By value: stores to c cannot change it.
+// The same after the corrections. By value: stores to c cannot change it.
 template <class Dot, bool kScaled, int kRows>
 inline void add_sums(const Tile t, int row, typename Dot::Acc (&acc)[kRows][kVectors]) {
-    if constexpr (Dot::kind == Kind::s8u8) {
+    if constexpr (kCorrected<Dot>) {
         auto correct = [&](const int32_t* of_rows, const int32_t* of_columns) {
             if (of_rows == nullptr || of_columns == nullptr) return;
 #pragma GCC unroll 16
@@ -95,7 +102,7 @@ inline void start_sums(const Tile& t, typename Dot::Acc (&acc)[kRows][kVectors])
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
             acc[r][v] = Acc{};
-            if constexpr (Dot::kind == Kind::s8u8) {
+            if constexpr (kCorrected<Dot>) {
                 if (t.start != nullptr) acc[r][v] = broadcast(static_cast<uint32_t>(t.start[r]));
             } else if constexpr (kResume) {
                 if (!t.fresh) acc[r][v] = load<VecF>(static_cast<float*>(t.c) + r * t.c_stride + v * kWidth);
@@ -129,6 +136,12 @@ inline void fetch_ahead(const uint32_t* stream) {
 #pragma GCC unroll 4
     for (int i = 0; i < kNr * 4; i += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(stream) + kStreamAhead + i, 0, 3);
+}
+
+// Of packed codes. Narrow tiles pass over a panel several times, and what comes next must be there after the first.
+inline void fetch_packed(const uint32_t* packed) {
+    if constexpr (kNr == kPanelRows) return fetch_ahead(packed);
+    __builtin_prefetch(reinterpret_cast<const char*>(packed) + kPanelAhead, 0, 2);
 }
 
 template <class Dot, bool kScaled, int kRows>
@@ -165,26 +178,96 @@ void tile(const Tile& t) {
     add_sums<Dot, kScaled>(t, 0, acc);
 }
 
-// The same of b's stored dwords of 4-bit codes (mm_stored.h), each of which is two dwords of depth.
+// The same of b's packed dwords of 4-bit codes (mm_stored.h), each of which is two dwords of depth. Dot::kPairs: both are
+// multiplied at once.
 template <class Dot, bool kScaled, int kRows>
 void nibble_tile(const Tile& t) {
     typename Dot::Acc acc[kRows][kVectors];
     start_sums<Dot, kScaled>(t, acc);
     const uint32_t* a = t.a;
     const uint32_t* b = t.b;
-    for (int64_t d = 0; d < t.depth; d += 2, a += 2 * kRows, b += kNr) {
+    auto step = [&](bool both) __attribute__((always_inline)) {
         VecI low[kVectors], high[kVectors];
-        fetch_ahead(b);
+        fetch_packed(b);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-            const VecI stored = load<VecI>(b + v * kWidth);
-            low[v] = stored & 0x0f0f0f0f;
-            high[v] = stored >> 4 & 0x0f0f0f0f;
+            const VecI packed = load<VecI>(b + v * kWidth);
+            low[v] = packed & 0x0f0f0f0f;
+            high[v] = packed >> 4 & 0x0f0f0f0f;
         }
-        add_products<Dot>(a, low, acc);
-        if (d + 1 < t.depth) add_products<Dot>(a + kRows, high, acc);
-    }
+        if constexpr (Dot::kPairs) {
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const VecI first = broadcast(a[r]), second = both ? broadcast(a[kRows + r]) : VecI{};
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], first, low[v], second, high[v]);
+            }
+        } else {
+            add_products<Dot>(a, low, acc);
+            if (both) add_products<Dot>(a + kRows, high, acc);
+        }
+        a += 2 * kRows;
+        b += kPanelRows;
+    };
+    for (int64_t d = 0; d + 1 < t.depth; d += 2) step(true);
+    if (t.depth % 2 != 0) step(false);
     add_sums<Dot, kScaled>(t, 0, acc);
+}
+
+// The same of 8-bit codes, which become two dwords of words: Dot::words(dwords, 0 or 1).
+template <class Dot, bool kScaled, int kRows>
+void byte_tile(const Tile& t) {
+    typename Dot::Acc acc[kRows][kVectors];
+    start_sums<Dot, kScaled>(t, acc);
+    const uint32_t* a = t.a;
+    const uint32_t* b = t.b;
+    auto step = [&](int half) __attribute__((always_inline)) {
+        VecI column[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) column[v] = Dot::words(load<VecI>(b + v * kWidth), half);
+        add_products<Dot>(a, column, acc);
+        a += kRows;
+    };
+    for (int64_t d = 0; d + 1 < t.depth; d += 2, b += kPanelRows) {
+        fetch_packed(b);
+        step(0);
+        step(1);
+    }
+    if (t.depth % 2 != 0) step(0);
+    add_sums<Dot, kScaled>(t, 0, acc);
+}
+
+// Packed codes (mm_stored.h) to bytes of s8u8, or to words of s16.
+template <bool kBytes>
+void spread_any(const uint32_t* packed, int64_t count, int bits, const int32_t* zeros, uint32_t* panel) {
+    typedef int16_t Words __attribute__((vector_size(sizeof(VecI))));
+    constexpr int kDwords = kBytes ? 1 : 2;  // of four codes
+    Words less[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+        const VecI zero = load<VecI>(zeros + v * kWidth);
+        less[v] = (Words)((zero & 0xffff) | zero << 16);
+    }
+    auto put = [&](VecI bytes, int v) __attribute__((always_inline)) {
+        uint32_t* to = panel + v * kWidth;
+        if constexpr (kBytes) {
+            store(to, bytes);
+        } else {
+            store(to, (Words)((bytes & 0xff) | (bytes & 0xff00) << 8) - less[v]);
+            store(to + kNr, (Words)((bytes >> 16 & 0xff) | (bytes >> 8 & 0xff0000)) - less[v]);
+        }
+    };
+    for (int64_t d = 0; d < count; ++d, packed += kPanelRows) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+            const VecI x = load<VecI>(packed + v * kWidth);
+            put(bits == 8 ? x : x & 0x0f0f0f0f, v);
+        }
+        panel += kDwords * kNr;
+        if (bits == 8) continue;
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) put(load<VecI>(packed + v * kWidth) >> 4 & 0x0f0f0f0f, v);
+        panel += kDwords * kNr;
+    }
 }
 
 // fp32 operands have their scales multiplied in when they are decoded, so their tiles have none.
@@ -194,6 +277,8 @@ void tile_of(int rows, const Tile& t) {
         __builtin_unreachable();
     else
         switch (rows) {
+            case 1:
+                return tile<Dot, kScaled, 1>(t);
             case 2:
                 return tile<Dot, kScaled, 2>(t);
             case 4:
@@ -219,16 +304,19 @@ void tile_of(int rows, const Tile& t) {
 
 template <class Dot, bool kScaled>
 void nibble_tile_of(int rows, const Tile& t) {
-    static_assert(kStreamedRows == 8, "a case for each number of rows");
     switch (rows) {
+        case 1:
+            return nibble_tile<Dot, kScaled, 1>(t);
         case 2:
             return nibble_tile<Dot, kScaled, 2>(t);
         case 4:
             return nibble_tile<Dot, kScaled, 4>(t);
+#if LOWBIT_MM_NIBBLE_ROWS > 4
         case 6:
             return nibble_tile<Dot, kScaled, 6>(t);
         case 8:
             return nibble_tile<Dot, kScaled, 8>(t);
+#endif
         default:
             __builtin_unreachable();
     }

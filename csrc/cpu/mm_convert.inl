@@ -98,6 +98,12 @@ inline void pack_any(const uint32_t* rows, int64_t count, int64_t depth, uint32_
     }
 }
 
+inline int32_t sum_bytes_any(const uint8_t* bytes, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += static_cast<int8_t>(bytes[i]);
+    return sum;
+}
+
 template <class Sum>
 inline VecF load_sums(const Sum* from) {
     if constexpr (sizeof(Sum) == 8) {
@@ -201,6 +207,8 @@ constexpr Kernels plain_kernels() {
     k.widen = widen_any;
     k.transpose = transpose_any;
     k.pack = pack_any;
+    k.spread = spread_any<false>;
+    k.sum_bytes = sum_bytes_any;
     (add_kind<Dots>(k), ...);
     k.finish = finish_any;
     k.finish_rows = finish_rows_any;

@@ -1,7 +1,7 @@
-// Products with few rows of a whose lanes are elements: rows of b, decoded in registers.
+// Products with few rows of a: rows of b, decoded in registers.
 //
-// Every output element is summed over all of K by one thread in an order that depends on K, the formats and the number
-// of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
+// Every output element is summed over all of K by one thread in an order that depends on K, the formats and, of floats,
+// the number of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
 // nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in the second
 // cache, where those after them are fetched meanwhile.
 #include <algorithm>
@@ -21,6 +21,7 @@ constexpr int64_t kNearBytes = 16 << 10;    // of a tile of a at a time
 constexpr int64_t kChunkBytes = 128 << 10;  // of rows of b at a time,
 constexpr int64_t kChunkSums = 128;         // and vectors of their sums
 constexpr int64_t kChunkRows = 64;
+constexpr int64_t kTotalsBytes = 16 << 10;  // of sums of integers in blocks at a time
 
 const FewKernels& few_in_use() {
     static constexpr const FewKernels& (*kTables[])() = {
@@ -38,6 +39,7 @@ class Columns : FewColumns {
         : FewColumns(p, few, plan, rows),
           piece_(piece_steps()),
           whole_(piece_ >= plan.steps && plan.tile == plan.rows),
+          totals_(totals_of_piece()),
           chunk_(chunk_rows()),
           run_(plan.unit->dots[static_cast<int>(blocks_of(plan))][plan.more]) {
         thread_local Arena arena;
@@ -50,6 +52,7 @@ class Columns : FewColumns {
         common_.zeros = row_zeros_;
         common_.nans = nans_;
         common_.sums_pitch = plan.rows * 4 * few.width;
+        common_.totals_pitch = totals_ * 4 * few.width;
         put_lanes(lanes_);
         std::memset(tails_, 0, static_cast<size_t>(chunk_) * kFewStepBytes);
         std::fill_n(zeros_, block_room(), zero_offset());
@@ -59,7 +62,11 @@ class Columns : FewColumns {
         for (int64_t row = begin; row < end; row += chunk_) {
             const int64_t count = std::min(chunk_, end - row);
             multiply(row, count, end);
-            plan_.exact() ? exact_results(row, count) : float_results(count);
+            if (plan_.exact()) {
+                exact_results(row, count);
+            } else if (!plan_.in_totals()) {
+                float_results(count);
+            }
             finish(results_, chunk_ * sizeof(int64_t), plan_.exact() ? 2 : 0, row, count);
         }
     }
@@ -72,8 +79,9 @@ class Columns : FewColumns {
 
     size_t place(uint8_t* base) {
         Parts parts(base);
-        parts.take(sums_, chunk_ * plan_.rows * few_.width);
-        parts.take(totals_, chunk_ * plan_.rows);
+        parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width * (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
+        parts.take(block_scales_, plan_.in_totals() ? block_room() * few_.width : 0);
+        parts.take(row_sums_, chunk_ * plan_.rows);
         parts.take(results_, chunk_ * plan_.rows);
         parts.take(tails_, chunk_ * kFewStepBytes);
         parts.take(lanes_, few_.width);
@@ -89,7 +97,14 @@ class Columns : FewColumns {
         return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
 
+    // Vectors of sums of integers in blocks, of one row of a and of b.
+    int64_t totals_of_piece() const {
+        const int64_t each = plan_.tile * few_.width * few_.width * 4;
+        return std::clamp<int64_t>(kTotalsBytes / each, 1, plan_.num_totals());
+    }
+
     int64_t chunk_rows() const {
+        if (plan_.in_totals()) return kChunkRows;
         const int64_t most = std::min(kChunkBytes / std::max<int64_t>(p_.b.row_stride, 1), kChunkSums / plan_.tile);
         // Where nothing is read twice, the scales shall not push a out of the nearest cache.
         const int64_t scaled = whole_ && plan_.blocks ? kNearBytes / 8 / block_room() : kChunkRows;
@@ -104,6 +119,12 @@ class Columns : FewColumns {
     void multiply(int64_t row, int64_t count, int64_t end) {
         find_scales(row, count, scales_, row_scales_);
         if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
+        if (plan_.in_totals()) {
+            for (int64_t n = 0; n < count; n += few_.width) {
+                multiply_totals(row + n, n, std::min<int64_t>(few_.width, count - n));
+            }
+            return;
+        }
         std::fill_n(nans_, count, false);
         std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
         Few t = common_;
@@ -112,30 +133,82 @@ class Columns : FewColumns {
             t.sums = sums_ + m * few_.width;
             for (int64_t s = 0; s < plan_.steps; s += piece_) {
                 t.steps = std::min(piece_, plan_.steps - s);
-                t.b = codes_of(row) + s * plan_.unit->bytes;
-                t.pitch = p_.b.row_stride;
-                t.ahead =
-                    whole_ ? t.b + kAheadBytes : codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
-                t.ahead_pitch = whole_ ? t.pitch : t.steps * plan_.unit->bytes;
-                stretch(t, m, s);
+                put_codes(t, row, s);
+                if (!whole_) {
+                    t.ahead = codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
+                    t.ahead_pitch = t.steps * plan_.unit->bytes;
+                }
+                run_steps(t, m, s);
             }
-            if (plan_.rest == 0) continue;
-            for (int64_t n = 0; n < count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
-            t.steps = 1;
-            t.b = t.ahead = tails_;
-            t.pitch = t.ahead_pitch = kFewStepBytes;
-            stretch(t, m, plan_.steps);
+            if (plan_.rest > 0) run_tail(t, m, row);
         }
     }
 
-    void stretch(Few& t, int64_t m, int64_t step) const {
+    // Integers in blocks: rows [row, row + count) of b, at most as many as lanes, whose numbers in the chunk are from `n`
+    // on.
+    void multiply_totals(int64_t row, int64_t n, int64_t count) {
+        Few t = common_;
+        t.count = count;
+        t.scales += n;
+        t.zeros += n;
+        t.sums = sums_;
+        const int64_t piece = plan_.per_step > 1 ? totals_ : totals_ * plan_.block_steps;
+        for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
+            t.sums_pitch = rows_.tile_rows(m) * t.totals_pitch;
+            for (int64_t s = 0; s < plan_.steps; s += t.steps) {
+                t.steps = std::min(piece, plan_.steps - s);
+                put_codes(t, row, s);
+                run_steps(t, m, s);
+                const bool last = s + t.steps == plan_.steps && plan_.rest == 0;
+                sum_totals(t, m, n, last ? plan_.num_blocks : plan_.block_of(s + t.steps));
+            }
+            if (plan_.rest > 0) {
+                run_tail(t, m, row);
+                sum_totals(t, m, n, plan_.num_blocks);
+            }
+        }
+    }
+
+    void put_codes(Few& t, int64_t row, int64_t step) const {
+        t.b = codes_of(row) + step * plan_.unit->bytes;
+        t.pitch = t.ahead_pitch = p_.b.row_stride;
+        t.ahead = t.b + kAheadBytes;
+    }
+
+    void run_steps(Few& t, int64_t m, int64_t step) const {
         t.a = rows_.tile(m, step);
         t.block = plan_.block_of(step);
         run_[rows_.tile_rows(m) - 1](t);
     }
 
+    void run_tail(Few& t, int64_t m, int64_t row) const {
+        for (int64_t n = 0; n < t.count; ++n) take_tail(codes_of(row + n), tails_ + n * kFewStepBytes);
+        t.steps = 1;
+        t.b = t.ahead = tails_;
+        t.pitch = t.ahead_pitch = kFewStepBytes;
+        run_steps(t, m, plan_.steps);
+    }
+
+    // The blocks from t.block to `end`.
+    void sum_totals(const Few& t, int64_t m, int64_t n, int64_t end) const {
+        FewBlockSums sums;
+        sums.totals = sums_;
+        sums.count = t.count;
+        sums.rows = rows_.tile_rows(m);
+        sums.vectors = totals_;
+        sums.per_step = plan_.per_step;
+        sums.begin = t.block;
+        sums.end = end;
+        sums.a_scales = rows_.scales() + m;
+        sums.b_scales = t.scales;
+        sums.scales = block_scales_;
+        sums.out = reinterpret_cast<float*>(results_ + m * chunk_) + n;
+        sums.pitch = 2 * chunk_;
+        few_.sum_blocks(sums);
+    }
+
     void float_results(int64_t count) {
-        auto* sums = reinterpret_cast<float*>(totals_);
+        auto* sums = reinterpret_cast<float*>(row_sums_);
         few_.sum_floats(reinterpret_cast<const float*>(sums_), count * plan_.rows, sums);
         const float by = factor(false), by_nan = factor(true);
         for (int64_t m = 0; m < plan_.rows; ++m) {
@@ -146,10 +219,10 @@ class Columns : FewColumns {
 
     // Sum over k of (a - a_zero) * (code - zero), from sums of products, of a, and of codes.
     void exact_results(int64_t row, int64_t count) {
-        few_.sum_integers(sums_, count * plan_.rows, totals_);
+        few_.sum_integers(sums_, count * plan_.rows, row_sums_);
         const int half = p_.b.table->is_signed ? 1 << (p_.b.table->bits - 1) : 0;
         for (int64_t n = 0; n < count; ++n) {
-            const int64_t* sums = totals_ + n * plan_.rows;
+            const int64_t* sums = row_sums_ + n * plan_.rows;
             const int64_t zero = zero_at(p_.b, row + n, 0) + half;
             for (int64_t m = 0; m < p_.a.rows; ++m) {
                 int64_t sum = sums[m] - zero * rows_.sum(m);
@@ -164,15 +237,17 @@ class Columns : FewColumns {
 
     const int64_t piece_;  // steps at a time
     const bool whole_;     // all of a is one tile's piece
+    const int64_t totals_;  // vectors of a row's sums at a time, of integers in blocks
     const int64_t chunk_;  // rows of b at a time
     const FewUnit::Run* run_;
-    Few common_;        // what all stretches share
-    int32_t* sums_;     // [chunk, rows] vectors: fp32, or int32 of integers in one block
-    int64_t* totals_;   // [chunk, rows], or fp32
+    Few common_;  // what all calls share
+    // Vectors: [chunk, rows], fp32, or int32 of integers in one block; of integers in blocks [lanes, tile, totals].
+    int32_t* sums_;
+    int64_t* row_sums_;  // [chunk, rows], or fp32
     int64_t* results_;  // [rows, chunk], or fp32 [rows, 2 * chunk]
     uint8_t* tails_;
     int32_t *lanes_, *zeros_;
-    float* scales_;
+    float *scales_, *block_scales_;
     const float* row_scales_[kChunkRows];
     const int32_t* row_zeros_[kChunkRows];
     bool nans_[kChunkRows];
@@ -180,19 +255,15 @@ class Columns : FewColumns {
 
 }  // namespace
 
-void multiply_elements(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows) {
-    const int64_t products = plan.rows * problem.depth;
-    parallel_for(problem.b.rows, std::max<int64_t>(kSmallProduct / products, 1),
-                 [&](int64_t begin, int64_t end) { Columns(problem, few, plan, rows).run(begin, end); });
-}
-
 bool multiply_few(const Problem& problem) {
     const FewKernels& few = few_in_use();
     FewPlan plan;
     if (few.width == 0 || !make_few_plan(problem, few, plan)) return false;
     const FloatEnvironment environment;
     const FewRows rows(problem, few, plan);
-    (plan.lanes ? multiply_lanes : multiply_elements)(problem, few, plan, rows);
+    const int64_t products = plan.rows * problem.depth;
+    parallel_for(problem.b.rows, std::max<int64_t>(kSmallProduct / products, 1),
+                 [&](int64_t begin, int64_t end) { Columns(problem, few, plan, rows).run(begin, end); });
     return true;
 }
 

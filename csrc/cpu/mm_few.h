@@ -1,14 +1,13 @@
 // Products with few rows of a (the decode phase of language models), which read every code of b once for little
 // arithmetic: rows of b are multiplied as they are stored, so that nothing but their codes comes from memory.
 //
-// Lanes are elements along K, decoded in registers for up to eight rows of a at a time. With more rows they are rows of
-// a, and dwords of b, decoded to the nearest cache, are what a multiply-add broadcasts: a code is decoded once for all
-// of them, and no sum is taken over lanes.
+// Lanes are elements along K, decoded in registers for up to eight rows of a at a time. Sums over lanes come last: of
+// integers exact, in every block of K by itself.
 //
 // A step is one register of a row's codes, or a part of one. A unit turns it into vectors, in whose lanes the codes
 // stand `vectors` apart; a's rows are put into that order once a call. Lane l of every vector of a step then holds
 // codes of the same stretch, [l, l + 1) * elements / width, so that a lane has one scale also where blocks are shorter
-// than a step. Sums over lanes come last.
+// than a step.
 #pragma once
 
 #include <cstdint>
@@ -42,47 +41,25 @@ struct Few {
     const int32_t* const* zeros = nullptr;  // what is taken off decoded codes
     void* sums = nullptr;                   // vectors, fp32 or int32, which are added to; bytes from row to row of b:
     int64_t sums_pitch = 0;
+    int64_t totals_pitch = 0;  // integers in blocks, which leave a vector for each block or step: bytes between rows of a
     bool* nans = nullptr;  // of units with `halves`: whether a row of b holds a NaN that fp16 does not show
 };
 
-constexpr int kLaneCols = 28;                // rows of b at a time, at most
-constexpr int64_t kLaneDepth = 128;          // dwords of a row of b that are decoded at a time
-constexpr int kLaneSizes = 3;                // of tiles: all, a half, a quarter of the columns
-constexpr int kLaneBlocks = kLaneDepth / 4;  // of a piece, at most
-
-// Rows of a as lanes against some rows of b, over a piece of K: `steps` steps, from the byte `at` and the block `block`
-// of each row on.
-struct Lanes {
-    const Table* table = nullptr;
-    int64_t count = 0;  // rows of b
-    const uint8_t* const* b = nullptr;
-    int64_t at = 0, block = 0, steps = 0;
-    int64_t block_steps = 1, per_step = 0;  // as in Few
-    const int32_t* lanes = nullptr;
-    const float* const* scales = nullptr;
-    const int32_t* const* zeros = nullptr;
-    uint32_t* decoded = nullptr;  // [kLaneDepth / width, lane_cols] vectors
-    // Of sums that are scaled block by block, [kLaneBlocks, kLaneCols]: scales, and what integers start from.
-    float* levels = nullptr;
-    int32_t* starts = nullptr;
-    int32_t* totals = nullptr;   // integers in one block: [kLaneCols] vectors, to which the codes are added
-    const uint8_t* a = nullptr;  // [dwords, vectors], the dwords of a block after each other
-    int64_t dwords = 0, block_dwords = 0;
-    const int32_t* places = nullptr;  // where the dwords of a step that come after each other in `a` are in `decoded`
-    uint8_t* sums = nullptr;          // fp32 or int32, added to; bytes from row to row of b:
+// Vectors of sums of integers in some blocks, to sums over lanes, which are scaled and added in the order of K
+// (docs/numerics.md section 9). Vector i of a row holds the blocks from i * per_step on, each in so many lanes.
+struct FewBlockSums {
+    const int32_t* totals = nullptr;  // [count, rows, vectors] vectors; count is at most their lanes, but all are there
+    int64_t count = 0, rows = 0, vectors = 0, per_step = 1;
+    int64_t begin = 0, end = 0;             // blocks
+    const float* const* a_scales = nullptr;  // [rows], and of the blocks of each
+    const float* const* b_scales = nullptr;  // [count], the same, which may be read a vector beyond `end`
+    float* scales = nullptr;                 // [end - begin, padded to vectors] vectors, to work in
+    float* out = nullptr;                    // [rows, pitch]: stored from block 0 on, else added to
     int64_t pitch = 0;
-    const uint8_t* const* ahead = nullptr;  // rows to fetch for later
-    int64_t ahead_at = 0;
-};
-
-struct LaneUnit {
-    using Run = void (*)(const Lanes&);
-    Run decode[2] = {};               // without and with zero points
-    Run dots[2][2][kLaneSizes] = {};  // in one block or blocks (a float has its scale already); vectors of a; size
 };
 
 // What a unit multiplies with.
-enum class FewInput : int { f32, bf16, s16, s8, u8 };
+enum class FewInput : int { f32, bf16, s16, s8 };
 
 // What has a scale of its own: some steps or all, each step, or some lanes of each step.
 enum class FewBlocks : int { steps, step, lanes };
@@ -94,12 +71,11 @@ struct FewUnit {
     FewInput input = FewInput::f32;
     bool halves = false;     // codes come out as fp16 numbers, to be multiplied by Table::half_unit
     bool as_signed = false;  // unsigned integers come out less 128
+    int64_t most_rows = kFewRows;  // of a, beyond which register tiles are faster
     using Run = void (*)(const Few&);
-    // By FewBlocks. Floats: without and with zero points. Integers: one block, whose sums stay int32; and
-    // blocks, whose sums are scaled and added in fp32 (a then has one slot more, the sums of the elements that meet in
-    // a lane).
+    // By FewBlocks. Floats: without and with zero points. Integers: one block; and blocks, each of which leaves its own
+    // vector of sums (a then has one slot more, the sums of the elements that meet in a lane).
     Run dots[3][2][kFewTile] = {};
-    LaneUnit lanes;
     // One row of a as the unit multiplies it: vector v of a step, `pitch` bytes from the next, holds the elements
     // congruent to v modulo `vectors`.
     void (*arrange)(const void* x, int64_t steps, int64_t step_pitch, int64_t pitch, uint8_t* out) = nullptr;
@@ -109,22 +85,13 @@ struct FewUnit {
 struct FewKernels {
     int width = 0;                            // lanes of a vector
     int tile = 0;                             // rows of a at a time
-    int lane_cols = 0;                        // the same with a's rows as lanes
-    int least_lanes = 0;                      // rows of a for that
     FewUnit nibbles, bytes, halves, sextets;  // to fp32: 4 bits, 8-bit integers, 8-bit floats by way of fp16, 6 bits
     FewUnit bf16_nibbles, bf16_codes, bf16_sextets;  // to bf16: 4 bits, 8-bit floats, 6 bits
     FewUnit int8, int4;                              // by int8
-    FewUnit lane_int8, lane_int4;                    // the same where a's rows are lanes
     // One number a vector: its lanes' sum.
     void (*sum_floats)(const float* vectors, int64_t count, float* sums) = nullptr;
     void (*sum_integers)(const int32_t* vectors, int64_t count, int64_t* sums) = nullptr;
-    // to[places[i]][j] = from[j][i], `width` by `width` dwords; row i to place i where `places` is null.
-    void (*turn)(const uint8_t* const* from, int64_t at, uint8_t* to, int64_t pitch, const int32_t* places) = nullptr;
-    // sums[n][lanes] -= a_zeros * totals[n] + zeros[n] * a_sums, of `vectors` vectors.
-    void (*correct)(int32_t* sums, int64_t count, int vectors, const int32_t* totals, const int32_t* zeros,
-                    const int32_t* a_zeros, const int32_t* a_sums) = nullptr;
-    // Whether one of the codes of 8 bits is `nan` or that with its top bit set.
-    bool (*holds)(const uint8_t* codes, int64_t count, uint8_t nan) = nullptr;
+    void (*sum_blocks)(const FewBlockSums& sums) = nullptr;
     void (*byte_scales)(const uint8_t* codes, bool e8m0, int64_t count, float* out) = nullptr;
 };
 

@@ -9,11 +9,9 @@ namespace {
 
 #include "cpu/mm_avx2.inl"
 
-constexpr int kTile = 4;
+constexpr int kTile = 8;
 
 inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm256_permutevar8x32_epi32((__m256i)v, (__m256i)lanes); }
-
-inline VecF fused_dword(VecF a, const uint32_t* b, VecF c) { return fused(a, (VecF)broadcast(load<uint32_t>(b)), c); }
 
 #include "cpu/mm_few_body.inl"
 

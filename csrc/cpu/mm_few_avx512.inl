@@ -4,12 +4,6 @@ constexpr int kTile = 8;
 
 inline VecI permute(VecI v, VecI lanes) { return (VecI)_mm512_permutexvar_epi32((__m512i)lanes, (__m512i)v); }
 
-// As assembly: one instruction that broadcasts from memory.
-inline VecF fused_dword(VecF a, const uint32_t* b, VecF c) {
-    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(a), "m"(*b));
-    return c;
-}
-
 #include "cpu/mm_few_body.inl"
 
 // The bf16 values of 6-bit codes. A word holds two codes: the even words from their first bit, the others from bit 4.

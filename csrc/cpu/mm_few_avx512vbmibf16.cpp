@@ -24,15 +24,6 @@ struct ByBf16 {
         return (VecF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)code, (__m512bh)a);
     }
     static VecF first(VecI code, VecI a) { return dot(VecF{}, code, a); }
-    static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, code, a); }
-    static VecF times(VecF acc, VecI a, const uint32_t* code) {
-#ifdef LOWBIT_EMULATE
-        return dot(acc, broadcast(*code), a);
-#else
-        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*code));
-        return acc;
-#endif
-    }
 };
 
 // 4-bit codes. A lookup heeds the low five bits of a word; the table is there twice.

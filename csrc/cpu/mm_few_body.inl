@@ -13,8 +13,6 @@ struct ByF32 {
     static constexpr bool kLooksUp = false, kHalves = false, kNans = false, kSigned = false;
     static VecF dot(VecF acc, VecF code, VecI a) { return fused((VecF)a, code, acc); }
     static VecF first(VecF code, VecI a) { return (VecF)a * code; }
-    static VecF times(VecF acc, VecI a, const uint32_t* code) { return fused_dword((VecF)a, code, acc); }
-    static VecF times(VecF acc, VecI a, VecI code) { return dot(acc, (VecF)code, a); }
 };
 
 // 8-bit integers, as signed ones: of unsigned codes 128 is off, which zero points make up for.
@@ -47,13 +45,6 @@ struct Words {
   private:
     static constexpr uint16_t kMask = (1 << kBits) - 1, kSigns = 0xffff / kMask << (kBits - 1);
 };
-
-// The numbers of a step's blocks, for the lanes that belong to each.
-template <class Product, class T>
-inline VecI spread(const Product& t, const T* blocks) {
-    if (t.per_step > 1) return permute(load<VecI>(blocks), load<VecI>(t.lanes));
-    return broadcast(load<uint32_t>(blocks));
-}
 
 // Sums of a tile's rows with one row of b; two or four of each where that hides the latency of additions.
 template <class D, int kRows, bool kOnce>
@@ -91,11 +82,10 @@ struct FewSums {
 template <class D, FewBlocks kBlocks, bool kMore, int kRows>
 void few_dots(const Few& t) {
     using Acc = typename D::Acc;
-    constexpr bool kIntegers = __is_same(Acc, VecI), kScaled = !kIntegers || kMore,
+    constexpr bool kIntegers = __is_same(Acc, VecI), kTotals = kIntegers && kMore,
                    kLanes = kBlocks == FewBlocks::lanes, kLookups = D::kLooksUp && !kLanes,
                    kOnce = kBlocks != FewBlocks::steps && !kLookups;
-    constexpr int64_t kStepA = (D::kVectors + (kMore && kIntegers)) * kRows * kVectorBytes;
-    using Sum = std::conditional_t<kScaled, VecF, VecI>;
+    constexpr int64_t kStepA = (D::kVectors + kTotals) * kRows * kVectorBytes;
     const D unit(t.table);
     const int64_t per_step = t.per_step, block_bytes = t.block_steps * D::kBytes;
     const VecI lanes = load<VecI>(t.lanes);
@@ -105,9 +95,10 @@ void few_dots(const Few& t) {
         const int64_t ahead = t.ahead + n * t.ahead_pitch - b;
         const float* scales = t.scales[n] + t.block;
         const int32_t* zeros = kMore ? t.zeros[n] + t.block : nullptr;
-        Sum sum[kRows];
+        uint8_t* totals = sums;
+        Acc sum[kTotals ? 1 : kRows];
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) sum[m] = load<Sum>(sums + m * kVectorBytes);
+        for (int m = 0; m < kRows && !kTotals; ++m) sum[m] = load<Acc>(sums + m * kVectorBytes);
         FewSums<D, kRows, kOnce> part;
         if constexpr (!kOnce) part.clear();
         VecI seen{}, zero{};
@@ -127,11 +118,11 @@ void few_dots(const Few& t) {
                 }
             };
             part.add(code, a);
-            if constexpr (kMore && kIntegers) {
+            if constexpr (kTotals) {
 #pragma GCC unroll 8
                 for (int m = 0; m < kRows; ++m) {
-                    const VecI totals = load<VecI>(a + (D::kVectors * kRows + m) * kVectorBytes);
-                    part.acc[m][0] = D::correct(part.acc[m][0], zero, totals);
+                    const VecI elements = load<VecI>(a + (D::kVectors * kRows + m) * kVectorBytes);
+                    part.acc[m][0] = D::correct(part.acc[m][0], zero, elements);
                 }
             }
             a += kStepA;
@@ -139,12 +130,15 @@ void few_dots(const Few& t) {
         auto fold = [&](VecF scale) __attribute__((always_inline)) {
 #pragma GCC unroll 8
             for (int m = 0; m < kRows; ++m) {
-                if constexpr (kScaled) {
-                    sum[m] = fused(to_float(part.total(m)), scale, sum[m]);
-                } else {
+                if constexpr (kTotals) {
+                    store(totals + m * t.totals_pitch, part.total(m));
+                } else if constexpr (kIntegers) {
                     sum[m] += part.total(m);
+                } else {
+                    sum[m] = fused(to_float(part.total(m)), scale, sum[m]);
                 }
             }
+            totals += kVectorBytes;
         };
         auto of_block = [&](const auto* numbers) __attribute__((always_inline)) {
             return kLanes ? permute(load<VecI>(numbers), lanes) : broadcast(load<uint32_t>(numbers));
@@ -158,7 +152,7 @@ void few_dots(const Few& t) {
             } else {
                 step();
             }
-            if constexpr (!kLookups) fold((VecF)of_block(scales));
+            if constexpr (!kLookups) fold(kIntegers ? VecF{} : (VecF)of_block(scales));
             if constexpr (!kLookups && !kOnce) part.clear();
             scales += per_step;
             if constexpr (kMore) zeros += per_step;
@@ -166,7 +160,7 @@ void few_dots(const Few& t) {
         if constexpr (kLookups) fold(broadcast(1.0f));
         if constexpr (D::kNans) t.nans[n] |= unit.holds_nan(seen);
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) store(sums + m * kVectorBytes, sum[m]);
+        for (int m = 0; m < kRows && !kTotals; ++m) store(sums + m * kVectorBytes, sum[m]);
     }
 }
 
@@ -209,8 +203,6 @@ void arrange(const void* x, int64_t steps, int64_t step_pitch, int64_t pitch, ui
     arrange_as<T, D::kVectors>(x, steps, step_pitch, pitch, out);
 }
 
-#include "cpu/mm_lanes_body.inl"
-
 template <class D, FewBlocks kBlocks, bool kMore, int... i>
 constexpr void add_dots(FewUnit& u, std::integer_sequence<int, i...>) {
     ((u.dots[static_cast<int>(kBlocks)][kMore][i] = few_dots<D, kBlocks, kMore, i + 1>), ...);
@@ -245,13 +237,12 @@ constexpr FewUnit few_unit() {
     FewUnit u = bare_unit<D>();
     add_all_dots<D, false>(u);
     if constexpr (kMore) add_all_dots<D, true>(u);
-    add_lanes<D, kMore>(u.lanes);
     return u;
 }
 
 // Of the lanes of both, those without the bit `apart` in their number, or those with it.
-template <int apart, int... i>
-inline VecF lanes_by(VecF a, VecF b, int with, std::integer_sequence<int, i...>) {
+template <int apart, class V, int... i>
+inline V lanes_by(V a, V b, int with, std::integer_sequence<int, i...>) {
     const VecI lanes = {(i / apart * 2 * apart + i % apart)...};
     return __builtin_shuffle(a, b, lanes + with);
 }
@@ -269,6 +260,89 @@ inline VecF sums_of(const float* vectors) {
     }
 }
 
+// Of every four lanes of both, the first or last `each` of two of a and as many of b, in turns: what processors interleave.
+template <int each, class V, int... i>
+inline V unpack_lanes(V a, V b, int with, std::integer_sequence<int, i...>) {
+    const VecI lanes = {(i / 4 * 4 + i % 4 / (2 * each) * each + i % each + i / each % 2 * kWidth)...};
+    return __builtin_shuffle(a, b, lanes + with);
+}
+
+// kWidth vectors, in each of whose every kLanes lanes one number is to be summed; number i becomes v[i], whose lanes are
+// the vectors. With kLanes 1 that is a transposition. Each stage pairs vectors, and halves them where it sums.
+template <int kLanes, class V>
+inline void sum_lanes(V (&v)[kWidth]) {
+    constexpr auto kAll = std::make_integer_sequence<int, kWidth>();
+    int sets = 1, size = kWidth;
+    // `minor`: the numbers that a stage parts stand after each other, else those parted before do.
+    auto stage = [&](bool sum, bool minor, auto low, auto high) __attribute__((always_inline)) {
+        V w[kWidth];
+        size /= 2;
+#pragma GCC unroll 16
+        for (int i = 0; i < sets * size; ++i) {
+            const int set = i / size;
+            const V a = low(v[2 * i], v[2 * i + 1]), b = high(v[2 * i], v[2 * i + 1]);
+            if (sum) {
+                w[i] = a + b;
+            } else {
+                w[(minor ? 2 * set : set) * size + i % size] = a;
+                w[(minor ? 2 * set + 1 : sets + set) * size + i % size] = b;
+            }
+        }
+        if (!sum) sets *= 2;
+#pragma GCC unroll 16
+        for (int i = 0; i < sets * size; ++i) v[i] = w[i];
+    };
+    stage(
+        kLanes >= 4, true, [&](V a, V b) { return unpack_lanes<1>(a, b, 0, kAll); },
+        [&](V a, V b) { return unpack_lanes<1>(a, b, 2, kAll); });
+    stage(
+        kLanes >= 2, true, [&](V a, V b) { return unpack_lanes<2>(a, b, 0, kAll); },
+        [&](V a, V b) { return unpack_lanes<2>(a, b, 2, kAll); });
+#pragma GCC unroll 2
+    for (int lanes = 8; lanes <= kWidth; lanes *= 2) {
+        stage(
+            kLanes >= lanes, false, [&](V a, V b) { return lanes_by<4>(a, b, 0, kAll); },
+            [&](V a, V b) { return lanes_by<4>(a, b, 4, kAll); });
+    }
+}
+
+// Lanes are rows of b.
+template <int parts>
+void sum_blocks_of(const FewBlockSums& t) {
+    const int64_t blocks = t.end - t.begin, next = t.rows * t.vectors * kWidth;
+    for (int64_t block = 0; block < blocks; block += kWidth) {
+        VecF scales[kWidth];
+        for (int64_t i = 0; i < kWidth; ++i)
+            scales[i] = load<VecF>(t.b_scales[i < t.count ? i : t.count - 1] + t.begin + block);
+        sum_lanes<1>(scales);
+        for (int64_t i = 0; i < kWidth; ++i) store(t.scales + (block + i) * kWidth, scales[i]);
+    }
+    for (int64_t m = 0; m < t.rows; ++m) {
+        const int32_t* from = t.totals + m * t.vectors * kWidth;
+        const float* a_scales = t.a_scales[m] + t.begin;
+        VecF sum = t.begin == 0 ? VecF{} : load<VecF>(t.out + m * t.pitch);
+        for (int64_t block = 0; block < blocks; from += kWidth) {
+            VecI totals[kWidth];
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < kWidth; ++i) totals[i] = load<VecI>(from + i * next);
+            sum_lanes<kWidth / parts>(totals);
+            for (int64_t i = 0; i < parts && block < blocks; ++i, ++block) {
+                const VecF scale = broadcast(a_scales[block]) * load<VecF>(t.scales + block * kWidth);
+                sum += to_float(totals[i]) * scale;
+            }
+        }
+        store(t.out + m * t.pitch, sum);
+    }
+}
+
+template <int parts>
+void sum_blocks_by(const FewBlockSums& t) {
+    if (t.per_step == parts) return sum_blocks_of<parts>(t);
+    if constexpr (2 * parts <= kWidth) sum_blocks_by<2 * parts>(t);
+}
+
+inline void sum_blocks(const FewBlockSums& t) { sum_blocks_by<1>(t); }
+
 inline void sum_floats(const float* vectors, int64_t count, float* sums) {
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) store(sums + i, sums_of<kWidth>(vectors + i * kWidth));
@@ -285,12 +359,6 @@ inline void sum_integers(const int32_t* vectors, int64_t count, int64_t* sums) {
         for (int l = 0; l < kWidth; ++l) sum += vectors[l];
         sums[i] = sum;
     }
-}
-
-inline bool holds(const uint8_t* codes, int64_t count, uint8_t nan) {
-    uint8_t found = 0;
-    for (int64_t i = 0; i < count; ++i) found |= (codes[i] & 0x7f) == nan;
-    return found != 0;
 }
 
 // Contiguous scales of one byte: E8M0, or E4M3, of which those without an exponent are min(w, 2 w - 2^-6).
@@ -315,13 +383,9 @@ constexpr FewKernels few_kernels() {
     FewKernels k;
     k.width = kWidth;
     k.tile = kTile;
-    k.lane_cols = kTileCols;
-    k.least_lanes = kWidth == 16 ? 13 : 5;  // the first measured (docs/measured.md), the others not
     k.sum_floats = sum_floats;
     k.sum_integers = sum_integers;
-    k.turn = turn;
-    k.correct = correct;
-    k.holds = holds;
+    k.sum_blocks = sum_blocks;
     k.byte_scales = byte_scales;
     return k;
 }

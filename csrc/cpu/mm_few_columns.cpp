@@ -24,8 +24,9 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
     const bool floats = b.scale_format == kScaleFp32 && b.scale_col_stride == 1;
     const bool whole = plan_.rest == 0 && plan_.num_blocks == plan_.steps * plan_.per_step;
     const int64_t each = block_room(), stride = b.scale_row_stride, last = block_at(b.rows - 1, b.block_rows) * stride;
+    const bool own = b.block_cols < p_.depth;
     const bool dense = b.block_rows == 1 && stride == plan_.num_blocks;
-    if (whole && dense && in_bytes()) {
+    if (!plan_.integers && whole && dense && in_bytes()) {
         few_.byte_scales(static_cast<const uint8_t*>(b.scale) + first * stride, b.scale_format == kScaleE8m0,
                          count * stride, room);
         for (int64_t n = 0; n < count; ++n) scales[n] = room + n * stride;
@@ -33,9 +34,13 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
     }
     for (int64_t n = 0; n < count; ++n) {
         const int64_t at = block_at(first + n, b.block_rows) * stride;
-        // Several of a step are read as a vector, which at the end would reach beyond them.
-        const bool there = floats && (plan_.per_step == 1 || (whole && last - at >= few_.width));
-        scales[n] = there ? static_cast<const float*>(b.scale) + at : block_scales(first + n, room + n * each);
+        // Several are read as a vector, which at the end would reach beyond them.
+        const bool inside = last - at >= few_.width;
+        const bool there =
+            floats && (plan_.integers ? inside && own && b.outer == nullptr : plan_.per_step == 1 || (whole && inside));
+        scales[n] = there             ? static_cast<const float*>(b.scale) + at
+                    : plan_.integers ? integer_scales(first + n, room + n * each)
+                                     : block_scales(first + n, room + n * each);
     }
 }
 
@@ -62,6 +67,17 @@ const float* FewColumns::block_scales(int64_t row, float* out) const {
     return out;
 }
 
+const float* FewColumns::integer_scales(int64_t row, float* out) const {
+    const Operand& b = p_.b;
+    if (b.block_cols >= p_.depth) {
+        std::fill_n(out, plan_.num_blocks, scale_at(b, row, 0));
+    } else {
+        block_scales(row, out);
+        for (int64_t i = 0; i < plan_.num_blocks && b.outer != nullptr; ++i) out[i] *= *b.outer;
+    }
+    return out;
+}
+
 void FewColumns::find_zeros(int64_t first, int64_t count, int32_t* room, const int32_t** zeros) const {
     const bool own = p_.b.zero_point != nullptr;
     for (int64_t n = 0; n < count; ++n) {
@@ -72,7 +88,7 @@ void FewColumns::find_zeros(int64_t first, int64_t count, int32_t* room, const i
 
 void FewColumns::put_zeros(int64_t row, int32_t* out) const {
     const Operand& b = p_.b;
-    for (int64_t i = 0; i < plan_.num_blocks; ++i) out[i] = zero_at(b, row, i * b.block_cols) + zero_offset();
+    for (int64_t i = 0; i < plan_.num_blocks; ++i) out[i] = zero_at(b, row, i * plan_.block) + zero_offset();
     std::fill_n(out + plan_.num_blocks, few_.width, 0);
 }
 
@@ -85,7 +101,6 @@ void FewColumns::take_tail(const uint8_t* codes, uint8_t* to) const {
 int32_t FewColumns::zero_offset() const {
     const Table& t = *p_.b.table;
     const int half = 1 << (t.bits - 1);
-    if (plan_.unit->input == FewInput::u8) return t.is_signed || t.bits < 8 ? 0 : -half;
     if (plan_.integers) return t.is_signed ? half : 0;
     return plan_.unit->as_signed && !t.is_signed ? -half : 0;
 }
@@ -110,7 +125,7 @@ void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t fi
         for (int64_t n = 0; n < count; ++n) bias[n] = float_at(p_.bias, p_.bias_dtype, (first + n) * p_.bias_stride);
     }
     if (plan_.blocks) {
-        std::fill_n(scales, count, b.outer == nullptr ? 1.0f : *b.outer);
+        std::fill_n(scales, count, plan_.integers || b.outer == nullptr ? 1.0f : *b.outer);
     } else if (b.scale_format == kScaleFp32 && b.block_rows == 1 && b.outer == nullptr) {
         const auto* from = static_cast<const float*>(b.scale) + first * b.scale_row_stride;
         for (int64_t n = 0; n < count; ++n) scales[n] = from[n * b.scale_row_stride];
@@ -120,7 +135,7 @@ void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t fi
     const int64_t size = p_.out_dtype == Element::f32 ? 4 : 2;
     for (int64_t m = 0; m < a.rows; ++m) {
         row.sum = static_cast<const uint8_t*>(results) + m * pitch;
-        row.a_scale = plan_.a_folded ? 1.0f : scale_at(a, m, 0);
+        row.a_scale = plan_.a_folded || plan_.in_totals() ? 1.0f : scale_at(a, m, 0);
         row.out = static_cast<uint8_t*>(p_.out) + (m * b.rows + first) * size;
         kernels_in_use().finish(row);
     }

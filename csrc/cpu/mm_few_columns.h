@@ -8,7 +8,7 @@ namespace lowbit::cpu::mm {
 
 class FewColumns {
   protected:
-    static constexpr int64_t kMost = 4 * kLaneCols;  // columns that `finish` takes at a time
+    static constexpr int64_t kMost = 64;  // columns that `finish` takes at a time
 
     FewColumns(const Problem& p, const FewKernels& few, const FewPlan& plan, const FewRows& rows)
         : p_(p), few_(few), plan_(plan), rows_(rows) {}
@@ -17,7 +17,8 @@ class FewColumns {
     int64_t block_room() const { return (plan_.blocks ? plan_.block_of(plan_.all_steps()) : 0) + 2 * few_.width + 1; }
     // Into which block each lane of a step falls.
     void put_lanes(int32_t* lanes) const;
-    // Where the scales of the blocks of some rows are, without the outer one: in b, or in `room`, block_room() each.
+    // Where the scales of the blocks of some rows are: in b, or in `room`, block_room() each. Those of integers have the
+    // outer one in them, and b's only one where a alone has blocks.
     void find_scales(int64_t first, int64_t count, float* room, const float** scales) const;
     // Zero points as decoded codes have them. Where b has none, `room` holds them already: they are the same for all.
     void find_zeros(int64_t first, int64_t count, int32_t* room, const int32_t** zeros) const;
@@ -38,12 +39,8 @@ class FewColumns {
   private:
     bool in_bytes() const;  // whether byte_scales decodes b's scales
     const float* block_scales(int64_t row, float* out) const;
+    const float* integer_scales(int64_t row, float* out) const;
     void put_zeros(int64_t row, int32_t* out) const;
 };
-
-// Sums over lanes; see mm_few.h.
-void multiply_elements(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows);
-// a's rows are lanes.
-void multiply_lanes(const Problem& problem, const FewKernels& few, const FewPlan& plan, const FewRows& rows);
 
 }  // namespace lowbit::cpu::mm

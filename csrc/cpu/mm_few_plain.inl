@@ -5,8 +5,6 @@ constexpr int kTile = 4;
 
 inline VecI permute(VecI v, VecI lanes) { return __builtin_shuffle(v, lanes); }
 
-inline VecF fused_dword(VecF a, const uint32_t* b, VecF c) { return fused(a, (VecF)broadcast(load<uint32_t>(b)), c); }
-
 #include "cpu/mm_few_body.inl"
 
 template <int kBits>

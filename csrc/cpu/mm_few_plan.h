@@ -8,15 +8,13 @@ namespace lowbit::cpu::mm {
 // How a product is done.
 struct FewPlan {
     const FewUnit* unit = nullptr;
-    bool lanes = false;  // a's rows are lanes
     bool integers = false;
-    bool blocks = false;     // b's scales change along K
+    bool blocks = false;     // scales change along K: b's, or of integers either operand's
     bool more = false;       // FewUnit::dots[1]
     bool a_folded = false;   // a's scales are in its elements
-    int64_t num_blocks = 1;  // of a row of b
-    // Of a, padded to vectors where they are lanes; else, for integers with a zero point, with one of ones, which sums
-    // the rows of b.
-    int64_t rows = 0;
+    int64_t block = 0;       // elements of a block; all of them where scales do not change
+    int64_t num_blocks = 1;  // of a row
+    int64_t rows = 0;        // of a, and for integers with a zero point one of ones, which sums the rows of b
     int64_t tile = 0;   // of them, at a time
     int64_t steps = 0;  // whole ones
     int64_t rest = 0;   // elements after them
@@ -25,7 +23,10 @@ struct FewPlan {
 
     int64_t all_steps() const { return steps + (rest > 0); }
     bool exact() const { return integers && !blocks; }
-    bool ones(const Problem& p) const { return !lanes && rows > p.a.rows; }
+    bool ones(const Problem& p) const { return rows > p.a.rows; }
+    bool in_totals() const { return integers && blocks; }
+    // Vectors of sums of integers in blocks.
+    int64_t num_totals() const { return per_step > 1 ? all_steps() : num_blocks; }
     int64_t block_of(int64_t step) const { return step == 0 ? 0 : step / block_steps * per_step; }
 };
 

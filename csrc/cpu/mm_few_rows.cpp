@@ -14,33 +14,27 @@ FewRows::FewRows(const Problem& p, const FewKernels& few, const FewPlan& plan)
     : p_(p), few_(few), plan_(plan), vector_(4 * few.width), step_(plan.slots * vector_) {
     thread_local Arena arena;
     const int64_t depth = plan.all_steps() * plan.unit->elements, row = plan.all_steps() * step_;
-    const int64_t packed = plan.rows * row, rows = plan.lanes ? (p.a.rows + 1) * row : 0;
-    const int64_t natural = depth * 4 + kTileDepth * 4 + 2 * kSlack;
-    packed_ = arena.reserve(static_cast<size_t>(packed + rows + natural + kRawBytes + 4 * kMaxBlocks));
-    natural_ = packed_ + packed + rows;
+    const int64_t packed = plan.rows * row, natural = depth * 4 + kTileDepth * 4 + 2 * kSlack;
+    const int64_t blocks = plan.in_totals() ? plan.num_blocks : 0;
+    const int64_t scales = blocks * p.a.rows * 4;
+    packed_ = arena.reserve(static_cast<size_t>(packed + scales + natural + kRawBytes + 4 * kMaxBlocks));
+    natural_ = packed_ + packed + scales;
     uint8_t* raw = natural_ + natural;
-    if (!plan.lanes) {
-        for (int64_t m = 0; m < plan.rows; ++m) {
-            const int64_t first = m / plan.tile * plan.tile, pitch = tile_rows(m) * vector_;
-            take_row(m, depth, raw);
-            uint8_t* to = packed_ + first * row + (m - first) * vector_;
-            plan.unit->arrange(natural_, plan.all_steps(), plan.slots * pitch, pitch, to);
-            if (plan.slots == plan.unit->vectors) continue;
-            plan.unit->input == FewInput::s16 ? lane_sums<int16_t>(m, to) : lane_sums<int8_t>(m, to);
-        }
-        return;
-    }
-    uint8_t* ordered = packed_ + packed;
-    for (int64_t m = 0; m < p.a.rows; ++m) {
+    for (int64_t m = 0; m < plan.rows; ++m) {
+        const int64_t first = m / plan.tile * plan.tile, pitch = tile_rows(m) * vector_;
         take_row(m, depth, raw);
-        plan.unit->arrange(natural_, plan.all_steps(), step_, vector_, ordered + m * row);
+        uint8_t* to = packed_ + first * row + (m - first) * vector_;
+        plan.unit->arrange(natural_, plan.all_steps(), plan.slots * pitch, pitch, to);
+        if (!plan.in_totals()) continue;
+        plan.unit->input == FewInput::s16 ? lane_sums<int16_t>(m, to) : lane_sums<int8_t>(m, to);
+        auto* of_row = reinterpret_cast<float*>(packed_ + packed) + m * blocks;
+        std::fill_n(of_row, blocks, scale_at(p.a, m, 0));
+        if (p.a.block_cols < p.depth) block_scales(p.a, m, 0, plan.num_blocks, of_row);
+        scales_[m] = of_row;
     }
-    std::memset(ordered + p.a.rows * row, 0, static_cast<size_t>(row));
-    turn(ordered);
 }
 
 int FewRows::lift() const {
-    if (plan_.unit->input == FewInput::u8) return p_.a.table->is_signed ? 128 : 0;
     return p_.a.table->is_signed ? 0 : -128;
 }
 
@@ -66,16 +60,14 @@ void FewRows::integers(int64_t m, int64_t depth) {
         codes = gathered;
     }
     const Kernels& kernels = kernels_in_use();
-    const bool is_signed = p_.a.table->is_signed, unsigned_bytes = plan_.unit->input == FewInput::u8;
+    const bool is_signed = p_.a.table->is_signed;
     if constexpr (sizeof(T) == 1) {
-        kernels.decode_bytes(codes, natural_, p_.depth, is_signed == unsigned_bytes ? 128 : 0, 0);
+        kernels.decode_bytes(codes, natural_, p_.depth, is_signed ? 0 : 128, 0);
     } else {
         kernels.decode_s16(codes, x, p_.depth, is_signed ? 128 : 0, is_signed ? 0 : 128);
     }
     std::fill(x + p_.depth, x + depth, T{0});  // decoders may have written there
-    if (!plan_.exact()) return;
-    sums_[m] = unsigned_bytes ? std::accumulate(natural_, natural_ + p_.depth, int64_t{0})
-                              : std::accumulate(x, x + p_.depth, int64_t{0});
+    if (plan_.exact()) sums_[m] = std::accumulate(x, x + p_.depth, int64_t{0});
 }
 
 // A step's last slot: less the sum of the elements of each lane, as a word.
@@ -110,37 +102,6 @@ void FewRows::floats(int64_t m, int64_t depth, uint8_t* raw) const {
         for (int64_t k = 0; k < depth; ++k) {
             const auto high = static_cast<uint16_t>(bits_of(x[k]) >> 16);
             std::memcpy(natural_ + 2 * k, &high, 2);
-        }
-    }
-}
-
-// The dwords of a step, block after block where sums are scaled block by block.
-void FewRows::order_step() {
-    const int64_t width = few_.width, step = plan_.unit->vectors * width;
-    const bool apart = plan_.per_step > 1 && plan_.unit->input != FewInput::f32;
-    const int64_t blocks = apart ? plan_.per_step : 1, each = width / blocks;
-    for (int64_t i = 0; i < kLaneDepth; ++i) {
-        const int64_t d = i % step, block = d / (step / blocks), v = d / each % plan_.unit->vectors;
-        const int64_t from = apart ? v * width + block * each + d % each : d;
-        const int64_t place = i - d + from;
-        places_[i] = static_cast<int32_t>(place / width * few_.lane_cols * width + place % width);
-        if (i < step) order_[from] = static_cast<int32_t>(d);
-    }
-}
-
-// Rows to lanes.
-void FewRows::turn(const uint8_t* ordered) {
-    order_step();
-    const int64_t width = few_.width, row = plan_.all_steps() * step_;
-    for (int64_t m = 0; m < plan_.rows; m += width) {
-        const uint8_t* rows[kFewRows];
-        for (int64_t i = 0; i < width; ++i) rows[i] = ordered + std::min(m + i, p_.a.rows) * row;
-        const int64_t first = m / (2 * width) * (2 * width), pitch = tile_rows(m) * 4;
-        uint8_t* to = packed_ + first * row + (m - first) * 4;
-        for (int64_t at = 0; at < row; at += step_, to += step_ / 4 * pitch) {
-            for (int64_t v = 0; v < plan_.unit->vectors; ++v) {
-                few_.turn(rows, at + v * vector_, to, pitch, order_ + v * width);
-            }
         }
     }
 }

@@ -1,4 +1,4 @@
-// Rows of a in the order that a unit multiplies them in: tile after tile, or as lanes.
+// Rows of a in the order that a unit multiplies them in, tile after tile.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ class FewRows {
     // Integers: of the bytes that are multiplied; and how much larger they are than the codes.
     int64_t sum(int64_t m) const { return sums_[m]; }
     int lift() const;
-    // Of lanes: where the dwords of a step that are multiplied one after the other come from.
-    const int32_t* places() const { return places_; }
+    // Integers in blocks: the scales of each row's blocks.
+    const float* const* scales() const { return scales_; }
 
   private:
     void take_row(int64_t m, int64_t depth, uint8_t* raw);
@@ -31,15 +31,13 @@ class FewRows {
     void floats(int64_t m, int64_t depth, uint8_t* raw) const;
     template <class T>
     void lane_sums(int64_t m, uint8_t* out) const;
-    void order_step();
-    void turn(const uint8_t* ordered);
 
     const Problem& p_;
     const FewKernels& few_;
     const FewPlan& plan_;
     const int64_t vector_, step_;  // bytes
     uint8_t *packed_, *natural_;
-    int32_t places_[kLaneDepth], order_[kLaneDepth];
+    const float* scales_[kFewRows];
     int64_t sums_[kAllRows] = {};
 };
 

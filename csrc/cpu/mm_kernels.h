@@ -34,6 +34,7 @@ static_assert(kTileDepth % 16 == 0, "a panel holds whole steps of transposes");
 constexpr int64_t kAheadSteps = 4;
 // Bytes that streams from memory are fetched ahead.
 constexpr int64_t kStreamAhead = 4096;
+constexpr int64_t kPanelAhead = 16384;  // about a chunk of a panel
 
 // Rows of a tile, at most, that multiply faster than memory gives them panels.
 constexpr int kStreamedRows = 8;
@@ -41,7 +42,7 @@ constexpr int kStreamedRows = 8;
 // One register tile: c[rows, nr] += a[rows, depth] . b[depth, nr] over one K segment.
 // s8u8: the segment's sum is start[r] + acc - a_zero[r] * b_sum[n] - a_sum[r] * b_zero[n], where a_sum has
 // length * a_zero taken off already; start is -a_sum * b_zero where all columns have the same b_zero.
-// Scaled: c (fp32) += float(sum) * (a_scale[r] * b_scale[n]); else c (fp32 or int32) += sum.
+// Scaled: c (fp32) += fp32(fp32(sum) * fp32(a_scale[r] * b_scale[n])), from 0; else c (fp32 or int32) += sum.
 struct Tile {
     const uint32_t* a = nullptr;  // [depth, rows]; of matrix registers [rows, kTileStride]
     const uint32_t* b = nullptr;  // [depth, nr]
@@ -103,14 +104,22 @@ struct Rows {
 // Sums of one kind of arithmetic: a register tile of `rows` rows.
 using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
 
+// A register tile that reads b's codes as they are packed (mm_stored.h). Sums are corrected as those of s8u8, whatever a's
+// kind is; a has no zero point to be corrected for.
+struct PackedTile {
+    Multiply run = nullptr;  // null: there is none
+    Kind kind = Kind::s16;   // of a's dwords
+    int rows = 0;            // of a tile, at most
+    int64_t limit = 0;       // rows of a up to which nothing is faster
+};
+
 struct Kernels {
     int nr = 0;                // columns of a tile
     int max_rows = 0;          // rows of a tile, at most
     Kind integer = Kind::s16;  // how integers are multiplied: s16 or s8u8
     // By Kind; null where the instruction set has none. f32 and `integer` are always there.
     Multiply tile[kNumKinds] = {};
-    // The tile of s8u8 for b's stored dwords of 4-bit codes, at most kStreamedRows rows. Null: there is none.
-    Multiply nibble_tile = nullptr;
+    PackedTile packed8, packed4;
     // Multiplies and adds in registers alone, for benchmarks: how many operations that were.
     int64_t (*spin[kNumKinds])(int64_t steps) = {};
     int32_t (*read_lines)(const void* data, int64_t lines) = nullptr;  // of 256 bytes
@@ -138,9 +147,9 @@ struct Kernels {
     void (*transpose)(const uint32_t* rows, int64_t stride, uint32_t* panel, int64_t depth) = nullptr;
     // By Kind; null: there is none.
     void (*panel[kNumKinds])(const Panel& panel) = {};
-    // Stored dwords of panels of 4-bit codes (mm_stored.h), [count, nr], to twice as many of bytes. Null: none are
-    // read.
-    void (*spread)(const uint32_t* stored, int64_t count, uint32_t* panel) = nullptr;
+    // Packed dwords of b's codes of `bits` bits (mm_stored.h), [count, kPanelRows], nr columns of them, to those of
+    // `integer`: of s16 less zeros[nr], of s8u8 as they are.
+    void (*spread)(const uint32_t* packed, int64_t count, int bits, const int32_t* zeros, uint32_t* panel) = nullptr;
     // s8u8: the sum of a row's signed bytes; sums[nr] of a panel's unsigned ones.
     int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
     void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "common/numerics.h"
@@ -286,8 +287,13 @@ void Loader::sum_segments(int64_t row, const Segment* segments, int num_segments
                           const Sums& sums, int64_t at) const {
     for (int i = 0; i < num_segments; ++i) {
         const Segment& s = segments[i];
-        const auto* bytes = reinterpret_cast<const uint8_t*>(data + s.dword);
         const int64_t to = i * sums.stride + at;
+        if (plan.kind == Kind::s16) {  // less their zero points already
+            const auto* words = reinterpret_cast<const int16_t*>(data + s.dword);
+            sums.sum[to] = std::accumulate(words, words + s.length, int32_t{0}) * sums.factor;
+            continue;
+        }
+        const auto* bytes = reinterpret_cast<const uint8_t*>(data + s.dword);
         const int zero = byte_form(operand, is_a, zero_at(operand, row, s.begin)).zero;
         if (sums.zero != nullptr) sums.zero[to] = zero;
         if (sums.sum != nullptr) {

@@ -2,6 +2,7 @@
 
 #define LOWBIT_MM_WIDTH 4
 #define LOWBIT_MM_ROWS 8
+#define LOWBIT_MM_NIBBLE_ROWS 4
 typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t VecI __attribute__((vector_size(16)));
 

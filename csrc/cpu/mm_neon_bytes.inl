@@ -1,11 +1,5 @@
 // Products of bytes for AArch64; included in an unnamed namespace after mm_neon.inl.
 
-inline int32_t sum_bytes(const uint8_t* bytes, int64_t n) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += static_cast<int8_t>(bytes[i]);
-    return sum;
-}
-
 template <class Dot>
 void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
     const VecI ones = VecI{} + 0x01010101;
@@ -19,7 +13,7 @@ void sum_panel(const uint32_t* panel, int64_t depth, int32_t* sums) {
 template <class Dot>
 void add_bytes(Kernels& kernels) {
     kernels.integer = Kind::s8u8;
-    kernels.sum_bytes = sum_bytes;
+    kernels.spread = spread_any<true>;
     kernels.sum_panel = sum_panel<Dot>;
     add_kind<Dot>(kernels);
 }

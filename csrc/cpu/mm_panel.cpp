@@ -40,7 +40,7 @@ bool PanelLoader::direct(const Segment& first, const Segment& last) const {
 const uint32_t* PanelLoader::load(int64_t row, int64_t valid, const Segment* segments, int num_segments,
                                   uint32_t* panel) const {
     const Segment &first = segments[0], &last = segments[num_segments - 1];
-    if (b.in_panels()) return load_stored(row, segments, num_segments, panel);
+    if (b.in_panels()) return load_stored(row, valid, segments, num_segments, panel);
     if (direct(first, last) && (b.col_stride == 1 || valid % 16 == 0)) {
         load_direct(row, valid, first.begin, last.begin + last.length - first.begin, panel);
         return panel;
@@ -54,21 +54,24 @@ const uint32_t* PanelLoader::load(int64_t row, int64_t valid, const Segment* seg
     return panel;
 }
 
-// Bytes without padding between segments are used as they are stored.
-const uint32_t* PanelLoader::load_stored(int64_t row, const Segment* segments, int num_segments,
+// Bytes without padding between segments are used as they are stored, if panels are as wide as tiles.
+const uint32_t* PanelLoader::load_stored(int64_t row, int64_t valid, const Segment* segments, int num_segments,
                                          uint32_t* panel) const {
     const int64_t per_dword = 32 / b.table->bits, nr = kernels.nr;
     const uint32_t* base = stored_panel(b, row);
     const Segment& last = segments[num_segments - 1];
     const bool dense = (last.begin - segments[0].begin) / 4 == last.dword && ceil_div(last.length, 4) == last.dwords;
-    if (dense && per_dword == 4) return base + segments[0].begin / 4 * nr;
+    if (dense && plan.kind == Kind::s8u8 && per_dword == 4 && nr == kPanelRows) return base + segments[0].begin / 4 * nr;
+    int32_t zeros[kMaxNr] = {};
     for (int i = 0; i < num_segments; ++i) {
         const Segment& s = segments[i];
-        const int64_t stored = ceil_div(s.length, per_dword), bytes = ceil_div(s.length, 4);
+        for (int64_t n = 0; plan.kind == Kind::s16 && n < valid; ++n) {
+            zeros[n] = stored_offset(b) + zero_at(b, row + n, s.begin);
+        }
         uint32_t* to = panel + s.dword * nr;
-        if (per_dword == 4) std::memcpy(to, base + s.begin / 4 * nr, static_cast<size_t>(stored * nr) * 4);
-        if (per_dword == 8) kernels.spread(base + s.begin / 8 * nr, stored, to);
-        std::memset(to + bytes * nr, 0, static_cast<size_t>((s.dwords - bytes) * nr) * 4);
+        const int64_t dwords = ceil_div(s.length, elements_per_dword(plan.kind));
+        kernels.spread(base + s.begin / per_dword * kPanelRows, ceil_div(s.length, per_dword), b.table->bits, zeros, to);
+        std::memset(to + dwords * nr, 0, static_cast<size_t>((s.dwords - dwords) * nr) * 4);
     }
     return panel;
 }

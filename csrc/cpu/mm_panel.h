@@ -24,7 +24,8 @@ struct PanelLoader {
 
   private:
     bool direct(const Segment& first, const Segment& last) const;
-    const uint32_t* load_stored(int64_t row, const Segment* segments, int num_segments, uint32_t* panel) const;
+    const uint32_t* load_stored(int64_t row, int64_t valid, const Segment* segments, int num_segments,
+                                uint32_t* panel) const;
     void load_direct(int64_t row, int64_t valid, int64_t begin, int64_t length, uint32_t* panel) const;
     void put_levels(int64_t row, int64_t valid, int64_t begin, int64_t length, Panel& panel) const;
 };

@@ -7,17 +7,16 @@
 namespace lowbit::cpu::mm {
 namespace {
 
-// Whether tiles read the panels: products of bytes, whose segments are whole dwords of storage.
-bool readable(const Problem& p, const Kernels& kernels) {
-    if (kernels.spread == nullptr || kernels.nr != kPanelRows) return false;
-    const Plan plan = make_plan(p, kernels);
+// Whether tiles read the panels: products of integers, whose segments are whole dwords of storage.
+bool readable(const Problem& p) {
     const int64_t codes = 32 / p.b.table->bits;
-    return plan.kind == Kind::s8u8 && plan.a_block % codes == 0 && plan.b_block % codes == 0;
+    auto whole = [&](const Operand& x) { return x.block_cols >= p.depth || x.block_cols % codes == 0; };
+    return is_integer_product(p) && whole(p.a) && whole(p.b);
 }
 
 // One row, as `quantize` stores it.
 void store_row(const Operand& b, int64_t row, int64_t depth, uint8_t* out) {
-    const auto* from = reinterpret_cast<const uint8_t*>(stored_panel(b, row) + row % kPanelRows);
+    const auto* from = reinterpret_cast<const uint8_t*>(stored_panel(b, row));
     const auto offset = static_cast<uint8_t>(stored_offset(b));
     constexpr int64_t kStep = kPanelRows * 4;
     if (b.table->bits == 8) {
@@ -33,7 +32,7 @@ void store_row(const Operand& b, int64_t row, int64_t depth, uint8_t* out) {
 }  // namespace
 
 void multiply_stored(const Problem& problem, const Kernels& kernels) {
-    if (readable(problem, kernels)) return multiply_tiles(problem, kernels);
+    if (readable(problem)) return multiply_tiles(problem, kernels);
     Arena arena;
     Problem plain = problem;
     Operand& b = plain.b;

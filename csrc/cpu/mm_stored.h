@@ -1,4 +1,4 @@
-// Weights that are kept as panels: the layout that lowbit/panels.py defines, which products of bytes read in place.
+// Weights that are kept as panels: the layout that lowbit/panels.py defines, which products of integers read in place.
 //
 // Panels of kPanelRows rows follow each other; a panel is dwords of depth, [depth, kPanelRows]. A dword holds four
 // codes of 8 bits, or eight of 4: the first four in the low nibbles of its bytes, the others in the high ones. Codes of
@@ -9,15 +9,14 @@
 
 namespace lowbit::cpu::mm {
 
-constexpr int64_t kPanelRows = 32;
-
 inline int stored_offset(const Operand& b) {
     return b.table->integer && b.table->is_signed ? 1 << (b.table->bits - 1) : 0;
 }
 
+// The dwords of `row` and of those after it in its panel, kPanelRows apart.
 inline const uint32_t* stored_panel(const Operand& b, int64_t row) {
     const auto* base = static_cast<const uint8_t*>(b.data) + row / kPanelRows * b.panel_bytes;
-    return reinterpret_cast<const uint32_t*>(base);
+    return reinterpret_cast<const uint32_t*>(base) + row % kPanelRows;
 }
 
 // The product with such a b: by the tiles that read panels, or where there are none for it, of b's rows.

@@ -50,7 +50,10 @@ class TileProduct {
     }
 
   private:
-    RowTiles tiles_of(int64_t rows) const { return {rows, plan_, kernels_, few_ ? kStreamedRows : kernels_.max_rows}; }
+    RowTiles tiles_of(int64_t rows) const {
+        const int most = few_ ? std::min(kStreamedRows, kernels_.max_rows) : kernels_.max_rows;
+        return {rows, plan_, kernels_, plan_.packed != nullptr ? plan_.packed->rows : most};
+    }
 
     // Whether a register tile's sums are done when it is left, so that all tiles have one place for them.
     bool single() const { return cuts_.num_chunks == 1; }
@@ -130,7 +133,7 @@ class TileProduct {
             if (plan_.matrix) kernels_.enter();
             while (begin < end) {
                 const int64_t part = begin / panels, panel = begin % panels;
-                const int64_t count = std::min({few_ ? 1 : kGroup, panels - panel, end - begin});
+                const int64_t count = std::min({few_ ? kPanelRows / kernels_.nr : kGroup, panels - panel, end - begin});
                 const int64_t first = part * tiles.count / parts, last = (part + 1) * tiles.count / parts;
                 Group(*this, own, tiles, first, last, panel, count).run();
                 begin += count;
@@ -196,14 +199,15 @@ class TileProduct {
             const Segment* segments = t_.cuts_.segments + chunk.first;
             const int64_t valid = std::min<int64_t>(kernels.nr, cols_ - col);
             const PanelLoader b{t_.p_.b, kernels, plan, own_.b_rows, own_.scales, own_.zeros, own_.raw, own_.levels};
-            const bool nibbles = t_.few_ && t_.p_.b.table->bits == 4 && !t_.need_.a_zeros;
-            const uint32_t* panel = nibbles ? stored_panel(t_.p_.b, col0_ + col)
-                                            : b.load(col0_ + col, valid, segments, chunk.count, own_.b_panel);
+            const bool packed = plan.packed != nullptr;
+            const uint32_t* panel = packed ? stored_panel(t_.p_.b, col0_ + col)
+                                           : b.load(col0_ + col, valid, segments, chunk.count, own_.b_panel);
             b.load_sums(col0_ + col, valid, segments, chunk.count, panel, own_.b_sums);
             look_ahead(next_chunk, next_col);
             int64_t ahead = 0;
             const uint32_t* a = t_.s_.chunk(index, 0);
-            const Multiply tile_kernel = nibbles ? kernels.nibble_tile : kernels.tile[static_cast<int>(plan.kind)];
+            const Multiply tile_kernel = packed ? plan.packed->run : kernels.tile[static_cast<int>(plan.kind)];
+            const int64_t per_dword = 32 / (t_.p_.b.has_codes() ? t_.p_.b.table->bits : 32);
             Tile tile;  // made once: clearing it takes longer than it seems
             tile.c_stride = own_.c_stride;
             for (int64_t i = first_; i < last_; ++i) {
@@ -212,7 +216,7 @@ class TileProduct {
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
                     tile.a = a + row * kTileStride + segments[s].dword * (plan.matrix ? 1 : rows);
-                    tile.b = panel + (nibbles ? segments[s].begin / 8 : segments[s].dword) * kernels.nr;
+                    tile.b = panel + (packed ? segments[s].begin / per_dword * kPanelRows : segments[s].dword * kernels.nr);
                     tile.depth = segments[s].dwords;
                     tile.streamed = t_.few_ && i == first_ && panel != own_.b_panel;
                     tile.ahead = own_.ahead + std::min(ahead, num_ahead_);
@@ -240,12 +244,16 @@ class TileProduct {
                     for (; from < to; from += kLine) own_.ahead[num_ahead_++] = from;
                 };
                 if (b.in_panels()) {
+                    if (t_.kernels_.nr < kPanelRows) return fill_ahead();  // a stream, which the hardware foresees
                     const auto* panel = reinterpret_cast<const uint8_t*>(stored_panel(b, col0_ + col));
                     list(panel + begin * kPanelRows, panel + end * kPanelRows);
                 } else {
                     for (int64_t r = 0; r < valid; ++r, base += pitch) list(base + begin, base + end);
                 }
             }
+            fill_ahead();
+        }
+        void fill_ahead() const {
             std::fill_n(own_.ahead + num_ahead_, kAheadPad, reinterpret_cast<const uint8_t*>(own_.b_panel));
         }
 

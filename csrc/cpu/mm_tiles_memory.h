@@ -12,14 +12,14 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kMaxLines = kTileDepth * 4 / kLine + 1;  // of a row of b, in a chunk
 constexpr int64_t kAheadPad = kTileDepth / kAheadSteps;
 
-// How the sums of s8u8 are to be corrected.
+// How the sums of s8u8, and of packed codes, are to be corrected.
 struct Corrections {
     bool a_zeros = false;  // whether a's bytes are too large
     bool b_zeros = false;  // whether columns differ in what b's are too large by
     int b_zero = 0;        // what all of b's are, if they do not differ
     Corrections(const Problem& p, const Plan& plan) {
-        if (plan.kind != Kind::s8u8) return;
-        a_zeros = p.a.zero_point != nullptr || byte_form(p.a, true, 0).zero != 0;
+        if (plan.kind != Kind::s8u8 && plan.packed == nullptr) return;
+        a_zeros = plan.kind == Kind::s8u8 && (p.a.zero_point != nullptr || byte_form(p.a, true, 0).zero != 0);
         b_zeros = p.b.zero_point != nullptr;
         if (!b_zeros) b_zero = byte_form(p.b, false, 0).zero;
     }

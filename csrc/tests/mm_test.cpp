@@ -1,5 +1,5 @@
 // Holds every instruction set's matrix product against the exact one within the bound of docs/numerics.md section 9,
-// and integers against the scalar code in every bit. Random pairs of formats, scales, zero points, strides and shapes.
+// and products of integers against the scalar code in every bit. Random pairs of formats, scales, zero points, strides and shapes.
 // Needs neither torch nor Python.
 #include <cfloat>
 #include <cstdio>
@@ -24,7 +24,7 @@ struct Case {
     Matrix a, b;
     std::vector<uint8_t> bias;
     mm::Problem problem;
-    bool exact = false;  // integers with one scale a row: the same bits everywhere
+    bool exact = false;  // a product of integers: the same bits everywhere
 
     Case(Theme theme, int64_t rows, int64_t cols, int64_t depth);
 
@@ -42,8 +42,7 @@ Case::Case(Theme theme, int64_t rows, int64_t cols, int64_t depth) {
     if (narrow && below(3) == 0) b.keep_as_panels(depth);
     problem.a = a.operand;
     problem.b = b.operand;
-    const bool whole = a.operand.block_cols >= depth && b.operand.block_cols >= depth;
-    exact = a.integer && b.integer && whole;
+    exact = mm::is_integer_product(problem);
     problem.out_dtype = static_cast<mm::Element>(below(3));
     if (below(2)) {
         problem.bias_dtype = static_cast<mm::Element>(below(3));
