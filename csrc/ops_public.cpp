@@ -196,18 +196,26 @@ std::optional<Tensor> scaled_mm_new(const Tensor& a, const Tensor& b, int64_t co
     return out;
 }
 
-bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
-                const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
-                const MaybeText& input, ScalarType out_dtype, const Tensor& out) {
-    if (x.numel() == 0 || x.dim() == 0 || out.scalar_type() != out_dtype || out.dim() != x.dim()) return false;
+// Into a new output, or one that shares no memory with the arguments.
+bool linear_into(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
+                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                 const MaybeText& input, const Tensor& out) {
+    if (x.numel() == 0) return false;
     const int64_t cols = x.size(x.dim() - 1);
     const auto codes = coded(weight, scheme, scale, zero_point, outer, cols);
     std::optional<SchemeParams> of_input;
     if (input) of_input = named_scheme(input->view(), x.numel() / cols, cols);
     if (!codes || input.has_value() != of_input.has_value() || (!input && precision_decides(x))) return false;
-    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(outer), address(bias)})) return false;
     linear(x, of_input, *codes, bias, out);
     return true;
+}
+
+bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
+                const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                const MaybeText& input, ScalarType out_dtype, const Tensor& out) {
+    if (x.dim() == 0 || out.scalar_type() != out_dtype || out.dim() != x.dim()) return false;
+    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(outer), address(bias)})) return false;
+    return linear_into(x, weight, scheme, scale, zero_point, outer, bias, input, out);
 }
 
 std::optional<Tensor> linear_new(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
@@ -215,25 +223,29 @@ std::optional<Tensor> linear_new(const Tensor& x, const Tensor& weight, const Te
                                  const MaybeText& input, ScalarType out_dtype) {
     if (!is_float(out_dtype) || x.dim() == 0 || weight.dim() != 2) return std::nullopt;
     const Tensor out = new_tensor(sizes_with(x, weight.size(0)), out_dtype);
-    if (!linear_out(x, weight, scheme, scale, zero_point, outer, bias, input, out_dtype, out)) return std::nullopt;
+    if (!linear_into(x, weight, scheme, scale, zero_point, outer, bias, input, out)) return std::nullopt;
     return out;
 }
 
+using MaybeType = std::optional<ScalarType>;
+
 bool linear_packed_out(const Tensor& x, const Tensor& packed, int64_t rows, const MaybeTensor& bias,
-                       ScalarType out_dtype, const Tensor& out) {
-    if (packed_of(packed).rows != rows || x.numel() == 0 || x.dim() == 0 || out.scalar_type() != out_dtype ||
-        out.dim() != x.dim())
-        return false;
+                       MaybeType out_dtype, const Tensor& out) {
+    const Packed weight = packed_of(packed);
+    if (weight.rows != rows || x.numel() == 0 || x.dim() == 0 || out.dim() != x.dim()) return false;
+    if (out.scalar_type() != out_dtype.value_or(x.scalar_type())) return false;
     if (overlap(out, {&x, &packed, address(bias)})) return false;
-    linear_packed(x, packed_of(packed), bias, out);
+    linear_packed(x, weight, bias, out);
     return true;
 }
 
 std::optional<Tensor> linear_packed_new(const Tensor& x, const Tensor& packed, int64_t rows, const MaybeTensor& bias,
-                                        ScalarType out_dtype) {
-    if (!is_float(out_dtype) || x.dim() == 0) return std::nullopt;
-    const Tensor out = new_tensor(sizes_with(x, rows), out_dtype);
-    if (!linear_packed_out(x, packed, rows, bias, out_dtype, out)) return std::nullopt;
+                                        MaybeType out_dtype) {
+    const Packed weight = packed_of(packed);
+    const ScalarType dtype = out_dtype.value_or(x.scalar_type());
+    if (weight.rows != rows || x.numel() == 0 || x.dim() == 0 || !is_float(dtype)) return std::nullopt;
+    const Tensor out = new_tensor(sizes_with(x, rows), dtype);
+    linear_packed(x, weight, bias, out);
     return out;
 }
 

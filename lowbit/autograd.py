@@ -146,17 +146,6 @@ def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torc
     return y
 
 
-def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Nothing is saved: inference in grad mode is fine, and a backward pass says what it lacks."""
-
-
-def _packed_backward(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError(
-        "lowbit.linear_packed: a packed weight has no backward pass; call lowbit.unpack_(model) before training, and "
-        "lowbit.prepack_(model) again for inference"
-    )
-
-
 # -- registration ------------------------------------------------------------------------------------------------------
 def _differentiable(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
     """Registers the gradient of an op as a kernel of the autograd key, with which transforms of torch.func compose.
@@ -193,4 +182,3 @@ _differentiable("fake_quantize", _fake_setup, _fake_backward)
 _differentiable("fake_quantize_backward", _mask_setup, _mask_backward)
 _differentiable("scaled_mm", _mm_setup, _mm_backward)
 _differentiable("linear", _linear_setup, _linear_backward)
-_differentiable("linear_packed", _packed_setup, _packed_backward)

@@ -219,7 +219,7 @@ def test_a_packed_layer_loads_a_plain_state_and_refuses_another():
 def test_a_backward_pass_and_a_move_are_refused_with_the_remedy():
     one = packed("int8", 64)
     y = one(torch.randn(3, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"lowbit.unpack_\(model\)"):
+    with pytest.raises(RuntimeError, match=r"no backward pass; call lowbit.unpack_\(model\)"):
         y.sum().backward()
     with pytest.raises(RuntimeError, match=r"cannot move to meta; call lowbit.unpack_\(model\) first"):
         nn.Sequential(one).to("meta")
@@ -227,6 +227,23 @@ def test_a_backward_pass_and_a_move_are_refused_with_the_remedy():
         x = torch.randn(3, 64)
         expected = one.unpacked()(x)
         assert_same_bits(one(x), expected)
+
+
+def test_biases_require_grad_again_once_they_are_unpacked():
+    model = mlp()
+    bias = model[0].bias
+    lb.prepack_(model)
+    assert model[0].bias is bias and not bias.requires_grad
+    assert not model(torch.randn(2, 96)).requires_grad
+    lb.unpack_(model)
+    assert model[0].bias is bias and bias.requires_grad
+
+
+def test_compiled_in_grad_mode():
+    torch._dynamo.reset()
+    one, x = packed("int8", 64), torch.randn(3, 64)
+    compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x).detach(), one(x).detach())
 
 
 def test_casts_reach_the_bias_and_the_dtype_of_the_weight():

@@ -29,12 +29,13 @@ def prepack_(model: nn.Module) -> Report:
     says why. ``state_dict``, copies, pickles and ``save_model`` of a packed model have plain tensors, made new, so
     that files do not depend on it. Layers that share a weight share the packed one.
 
-    A packed model has no backward pass and stays on the CPU: ``unpack_`` turns it back.
+    A packed model has no backward pass, so its biases no longer require grad, and it stays on the CPU: ``unpack_``
+    turns it back, biases too.
     Raises, with the model untouched: ValueError for a model without quantized layers or that is one itself; TypeError
     for what is no model.
     """
     packer = _Packer()
-    task = Task("prepack_", "QuantLinear", _to_pack, packer.pack, _measure, swap, optional=True)
+    task = Task("prepack_", "QuantLinear", _to_pack, packer.pack, _measure, _put_packed, optional=True)
     return convert(model, task)[0]
 
 
@@ -45,7 +46,7 @@ def unpack_(model: nn.Module) -> Report:
     what is no model.
     """
     packer = _Packer()
-    task = Task("unpack_", "PackedLinear", _to_unpack, packer.unpack, _measure, swap)
+    task = Task("unpack_", "PackedLinear", _to_unpack, packer.unpack, _measure, _put_plain)
     return convert(model, task)[0]
 
 
@@ -58,6 +59,23 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
 
 def _to_unpack(names: list[str], module: nn.Module) -> Verdict:
     return Verdict(adapter=_EVERY) if kind(module) == "packed" else Verdict(inside=True)
+
+
+def _put_packed(model: nn.Module, made: dict[int, Any]) -> None:
+    """Without a backward pass, a bias that requires grad would only have every call record one."""
+    for layer in made.values():
+        if layer.bias is not None and layer.bias.requires_grad:
+            layer.trains_bias = True
+            layer.bias.requires_grad_(False)
+    swap(model, made)
+
+
+def _put_plain(model: nn.Module, made: dict[int, Any]) -> None:
+    old = [layer for layer in model.modules() if id(layer) in made]
+    swap(model, made)
+    for layer in old:
+        if layer.bias is not None and layer.trains_bias:
+            layer.bias.requires_grad_()
 
 
 class _Packer:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calls import call
-from lowbit.nn.linear import QuantLinear, misfits, plain_state, result_dtype
+from lowbit.calls import call, original
+from lowbit.nn.linear import QuantLinear, misfits, plain_state
 from lowbit.ops.spec import stored_outer, stored_scale
 from lowbit.quantized import Quantized
 from lowbit.recipes import Recipe
@@ -23,11 +23,30 @@ from lowbit.tensor import prepack
 __all__ = ["PackedLinear"]
 
 
+class _NoBackward(torch.autograd.Function):
+    """``y``, computed of ``x`` by a kernel that has no backward pass; a backward pass through it says so."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "PackedLinear has no backward pass; call lowbit.unpack_(model) before training, and lowbit.prepack_(model) "
+            "again for inference"
+        )
+
+
 class PackedLinear(nn.Module):
     """``y = x @ weight.T + bias`` on a packed weight, with the bits of the QuantLinear that it was made of.
 
     Input ``[..., in_features]`` fp32, bf16 or fp16 on the CPU; the result has its dtype (inside autocast: autocast's).
-    For inference: there is no backward pass, and no other device. ``state_dict`` is that of the QuantLinear, so either
+    For inference: there is no backward pass, so ``prepack_`` lets its bias require none, and no other device. ``state_dict`` is that of the QuantLinear, so either
     loads what the other has saved.
     Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unpack_`` first.
     """
@@ -41,6 +60,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.recipe, self.scheme = recipe, weight.scheme
         self.weight_dtype = weight.dtype
+        self.trains_bias = False  # whether the bias requires grad once it is unpacked
         self.register_buffer("packed", prepack.prepack(weight, recipe.input), persistent=False)
         self.register_parameter("bias", bias)
 
@@ -78,11 +98,15 @@ class PackedLinear(nn.Module):
         return QuantLinear(self.weight, self.bias, self.recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = result_dtype(x)
-        y: Tensor = call(
-            "linear_packed", x, self._buffers["packed"], self.out_features, self._parameters["bias"], dtype
-        )
-        return y
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        packed, bias = self._buffers["packed"], self._parameters["bias"]
+        if x.requires_grad and torch.is_grad_enabled():
+            y: Tensor = _NoBackward.apply(x, call("linear_packed", x.detach(), packed, self.out_features, bias, dtype))
+            return y
+        try:  # without another Python function in between, which would take a tenth of a small layer's time
+            return torch.ops.lowbit.linear_packed.default(x, packed, self.out_features, bias, dtype)
+        except (RuntimeError, ValueError) as error:
+            raise original(error) from None
 
     def extra_repr(self) -> str:
         return (

@@ -25,13 +25,17 @@ from lowbit.tensor import prepack
 
 class LinearPacked(NamedTuple):
     """``x [..., K]`` float; ``packed``: the weight ``[N, K]`` with the scheme of inputs, as ``prepack`` made it;
-    ``out_features``: N, which a tracer cannot read in ``packed``."""
+    ``out_features``: N, which a tracer cannot read in ``packed``; ``out_dtype``: that of ``x`` if None."""
 
     x: Tensor
     packed: Tensor
     out_features: int
     bias: Tensor | None = None
-    out_dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+
+
+def _dtype(call: LinearPacked) -> torch.dtype:
+    return call.x.dtype if call.out_dtype is None else call.out_dtype
 
 
 def plain(call: LinearPacked) -> Linear:
@@ -39,12 +43,12 @@ def plain(call: LinearPacked) -> Linear:
     q = prepack.unpack(call.packed)
     return Linear(
         call.x, q.codes, q.scheme.name, q.scale, q.zero_point, q.outer_scale, call.bias,
-        prepack.input_of(call.packed).name, call.out_dtype,
+        prepack.input_of(call.packed).name, _dtype(call),
     )  # fmt: skip
 
 
 def _outputs(call: LinearPacked) -> list[Out]:
-    return [((*call.x.shape[:-1], call.out_features), call.out_dtype)]
+    return [((*call.x.shape[:-1], call.out_features), _dtype(call))]
 
 
 def _traced(packed: Tensor) -> bool:
@@ -65,7 +69,7 @@ def _check(call: LinearPacked) -> None:
             f"{list(call.x.shape)}; x [..., K] needs the K of the weight [N, K]",
         )
     require(
-        call.out_dtype in FLOATS,
+        _dtype(call) in FLOATS,
         f"lowbit.linear_packed: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}",
     )
     if call.bias is not None:
@@ -122,7 +126,7 @@ def _workloads(rows: int, cols: int) -> Iterator[Workload]:
 
 def _cost(call: LinearPacked) -> Cost:
     m, n, k = call.x.shape[:-1].numel(), call.out_features, call.x.shape[-1]
-    moved = call.x.nbytes + call.packed.nbytes + m * n * call.out_dtype.itemsize
+    moved = call.x.nbytes + call.packed.nbytes + m * n * _dtype(call).itemsize
     return Cost(2 * m * n * k, moved)
 
 

@@ -32,6 +32,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
     float: "float",
     torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
 }
 
 
