@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import lowbit as lb
+from lowbit.convert.quantize import replacements
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.nn import QuantLinear
-from lowbit.convert.quantize import replacements
 from lowbit.train import TrainLinear
 
 CONVERSIONS = {"quantize_": lambda m: lb.quantize_(m, "int8"), "prepare_": lambda m: lb.train.prepare_(m, "fp8")}

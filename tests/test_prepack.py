@@ -211,7 +211,7 @@ def test_a_packed_layer_loads_a_plain_state_and_refuses_another():
     assert_same_bits(one(x), other(x))
     assert one.packed is not old  # what other layers or threads hold stays as it was
     for wrong in (layer("int8", 96), layer("w4a8", 96, n=41)):
-        with pytest.raises(RuntimeError, match="w4a8|int4|shape"):
+        with pytest.raises(RuntimeError, match=r"w4a8|int4|shape"):
             one.load_state_dict(wrong.state_dict())
     assert_same_bits(one(x), other(x))
 

@@ -7,7 +7,7 @@ leaves the layer (``state_dict``, copies, pickles, ``weight``) has plain tensors
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,15 @@ class _NoBackward(torch.autograd.Function):
         )
 
 
+_no_backward = cast(Callable[[Tensor, Tensor], Tensor], _NoBackward.apply)
+
+
 class PackedLinear(nn.Module):
     """``y = x @ weight.T + bias`` on a packed weight, with the bits of the QuantLinear that it was made of.
 
     Input ``[..., in_features]`` fp32, bf16 or fp16 on the CPU; the result has its dtype (inside autocast: autocast's).
-    For inference: there is no backward pass, so ``prepack_`` lets its bias require none, and no other device. ``state_dict`` is that of the QuantLinear, so either
-    loads what the other has saved.
+    For inference: there is no backward pass, so ``prepack_`` lets its bias require none, and no other device.
+    ``state_dict`` is that of the QuantLinear, so either loads what the other has saved.
     Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unpack_`` first.
     """
 
@@ -101,10 +104,10 @@ class PackedLinear(nn.Module):
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         packed, bias = self._buffers["packed"], self._parameters["bias"]
         if x.requires_grad and torch.is_grad_enabled():
-            y: Tensor = _NoBackward.apply(x, call("linear_packed", x.detach(), packed, self.out_features, bias, dtype))
-            return y
+            return _no_backward(x, call("linear_packed", x.detach(), packed, self.out_features, bias, dtype))
         try:  # without another Python function in between, which would take a tenth of a small layer's time
-            return torch.ops.lowbit.linear_packed.default(x, packed, self.out_features, bias, dtype)
+            y: Tensor = torch.ops.lowbit.linear_packed.default(x, packed, self.out_features, bias, dtype)
+            return y
         except (RuntimeError, ValueError) as error:
             raise original(error) from None
 
