@@ -29,12 +29,14 @@ SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 
 class Operand:
     """One side: its numbers, fp64 ``[rows, K]``, exact; of codes also the values less zero points, without scales.
 
-    ``row_scale`` (fp32 ``[rows, 1]``) is there where integers have one scale a row, ``dtype`` where there are no codes.
+    Integers have ``scale``, fp32 ``[rows, K]``, and ``block``, the elements along K that share one, or None where a row
+    has one scale; ``dtype`` is there where there are no codes.
     """
 
     exact: np.ndarray
     units: np.ndarray | None = None
-    row_scale: np.ndarray | None = None
+    scale: np.ndarray | None = None
+    block: int | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -49,9 +51,11 @@ def operand(call: ScaledMM, which: int) -> Operand:
         return Operand(side.data.cpu().double().numpy(), dtype=side.data.dtype)
     s = lb.scheme(side.scheme)
     units, stored = units_of(side, s, call.cols), scales(s, side)
-    whole = s.format.kind == "integer" and stored.shape[1] == 1
-    row_scale = spread(stored, s, (len(units), 1)).astype(np.float32) if whole else None
-    return Operand(units * spread(stored, s, units.shape), units, row_scale)
+    if s.format.kind != "integer":
+        return Operand(units * spread(stored, s, units.shape), units)
+    scale = spread(stored, s, (len(units), max(call.cols, 1))).astype(np.float32)
+    block = None if stored.shape[1] == 1 else s.block_of(len(units), call.cols)[1]
+    return Operand(units * spread(stored, s, units.shape), units, scale, block)
 
 
 def units_of(side: Any, s: Scheme, cols: int) -> np.ndarray:
@@ -86,17 +90,31 @@ class Wanted:
 
     def __init__(self, call: ScaledMM, a: Operand | None = None, b: Operand | None = None) -> None:
         self.call, self.a, self.b = call, a or operand(call, 0), b or operand(call, 1)
-        self.integers = self.a.row_scale is not None and self.b.row_scale is not None
+        self.blocks = [x.block for x in (self.a, self.b) if x.block is not None]
+        integers = self.a.scale is not None and self.b.scale is not None
+        self.integers = integers and min(self.blocks, default=8) >= 8
         self.bias = np.zeros(1) if call.bias is None else call.bias.cpu().double().numpy()
 
     @cached_property
     def bits(self) -> Tensor:
-        """Section 9 for integers, in the order of its words: exact sum, fp32, times fp32(scale * scale), bias, cast."""
-        total = (self.a.units.astype(np.int64) @ self.b.units.astype(np.int64).T).astype(np.float32)
-        y = torch.from_numpy(total * (self.a.row_scale * self.b.row_scale.T))
+        """Section 9 for integers, in the order of its words: exact sums, fp32, times fp32(scale * scale), bias, cast."""
+        if not self.blocks:
+            total = self._sum(0, self.call.cols) * (self.a.scale[:, :1] * self.b.scale[:, :1].T)
+        else:
+            total = np.zeros((len(self.a.units), len(self.b.units)), np.float32)
+            begin = 0
+            for k in range(1, self.call.cols + 1):
+                if k == self.call.cols or k - begin == 512 or any(k % block == 0 for block in self.blocks):
+                    total = total + self._sum(begin, k) * (self.a.scale[:, [begin]] * self.b.scale[:, [begin]].T)
+                    begin = k
+        y = torch.from_numpy(total)
         if self.call.bias is not None:
             y = y + self.call.bias.cpu().float()
         return y.to(self.call.out_dtype)
+
+    def _sum(self, begin: int, end: int) -> np.ndarray:
+        left, right = (x.units[:, begin:end].astype(np.int64) for x in (self.a, self.b))
+        return (left @ right.T).astype(np.float32)
 
     @cached_property
     def product(self) -> np.ndarray:

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from bits import assert_same_bits, describe
-from mm_oracle import check
+from mm_oracle import Wanted, check
 from torch import Tensor
 from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding, threads
 
@@ -17,6 +17,7 @@ from lowbit.functional import linear
 from lowbit.ops import OPS
 from lowbit.ops.linear import Linear, make_call, quantized
 from lowbit.ops.samples import random_matrix
+from lowbit.tensor import prepack
 
 SPEC = OPS["linear"]
 everywhere = pytest.mark.parametrize("variant", ALL)
@@ -158,3 +159,37 @@ def test_what_does_not_fit_is_refused(change, error, message):
     call = make_call(torch.randn(3, 8), torch.randn(5, 8), "int8:row", "int8:row")
     with pytest.raises(error, match=message):
         run_op("linear", *call._replace(**change))
+
+
+#: Weights and inputs whose products are of integers: int8 by int8, w4a8, zero points, groups of either and of both.
+INTEGERS = [
+    ("int8:row", "int8:row"), ("int4:row", "int8:row"), ("int4:group32", "int8:row"), ("int4:group128", "int8:row"),
+    ("int8:group32", "int8:row"), ("int8:row", "int8:group128"), ("int4:group128", "int8:group128"),
+    ("int4:group64", "int8:group128"), ("uint4:group32:affine", "int8:row"), ("uint8:row:affine", "uint8:row:affine"),
+    ("int4:group128", "uint8:row:affine"), ("int4:group9", "int8:row"), ("int8:group640", "int8:row"),
+    ("int4:group32:bf16", "int8:group16:e8m0"), ("int8:mx", "int8:row"),
+]  # fmt: skip
+
+
+def by_definition(call: Linear) -> Tensor:
+    """What section 9 defines, in every bit, from operands decoded by exact rationals."""
+    wanted = Wanted(quantized(call))
+    assert wanted.integers
+    return wanted.bits
+
+
+@native
+@pytest.mark.parametrize("cols", [128, 130, 1408])
+@pytest.mark.parametrize(("scheme", "input"), INTEGERS)
+def test_rows_of_integer_products_do_not_depend_on_anything_else(variant: Variant, scheme: str, input: str, cols: int):
+    """Not on how many there are, nor on the weight's layout; and they are those that section 9 defines."""
+    call = make_call(random_matrix(40, cols, seed=1), random_matrix(37, cols, seed=2), input, scheme)
+    call = call._replace(out_dtype=torch.float32)
+    weight, wanted = weight_of(call), by_definition(call)
+    packed = prepack.prepack(weight, lb.scheme(input))
+    for rows in range(1, 41):
+        with variant.use():
+            x = call.x[:rows]
+            assert_same_bits(linear(x, weight, None, input), wanted[:rows], f"{rows} rows")
+            y = torch.ops.lowbit.linear_packed(x, packed, 37)
+            assert_same_bits(y, wanted[:rows], f"{rows} rows, packed")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import formats, scaling
+from lowbit import formats, reference, scaling
 from lowbit.backends import composed, native, native_ops
 from lowbit.backends.registry import Impl
 from lowbit.ops import matmul
@@ -74,7 +74,16 @@ def supports_mm(call: matmul.ScaledMM) -> str | None:
     whole = all(s.block_of(d.shape[0], call.cols)[1] >= call.cols for s, d in ((a, call.a), (b, call.b)))
     if whole and a.format.kind == b.format.kind == "integer" and call.cols > matmul.INT32_DEPTH:
         return f"int32 holds at most {matmul.INT32_DEPTH} products of int8, got K = {call.cols}"
+    if not whole and a.format.kind == b.format.kind == "integer":
+        return _refuses_blocks(min(s.block_of(d.shape[0], call.cols)[1] for s, d in ((a, call.a), (b, call.b))))
     return None
+
+
+def _refuses_blocks(block: int) -> str | None:
+    """Sums of integers are exact in fp32, and those of section 9, in blocks that are segments."""
+    if block <= reference.SEGMENT:
+        return None
+    return f"it adds integers block by block, which takes blocks of at most {reference.SEGMENT} along K, got {block}"
 
 
 #: Above Triton's: these need no compilation at the first call.

@@ -177,9 +177,8 @@ _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0
 
 
 def is_exact(call: ScaledMM) -> bool:
-    """Integer times integer with one scale a row: every kernel gives the same bits."""
-    both = [operand(side, call.cols) for side in sides(call)]
-    return all(o.factors_out and o.scheme is not None and o.scheme.format.kind == "integer" for o in both)
+    """Whether it is a product of integers, in one block or in segments: every kernel gives the same bits."""
+    return reference.integer_segments(*(operand(side, call.cols) for side in sides(call))) is not None
 
 
 def tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
