@@ -14,9 +14,10 @@ using torch::stable::Tensor;
 using Ints = std::vector<int64_t>;
 using namespace lowbit;
 
-void check_outer(const std::optional<Tensor>& t) {
-    STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == 1),
-                    "outer_scale must be one float32");
+void check_outer(const std::optional<Tensor>& t, cpu::Shape shape, const SchemeParams& s) {
+    const int64_t count = outer_count(s, shape.rows);
+    STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == count && t->is_contiguous()),
+                    "outer_scale must be ", count, " numbers, float32 and contiguous");
 }
 
 void check_scales(const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
@@ -25,7 +26,7 @@ void check_scales(const std::optional<Tensor>& scale, const std::optional<Tensor
                     "affine schemes, and no others, have zero points");
     if (scale) check_scale(*scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer);
+    check_outer(outer, shape, s);
 }
 
 const uint8_t* bytes(const void* data) { return static_cast<const uint8_t*>(data); }
@@ -68,9 +69,10 @@ Work unpack(const Tensor& packed, const Tensor& out, int64_t bits) {
 
 Work outer_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
     const cpu::Shape shape = shape_of(x);
-    check_outer(out);
-    return [=, x = matrix(x, "x"), s = kept_scheme(scheme, shape.rows, shape.cols)](Pointers t) {
-        *static_cast<float*>(t[1]) = cpu::outer_scale(x.values(t[0]), shape, s);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
+    check_outer(out, shape, s);
+    return [=, x = matrix(x, "x")](Pointers t) {
+        cpu::outer_scale(x.values(t[0]), shape, s, static_cast<float*>(t[1]));
     };
 }
 
@@ -81,7 +83,7 @@ Work quantize(const Tensor& x, std::optional<Tensor> outer, const Tensor& codes,
     STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
     check_scale(scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer);
+    check_outer(outer, shape, s);
     check_bytes(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes");
     return [=, x = matrix(x, "x"), how = rounding_of(rng), random = rng_of(rng)](Pointers t) {
         cpu::quantize(x.values(t[0]), shape, s, {t[3], t[4], level(t[1])}, how, random, new_bytes(t[2]));

@@ -82,8 +82,10 @@ mm::Operand operand_of(const char* name, const Tensor& data, int64_t scheme, con
         x.zero_row_stride = zero_point->stride(0);
         x.zero_col_stride = zero_point->stride(1);
     }
-    STD_TORCH_CHECK(params.outer ? outer.has_value() && outer->numel() == 1 : !outer.has_value(), "lowbit: ", name,
-                    " needs one outer scale if its scheme has two levels, and has none if not");
+    const int64_t outers = lowbit::outer_count(params, x.rows);
+    STD_TORCH_CHECK(params.outer ? outer.has_value() && outer->numel() == outers : !outer.has_value(), "lowbit: ", name,
+                    " needs ", outers, " outer scales if its scheme has a global scale, and has none if not");
+    if (params.outer == lowbit::kOuterRow) x.outer_row_stride = outer->stride(0);
     return x;
 }
 

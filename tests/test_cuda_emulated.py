@@ -174,7 +174,7 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
         grad_oracle.check(got, FakeQuantizeBackward(grad, x, scheme.name, scale, zero, outer), f"{scheme}")
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nf4:dq"])
+@pytest.mark.parametrize("name", ["nvfp4", "nf4:e4m3", "nvfp4:global_row"])
 def test_outer_scale(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)
     for x in (
@@ -183,7 +183,7 @@ def test_outer_scale(cuda: Emulated, name: str) -> None:
         torch.zeros(3, 5),
         torch.full((2, 2), torch.nan),
     ):
-        out = poison(1, 1, dtype=torch.float32)
+        out = poison(*scheme.outer_shape(x.shape[0]), dtype=torch.float32)
         cuda("outer_scale", view(x), out, numbers(scheme, *x.shape))
         assert_same_bits(out, reference.outer_scale(x, scheme), name)
 

@@ -66,7 +66,7 @@ def test_strides_do_not_matter_and_padding_bits_are_dropped():
 
 
 # -- the same Quantized ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["int8:row", "int4:group32", "uint4:group32:affine", "nf4:dq", "nvfp4"])
+@pytest.mark.parametrize("name", ["int8:row", "int4:group32", "uint4:group32:affine", "nf4:e4m3", "nvfp4"])
 def test_a_quantized_in_panels_is_the_same_number(name):
     q = lb.quantize(random_matrix(37, 70, seed=1).bfloat16(), name)
     packed = q.in_panels()

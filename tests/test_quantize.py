@@ -119,7 +119,7 @@ def test_empty_tensors_are_the_same_on_every_backend(variant: Variant, name, sha
 
 # -- out= --------------------------------------------------------------------------------------------------------------
 @everywhere
-@pytest.mark.parametrize("name", ["fp8_e4m3:row", "uint4:group32:affine", "nvfp4", "mxfp6:ceil", "nf4:dq"])
+@pytest.mark.parametrize("name", ["fp8_e4m3:row", "uint4:group32:affine", "nvfp4", "mxfp6:ceil", "nf4:e4m3"])
 def test_out_is_filled_and_returned(variant: Variant, name):
     x, y = (torch.randn(9, 70, device=variant.device) for _ in range(2))
     with variant.use():
@@ -312,6 +312,6 @@ def test_scales_that_do_not_fit_are_refused(scheme, arguments, message):
 
 def test_objects_that_are_not_what_their_name_says_are_refused():
     with pytest.raises(ValueError, match="another scheme"):
-        lb.quantize(torch.randn(2, 32), dataclasses.replace(lb.scheme("mxfp8"), ceil=True))
+        lb.quantize(torch.randn(2, 32), dataclasses.replace(lb.scheme("mxfp8"), rounding="ceil"))
     with pytest.raises(ValueError, match="another format"):
         lb.encode(torch.randn(2, 32), dataclasses.replace(FORMATS["fp8_e4m3"], bias=8))

@@ -136,7 +136,7 @@ def test_shapes_of_everything(s, x):
     rows, cols = x.shape
     assert tuple(q.codes.shape) == (rows, s.packed_cols(cols)) and q.codes.dtype == torch.uint8
     assert tuple(q.scale.shape) == s.scale_shape(rows, cols)
-    assert (q.zero_point is not None) == s.affine and (q.outer_scale is not None) == s.outer
+    assert (q.zero_point is not None) == s.affine and (q.outer_scale is not None) == bool(s.outer)
     assert_same_bits(lb.fake_quantize(x, s), q.dequantize(), f"{s} {list(x.shape)} {x.dtype} {x.stride()}")
 
 

@@ -110,7 +110,7 @@ void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t fi
         for (int64_t n = 0; n < count; ++n) bias[n] = float_at(p_.bias, p_.bias_dtype, (first + n) * p_.bias_stride);
     }
     if (plan_.blocks) {
-        std::fill_n(scales, count, b.outer == nullptr ? 1.0f : *b.outer);
+        for (int64_t n = 0; n < count; ++n) scales[n] = b.outer == nullptr ? 1.0f : outer_at(b, first + n);
     } else if (b.scale_format == kScaleFp32 && b.block_rows == 1 && b.outer == nullptr) {
         const auto* from = static_cast<const float*>(b.scale) + first * b.scale_row_stride;
         for (int64_t n = 0; n < count; ++n) scales[n] = from[n * b.scale_row_stride];

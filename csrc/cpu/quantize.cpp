@@ -19,6 +19,11 @@ constexpr int64_t kCached = 1 << 18;  // elements of a block that surely stay in
 
 // -- scales -----------------------------------------------------------------------------------------------------------
 
+// The global scale above a row of blocks, or null.
+const float* outer_at(const Job& job, const float* outer, int64_t block_row) {
+    return outer != nullptr && job.scheme.outer == kOuterRow ? outer + block_row : outer;
+}
+
 void run_with_scales(const Job& job, const Scales& from) {
     const Blocks& b = job.blocks;
     const int bytes = scale_bytes(job.rule.scale_format);
@@ -28,7 +33,7 @@ void run_with_scales(const Job& job, const Scales& from) {
         ScaleLine line = worker.room(count);
         if (!job.encoder) line.inverse = nullptr;
         worker.given_scales(job.line.read_scales(static_cast<const uint8_t*>(from.scale) + first * bytes, zero_points,
-                                                 count, job.rule, from.outer, line));
+                                                 count, job.rule, outer_at(job, from.outer, t.block_row), line));
         worker.apply(job, t, nullptr);
     });
 }
@@ -40,7 +45,8 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         const Stats& stats = worker.measure(job, t);
-        worker.made_scales(job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule, to.outer,
+        worker.made_scales(job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule,
+                                                outer_at(job, to.outer, t.block_row),
                                                 to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
                                                 to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr,
                                                 worker.room(count)));
@@ -70,7 +76,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
             const int64_t begin = whole ? column * width : column / pieces * b.width + column % pieces * kRun;
             const int64_t end = std::min(begin + width, block_end);
             if (row >= bottom || begin >= end) continue;
-            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine);
+            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.rule.both_ends);
             const size_t at = static_cast<size_t>(row / b.height * b.across + begin / b.width);
             for (size_t j = 0; j < static_cast<size_t>((end - begin + b.width - 1) / b.width); ++j) {
                 raise(high[at + j], stats.high[j]);
@@ -78,14 +84,23 @@ void run_in_passes(const Job& job, const NewScales& to) {
             }
         }
     });
-    // Everything by index of the block, as the lines want it.
-    const size_t room = (count + kAlign - 1) / kAlign * kAlign;
+    // Everything by index of the block, as the lines want it: a row of blocks at a time where each has a global scale
+    // of its own, whose last vector reaches beyond it.
+    const bool by_row = job.scheme.outer == kOuterRow;
+    const size_t room = count + kAlign;
     std::vector<uint32_t> most(room), least(room);
     std::vector<float> value(room), divisor(room), inverse(room), zero(room);
     for (size_t i = 0; i < count; ++i) most[i] = high[i], least[i] = low[i];
     const ScaleLine all{value.data(), divisor.data(), inverse.data(), zero.data()};
-    const bool plain = job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer,
-                                            to.scale, to.zero_point, all);
+    const int64_t each = by_row ? b.across : b.down * b.across;
+    const int bytes = scale_bytes(job.rule.scale_format);
+    bool plain = true;
+    for (int64_t first = 0; first < b.down * b.across; first += each) {
+        const ScaleLine row{all.value + first, all.divisor + first, all.inverse + first, all.zero + first};
+        plain &= job.line.make_scales(&most[first], &least[first], each, job.rule, outer_at(job, to.outer, first / each),
+                                      to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+                                      to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, row);
+    }
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
         const int64_t first = t.block_row * b.across + t.block, blocks = t.blocks(b.width);
@@ -117,6 +132,7 @@ struct Plane {
         : shape(s), scheme(p), code_bits(bits) {
         const int64_t width = std::min(p.block_cols, s.cols);
         if (!any_order || p.block_rows > 1 || (width > 1 && width % kAlign != 0) || s.cols % width != 0) return;
+        if (p.outer == kOuterRow) return;
         shape = joined(s, strides, code_bits);
         if (shape.rows < s.rows) scheme.block_cols = width;
     }

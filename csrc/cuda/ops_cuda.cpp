@@ -98,8 +98,10 @@ lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, co
                         blocks, " blocks each, got ", x->numel());
         return x->data_ptr();
     };
-    STD_TORCH_CHECK((scheme.outer != 0) == outer.has_value(),
-                    "lowbit: two-level schemes, and no others, have an outer scale");
+    STD_TORCH_CHECK((scheme.outer != 0) == outer.has_value() &&
+                        (!outer.has_value() || (outer->numel() == lowbit::outer_count(scheme, rows) &&
+                                                outer->is_contiguous())),
+                    "lowbit: schemes with a global scale, and no others, have outer scales, contiguous");
     void* zeros = data(zero_point, "zero_point");
     STD_TORCH_CHECK(!scale.has_value() || (scheme.affine != 0) == (zeros != nullptr),
                     "lowbit: affine schemes, and no others, have zero points");
@@ -147,9 +149,10 @@ void unpack(const Tensor& packed, Tensor out, int64_t bits) {
 void outer_scale(const Tensor& x, Tensor out, int64_t scheme) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
-    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch());
-    done(lb::launch_outer_scale(from, static_cast<float*>(out.data_ptr()), scheme_of(scheme, from), scratch.data_ptr(),
-                                on.stream()));
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
+    STD_TORCH_CHECK(out.numel() == lowbit::outer_count(params, from.rows), "lowbit: one outer scale for each that x has");
+    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch(params, from.rows));
+    done(lb::launch_outer_scale(from, static_cast<float*>(out.data_ptr()), params, scratch.data_ptr(), on.stream()));
 }
 
 void quantize(const Tensor& x, MaybeTensor outer, Tensor codes, Tensor scale, MaybeTensor zero_point, int64_t scheme,

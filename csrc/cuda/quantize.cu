@@ -47,7 +47,9 @@ const char* make_args(const Matrix& x, const Scales& scales, const Sink& sink, c
 
 }  // namespace
 
-int64_t outer_scale_scratch() { return sizeof(Extremes); }
+int64_t outer_scale_scratch(const SchemeParams& scheme, int64_t rows) {
+    return outer_count(scheme, rows) * static_cast<int64_t>(sizeof(Extremes));
+}
 
 int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols) {
     Blocks blocks;
@@ -56,8 +58,8 @@ int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols)
 }
 
 const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream) {
-    SchemeParams whole = scheme;
-    whole.block_rows = x.rows;
+    SchemeParams whole = scheme;  // its blocks are what global scales span
+    whole.block_rows = scheme.outer == kOuterRow ? 1 : x.rows;
     whole.block_cols = x.cols;
     Blocks blocks;
     const char* error = make_blocks(whole, x.rows, x.cols, &blocks);

@@ -91,7 +91,7 @@ class Argument:
 
 
 _X, _CODES = Argument("x", _matrix), Argument("codes", _dense_matrix)
-_SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("outer_scale"))
+_SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("outer_scale", _dense))
 _FORMAT, _SCHEME, _RNG = Argument("format", _format), Argument("scheme", scheme_number), Argument(None, _rng)
 _OUT = Argument(0, _filled)
 
@@ -103,7 +103,7 @@ _ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "unpack": (Argument("packed", _dense_matrix), _OUT, Argument("bits")),
     "outer_scale": (_X, Argument(0), _SCHEME),
     "quantize": (
-        _X, Argument("outer_scale"), _OUT, Argument(1), Argument(2, lambda t: t if t.dim() == 2 else None), _SCHEME,
+        _X, Argument("outer_scale", _dense), _OUT, Argument(1), Argument(2, lambda t: t if t.dim() == 2 else None), _SCHEME,
         _RNG,
     ),
     "quantize_static": (_X, *_SCALES, _OUT, _SCHEME, _RNG),

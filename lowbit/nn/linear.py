@@ -63,7 +63,7 @@ def empty(
         make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
         make(scales, scale_dtype(scheme)),
         make(scales, zero_dtype(scheme)) if scheme.affine else None,
-        make((1, 1), torch.float32) if scheme.outer else None,
+        make(scheme.outer_shape(rows), torch.float32) if scheme.outer else None,
         scheme, torch.Size(shape), dtype,
     )  # fmt: skip
 
@@ -263,7 +263,7 @@ class QuantLinear(nn.Module):
         held = state_dict.get(f"{prefix}_extra_state")
         if isinstance(held, Tensor) and not held.is_meta:
             name = bytes(held.tolist()).decode(errors="replace")
-            if name != self.scheme.name:
+            if not self.scheme.is_named(name):
                 return [
                     f"{prefix}codes: the state has a weight in scheme {name!r}, and this layer one in "
                     f"{self.scheme.name!r}; quantize the model with the recipe that the state was saved with"

@@ -94,8 +94,9 @@ LOWBIT_C lowbit_unpack(View from, View out, int64_t bits) {
 }
 
 LOWBIT_C lowbit_outer_scale(View x, void* out, const int64_t* scheme) {
-    auto memory = scratch(lb::outer_scale_scratch());
-    return lb::launch_outer_scale(matrix(x), static_cast<float*>(out), lowbit::scheme_params(scheme), memory.data(),
+    const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
+    auto memory = scratch(lb::outer_scale_scratch(params, matrix(x).rows));
+    return lb::launch_outer_scale(matrix(x), static_cast<float*>(out), params, memory.data(),
                                   nullptr);
 }
 
