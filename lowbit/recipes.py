@@ -86,12 +86,12 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe("fp8-weight-only", "fp8_e4m3:row", about="FP8 weights"),
         Recipe(
-            "mxfp8", "mxfp8", "mxfp8",
+            "mxfp8", "mxfp8:ceil", "mxfp8:ceil",
             Training(("mxfp8:ceil", "mxfp8:ceil:T"), ("mxfp8:ceil:T", "mxfp8:ceil:T")), "OCP MX, FP8 elements; trains",
         ),
         Recipe("mxfp6", "mxfp6", "mxfp6", about="OCP MX, FP6 (E2M3) elements"),
         Recipe("mxfp4", "mxfp4", "mxfp4", about="OCP MX, FP4 elements"),
-        Recipe("nvfp4", "nvfp4", "nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor"),
+        Recipe("nvfp4", "nvfp4", "nvfp4:global_row", about="NVFP4: FP4 elements, a scale for 16, one for the tensor"),
         Recipe("w4a8", "int4:group128", "int8:row", about="4-bit weights, 8-bit activations"),
     )
 }  # fmt: skip
