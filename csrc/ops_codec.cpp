@@ -20,6 +20,13 @@ void check_outer(const std::optional<Tensor>& t, cpu::Shape shape, const SchemeP
                     "outer_scale must be ", count, " numbers, float32 and contiguous");
 }
 
+void check_range(const Tensor& t, cpu::Shape shape, const SchemeParams& s) {
+    const int64_t down = (shape.rows + s.block_rows - 1) / s.block_rows;
+    const int64_t blocks = down * ((shape.cols + s.block_cols - 1) / s.block_cols);
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == blocks && t.is_contiguous(),
+                    "low and high must be ", blocks, " numbers, float32 and contiguous");
+}
+
 void check_scales(const std::optional<Tensor>& scale, const std::optional<Tensor>& zero_point,
                   const std::optional<Tensor>& outer, cpu::Shape shape, const SchemeParams& s) {
     STD_TORCH_CHECK(!scale || (s.affine != 0) == zero_point.has_value(),
@@ -71,8 +78,16 @@ Work outer_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
     const cpu::Shape shape = shape_of(x);
     const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
     check_outer(out, shape, s);
+    return
+        [=, x = matrix(x, "x")](Pointers t) { cpu::outer_scale(x.values(t[0]), shape, s, static_cast<float*>(t[1])); };
+}
+
+Work block_range(const Tensor& x, const Tensor& low, const Tensor& high, int64_t scheme) {
+    const cpu::Shape shape = shape_of(x);
+    const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols);
+    for (const Tensor& t : {low, high}) check_range(t, shape, s);
     return [=, x = matrix(x, "x")](Pointers t) {
-        cpu::outer_scale(x.values(t[0]), shape, s, static_cast<float*>(t[1]));
+        cpu::block_range(x.values(t[0]), shape, s, static_cast<float*>(t[1]), static_cast<float*>(t[2]));
     };
 }
 
@@ -150,6 +165,7 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
     LOWBIT_PLANNED(m, pack);
     LOWBIT_PLANNED(m, unpack);
     LOWBIT_PLANNED(m, outer_scale);
+    LOWBIT_PLANNED(m, block_range);
     LOWBIT_PLANNED(m, quantize);
     LOWBIT_PLANNED(m, quantize_static);
     LOWBIT_PLANNED(m, dequantize);

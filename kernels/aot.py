@@ -101,6 +101,8 @@ def _scheme_cases() -> Iterator[Case]:
         near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
         fast = index < len(QUICK_SCHEMES)
         yield Case(f"quantize {name}", launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, near), fast)
+        low, high = _meta(*scale.shape, dtype=torch.float32), _meta(*scale.shape, dtype=torch.float32)
+        yield Case(f"block_range {name}", launch.block_range(x, low, high, scheme), index in (0, 3))
         yield Case(f"dequantize {name}", launch.dequantize(packed, scheme, scale, zero, outer, y), fast)
         made = launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, some)
         yield Case(f"quantize {name} stochastic", made, index in (0, 2))

@@ -177,6 +177,17 @@ def outer_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
     return [reduce, Launch(quantize.finish_outer, (-(-count // size),), finish, warps=1)]
 
 
+def block_range(x: Tensor, low: Tensor, high: Tensor, scheme: Scheme) -> list[Launch]:
+    """The least and the largest element of each block, 0 counted among them, into fp32 ``[R, C]``."""
+    reduce, most, least = _extremes(x, tiling(*x.shape, scheme.block_of(*x.shape)), both=True, finite=False)
+    count = most.numel()
+    size = min(power_of_two(count), TARGET.usual // 4)
+    finish = {
+        "high_ptr": most, "low_ptr": least, "out_high_ptr": high, "out_low_ptr": low, "count": count, "SIZE": size,
+    }  # fmt: skip
+    return [reduce, Launch(quantize.finish_range, (-(-count // size),), finish, warps=1)]
+
+
 def quantize_dynamic(
     x: Tensor, scheme: Scheme, outer: Tensor | None, out: Tensor, scale: Tensor | None, zero_point: Tensor | None,
     rounding: Rounding, fake: bool = False,
@@ -206,9 +217,9 @@ def _make_scales(
     count = high.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
     finish = {
-        "high_ptr": high, "low_ptr": low, "outer_ptr": _dense(outer), "scale_ptr": _pattern(scale), "zero_ptr": zero_point,
-        "count": count, "blocks_c": tiles.cols.blocks, "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme),
-        "SIZE": size,
+        "high_ptr": high, "low_ptr": low, "outer_ptr": _dense(outer), "scale_ptr": _pattern(scale),
+        "zero_ptr": zero_point, "count": count, "blocks_c": tiles.cols.blocks, "FMT": format_spec(scheme.format),
+        "SCALE": scale_spec(scheme), "SIZE": size,
     }  # fmt: skip
     return [reduce, Launch(quantize.finish_scales, (-(-count // size),), finish)], scale, zero_point
 
@@ -233,8 +244,8 @@ def _quantize(
     codes = out if fused else torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     more = {
         "scale_ptr": None if scale is None else _pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
-        "outer_ptr": _dense(outer), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1], "out_bytes": codes.shape[1],
-        "rows": x.shape[0], "cols": x.shape[1], "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme),
+        "outer_ptr": _dense(outer), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1],
+        "out_bytes": codes.shape[1], "rows": x.shape[0], "cols": x.shape[1], "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme),
         "DTYPE": _dtype(x), "TILE": tiles.constexpr(), "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake,
         "STORE_SCALE": scale is not None and not given, "OUT_BITS": bits if fused else 8,
         "ROUNDING": rounding.mode(tiles),

@@ -52,6 +52,18 @@ def finish_outer(high_ptr, out_ptr, count, DIVISOR: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit(do_not_specialize=GENERAL)
+def finish_range(high_ptr, low_ptr, out_high_ptr, out_low_ptr, count, SIZE: tl.constexpr):
+    """fp32 maxima and minima of ``count`` blocks from their extremes; NaN of those that hold Inf or NaN."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    high, low = tl.load(high_ptr + at, at < count, 0), tl.load(low_ptr + at, at < count, 0)
+    damaged = tl.maximum(high, low) >= 0x7F800000
+    high = tl.where(damaged, 0x7FC00000, high)
+    low = tl.where(damaged, 0x7FC00000, tl.where(low == 0, 0, low | -0x80000000))
+    tl.store(out_high_ptr + at, high.to(tl.float32, bitcast=True), at < count)
+    tl.store(out_low_ptr + at, low.to(tl.float32, bitcast=True), at < count)
+
+
+@triton.jit(do_not_specialize=GENERAL)
 def finish_scales(
     high_ptr, low_ptr, outer_ptr, scale_ptr, zero_ptr, count, blocks_c,
     FMT: tl.constexpr, SCALE: tl.constexpr, SIZE: tl.constexpr,

@@ -147,7 +147,7 @@ def in_blocks(values: Tensor, scheme: Scheme) -> Tensor:
 
 
 def block_amax(values: Tensor, scheme: Scheme) -> Tensor:
-    """The maximum of ``values: [rows, cols]`` (non-negative) over each block, ``[R, C]``."""
+    """The maximum of ``values: [rows, cols]`` (non-negative, or bool) over each block, ``[R, C]``."""
     return in_blocks(values, scheme).amax((1, 3))
 
 

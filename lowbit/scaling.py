@@ -148,7 +148,7 @@ class Scheme:
 
     @property
     def outer_divisor(self) -> float:
-        """The global scale is the finite amax of what it spans over this, so that the largest block scale is in range."""
+        """The global scale is the finite amax of what it spans over this, so that every block scale is in range."""
         return self.amax_divisor * formats.find(self.scale_format.name).max
 
     @property

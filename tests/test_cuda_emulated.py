@@ -188,6 +188,20 @@ def test_outer_scale(cuda: Emulated, name: str) -> None:
         assert_same_bits(out, reference.outer_scale(x, scheme), name)
 
 
+@pytest.mark.parametrize(
+    "name", ["int8:row", "uint4:group32:affine", "int4:group7", "fp8_e4m3:block128x128", "int8:tensor"]
+)
+def test_block_range(cuda: Emulated, name: str) -> None:
+    scheme = scaling.scheme(name)
+    for dtype in FLOATS:
+        x = random_matrix(20, 131, seed=3, damage=True).to(dtype)
+        low, high = (poison(*scheme.scale_shape(*x.shape), dtype=torch.float32) for _ in range(2))
+        cuda("block_range", view(x), low, high, numbers(scheme, *x.shape))
+        broken = reference.block_amax(~x.isfinite(), scheme)
+        for got, wanted in zip((low, high), reference.block_range(x, scheme), strict=True):
+            assert_same_bits(got, wanted.masked_fill(broken, torch.nan), name)
+
+
 # -- matrix product --------------------------------------------------------------------------------------------------
 def product(cuda: Emulated, call: matmul.ScaledMM, major: int) -> Tensor:
     out = poison(call.a.shape[0], call.b.shape[0], dtype=call.out_dtype)

@@ -141,7 +141,8 @@ def test_the_sign_of_a_scale_is_that_of_the_product():
 def test_e4m3_ceil_is_the_least_code_that_does_not_clip(values, outer):
     x = torch.tensor([values])
     scale = int(lb.quantize(x, "nvfp4:ceil", outer_scale=outer).scale)
-    inner = Fraction(oracles.fp32(Fraction(oracles.fp32(max(map(lambda v: abs(Fraction(v)), values)) / 6)) / Fraction(outer)))
+    amax = max(abs(Fraction(v)) for v in values)
+    inner = oracles.fp32(Fraction(oracles.fp32(amax / 6)) / Fraction(outer))
     above = [code for code in range(0x7F) if oracles.value_of(find("fp8_e4m3"), code) >= inner]
     assert scale == min([*above, 0x7E])
 
@@ -208,7 +209,9 @@ def test_ties_and_zeros_have_positive_scales(variant: Variant):
     x = torch.tensor([[3.0, -3.0, 1.0], [0.0, -0.0, 0.0], [2.0, 1.0, -1.0], [-2.0, 1.0, 1.0]], device=variant.device)
     with variant.use():
         q = lb.quantize(x, "int8:row:full")
-        broken = lb.quantize(torch.tensor([[torch.inf, 1.0], [-torch.nan, 5.0]], device=variant.device), "int8:row:full")
+        broken = lb.quantize(
+            torch.tensor([[torch.inf, 1.0], [-torch.nan, 5.0]], device=variant.device), "int8:row:full"
+        )
     assert q.scale[:, 0].tolist() == [3 / 128, 1.0, -2 / 128, 2 / 128]
     assert q.codes.view(torch.int8).tolist() == [[127, -128, 43], [0, 0, 0], [-128, -64, 64], [-128, 64, 64]]
     assert_same_bits(broken.scale.cpu(), torch.full((2, 1), torch.nan), "canonical NaN")
@@ -218,13 +221,17 @@ def test_ties_and_zeros_have_positive_scales(variant: Variant):
 def test_full_range_halves_the_error_at_few_bits():
     """A symmetric scale leaves one of 16 codes unused; blocks of 16 Gaussian numbers gain by it."""
     x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
-    loss = {name: float((lb.fake_quantize(x, name) - x).square().mean()) for name in ("int4:group16", "int4:group16:full")}
+    loss = {
+        name: float((lb.fake_quantize(x, name) - x).square().mean()) for name in ("int4:group16", "int4:group16:full")
+    }
     assert loss["int4:group16:full"] < loss["int4:group16"]
 
 
 # -- ends of the range -------------------------------------------------------------------------------------------------
 @everywhere
-@pytest.mark.parametrize("name", ["e2m1b9:row", "e2m1b9:group16:bf16", "e2m1b9:group16:fp16", "e2m1b9:mx", "e2m3b20:tensor"])
+@pytest.mark.parametrize(
+    "name", ["e2m1b9:row", "e2m1b9:group16:bf16", "e2m1b9:group16:fp16", "e2m1b9:mx", "e2m3b20:tensor"]
+)
 def test_scales_of_formats_with_a_maximum_below_one_stay_finite(variant: Variant, name):
     x = torch.tensor([[3.4e38, -1e38, 1.0, 0.0], [1e-3, 2.0, -5.0, 7.0]])
     with variant.use():
@@ -233,3 +240,68 @@ def test_scales_of_formats_with_a_maximum_below_one_stay_finite(variant: Variant
     assert bool(y.isfinite().all())
     bits = x.view(torch.int32).numpy().view("uint32")
     assert_same_bits(y, oracles.quantize(bits, scheme(name)).decoded.astype("int64"), name)
+
+
+# -- what quantize saw -------------------------------------------------------------------------------------------------
+@everywhere
+@pytest.mark.parametrize("name", ["int8:row", "int4:group32:full", "mxfp8", "nvfp4:global_row", "fp8_e4m3:block3x16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantize_returns_the_amax_of_each_block(variant: Variant, name, dtype):
+    s = scheme(name)
+    x = random_matrix(6, 70, seed=2).to(dtype)
+    x[0, 3], x[5, 69] = torch.nan, -torch.inf
+    with variant.use():
+        q, amax = lb.quantize(x.to(variant.device), s, return_amax=True)
+    assert_same_bits(q.scale.cpu(), lb.quantize(x, s).scale, "scale")
+    for i in range(amax.shape[0]):
+        for j in range(amax.shape[1]):
+            block = whole_block(x, s, i, j)
+            wanted = block.float().abs().max() if block.isfinite().all() else torch.tensor(torch.nan)
+            assert_same_bits(amax[i, j].cpu(), wanted, f"block {i}, {j}")
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["uint8:row:affine", "int4:group32:affine", "uint4:tensor:affine"])
+def test_quantize_returns_minimum_and_maximum_of_affine_blocks(variant: Variant, name):
+    s = scheme(name)
+    x = random_matrix(6, 70, seed=2)
+    x[1], x[2] = x[1].abs() + 1, -x[2].abs()
+    x[3], x[4, :32] = 0.0, -0.0
+    x[5, 5] = torch.inf
+    with variant.use():
+        q, low, high = lb.quantize(x.to(variant.device), s, return_amax=True)
+        given, *seen = lb.quantize(x.to(variant.device), s, scale=1.0, zero_point=3, return_amax=True)
+    for i in range(low.shape[0]):
+        for j in range(low.shape[1]):
+            block = whole_block(x, s, i, j)
+            ends = (block.min().clamp(max=0.0) + 0.0, block.max().clamp(min=0.0) + 0.0)
+            wanted = ends if block.isfinite().all() else (torch.tensor(torch.nan),) * 2
+            assert_same_bits(low[i, j].cpu(), wanted[0], f"minimum of {i}, {j}")
+            assert_same_bits(high[i, j].cpu(), wanted[1], f"maximum of {i}, {j}")
+    assert_same_bits(q.codes.cpu(), lb.quantize(x, s).codes, "codes")
+    assert set(given.scale.unique().tolist()) == {1.0}
+    assert_same_bits(seen[0].cpu(), low.cpu(), "of a static scale too")
+
+
+def whole_block(x: torch.Tensor, s: lb.Scheme, i: int, j: int) -> torch.Tensor:
+    r, c = s.block_of(*x.shape)
+    return x[i * r : (i + 1) * r, j * c : (j + 1) * c]
+
+
+# -- the reference itself ----------------------------------------------------------------------------------------------
+@everywhere
+def test_one_fp16_nan_keeps_its_sign(variant: Variant):
+    """torch widens single fp16 numbers another way than many, and drops the sign there."""
+    nan = torch.full((3, 1), -512, dtype=torch.int16).view(torch.float16).to(variant.device)
+    with variant.use():
+        codes = [lb.encode(nan[:n], "fp8_e4m3").flatten().tolist() for n in (1, 3)]
+    assert codes == [[0xFF], [0xFF] * 3]
+
+
+@everywhere
+def test_an_integer_product_of_one_term_has_no_negative_zero(variant: Variant):
+    a = lb.quantize(torch.tensor([[-3.0], [0.0]]), "int8:row")
+    b = lb.quantize(torch.tensor([[0.0], [2.0]]), "int8:row")
+    with variant.use():
+        y = lb.scaled_mm(*(q.to(variant.device) for q in (a, b))).cpu()
+    assert not y[0, 0].signbit() and y[1].tolist() == [0.0, 0.0] and not y[1].signbit().any()

@@ -8,9 +8,9 @@ namespace lowbit {
 
 // What a scheme's scales are computed with, worked out once a call.
 struct ScaleRule {
-    uint32_t divisor, outer_divisor;  // fp32 bits of Scheme.amax_divisor and outer_divisor
-    uint32_t raise_above;             // Scheme.raise_above, of E8M0 scales
-    float qmin, qmax;                 // of zero points
+    uint32_t divisor, outer_divisor;                      // fp32 bits of Scheme.amax_divisor and outer_divisor
+    uint32_t raise_above;                                 // Scheme.raise_above, of E8M0 scales
+    float qmin, qmax;                                     // of zero points
     int32_t scale_format, ceil, affine, full, is_signed;  // `ceil`: of E4M3 scales
     int32_t both_ends;  // made from the largest positive and the largest negative magnitude, not from the amax alone
 };

@@ -54,6 +54,9 @@ void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes);
 // both levels; 1 where nothing is finite and non-zero.
 void outer_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out);
 
+// The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.
+void block_range(const Values& x, Shape shape, const SchemeParams& scheme, float* low, float* high);
+
 // Scales from x, and codes.
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
               const Rng& rng, uint8_t* codes);

@@ -36,7 +36,7 @@ template <int32_t scale_format>
 struct ScaleCodes {
     const ScaleRule& rule;
     const float* const outer;
-    const F divisor, outside;  // the global scale
+    const F divisor, outside;   // the global scale
     const U limit, outer_sign;  // and what is divided by for it, as divisor_of() has it; its sign
     const FloatNearest encode;
     const FloatValues decode;

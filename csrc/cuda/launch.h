@@ -44,6 +44,11 @@ int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols)
 
 const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream);
 
+// The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.
+int64_t block_range_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols);
+const char* launch_block_range(const Matrix& x, float* low, float* high, const SchemeParams& scheme, void* scratch,
+                               void* stream);
+
 // Computes and stores scales (and zero points) and packed codes.
 const char* launch_quantize(const Matrix& x, const Scales& scales, const Codes& out, const SchemeParams& scheme,
                             int rounding, const Rng& rng, void* scratch, void* stream);

@@ -1,4 +1,5 @@
-// quantize, quantize_static, fake_quantize, its gradient and outer_scale: which kernels run, and with what scratch.
+// quantize, quantize_static, fake_quantize, its gradient, outer_scale and block_range: which kernels run, and with what
+// scratch.
 #include "cuda/quantize.cuh"
 
 namespace lowbit {
@@ -68,6 +69,23 @@ const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& 
     Extremes* extremes = static_cast<Extremes*>(scratch);
     error = launch_extremes(x, blocks, true, extremes, on);
     return error != nullptr ? error : launch_outer(extremes, blocks, out, on);
+}
+
+int64_t block_range_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols) {
+    Blocks b;
+    if (make_blocks(scheme, rows, cols, &b) != nullptr) return 0;
+    return static_cast<int64_t>(b.block_rows) * b.block_cols * static_cast<int64_t>(sizeof(Extremes));
+}
+
+const char* launch_block_range(const Matrix& x, float* low, float* high, const SchemeParams& scheme, void* scratch,
+                               void* stream) {
+    Blocks blocks;
+    const char* error = make_blocks(scheme, x.rows, x.cols, &blocks);
+    if (error != nullptr) return error;
+    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+    Extremes* extremes = static_cast<Extremes*>(scratch);
+    error = launch_extremes(x, blocks, false, extremes, on);
+    return error != nullptr ? error : launch_range(extremes, blocks, low, high, on);
 }
 
 const char* launch_quantize(const Matrix& x, const Scales& scales, const Codes& out, const SchemeParams& scheme,

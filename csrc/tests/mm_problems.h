@@ -88,7 +88,7 @@ enum class Reach { moderate, low, high };
 struct Matrix {
     mm::Operand operand;
     std::vector<uint8_t> data, panels, scales, zeros;
-    std::vector<float> outer;  // one, or one a row
+    std::vector<float> outer;    // one, or one a row
     std::vector<double> values;  // [rows, cols], decoded
     bool integer = false;
 

@@ -1,4 +1,4 @@
-"""The ops with scales: outer_scale, quantize, quantize_static, dequantize, fake_quantize and its backward.
+"""The ops with scales: outer_scale, block_range, quantize, quantize_static, dequantize, fake_quantize and its backward.
 
 Stored codes are packed rows: ``x.shape[:-1] + [packed cols]``, uint8. Scales are ``[R, C]``, one a block of the
 matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
@@ -36,6 +36,11 @@ from lowbit.quantized import scale_dtype, zero_dtype
 
 
 class OuterScale(NamedTuple):
+    x: Tensor
+    scheme: str
+
+
+class BlockRange(NamedTuple):
     x: Tensor
     scheme: str
 
@@ -111,6 +116,10 @@ def _scale_outs(x: Tensor, scheme: scaling.Scheme) -> list[Out]:
 
 def _outer_outputs(call: OuterScale) -> list[Out]:
     return [(scaling.scheme(call.scheme).outer_shape(matrix_shape(call.x)[0]), torch.float32)]
+
+
+def _range_outputs(call: BlockRange) -> list[Out]:
+    return [(scaling.scheme(call.scheme).scale_shape(*matrix_shape(call.x)), torch.float32)] * 2
 
 
 def _quantize_outputs(call: Quantize) -> list[Out]:
@@ -190,6 +199,12 @@ def _outer_samples(device: str) -> Iterator[OuterScale]:
     for name in ("nvfp4", "nf4:e4m3", "int4:group32:e4m3:full", "nvfp4:global_row"):
         for x in _matrices(device):
             yield OuterScale(x, name)
+
+
+def _range_samples(device: str) -> Iterator[BlockRange]:
+    for call in _quantize_samples(device):
+        if call.rounding == "nearest":
+            yield BlockRange(call.x, call.scheme)
 
 
 def _quantize_samples(device: str) -> Iterator[Quantize]:
@@ -313,6 +328,11 @@ SPECS = (
         "outer_scale", OuterScale, ("out",), _outer_outputs, _check_outer, _outer_samples,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
         _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
+    ),
+    OpSpec(
+        "block_range", BlockRange, ("low", "high"), _range_outputs,
+        lambda call: _check_x("block_range", call.x, scaling.scheme(call.scheme)), _range_samples,
+        lambda call: Cost(0, call.x.numel() * call.x.element_size()), _large(lambda x, s: BlockRange(x, s.name)),
     ),
     OpSpec(
         "quantize", Quantize, ("codes", "scale", "zero_point"), _quantize_outputs, _check_quantize,

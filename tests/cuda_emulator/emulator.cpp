@@ -100,6 +100,13 @@ LOWBIT_C lowbit_outer_scale(View x, void* out, const int64_t* scheme) {
                                   nullptr);
 }
 
+LOWBIT_C lowbit_block_range(View x, void* low, void* high, const int64_t* scheme) {
+    const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
+    auto memory = scratch(lb::block_range_scratch(params, x.rows, x.cols));
+    return lb::launch_block_range(matrix(x), static_cast<float*>(low), static_cast<float*>(high), params, memory.data(),
+                                  nullptr);
+}
+
 LOWBIT_C lowbit_quantize(View x, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme,
                          int64_t rounding, const int64_t* rng, int64_t dynamic) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
