@@ -245,10 +245,10 @@ def _quantize(
     more = {
         "scale_ptr": None if scale is None else _pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
         "outer_ptr": _dense(outer), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1],
-        "out_bytes": codes.shape[1], "rows": x.shape[0], "cols": x.shape[1], "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme),
-        "DTYPE": _dtype(x), "TILE": tiles.constexpr(), "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake,
-        "STORE_SCALE": scale is not None and not given, "OUT_BITS": bits if fused else 8,
-        "ROUNDING": rounding.mode(tiles),
+        "out_bytes": codes.shape[1], "rows": x.shape[0], "cols": x.shape[1],
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(x), "TILE": tiles.constexpr(),
+        "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake, "STORE_SCALE": scale is not None and not given,
+        "OUT_BITS": bits if fused else 8, "ROUNDING": rounding.mode(tiles),
     }  # fmt: skip
     arguments = _input(x) | tiles.arguments() | rounding.arguments | more
     first = Launch(quantize.quantize, tiles.grid, arguments, tiles.warps)
