@@ -8,10 +8,11 @@
 namespace lowbit {
 namespace {
 
-void check_outer(const MaybeTensor& t, const SchemeParams& s) {
-    STD_TORCH_CHECK((s.outer != 0) == t.has_value(), "schemes with two levels, and no others, have an outer_scale");
-    STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == 1),
-                    "outer_scale must be one float32");
+void check_outer(const MaybeTensor& t, cpu::Shape shape, const SchemeParams& s) {
+    STD_TORCH_CHECK((s.outer != 0) == t.has_value(), "schemes with a global scale, and no others, have an outer_scale");
+    const int64_t count = outer_count(s, shape.rows);
+    STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == count && t->is_contiguous()),
+                    "outer_scale must be ", count, " numbers, float32 and contiguous");
 }
 
 void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer, cpu::Shape shape,
@@ -20,7 +21,7 @@ void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const
                     "affine schemes, and no others, have zero points");
     if (scale) check_scale(*scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer, s);
+    check_outer(outer, shape, s);
 }
 
 const float* level(const MaybeTensor& outer) { return static_cast<const float*>(data_of(outer)); }
@@ -48,7 +49,7 @@ void quantize(const Tensor& x, const MaybeTensor& outer, const Tensor& codes, co
     STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
     check_scale(scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer, s);
+    check_outer(outer, shape, s);
     cpu::quantize(values_of(x, "x"), shape, s, {scale.mutable_data_ptr(), new_data_of(zero_point), level(outer)},
                   random.rounding, random.rng,
                   new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
@@ -109,9 +110,23 @@ void unpack(const Tensor& packed, const Tensor& out, int64_t bits) {
 }
 
 void outer_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
-    STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.numel() == 1, "out must be one float32");
-    *static_cast<float*>(out.mutable_data_ptr()) =
-        cpu::outer_scale(values_of(x, "x"), shape_of(x, "x"), scheme_for(scheme, x));
+    const cpu::Shape shape = shape_of(x, "x");
+    const SchemeParams s = scheme_for(scheme, x);
+    check_outer(out, shape, s);
+    cpu::outer_scale(values_of(x, "x"), shape, s, static_cast<float*>(out.mutable_data_ptr()));
+}
+
+void block_range(const Tensor& x, const Tensor& low, const Tensor& high, int64_t scheme) {
+    const cpu::Shape shape = shape_of(x, "x");
+    const SchemeParams s = scheme_for(scheme, x);
+    const cpu::Shape blocks = scale_shape(shape, s);
+    for (const Tensor& t : {low, high}) {
+        STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == blocks.rows * blocks.cols &&
+                            t.is_contiguous(),
+                        "low and high must be ", blocks.rows * blocks.cols, " numbers, float32 and contiguous");
+    }
+    cpu::block_range(values_of(x, "x"), shape, s, static_cast<float*>(low.mutable_data_ptr()),
+                     static_cast<float*>(high.mutable_data_ptr()));
 }
 
 void quantize(const Tensor& x, MaybeTensor outer, const Tensor& codes, const Tensor& scale, MaybeTensor zero_point,
@@ -156,6 +171,7 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
     m.impl("pack", TORCH_BOX(&native::pack));
     m.impl("unpack", TORCH_BOX(&native::unpack));
     m.impl("outer_scale", TORCH_BOX(&native::outer_scale));
+    m.impl("block_range", TORCH_BOX(&native::block_range));
     m.impl("quantize", TORCH_BOX(&native::quantize));
     m.impl("quantize_static", TORCH_BOX(&native::quantize_static));
     m.impl("dequantize", TORCH_BOX(&native::dequantize));

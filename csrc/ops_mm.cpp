@@ -81,10 +81,12 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
         x.zero_row_stride = codes.zero_point->stride(0);
         x.zero_col_stride = codes.zero_point->stride(1);
     }
+    const int64_t outers = outer_count(s, x.rows);
     STD_TORCH_CHECK((s.outer != 0) == codes.outer.has_value() &&
-                        (!codes.outer || (codes.outer->numel() == 1 && codes.outer->element_size() == sizeof(float))),
-                    "lowbit: ", name, " needs one outer scale if its scheme has two levels, and has none if not");
+                        (!codes.outer || (codes.outer->numel() == outers && codes.outer->element_size() == 4)),
+                    "lowbit: ", name, " needs ", outers, " outer scales if its scheme has a global scale, else none");
     x.outer = static_cast<const float*>(data_of(codes.outer));
+    if (s.outer == kOuterRow) x.outer_row_stride = codes.outer->stride(0);
     return x;
 }
 
@@ -166,6 +168,7 @@ void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bia
     p.b.scale_col_stride = p.b.zero_col_stride = 1;
     if (s.affine) p.b.zero_point = base + words[kPackedZero];
     if (s.outer) p.b.outer = reinterpret_cast<const float*>(base + words[kPackedOuter]);
+    if (s.outer == kOuterRow) p.b.outer_row_stride = 1;
     const bool quantized = words[kPackedHasInput] != 0;
     const int64_t rows = cols > 0 ? x.numel() / cols : 0;
     multiply_rows(x, quantized ? std::optional(scheme_of(words + kPackedInput, rows, cols)) : std::nullopt, p, bias,

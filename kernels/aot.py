@@ -97,10 +97,12 @@ def _scheme_cases() -> Iterator[Case]:
         packed = _meta(rows, scheme.packed_cols(cols))
         scale = _meta(*scheme.scale_shape(rows, cols), dtype=scale_dtype(scheme))
         zero = _meta(*scale.shape, dtype=zero_dtype(scheme)) if scheme.affine else None
-        outer = _meta(1, 1, dtype=torch.float32) if scheme.outer else None
+        outer = _meta(*scheme.outer_shape(x.shape[0]), dtype=torch.float32) if scheme.outer else None
         near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
         fast = index < len(QUICK_SCHEMES)
         yield Case(f"quantize {name}", launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, near), fast)
+        low, high = _meta(*scale.shape, dtype=torch.float32), _meta(*scale.shape, dtype=torch.float32)
+        yield Case(f"block_range {name}", launch.block_range(x, low, high, scheme), index in (0, 3))
         yield Case(f"dequantize {name}", launch.dequantize(packed, scheme, scale, zero, outer, y), fast)
         made = launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, some)
         yield Case(f"quantize {name} stochastic", made, index in (0, 2))

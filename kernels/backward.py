@@ -39,16 +39,14 @@ def fake_quantize_backward(
     here = row_ok[:, None] & col_ok[None, :]
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
-    outer = 1.0
-    if SCALE[3]:
-        outer = tl.load(outer_ptr)
+    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
     if GIVEN:
         scale = scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE)
         zero_point = tl.zeros_like(scale)
         if SCALE[2]:
             zero_point = tl.load(zero_ptr + at, ok, 0).to(tl.int32)
     else:
-        high, low = tiles.extremes(sign, magnitude, SCALE[2], TILE)
+        high, low = tiles.extremes(sign, magnitude, SCALE[2] or SCALE[6], TILE)
         _, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
     sign, magnitude = scales.divide(sign, magnitude, tiles.spread(scale, TILE), SCALE)
     zero_point = tiles.spread(zero_point, TILE)

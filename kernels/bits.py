@@ -53,10 +53,12 @@ def encode_float(sign, magnitude, random, FMT: tl.constexpr, SATURATE: tl.conste
     if STOCHASTIC or EMIN - MANTISSA > 104:
         code = _round_any(magnitude, random, EMIN, MANTISSA, STOCHASTIC)
     else:
-        # Normal numbers: round the fp32 pattern, then move its exponent. Subnormals: adding the power of two whose
+        # Normal numbers: round the fp32 pattern, then move its exponent; the last bit kept is the mantissa's, or of a
+        # format without mantissa the hidden one, which is odd. Subnormals: adding the power of two whose
         # unit is the format's least step leaves the code, rounded to nearest even, in the mantissa.
         DROP: tl.constexpr = 23 - MANTISSA
-        normal = (magnitude + ((1 << (DROP - 1)) - 1) + ((magnitude >> DROP) & 1)) >> DROP
+        odd = (magnitude >> DROP) & 1 if MANTISSA > 0 else 1
+        normal = (magnitude + ((1 << (DROP - 1)) - 1) + odd) >> DROP
         UNIT: tl.constexpr = (EMIN - MANTISSA + 150) << 23
         small = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (EMIN - MANTISSA + 23)
         small = small.to(tl.int32, bitcast=True) - UNIT

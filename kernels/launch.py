@@ -58,6 +58,10 @@ def _pattern(x: Tensor) -> Tensor:
     return x.view(_PATTERN.get(x.dtype, x.dtype))
 
 
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _dtype(x: Tensor) -> int:
     return DTYPES[str(x.dtype).removeprefix("torch.")]
 
@@ -150,23 +154,38 @@ def _pairs(tiles: Tiling, bits: int) -> bool:
 
 
 # -- with scales -------------------------------------------------------------------------------------------------------
-def _extremes(x: Tensor, tiles: Tiling, affine: bool, finite: bool) -> tuple[Launch, Tensor, Tensor | None]:
+def _extremes(x: Tensor, tiles: Tiling, both: bool, finite: bool) -> tuple[Launch, Tensor, Tensor | None]:
     shape = (tiles.rows.blocks, tiles.cols.blocks)
-    high, low = (torch.zeros(shape, dtype=torch.int32, device=x.device) if want else None for want in (True, affine))
+    high, low = (torch.zeros(shape, dtype=torch.int32, device=x.device) if want else None for want in (True, both))
     assert high is not None
     more = {
         "high_ptr": high, "low_ptr": low, "rows": x.shape[0], "cols": x.shape[1],
-        "DTYPE": _dtype(x), "AFFINE": affine, "FINITE": finite, "TILE": tiles.constexpr(),
+        "DTYPE": _dtype(x), "BOTH": both, "FINITE": finite, "TILE": tiles.constexpr(),
     }  # fmt: skip
     arguments = _input(x) | tiles.arguments() | more
     return Launch(quantize.reduce_extremes, tiles.grid, arguments, tiles.warps), high, low
 
 
 def outer_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
-    """The outer scale of x into ``out`` fp32 ``[1, 1]``."""
-    reduce, high, _ = _extremes(x, tiling(*x.shape, tuple(x.shape)), affine=False, finite=True)
-    finish = {"high_ptr": high, "out_ptr": out, "DIVISOR": scale_spec(scheme)[7]}
-    return [reduce, Launch(quantize.finish_outer, (1,), finish, warps=1)]
+    """The global scale of x into ``out`` fp32 ``[1, 1]``, or those of its rows into ``[rows, 1]``."""
+    rows, cols = x.shape
+    tiles = tiling(rows, cols, (1 if scheme.outer == "row" else rows, cols))
+    reduce, high, _ = _extremes(x, tiles, both=False, finite=True)
+    count = high.numel()
+    size = min(power_of_two(count), TARGET.usual // 4)
+    finish = {"high_ptr": high, "out_ptr": out, "count": count, "DIVISOR": scale_spec(scheme)[7], "SIZE": size}
+    return [reduce, Launch(quantize.finish_outer, (-(-count // size),), finish, warps=1)]
+
+
+def block_range(x: Tensor, low: Tensor, high: Tensor, scheme: Scheme) -> list[Launch]:
+    """The least and the largest element of each block, 0 counted among them, into fp32 ``[R, C]``."""
+    reduce, most, least = _extremes(x, tiling(*x.shape, scheme.block_of(*x.shape)), both=True, finite=False)
+    count = most.numel()
+    size = min(power_of_two(count), TARGET.usual // 4)
+    finish = {
+        "high_ptr": most, "low_ptr": least, "out_high_ptr": high, "out_low_ptr": low, "count": count, "SIZE": size,
+    }  # fmt: skip
+    return [reduce, Launch(quantize.finish_range, (-(-count // size),), finish, warps=1)]
 
 
 def quantize_dynamic(
@@ -194,12 +213,13 @@ def _make_scales(
         shape = scheme.scale_shape(*x.shape)
         scale = torch.empty(shape, dtype=scale_dtype(scheme), device=x.device)
         zero_point = torch.empty(shape, dtype=zero_dtype(scheme), device=x.device) if scheme.affine else None
-    reduce, high, low = _extremes(x, tiles, scheme.affine, finite=False)
+    reduce, high, low = _extremes(x, tiles, scheme.both_ends, finite=False)
     count = high.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
     finish = {
-        "high_ptr": high, "low_ptr": low, "outer_ptr": outer, "scale_ptr": _pattern(scale), "zero_ptr": zero_point,
-        "count": count, "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "SIZE": size,
+        "high_ptr": high, "low_ptr": low, "outer_ptr": _dense(outer), "scale_ptr": _pattern(scale),
+        "zero_ptr": zero_point, "count": count, "blocks_c": tiles.cols.blocks, "FMT": format_spec(scheme.format),
+        "SCALE": scale_spec(scheme), "SIZE": size,
     }  # fmt: skip
     return [reduce, Launch(quantize.finish_scales, (-(-count // size),), finish)], scale, zero_point
 
@@ -210,7 +230,7 @@ def quantize_static(
 ) -> list[Launch]:  # fmt: skip
     """Codes of x (packed) for the scales given, or with ``fake`` the numbers that they stand for."""
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
-    scales = (scale.contiguous(), None if zero_point is None else zero_point.contiguous(), outer)
+    scales = (scale.contiguous(), _dense(zero_point), outer)
     return _quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=False)
 
 
@@ -224,11 +244,11 @@ def _quantize(
     codes = out if fused else torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     more = {
         "scale_ptr": None if scale is None else _pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
-        "outer_ptr": outer, "out_ptr": _pattern(codes), "out_pitch": codes.shape[1], "out_bytes": codes.shape[1],
-        "rows": x.shape[0], "cols": x.shape[1], "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme),
-        "DTYPE": _dtype(x), "TILE": tiles.constexpr(), "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake,
-        "STORE_SCALE": scale is not None and not given, "OUT_BITS": bits if fused else 8,
-        "ROUNDING": rounding.mode(tiles),
+        "outer_ptr": _dense(outer), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1],
+        "out_bytes": codes.shape[1], "rows": x.shape[0], "cols": x.shape[1],
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(x), "TILE": tiles.constexpr(),
+        "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake, "STORE_SCALE": scale is not None and not given,
+        "OUT_BITS": bits if fused else 8, "ROUNDING": rounding.mode(tiles),
     }  # fmt: skip
     arguments = _input(x) | tiles.arguments() | rounding.arguments | more
     first = Launch(quantize.quantize, tiles.grid, arguments, tiles.warps)
@@ -243,8 +263,8 @@ def dequantize(
     tiles = tiling(rows, cols, scheme.block_of(rows, cols))
     more = {
         "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "codes_bytes": codes.shape[1],
-        "scale_ptr": _pattern(scale.contiguous()), "zero_ptr": None if zero_point is None else zero_point.contiguous(),
-        "outer_ptr": outer, "out_ptr": _pattern(out), "out_pitch": cols, "rows": rows, "cols": cols,
+        "scale_ptr": _pattern(scale.contiguous()), "zero_ptr": _dense(zero_point),
+        "outer_ptr": _dense(outer), "out_ptr": _pattern(out), "out_pitch": cols, "rows": rows, "cols": cols,
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(out),
         "TILE": tiles.constexpr(), "PAIRS": _pairs(tiles, scheme.format.bits),
     }  # fmt: skip
@@ -267,7 +287,7 @@ def fake_quantize_backward(
     more = {
         "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
         "scale_ptr": None if scale is None else _pattern(scale.contiguous()),
-        "zero_ptr": None if zero_point is None else zero_point.contiguous(), "outer_ptr": outer,
+        "zero_ptr": _dense(zero_point), "outer_ptr": _dense(outer),
         "out_ptr": _pattern(out), "out_pitch": x.shape[1], "sums_ptr": sums, "rows": x.shape[0], "cols": x.shape[1],
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "MAX": scheme.format.max, "DTYPE": _dtype(x),
         "GRAD_DTYPE": _dtype(grad), "TILE": tiles.constexpr(), "GIVEN": scale is not None,
@@ -318,8 +338,8 @@ def scaled_mm(
     arguments = {
         "a_ptr": a, "a_stride_r": a.stride(0), "a_stride_c": a.stride(1), "a_bytes": a.shape[1],
         "b_ptr": b, "b_stride_r": b.stride(0), "b_stride_c": b.stride(1), "b_bytes": b.shape[1],
-        "a_scale_ptr": _pattern(a_scale.contiguous()), "a_outer_ptr": a_outer,
-        "b_scale_ptr": _pattern(b_scale.contiguous()), "b_outer_ptr": b_outer,
+        "a_scale_ptr": _pattern(a_scale.contiguous()), "a_outer_ptr": _dense(a_outer),
+        "b_scale_ptr": _pattern(b_scale.contiguous()), "b_outer_ptr": _dense(b_outer),
         "bias_ptr": None if bias is None else _pattern(bias.contiguous()), "out_ptr": _pattern(out),
         "rows": rows, "cols": cols, "depth": depth,
         "a_block": a_scheme.block_of(rows, depth)[0], "b_block": b_scheme.block_of(cols, depth)[0],

@@ -31,9 +31,7 @@ def operand(ptr, stride_r, stride_c, bytes_a_row, row, k, row_ok, k_ok, FMT: tl.
 @triton.jit
 def row_scale(ptr, outer_ptr, row, row_ok, block, SCALE: tl.constexpr):
     """fp32 scales of rows, ``block`` rows to a scale."""
-    outer = 1.0
-    if SCALE[3]:
-        outer = tl.load(outer_ptr)
+    outer = scales.load_outer(outer_ptr, row, row_ok, 1, SCALE)
     return scales.widen(tl.load(ptr + row // block, row_ok, 0), outer, SCALE).to(tl.float32, bitcast=True)
 
 

@@ -25,7 +25,7 @@ def load_input(ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, DTYPE: tl.co
 def reduce_extremes(
     x_ptr, stride_r, stride_c, high_ptr, low_ptr,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
-    DTYPE: tl.constexpr, AFFINE: tl.constexpr, FINITE: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr, BOTH: tl.constexpr, FINITE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Atomic maxima into ``high`` (and ``low``) int32 [blocks_r, blocks_c], zero before. FINITE skips Inf and NaN."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
@@ -34,24 +34,38 @@ def reduce_extremes(
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     if FINITE:
         magnitude = tl.where(magnitude < 0x7F800000, magnitude, 0)
-    high, low = tiles.extremes(sign, magnitude, AFFINE, TILE)
+    high, low = tiles.extremes(sign, magnitude, BOTH, TILE)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
     tl.atomic_max(high_ptr + at, high, ok, sem="relaxed")
-    if AFFINE:
+    if BOTH:
         tl.atomic_max(low_ptr + at, low, ok, sem="relaxed")
 
 
-@triton.jit
-def finish_outer(high_ptr, out_ptr, DIVISOR: tl.constexpr):
-    """The fp32 outer scale from the tensor's largest finite magnitude; one program."""
-    amax = tl.load(high_ptr)
+@triton.jit(do_not_specialize=GENERAL)
+def finish_outer(high_ptr, out_ptr, count, DIVISOR: tl.constexpr, SIZE: tl.constexpr):
+    """``count`` fp32 global scales from the largest finite magnitude of what each spans."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    amax = tl.load(high_ptr + at, at < count, 0)
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), DIVISOR).to(tl.int32, bitcast=True)
-    tl.store(out_ptr, tl.where(amax == 0, 0x3F800000, tl.maximum(scale, 0x00800000)).to(tl.float32, bitcast=True))
+    scale = tl.where(amax == 0, 0x3F800000, tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
+    tl.store(out_ptr + at, scale.to(tl.float32, bitcast=True), at < count)
+
+
+@triton.jit(do_not_specialize=GENERAL)
+def finish_range(high_ptr, low_ptr, out_high_ptr, out_low_ptr, count, SIZE: tl.constexpr):
+    """fp32 maxima and minima of ``count`` blocks from their extremes; NaN of those that hold Inf or NaN."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    high, low = tl.load(high_ptr + at, at < count, 0), tl.load(low_ptr + at, at < count, 0)
+    damaged = tl.maximum(high, low) >= 0x7F800000
+    high = tl.where(damaged, 0x7FC00000, high)
+    low = tl.where(damaged, 0x7FC00000, tl.where(low == 0, 0, low | -0x80000000))
+    tl.store(out_high_ptr + at, high.to(tl.float32, bitcast=True), at < count)
+    tl.store(out_low_ptr + at, low.to(tl.float32, bitcast=True), at < count)
 
 
 @triton.jit(do_not_specialize=GENERAL)
 def finish_scales(
-    high_ptr, low_ptr, outer_ptr, scale_ptr, zero_ptr, count,
+    high_ptr, low_ptr, outer_ptr, scale_ptr, zero_ptr, count, blocks_c,
     FMT: tl.constexpr, SCALE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Stored scales and zero points from the extremes of ``count`` blocks."""
@@ -59,11 +73,9 @@ def finish_scales(
     ok = at < count
     high = tl.load(high_ptr + at, ok, 0)
     low = high
-    if SCALE[2]:
+    if SCALE[2] or SCALE[6]:
         low = tl.load(low_ptr + at, ok, 0)
-    outer = 1.0
-    if SCALE[3]:
-        outer = tl.load(outer_ptr)
+    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
     raw, _, zero_point = scales.make(high, low, outer, FMT, SCALE)
     tl.store(scale_ptr + at, raw.to(scale_ptr.dtype.element_ty), ok)
     if SCALE[2]:
@@ -89,16 +101,14 @@ def quantize(
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
-    outer = 1.0
-    if SCALE[3]:
-        outer = tl.load(outer_ptr)
+    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
     if GIVEN:
         scale = scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE)
         zero_point = tl.zeros_like(scale)
         if SCALE[2]:
             zero_point = tl.load(zero_ptr + at, ok, 0).to(tl.int32)
     else:
-        high, low = tiles.extremes(sign, magnitude, SCALE[2], TILE)
+        high, low = tiles.extremes(sign, magnitude, SCALE[2] or SCALE[6], TILE)
         raw, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
         if STORE_SCALE:
             tl.store(scale_ptr + at, raw.to(scale_ptr.dtype.element_ty), ok)
@@ -153,9 +163,7 @@ def dequantize(
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
     code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, codes_bytes, FMT[1], PAIRS)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
-    outer = 1.0
-    if SCALE[3]:
-        outer = tl.load(outer_ptr)
+    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
     scale = tiles.spread(scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE), TILE)
     zero_point = 0
     if SCALE[2]:

@@ -1,7 +1,8 @@
 """Device functions: a block's extremes to its stored scale, and stored scales to fp32.
 
-Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, ceil, affine, outer, divisor,
-floor_log2(divisor), mantissa bits of divisor, outer divisor)``.
+Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, rounding, affine, outer, divisor,
+floor_log2(divisor), full, outer divisor)``. ``rounding``: of E8M0 the fraction of an amount above which the exponent is
+one more; of E4M3 whether codes are rounded up. ``outer``: 0 no global scale, 1 one for the tensor, 2 one a row.
 
 Source: docs/numerics.md section 5.
 """
@@ -22,11 +23,11 @@ INNER = tl.constexpr(format_spec(find(next(row.name for row in SCALE_FORMATS.val
 def make(high, low, outer, FMT: tl.constexpr, SCALE: tl.constexpr):
     """Stored scale (raw int32), its fp32 bits, and the zero point of blocks.
 
-    ``high`` and ``low``: fp32 bits of max(0, max) and of max(0, -min), equal when there is no zero point; Inf and NaN
-    count as what they are. ``outer``: the fp32 outer scale, read when the scheme has one.
+    ``high`` and ``low``: fp32 bits of max(0, max) and of max(0, -min), or both the amax where a scale takes no more;
+    Inf and NaN count as what they are. ``outer``: the fp32 global scale, read when the scheme has one.
     """
     damaged = tl.maximum(high, low) >= 0x7F800000
-    extent = high
+    extent = tl.maximum(high, low)
     if SCALE[2]:
         span = high.to(tl.float32, bitcast=True) + low.to(tl.float32, bitcast=True)
         extent = tl.minimum(span.to(tl.int32, bitcast=True), 0x7F7FFFFF)
@@ -37,6 +38,12 @@ def make(high, low, outer, FMT: tl.constexpr, SCALE: tl.constexpr):
         raw, scale = _make_e4m3(extent, damaged, outer, SCALE)
     else:
         raw, scale = _make_float(extent, damaged, SCALE)
+    if SCALE[6]:
+        # The element of largest magnitude takes the least code: where it is positive, the scale is not.
+        turned = (high > low) & (damaged == 0)
+        sign: tl.constexpr = 7 if SCALE[0] == 4 else 31 if SCALE[0] == 0 else 15
+        raw ^= turned.to(tl.int32) << sign
+        scale ^= turned.to(tl.int32) << 31
     zero_point = tl.zeros_like(raw)
     if SCALE[2]:
         # low is the magnitude of the least element, so qmin - lo / scale is a sum.
@@ -51,7 +58,7 @@ def make(high, low, outer, FMT: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def _make_float(extent, damaged, SCALE: tl.constexpr):
     scale = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]).to(tl.int32, bitcast=True)
-    scale = tl.where(extent == 0, 0x3F800000, tl.maximum(scale, 0x00800000))
+    scale = tl.where(extent == 0, 0x3F800000, tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
     if SCALE[0] == 1:
         raw = tl.minimum((scale + 0xFFFF) >> 16, 0x7F7F)
         scale = raw << 16
@@ -76,8 +83,7 @@ def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
     normal = extent >= 0x00800000
     code = (tl.where(normal, extent, small) >> 23) - SCALE[5]
     code = tl.where(normal, code, code - 149)
-    if SCALE[1]:
-        code += ((tl.where(normal, extent, small) & 0x7FFFFF) > SCALE[6]).to(tl.int32)
+    code += ((tl.where(normal, extent, small) & 0x7FFFFF) > SCALE[1]).to(tl.int32)
     # The biased exponent of 2**e is the code; numerics.md's e is code - 127.
     code = tl.where(extent == 0, 127, tl.minimum(tl.maximum(code, 0), 254))
     code = tl.where(damaged, 255, code)
@@ -86,11 +92,48 @@ def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
 
 @triton.jit
 def _make_e4m3(extent, damaged, outer, SCALE: tl.constexpr):
-    wanted = tl.div_rn(tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]), outer).to(tl.int32, bitcast=True)
-    code = bits.encode_float(tl.zeros_like(wanted), wanted, 0, INNER, True, False)
-    block = bits.decode(code, 0, INNER).to(tl.float32, bitcast=True)
-    scale = (block * outer).to(tl.int32, bitcast=True)
+    inner = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4])
+    above = outer.to(tl.int32, bitcast=True)
+    sign = (above >> 31) & 1
+    limit = above & 0x7FFFFFFF
+    limit = tl.where(limit == 0, 0x7F800000, limit).to(tl.float32, bitcast=True)
+    wanted = tl.div_rn(inner, limit).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    sign = tl.zeros_like(wanted) + sign
+    if SCALE[1]:
+        code = _round_up_e4m3(wanted) | (sign << 7)
+    else:
+        code = bits.encode_float(sign, wanted, 0, INNER, True, False)
+    scale = _product(bits.decode(code, 0, INNER), outer)
     return tl.where(damaged, 0x7F, code), tl.where(damaged, 0x7FC00000, scale)
+
+
+@triton.jit
+def _round_up_e4m3(magnitude):
+    """The E4M3 code of fp32 bits without sign, rounded up; 448 at most. Zero and NaN stay what they are."""
+    binade = tl.maximum(magnitude >> 23, 121)
+    shift = tl.minimum(binade - (magnitude >> 23) + 20, 30)
+    kept = (((magnitude & 0x7FFFFF) | 0x800000) + ((1 << shift) - 1)) >> shift
+    code = tl.minimum(((binade - 121) << 3) + kept, 0x7E)
+    return tl.where(magnitude > 0x7F800000, 0x7F, tl.where(magnitude == 0, 0, code))
+
+
+@triton.jit
+def _product(block, outer):
+    """fp32 bits of a block's scale (fp32 bits) times the global one; the sign is the product's, a NaN's too."""
+    sign = (block ^ outer.to(tl.int32, bitcast=True)) & -0x80000000
+    product = (block.to(tl.float32, bitcast=True) * outer).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(product > 0x7F800000, 0x7FC00000, product) | sign
+
+
+@triton.jit
+def load_outer(ptr, at, ok, blocks_c, SCALE: tl.constexpr):
+    """The global scales of blocks, by their linear indices ``at``: one for all, or that of each one's row."""
+    if SCALE[3] == 2:
+        return tl.load(ptr + at // blocks_c, ok, 1.0)
+    elif SCALE[3]:
+        return tl.load(ptr)
+    else:
+        return tl.full([], 1.0, tl.float32)
 
 
 @triton.jit
@@ -100,10 +143,7 @@ def widen(raw, outer, SCALE: tl.constexpr):
         code = raw.to(tl.int32)
         return tl.where(code == 255, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
     elif SCALE[0] == 4:
-        block = bits.decode(raw.to(tl.int32), 0, INNER)
-        product = (block.to(tl.float32, bitcast=True) * outer).to(tl.int32, bitcast=True)
-        nan = (product & 0x7FFFFFFF) > 0x7F800000
-        return tl.where(nan, 0x7FC00000 | ((block >> 31) << 31), product)
+        return _product(bits.decode(raw.to(tl.int32), 0, INNER), outer)
     else:
         sign, magnitude = bits.split(raw, SCALE[0])
         return magnitude | (sign << 31)

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from lowbit.formats import Format, fp32_bits, fp32_value
-from lowbit.scaling import Scheme
+from lowbit.scaling import OUTER_SPANS, Scheme
 
 #: torch dtypes of inputs and outputs by the number that kernels know them by.
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -52,9 +52,10 @@ def format_spec(format: Format) -> tuple[Any, ...]:
 def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
     """``SCALE`` in kernels; see ``scales``."""
     divisor = fp32_value(fp32_bits(scheme.amax_divisor))
+    kind = scheme.scale_format.name
     return (
-        scheme.scale_format.id, int(scheme.ceil), int(scheme.affine), int(scheme.outer),
-        divisor, math.frexp(divisor)[1] - 1, fp32_bits(divisor) & 0x7FFFFF,
+        scheme.scale_format.id, scheme.raise_above if kind == "e8m0" else int(scheme.rounding == "ceil"),
+        int(scheme.affine), OUTER_SPANS.index(scheme.outer), divisor, math.frexp(divisor)[1] - 1, int(scheme.full),
         fp32_value(fp32_bits(scheme.outer_divisor)) if scheme.outer else 1.0,
     )  # fmt: skip
 

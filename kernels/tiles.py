@@ -47,12 +47,12 @@ def spread(values, TILE: tl.constexpr):
 
 
 @triton.jit
-def extremes(sign, magnitude, AFFINE: tl.constexpr, TILE: tl.constexpr):
-    """fp32 bits [GR, GC] of each block's max(0, max) and max(0, -min); without AFFINE both are its amax.
+def extremes(sign, magnitude, BOTH: tl.constexpr, TILE: tl.constexpr):
+    """fp32 bits [GR, GC] of each block's max(0, max) and max(0, -min); without BOTH each is its amax.
 
     Integer maxima: they order non-negative fp32, keep NaN above Inf, and do not depend on their order.
     """
-    if AFFINE:
+    if BOTH:
         return block_max(tl.where(sign == 0, magnitude, 0), TILE), block_max(tl.where(sign != 0, magnitude, 0), TILE)
     else:
         amax = block_max(magnitude, TILE)

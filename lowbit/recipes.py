@@ -59,7 +59,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(Gemm(None, "fp8_e4m3:row"), name="fp8-weight-only", about="FP8 weights"),
         Recipe(
-            Gemm("mxfp8", "mxfp8"),
+            Gemm("mxfp8:ceil", "mxfp8:ceil"),
             Gemm("mxfp8:ceil", "mxfp8:ceil:T"),
             Gemm("mxfp8:ceil:T", "mxfp8:ceil:T"),
             name="mxfp8", about="OCP MX, FP8 elements; trains",
@@ -67,8 +67,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
         Recipe(Gemm("mxfp4", "mxfp4"), name="mxfp4", about="OCP MX, FP4 elements"),
         Recipe(
-            Gemm("nvfp4", "nvfp4"),
-            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for the tensor",
+            Gemm("nvfp4:global_row", "nvfp4"),
+            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight",
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),

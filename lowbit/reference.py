@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit import packing
 from lowbit.formats import FORMATS, Format, find
 from lowbit.quantized import scale_dtype, zero_dtype
-from lowbit.scaling import Scheme
+from lowbit.scaling import Scheme, as_matrix
 
 F32_SIGN, F32_MAGNITUDE, F32_INF, F32_NAN = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
@@ -34,8 +34,11 @@ class Rng(NamedTuple):
 
 # -- bits (sections 1, 2) ------------------------------------------------------------------------------------------
 def to_bits(x: Tensor) -> Tensor:
-    """The fp32 bit patterns of ``x`` (fp32, bf16 or fp16), as int64 in ``[0, 2**32)``."""
-    return x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    """The fp32 bit patterns of ``x`` (fp32, bf16 or fp16), as int64 in ``[0, 2**32)``; a NaN keeps its sign."""
+    bits = x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    if x.dtype != torch.float16:
+        return bits
+    return bits & F32_MAGNITUDE | (x.contiguous().view(torch.int16).long() & 0x8000) << 16  # torch drops NaN's sign
 
 
 def from_bits(bits: Tensor) -> Tensor:
@@ -145,26 +148,24 @@ def in_blocks(values: Tensor, scheme: Scheme) -> Tensor:
 
 
 def block_amax(values: Tensor, scheme: Scheme) -> Tensor:
-    """The maximum of ``values: [rows, cols]`` (non-negative) over each block, ``[R, C]``."""
+    """The maximum of ``values: [rows, cols]`` (non-negative, or bool) over each block, ``[R, C]``."""
     return in_blocks(values, scheme).amax((1, 3))
 
 
-def e8m0_code(amount: Tensor, divisor: float, ceil: bool) -> Tensor:
-    """E8M0 codes of ``amount / divisor`` (positive fp32, finite): floored, or raised so that nothing clips."""
+def e8m0_code(amount: Tensor, divisor: float, raise_above: int) -> Tensor:
+    """E8M0 codes of ``amount / divisor`` (positive fp32, finite): floored, and one more for fractions above a limit."""
     mantissa, exponent = torch.frexp(amount.double())
-    mantissa_max, exponent_max = torch.frexp(torch.tensor(divisor, dtype=torch.float64))
-    code = exponent.long() - int(exponent_max)
-    if ceil:
-        code = code + (mantissa > mantissa_max.item()).long()
-    return code.clamp(-127, 127) + 127
+    exponent_max = torch.frexp(torch.tensor(divisor, dtype=torch.float64))[1]
+    raised = mantissa > (raise_above / (1 << 23) + 1) / 2
+    return (exponent.long() - int(exponent_max) + raised.long()).clamp(-127, 127) + 127
 
 
 def round_up(scale: Tensor, format: Format) -> Tensor:
-    """Positive fp32 ``scale`` rounded towards +Inf to a 16-bit format, its largest finite value at most."""
+    """fp32 ``scale >= 0`` (not NaN) rounded towards +Inf to a format, its largest finite value at most: codes."""
     dropped = 23 - format.mantissa
     bits = to_bits(scale)
-    shift = dropped + (format.emin - ((bits >> 23) - 127)).clamp(min=0, max=24)
-    significand = (bits & 0x7FFFFF) | (1 << 23)
+    shift = (dropped + (format.emin - ((bits >> 23) - 127)).clamp(min=0)).clamp(max=40)
+    significand = ((bits & 0x7FFFFF) | (1 << 23)).where(bits > 0, 0)
     kept = (significand + (1 << shift) - 1) >> shift
     code = (((bits >> 23) - 127).clamp(min=format.emin) - format.emin << format.mantissa) + kept
     return code.clamp(max=format.max_code)
@@ -173,20 +174,37 @@ def round_up(scale: Tensor, format: Format) -> Tensor:
 def make_scale(amount: Tensor, scheme: Scheme) -> Tensor:
     """Stored scales of blocks whose amax (affine: range) is ``amount``, fp32 and finite; ``outer`` excluded."""
     if scheme.scale_format.name == "e8m0":
-        code = e8m0_code(amount.where(amount > 0, 1.0), scheme.amax_divisor, scheme.ceil)
+        code = e8m0_code(amount.where(amount > 0, 1.0), scheme.amax_divisor, scheme.raise_above)
         return code.where(amount > 0, 127).to(torch.uint8)
-    scale = amount / torch.tensor(scheme.amax_divisor, device=amount.device)
-    scale = scale.clamp(min=2.0**-126).where(amount > 0, 1.0)
+    scale = normal_scale(amount, scheme.amax_divisor)
     if scheme.scale_format.name == "fp32":
         return scale
     code = round_up(scale, find(scheme.scale_format.name))
     return code.to(torch.int16).view(scale_dtype(scheme))
 
 
+def normal_scale(amount: Tensor, divisor: float) -> Tensor:
+    """``fp32(amount / divisor)``, a normal number; 1 for an amount of 0."""
+    scale = amount / torch.tensor(divisor, device=amount.device)
+    return scale.clamp(2.0**-126, torch.finfo(torch.float32).max).where(amount > 0, 1.0)
+
+
 def make_inner_scale(amax: Tensor, outer: Tensor, scheme: Scheme) -> Tensor:
-    """Two levels: the block's E4M3 code, of amax / format max / outer."""
-    inner = amax / torch.tensor(scheme.format.max, device=amax.device) / outer
-    return encode_magnitude(to_bits(inner), find(scheme.scale_format.name), saturate=True).to(torch.uint8)
+    """Below a global scale: the block's E4M3 code, of amax / divisor / outer."""
+    inner = quotient(amax / torch.tensor(scheme.amax_divisor, device=amax.device), outer.expand(amax.shape[0], 1))
+    format = find(scheme.scale_format.name)
+    if scheme.rounding == "nearest":
+        return encode_magnitude(to_bits(inner), format, saturate=True).to(torch.uint8)
+    code = round_up(inner.abs().nan_to_num(nan=0.0), format)
+    code = code.where(~inner.isnan(), format.nan_code)
+    return (code | (to_bits(inner) >> 31 << 7)).to(torch.uint8)
+
+
+def negated_where(scale: Tensor, where: Tensor) -> Tensor:
+    """Stored scales (numbers, or E4M3 codes) with their sign changed where asked."""
+    if scale.dtype == torch.uint8:
+        return scale ^ (where.to(torch.uint8) << 7)
+    return torch.where(where, -scale, scale)
 
 
 def nan_scale(scheme: Scheme) -> float | int:
@@ -196,23 +214,28 @@ def nan_scale(scheme: Scheme) -> float | int:
 
 
 def scale_value(scale: Tensor, scheme: Scheme, outer: Tensor | None) -> Tensor:
-    """The one fp32 scale of each block, ``[R, C]``: what decodes."""
+    """The one fp32 scale of each block, ``[R, C]``: what decodes. Its sign is that of the product, NaN included."""
     if scale.dtype == torch.uint8:
         format = find(scheme.scale_format.name)
         scale = from_bits(torch.tensor(format.bits_table, dtype=torch.int64, device=scale.device)[scale.long()])
-    return scale.float() if outer is None else scale.float() * outer
+    if outer is None:
+        return from_bits(to_bits(scale))
+    sign = (to_bits(scale) ^ to_bits(outer)) & F32_SIGN
+    return from_bits(to_bits(scale.float() * outer) & F32_MAGNITUDE | sign)
 
 
 def outer_scale(x: Tensor, scheme: Scheme) -> Tensor:
-    """The outer scale ``[1, 1]`` fp32 of two-level schemes: finite amax over the largest product of both levels."""
-    magnitude = to_bits(x) & F32_MAGNITUDE
+    """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax over the largest product of both levels."""
+    magnitude = to_bits(x).reshape(as_matrix(tuple(x.shape)))
+    magnitude = magnitude & F32_MAGNITUDE
     finite = magnitude.where(magnitude < F32_INF, 0)
-    amax = from_bits(finite.amax() if finite.numel() else finite.new_zeros(())).reshape(1, 1)
-    scale = (amax / torch.tensor(scheme.outer_divisor, device=x.device)).clamp(min=2.0**-126)
-    return scale.where(amax > 0, 1.0)
+    finite = finite if scheme.outer == "row" else finite.reshape(1, -1)
+    amax = from_bits(torch.nn.functional.pad(finite, (0, 1)).amax(1, keepdim=True))
+    return normal_scale(amax, scheme.outer_divisor)
 
 
-def _range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def block_range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """``min(0, least)`` and ``max(0, largest)`` of each block's finite elements, fp32 ``[R, C]``; +0 for none."""
     finite = x.float().where(x.float().isfinite(), 0.0)
     return -block_amax((-finite).clamp(min=0.0) + 0.0, scheme) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, scheme)
 
@@ -224,8 +247,11 @@ def block_scales(x: Tensor, scheme: Scheme, outer: Tensor | None) -> tuple[Tenso
     amax = from_bits(amax_bits.where(~broken, 0))
     if not scheme.affine:
         scale = make_scale(amax, scheme) if outer is None else make_inner_scale(amax, outer, scheme)
+        if scheme.full:
+            low, high = block_range(x, scheme)
+            scale = negated_where(scale, high > -low)
         return scale.masked_fill(broken, nan_scale(scheme)), None
-    low, high = _range(x, scheme)
+    low, high = block_range(x, scheme)
     scale = make_scale((high - low).clamp(max=torch.finfo(torch.float32).max), scheme)
     qmin, qmax = scheme.format.qmin, scheme.format.qmax
     zero_point = (qmin - (low / scale_value(scale, scheme, None))).round().clamp(qmin, qmax)
@@ -282,12 +308,16 @@ def _negate_where(y: Tensor, where: Tensor) -> Tensor:
 
 
 # -- tensors (sections 3, 5, 6, 10) --------------------------------------------------------------------------------
+def quotient(x: Tensor, scale: Tensor) -> Tensor:
+    """``|x| / |scale|`` with sign(x) xor sign(scale), a NaN's too; a scale of 0 divides as Inf."""
+    size = from_bits(to_bits(scale) & F32_MAGNITUDE)
+    magnitude = to_bits(x.float().abs() / size.where(size != 0, torch.inf)) & F32_MAGNITUDE
+    return from_bits(magnitude | ((to_bits(x) ^ to_bits(scale)) & F32_SIGN))
+
+
 def divide(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """``|x| / |scale|`` with sign(x) xor sign(scale); a scale of 0 divides as Inf. ``[rows, cols]``, ``[R, C]``."""
-    divisor = spread(scale, scheme.block_of(*x.shape), *x.shape)
-    divisor = torch.copysign(divisor.abs().where(divisor != 0, torch.inf), divisor)
-    magnitude = to_bits(x.float().abs() / divisor.abs()) & F32_MAGNITUDE
-    return from_bits(magnitude | ((to_bits(x) ^ to_bits(divisor)) & F32_SIGN))
+    """Quotients of ``x: [rows, cols]`` by the scales ``[R, C]`` of its blocks."""
+    return quotient(x, spread(scale, scheme.block_of(*x.shape), *x.shape))
 
 
 def quantize_static(
@@ -426,8 +456,7 @@ def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -
         total = _sum_of_integers(a, b, edges)
     else:
         total = (a.values(not whole) @ b.values(not whole).T).float()
-    if edges is not None:
-        total = total + 0.0  # integers have no -0
+    total = total + 0.0  # sums begin at +0
     if whole:
         total = total * (a.row_scale() * b.row_scale().T)
     if bias is not None:

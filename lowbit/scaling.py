@@ -1,8 +1,8 @@
 """Scalings and schemes: how a tensor is cut into blocks, and what is kept of each block's scale.
 
-A *scaling* is a row of ``SCALINGS``: block shape, scale format, second (outer) level. A *scheme* is a format with a
-scaling and options, written ``"fp8_e4m3:row"``, ``"uint4:group128:affine"``, ``"int8:tensor:e8m0"`` or by a short
-name (``mxfp4``). No torch is needed here.
+A *scaling* is a row of ``SCALINGS``: block shape, scale format, global scale. A *scheme* is a format with a scaling and
+options, written ``"fp8_e4m3:row"``, ``"uint4:group128:affine"``, ``"int4:group32:e4m3"`` or by a short name
+(``mxfp4``). No torch is needed here.
 
 Source: docs/numerics.md section 5.
 """
@@ -22,25 +22,35 @@ __all__ = ["SCALE_FORMATS", "SCALINGS", "SHORT_NAMES", "ScaleFormat", "Scaling",
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What a block's scale is stored as. ``dtype`` is the stored tensor's torch dtype; ``id`` is what kernels see."""
+    """What a block's scale is stored as. ``dtype`` is the stored tensor's torch dtype; ``id`` is what kernels see.
+
+    ``roundings``: how scales may be rounded to it, the default first.
+    """
 
     name: str
     id: int
     dtype: str
-    rounding: str
+    roundings: tuple[str, ...]
 
 
-#: fp32 scales are exact; bf16 and fp16 round up, so that nothing clips; e8m0 floors (or ceils); e4m3 is nearest.
+#: fp32 scales are exact; bf16 and fp16 round up, so that nothing clips; of the others an option chooses.
 SCALE_FORMATS: dict[str, ScaleFormat] = {
     row.name: row
     for row in (
-        ScaleFormat("fp32", 0, "float32", "nearest"),
-        ScaleFormat("bf16", 1, "bfloat16", "up"),
-        ScaleFormat("fp16", 2, "float16", "up"),
-        ScaleFormat("e8m0", 3, "uint8", "floor"),
-        ScaleFormat("fp8_e4m3", 4, "uint8", "nearest"),
+        ScaleFormat("fp32", 0, "float32", ("nearest",)),
+        ScaleFormat("bf16", 1, "bfloat16", ("ceil",)),
+        ScaleFormat("fp16", 2, "float16", ("ceil",)),
+        ScaleFormat("e8m0", 3, "uint8", ("floor", "ceil", "nearest")),
+        ScaleFormat("fp8_e4m3", 4, "uint8", ("nearest", "ceil")),
     )
 }
+
+#: How a scale is rounded to its format: names are options of schemes, numbers are what kernels see.
+SCALE_ROUNDINGS: dict[str, int] = {"nearest": 0, "floor": 1, "ceil": 2}
+
+#: Formats whose E8M0 scales round to nearest: above this multiple of ``2**floor_log2(amax / max)`` the exponent is one
+#: more. For FP4, whose maximum is 6, clipping 7.25 to 6 costs what rounding it to 8 at twice the step does.
+_E8M0_NEAREST = {"fp4_e2m1": 7.25}
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Scaling:
     """Blocks of ``rows x cols`` elements (``None``: the whole axis), each with one scale.
 
     A tensor of any rank is seen as ``[rows, cols]`` with cols its last axis; blocks at the edges are smaller.
-    ``outer`` adds one fp32 scale for the whole tensor above the blocks' scales.
+    ``outer`` adds one fp32 scale for the whole tensor, the global scale, above the blocks' scales.
     """
 
     name: str
@@ -61,11 +71,13 @@ class Scaling:
         return replace(self, rows=self.cols, cols=self.rows)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"a block needs at least one element along each axis, got {text}")
-    return value
+def _sized(name: str, *sizes: str) -> Scaling:
+    """Blocks of the sizes that go into a scaling's name, where they have no leading zeros."""
+    extents = [int(size) for size in sizes]
+    if min(extents) < 1:
+        raise ValueError(f"a block needs at least one element along each axis, got {name.format(*sizes)}")
+    rows, cols = extents if len(extents) == 2 else (1, *extents)
+    return Scaling(name.format(*extents), rows, cols)
 
 
 #: One row a scaling (or a family of them): a pattern for its name, and what it means. Names are API.
@@ -73,11 +85,14 @@ SCALINGS: dict[str, tuple[str, Callable[..., Scaling]]] = {
     "tensor": ("tensor", lambda name: Scaling(name, None, None)),
     "row": ("row", lambda name: Scaling(name, 1, None)),
     "col": ("col", lambda name: Scaling(name, None, 1)),
-    "group{g}": (r"group(\d+)", lambda name, g: Scaling(name, 1, _positive(g))),
-    "block{r}x{c}": (r"block(\d+)x(\d+)", lambda name, r, c: Scaling(name, _positive(r), _positive(c))),
+    "group{g}": (r"group(\d+)", lambda name, g: _sized("group{}", g)),
+    "block{r}x{c}": (r"block(\d+)x(\d+)", lambda name, r, c: _sized("block{}x{}", r, c)),
     "mx": ("mx", lambda name: Scaling(name, 1, 32, "e8m0")),
     "nvfp4": ("nvfp4", lambda name: Scaling(name, 1, 16, "fp8_e4m3", outer=True)),
 }
+
+#: What a global scale spans; positions are what kernels see.
+OUTER_SPANS = (None, "tensor", "row")
 
 #: Short scheme names. Names are API.
 SHORT_NAMES: dict[str, str] = {
@@ -92,25 +107,35 @@ _LONG_TO_SHORT = {long: short for short, long in SHORT_NAMES.items()}
 _GRAMMAR = (
     "a scheme is SHORT or FORMAT:SCALING, then options, such as 'int8:row', 'uint4:group128:affine', 'mxfp4:ceil'; "
     f"short names: {', '.join(SHORT_NAMES)}; scalings: {', '.join(SCALINGS)}; "
-    "options: affine, e8m0 | bf16 | fp16, floor | ceil, dq, T"
+    "options: affine, e8m0 | bf16 | fp16 | e4m3, floor | ceil | nearest, full, global_row, T"
 )
+
+#: Options that stand for another one, kept for names that were saved.
+_OPTION_ALIASES = {"dq": "e4m3"}
+#: The scale format that an option asks for.
+_SCALE_OPTIONS = {"e8m0": "e8m0", "bf16": "bf16", "fp16": "fp16", "e4m3": "fp8_e4m3"}
+#: Options in the order of a scheme's canonical name; T comes last.
+_OPTIONS = ("affine", *_SCALE_OPTIONS, *SCALE_ROUNDINGS, "full", "global_row", "T")
 
 
 @dataclass(frozen=True)
 class Scheme:
     """A format with a scaling: everything ``quantize`` needs to know. Made by ``scheme(text)``.
 
-    ``block`` is ``(rows, cols)`` with ``None`` for a whole axis. ``ceil`` picks the E8M0 scale that never clips.
-    ``affine`` adds a zero point to each block. ``outer`` is the second, fp32 level over the whole tensor.
+    ``block`` is ``(rows, cols)`` with ``None`` for a whole axis. ``rounding`` says how scales are rounded to their
+    format. ``affine`` adds a zero point to each block. ``outer`` is what one fp32 global scale above the blocks' scales
+    spans: ``"tensor"``, ``"row"``, or ``None`` for schemes without one. ``full`` scales signed integers so that the
+    element of largest magnitude takes the least code; such scales may be negative.
     """
 
     name: str
     format: Format
     block: tuple[int | None, int | None]
     scale_format: ScaleFormat
-    ceil: bool = False
+    rounding: str
     affine: bool = False
-    outer: bool = False
+    outer: str | None = None
+    full: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -118,12 +143,26 @@ class Scheme:
     @property
     def amax_divisor(self) -> float:
         """A block's scale is its amax (affine: its range) over this."""
-        return float(self.format.qmax - self.format.qmin) if self.affine else self.format.max
+        format = self.format
+        return float(format.qmax - format.qmin if self.affine else -format.qmin if self.full else format.max)
 
     @property
     def outer_divisor(self) -> float:
-        """The outer scale is the tensor's finite amax over this, so that the largest block scale is in range."""
-        return self.format.max * formats.find(self.scale_format.name).max
+        """The global scale is the finite amax of what it spans over this, so that every block scale is in range."""
+        return self.amax_divisor * formats.find(self.scale_format.name).max
+
+    @property
+    def raise_above(self) -> int:
+        """E8M0: the fraction (23 bits) of an amount in fp32 above which the floored exponent is raised by one."""
+        if self.rounding == "floor":
+            return 0x7FFFFF
+        limit = _E8M0_NEAREST[self.format.name] if self.rounding == "nearest" else self.amax_divisor
+        return formats.fp32_bits(limit) & 0x7FFFFF
+
+    @property
+    def both_ends(self) -> bool:
+        """Whether scales are made from a block's minimum and maximum, not from its amax alone."""
+        return self.affine or self.full
 
     @property
     def scale_bits(self) -> int:
@@ -139,9 +178,20 @@ class Scheme:
         r, c = self.block
         return (1 if r is None else -(-rows // r)), (1 if c is None else -(-cols // c))
 
+    def outer_shape(self, rows: int) -> tuple[int, int]:
+        """Shape of the global scale of a tensor of ``rows`` rows, for a scheme that has one."""
+        return (rows if self.outer == "row" else 1), 1
+
     def packed_cols(self, cols: int) -> int:
         """Bytes that a row of ``cols`` codes takes."""
         return packed_cols(cols, self.format.bits)
+
+    def is_named(self, text: str) -> bool:
+        """Whether ``text`` is a name of this scheme: names that were saved may be older ones."""
+        try:
+            return scheme(text) == self
+        except ValueError:
+            return False
 
     def t(self) -> Scheme:
         """The same scheme for the transposed tensor."""
@@ -149,16 +199,18 @@ class Scheme:
         return scheme(":".join(words[:-1] if words[-1] == "T" else [*words, "T"]))
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the codes, scales and zero points of a tensor of that shape."""
+        """Bytes of the codes, scales (global ones too) and zero points of a tensor of that shape."""
         rows, cols = as_matrix(shape)
         scales = prod(self.scale_shape(rows, cols)) * self.scale_bits // 8
-        return rows * self.packed_cols(cols) + scales + 4 * self.outer
+        outer = 4 * prod(self.outer_shape(rows)) if self.outer else 0
+        return rows * self.packed_cols(cols) + scales + outer
 
     def params(self) -> list[int]:
         """The plain integers by which kernels know a scheme, in csrc's order; a block that spans its axis is 0."""
         return [
             *self.format.params(), *(extent or 0 for extent in self.block),
-            self.scale_format.id, int(self.ceil), int(self.affine), int(self.outer),
+            self.scale_format.id, SCALE_ROUNDINGS[self.rounding], int(self.affine),
+            OUTER_SPANS.index(self.outer), int(self.full),
         ]  # fmt: skip
 
 
@@ -222,9 +274,9 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     def fail(why: str) -> ValueError:
         return ValueError(f"scheme {text!r}: {why}")
 
-    known = {"affine", "e8m0", "bf16", "fp16", "floor", "ceil", "dq", "T"}
+    options = [_OPTION_ALIASES.get(option, option) for option in options]
     for option in options:
-        if option not in known or options.count(option) > 1:
+        if option not in _OPTIONS or options.count(option) > 1:
             raise fail(f"unknown or repeated option {option!r}; {_GRAMMAR}")
     if format.bits > 8 or format.kind == "exponent":
         raise fail(f"{format.name} is no format for elements; use one of at most 8 bits, such as fp8_e4m3 or int8")
@@ -235,38 +287,65 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
         raise fail(
             f"{format.name} cannot hold negative numbers without a zero point; add ':affine' or use {format.name[1:]}"
         )
-    chosen = [o for o in options if o in ("e8m0", "bf16", "fp16", "dq")]
+    chosen = [option for option in options if option in _SCALE_OPTIONS]
     if len(chosen) > 1 or (chosen and scaling.scale_format != "fp32"):
         raise fail(f"one scale format at most; {scaling.name} has {scaling.scale_format}, and the options add {chosen}")
-    if "dq" in options and format.kind != "codebook":
-        raise fail(
-            "'dq' (scales quantized to fp8 below one fp32 scale) is for codebooks; use the nvfp4 scaling instead"
-        )
-    outer = scaling.outer or "dq" in options
-    if affine and outer:
-        raise fail("a scheme with two levels of scales has no zero points; leave out 'affine', or use a group scaling")
-    name = "fp8_e4m3" if outer else (chosen or [scaling.scale_format])[0]
-    rounding = [o for o in options if o in ("floor", "ceil")]
-    if rounding and (name != "e8m0" or len(rounding) > 1):
-        raise fail("'floor' or 'ceil' says how an e8m0 scale is rounded; this scheme has none to round, or says both")
+    scale_format = SCALE_FORMATS[_SCALE_OPTIONS[chosen[0]] if chosen else scaling.scale_format]
     if "T" in options:
         scaling = scaling.transposed()
-    ceil = "ceil" in options
-    kept = [o for o in ("affine", "e8m0", "bf16", "fp16", "ceil", "dq") if o in options]
+    outer = _outer_of(scaling, scale_format, affine, format, "global_row" in options, fail)
+    rounding = _rounding_of(format, scale_format, options, fail)
+    full = "full" in options
+    if full and (affine or format.kind != "integer"):
+        raise fail("'full' is for signed integers without a zero point: affine ones use their whole range already")
+    if full and scale_format.name == "e8m0":
+        raise fail("'full' makes scales of either sign, and e8m0 has none; use fp32, bf16, fp16 or e4m3 scales")
+    default = scale_format.roundings[0]
+    kept = [o for o in _OPTIONS if o in options and o not in (default, "T")]
     return Scheme(
-        _canonical(format, scaling, kept),
-        format,
-        (scaling.rows, scaling.cols),
-        SCALE_FORMATS[name],
-        ceil,
-        affine,
-        outer,
-    )
+        _canonical(format, scaling, kept), format, (scaling.rows, scaling.cols), scale_format, rounding, affine, outer,
+        full,
+    )  # fmt: skip
+
+
+def _outer_of(
+    scaling: Scaling, kind: ScaleFormat, affine: bool, format: Format, row: bool, fail: Callable[[str], ValueError]
+) -> str | None:
+    """What the global scale spans; E4M3 scales, and no others, have one above them."""
+    if kind.name != "fp8_e4m3":
+        if row:
+            raise fail("'global_row' says what the global scale above e4m3 scales spans; add ':e4m3', or use nvfp4")
+        return None
+    if affine:
+        raise fail("a scheme with a global scale has no zero points; leave out 'affine', or 'e4m3'")
+    if format.max < 1:
+        raise fail(f"a global scale over {format.name}, whose maximum is below 1, could overflow; use fp32 scales")
+    if row and scaling.rows != 1:
+        raise fail(f"'global_row' needs blocks of one row, and those of {scaling.name} have {scaling.rows or 'all'}")
+    return "row" if row else "tensor"
+
+
+def _rounding_of(format: Format, kind: ScaleFormat, options: list[str], fail: Callable[[str], ValueError]) -> str:
+    """How scales are rounded: as an option says, or by the default of their format."""
+    asked = [o for o in options if o in SCALE_ROUNDINGS]
+    if not asked:
+        return kind.roundings[0]
+    if len(kind.roundings) == 1 or len(asked) > 1 or asked[0] not in kind.roundings:
+        raise fail(
+            f"{asked} cannot round its scales: 'floor', 'ceil' and 'nearest' (one of them) are for e8m0 scales, 'ceil' "
+            f"and 'nearest' for e4m3 ones, and these are {kind.name}"
+        )
+    if kind.name == "e8m0" and asked[0] == "nearest" and format.name not in _E8M0_NEAREST:
+        raise fail(
+            f"'nearest' e8m0 scales are known for {', '.join(_E8M0_NEAREST)} alone; use 'ceil' or 'floor' for "
+            f"{format.name}"
+        )
+    return asked[0]
 
 
 def _canonical(format: Format, scaling: Scaling, options: Sequence[str]) -> str:
     """The one name of a scheme: the short one if there is one; a transposed block's plain name if it has one."""
-    for option, kind, outer in (("e8m0", "e8m0", False), ("dq", "fp8_e4m3", True)):
+    for option, kind, outer in (("e8m0", "e8m0", False), ("e4m3", "fp8_e4m3", True)):
         if option in options:  # a scaling may have such scales of its own: int8:group32:e8m0 is int8:mx
             wanted = replace(scaling, scale_format=kind, outer=outer)
             for row in filter(None, map(find_scaling, SCALINGS)):

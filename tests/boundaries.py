@@ -15,6 +15,7 @@ from oracles import (
     F32_INF,
     F32_NAN,
     SIGN,
+    block_scale,
     encode,
     floor_log2,
     from_bits,
@@ -28,6 +29,7 @@ from oracles import (
 )  # fmt: skip
 
 from lowbit.formats import Format
+from lowbit.scaling import Scheme
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,24 @@ def _first_above(value: Fraction, or_equal: bool) -> int:
     bits = to_bits(value)
     found = from_bits(bits)
     return bits + 1 if found < value or (found == value and not or_equal) else bits
+
+
+@cache
+def scale_segments(scheme: Scheme, outer: Fraction | None) -> Segments:
+    """Stored scales (E8M0 or E4M3 codes, which rise with the amax) of blocks of one positive number, by bisection."""
+
+    def code(bits: int) -> int:
+        return block_scale([bits], scheme, outer).stored
+
+    starts, last = [0, 1], F32_INF - 1
+    while (now := code(starts[-1])) != code(last):
+        low, high = starts[-1], last  # code(low) == now != code(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if code(middle) == now else (low, middle)
+        starts.append(high)
+    starts.append(F32_INF)
+    return Segments(np.array(starts), np.array([code(bits) for bits in starts]))
 
 
 @cache

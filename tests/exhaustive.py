@@ -2,7 +2,9 @@
 
 1. encode: all 2**32 fp32 patterns, each element format, saturating and not, on every instruction set, against the table
    of exact rounding boundaries (tests/boundaries.py, itself held against rationals and ml_dtypes in the tests).
-2. scaled_mm: the full product of schemes (and float matrices) and shapes, on every instruction set, against fp64 within
+2. scales: all 2**31 magnitudes as the amax of a block, each rule of E8M0 and E4M3 scales, on every instruction set,
+   against where they change, found by bisection in rationals.
+3. scaled_mm: the full product of schemes (and float matrices) and shapes, on every instruction set, against fp64 within
    the bound of section 9 (tests/mm_oracle.py); integers in every bit.
 
 ``python tests/exhaustive.py [--quick]``, or ``make exhaustive``; writes exhaustive.md and .json to bench/results, or
@@ -16,6 +18,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +109,45 @@ def _encode_chunk(x: Any, out: Any, expected: Any, f: lb.Format, saturate: bool,
             at = int(wrong[0])
             pattern = int(x.view(torch.int32).view(-1)[at]) & 0xFFFFFFFF
             tally.note(len(wrong), f"{pattern:#010x}: {int(flat[at]):#04x}, expected {int(expected[at]):#04x}")
+
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+#: Blocks of one element, with the global scale that is given.
+SCALE_RULES = {
+    **{f"{f}:group1:e8m0:{rule}": None for f in ("fp4_e2m1", "fp8_e4m3") for rule in ("floor", "ceil")},
+    "fp4_e2m1:group1:e8m0:nearest": None,
+    "fp4_e2m1:group1:e4m3": Fraction(3, 1024),
+    "fp4_e2m1:group1:e4m3:ceil": Fraction(3, 1024),
+}
+
+
+def scale_all(chunks: list[int]) -> Results:
+    """Every magnitude of the chunks, of either sign in turn."""
+    results: Results = {name: {isa: Tally() for isa in isas()} for name in SCALE_RULES}
+    columns, expected = 1 << 12, np.empty(CHUNK, np.uint8)
+    with progress() as bar:
+        task = bar.add_task("scales of 2^24 amax", total=len(chunks))
+        for chunk in chunks:
+            start, sign = chunk * CHUNK, (chunk % 2) << 31
+            x = (
+                torch.arange(start - sign, start - sign + CHUNK, dtype=torch.int32)
+                .view(torch.float32)
+                .view(-1, columns)
+            )
+            for name, outer in SCALE_RULES.items():
+                boundaries.scale_segments(lb.scheme(name), outer).fill(expected, start)
+                given = None if outer is None else float(outer)
+                for isa, tally in results[name].items():
+                    begun = time.perf_counter()
+                    with forced_isa(isa):
+                        scale = lb.quantize(x, name, outer_scale=given).scale.view(-1)
+                    tally.seconds += time.perf_counter() - begun
+                    tally.compared += CHUNK
+                    wrong = (scale != torch.from_numpy(expected)).nonzero()[:, 0]
+                    if len(wrong):
+                        tally.note(len(wrong), f"{start + int(wrong[0]):#010x}: {int(scale[wrong[0]]):#04x}")
+            bar.advance(task)
+    return results
 
 
 # -- scaled_mm ---------------------------------------------------------------------------------------------------------
@@ -225,6 +267,7 @@ def main() -> int:
     chunks = [59, 67] if arguments.quick else list(range((1 << 31) // CHUNK))
     parts = {
         "encode: every fp32 pattern": (encode_all(chunks), "patterns"),
+        "scales: every magnitude as an amax": (scale_all(chunks), "magnitudes"),
         "scaled_mm: every pair of schemes": (multiply_all(texts[::13] if arguments.quick else texts), "products"),
     }
     about = {**about, "minutes": f"{(time.perf_counter() - begun) / 60:.1f}"}

@@ -254,8 +254,9 @@ class Block(NamedTuple):
 
 
 def fp32_scale(amount: Fraction, divisor: Fraction) -> Fraction:
-    """``fp32(amount / divisor)``, 2**-126 at least; 1 for an amount of 0."""
-    return max(Fraction(fp32(amount / divisor)), power(-126)) if amount else Fraction(1)
+    """``fp32(amount / divisor)``, 2**-126 at least and the largest finite fp32 at most; 1 for an amount of 0."""
+    most = Fraction(from_bits(0x7F7FFFFF))
+    return min(max(Fraction(fp32(min(amount / divisor, most))), power(-126)), most) if amount else Fraction(1)
 
 
 def round_up(value: Fraction, binary: Binary) -> int:
@@ -265,12 +266,18 @@ def round_up(value: Fraction, binary: Binary) -> int:
     return min(bits + (found < value), binary.inf - 1)
 
 
-def e8m0(amount: Fraction, divisor: Fraction, ceil: bool) -> int:
-    """The code of the power of two: ``floor``: OCP MX v1.0; ``ceil``: one more where the mantissa is the greater."""
+def e8m0(amount: Fraction, divisor: Fraction, rounding: str) -> int:
+    """The code of the power of two: ``floor``: OCP MX v1.0; ``ceil``: one more where the mantissa is the greater;
+    ``nearest`` (FP4 alone): one more where the amount is above 7.25 times the floored power."""
     if amount == 0:
         return 127
     ea, ed = floor_log2(amount), floor_log2(divisor)
-    e = ea - ed + (ceil and amount / power(ea) > divisor / power(ed))
+    e = ea - ed
+    if rounding == "ceil":
+        e += amount / power(ea) > divisor / power(ed)
+    if rounding == "nearest":
+        assert divisor == 6
+        e += amount / power(e) > Fraction(29, 4)
     return min(max(e, -127), 127) + 127
 
 
@@ -289,8 +296,10 @@ def block_scale(patterns: list[int], scheme: Scheme, outer: Fraction | None) -> 
         amount = min(Fraction(span), from_bits(0x7F7FFFFF)) if not math.isinf(span) else from_bits(0x7F7FFFFF)
         divisor = Fraction(qmax - qmin)
     else:
-        amount, divisor = max(-low, high), largest(f)
+        amount, divisor = max(-low, high), divisor_of(scheme)
     stored = _store(amount, divisor, scheme, outer)
+    if scheme.full and high > -low:  # where both are as large, the scale is positive
+        stored ^= {"fp32": 1 << 31, "bf16": 1 << 15, "fp16": 1 << 15, "fp8_e4m3": 1 << 7}[kind]
     if not scheme.affine:
         return Block(stored, 0, False)
     scale = Fraction(scale_of(stored, scheme, None))
@@ -298,13 +307,21 @@ def block_scale(patterns: list[int], scheme: Scheme, outer: Fraction | None) -> 
     return Block(stored, min(max(zero, qmin), qmax), False)
 
 
+def divisor_of(scheme: Scheme) -> Fraction:
+    """What the amax is divided by: the largest value, or the magnitude of the least code."""
+    return Fraction(-limits(scheme.format)[0]) if scheme.full else largest(scheme.format)
+
+
 def _store(amount: Fraction, divisor: Fraction, scheme: Scheme, outer: Fraction | None) -> int:
     kind = scheme.scale_format.name
     if outer is not None:
         inner = fp32(Fraction(fp32(amount / divisor)) / outer)
+        if scheme.rounding == "ceil":
+            above = [code for code, value in enumerate(magnitudes(FORMATS["fp8_e4m3"])) if value >= inner]
+            return min([*above, 0x7E])
         return encode(FORMATS["fp8_e4m3"], to_bits(inner))
     if kind == "e8m0":
-        return e8m0(amount, divisor, scheme.ceil)
+        return e8m0(amount, divisor, scheme.rounding)
     scale = fp32_scale(amount, divisor)
     return to_bits(scale) if kind == "fp32" else round_up(scale, BF16 if kind == "bf16" else FP16)
 
@@ -320,11 +337,17 @@ def scale_of(stored: int, scheme: Scheme, outer: Fraction | None) -> Number:
     return from_bits(stored, {"fp32": FP32, "bf16": BF16, "fp16": FP16}[kind])
 
 
+def negative_scale(stored: int, scheme: Scheme) -> bool:
+    """The sign of a stored scale, which a Fraction of zero does not have."""
+    bits = {"fp32": 32, "bf16": 16, "fp16": 16, "e8m0": 9, "fp8_e4m3": 8}[scheme.scale_format.name]
+    return bool(stored >> (bits - 1))
+
+
 def outer_scale(patterns: list[int], scheme: Scheme) -> Fraction:
-    """The fp32 scale over a two-level scheme's block scales: finite amax over (format max * 448)."""
+    """The fp32 scale over the block scales of what it spans: finite amax over (divisor * 448)."""
     finite = [abs(Fraction(from_bits(p))) for p in patterns if p & 0x7FFFFFFF < F32_INF]
     amax = max(finite, default=Fraction(0))
-    return fp32_scale(amax, largest(scheme.format) * 448)
+    return fp32_scale(amax, divisor_of(scheme) * 448)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -334,7 +357,7 @@ class Expected(NamedTuple):
     codes: np.ndarray
     scale: np.ndarray
     zero_point: np.ndarray
-    outer: int | None
+    outer: list[int] | None  # patterns: one for the tensor, or one a row
     decoded: np.ndarray
 
 
@@ -343,33 +366,40 @@ def quantize(bits: np.ndarray, scheme: Scheme) -> Expected:
     rows, cols = bits.shape
     r, c = scheme.block[0] or max(rows, 1), scheme.block[1] or max(cols, 1)
     shape = (-(-rows // r), -(-cols // c))
-    outer = outer_scale(bits.ravel().tolist(), scheme) if scheme.outer else None
+    spans = {None: [], "tensor": [bits], "row": list(bits)}[scheme.outer]
+    outers = [outer_scale(span.ravel().tolist(), scheme) for span in spans]
     codes, decoded = np.zeros(bits.shape, np.uint8), np.zeros(bits.shape, np.uint32)
     scale, zero = np.zeros(shape, np.uint32), np.zeros(shape, np.int64)
     for i in range(shape[0]):
         for j in range(shape[1]):
             where = (slice(i * r, (i + 1) * r), slice(j * c, (j + 1) * c))
+            outer = None if not outers else outers[i * r if scheme.outer == "row" else 0]
             block = block_scale(bits[where].ravel().tolist(), scheme, outer)
             scale[i, j], zero[i, j] = block.stored, block.zero_point
-            s = scale_of(block.stored, scheme, outer)
-            pairs = [_element(p, s, block, scheme.format) for p in bits[where].ravel().tolist()]
+            s, minus = scale_of(block.stored, scheme, outer), negative_scale(block.stored, scheme)
+            pairs = [_element(p, s, minus, block, scheme.format) for p in bits[where].ravel().tolist()]
             codes[where] = np.array([p[0] for p in pairs], np.uint8).reshape(bits[where].shape)
             decoded[where] = np.array([p[1] for p in pairs], np.uint32).reshape(bits[where].shape)
-    return Expected(codes, scale, zero, None if outer is None else to_bits(outer), decoded)
+    return Expected(codes, scale, zero, [to_bits(outer) for outer in outers] or None, decoded)
 
 
-def _element(pattern: int, s: Number, block: Block, f: Format) -> tuple[int, int]:
+def _element(pattern: int, s: Number, minus: bool, block: Block, f: Format) -> tuple[int, int]:
     if block.broken:
         return nan_code(f, False), F32_NAN
     assert isinstance(s, Fraction)
-    negative = bool(pattern & SIGN)
+    negative = bool(pattern & SIGN) ^ minus
     q = to_bits(Fraction(from_bits(pattern)) / s if s else Fraction(0), negative=negative)
     code = encode(f, q, True, block.zero_point)
-    return code, decode_scaled(f, code, s, block.zero_point)
+    return code, decode_scaled(f, code, s, block.zero_point, minus=minus)
 
 
-def decode_scaled(f: Format, code: int, s: Number, zero_point: int = 0, binary: Binary = FP32) -> int:
-    """The pattern of ``(value - zero point) * s``: fp32, then ``binary``; a NaN is positive and canonical."""
+def decode_scaled(
+    f: Format, code: int, s: Number, zero_point: int = 0, binary: Binary = FP32, minus: bool | None = None
+) -> int:
+    """The pattern of ``(value - zero point) * s``: fp32, then ``binary``; a NaN is positive and canonical.
+
+    ``minus``: the sign of ``s`` where it is 0.
+    """
     value = value_of(f, code)
     if isinstance(value, float) or isinstance(s, float):
         product = float(value) * float(s)
@@ -377,4 +407,4 @@ def decode_scaled(f: Format, code: int, s: Number, zero_point: int = 0, binary: 
     value -= zero_point
     negative = f.kind == "float" and bool(code >> (f.bits - 1))
     product = fp32(value * s)
-    return to_bits(product, binary, negative ^ (s < 0))
+    return to_bits(product, binary, negative ^ (s < 0 if minus is None else minus))

@@ -194,7 +194,8 @@ def test_what_does_not_fit_is_refused():
     for scheme, why in (
         ("int8:row", "at most 2048"),
         ("uint8:group64:affine", "zero points"),
-        ("nvfp4", "outer scale"),
+        ("nvfp4", "global scale"),
+        ("int8:group16:full", "signed scales"),
     ):
         refused(ValueError, why, param, grad, avg, lb.quantize(param, scheme))
     odd = lb.quantize(param, "fp8_e4m3:group2047")

@@ -174,7 +174,7 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
         grad_oracle.check(got, FakeQuantizeBackward(grad, x, scheme.name, scale, zero, outer), f"{scheme}")
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nf4:dq"])
+@pytest.mark.parametrize("name", ["nvfp4", "nf4:e4m3", "nvfp4:global_row"])
 def test_outer_scale(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)
     for x in (
@@ -183,9 +183,23 @@ def test_outer_scale(cuda: Emulated, name: str) -> None:
         torch.zeros(3, 5),
         torch.full((2, 2), torch.nan),
     ):
-        out = poison(1, 1, dtype=torch.float32)
+        out = poison(*scheme.outer_shape(x.shape[0]), dtype=torch.float32)
         cuda("outer_scale", view(x), out, numbers(scheme, *x.shape))
         assert_same_bits(out, reference.outer_scale(x, scheme), name)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8:row", "uint4:group32:affine", "int4:group7", "fp8_e4m3:block128x128", "int8:tensor"]
+)
+def test_block_range(cuda: Emulated, name: str) -> None:
+    scheme = scaling.scheme(name)
+    for dtype in FLOATS:
+        x = random_matrix(20, 131, seed=3, damage=True).to(dtype)
+        low, high = (poison(*scheme.scale_shape(*x.shape), dtype=torch.float32) for _ in range(2))
+        cuda("block_range", view(x), low, high, numbers(scheme, *x.shape))
+        broken = reference.block_amax(~x.isfinite(), scheme)
+        for got, wanted in zip((low, high), reference.block_range(x, scheme), strict=True):
+            assert_same_bits(got, wanted.masked_fill(broken, torch.nan), name)
 
 
 # -- matrix product --------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_empty_tensors_are_the_same_on_every_backend(variant: Variant, name, sha
 
 # -- out= --------------------------------------------------------------------------------------------------------------
 @everywhere
-@pytest.mark.parametrize("name", ["fp8_e4m3:row", "uint4:group32:affine", "nvfp4", "mxfp6:ceil", "nf4:dq"])
+@pytest.mark.parametrize("name", ["fp8_e4m3:row", "uint4:group32:affine", "nvfp4", "mxfp6:ceil", "nf4:e4m3"])
 def test_out_is_filled_and_returned(variant: Variant, name):
     x, y = (torch.randn(9, 70, device=variant.device) for _ in range(2))
     with variant.use():
@@ -253,6 +253,9 @@ def test_the_forms_in_which_users_give_scales():
         (dict(scheme="mxfp8", scale=0.0), ValueError, "cannot hold the scale"),
         (dict(scheme="nvfp4", scale=1.0), ValueError, "needs its outer_scale too"),
         (dict(scheme="int8:row", outer_scale=1.0), ValueError, "has no outer_scale"),
+        (dict(scheme="int8:row", scale=1 + 0j), TypeError, "a scale must be a real number, got a complex one"),
+        (dict(scheme="int8:row", scale=torch.ones(6, 1) * 1j), TypeError, "a scale must be a real number"),
+        (dict(scheme="nvfp4", outer_scale=torch.tensor(1j)), TypeError, "a scale must be a real number"),
         (dict(scheme="int9:row"), ValueError, "unknown format 'int9'"),
         (dict(scheme="int8:row", rounding="up"), ValueError, "rounding must be 'nearest' or 'stochastic', got 'up'"),
         (dict(scheme="nf4", rounding="stochastic"), ValueError, "codebook and rounds to nearest only"),
@@ -312,6 +315,6 @@ def test_scales_that_do_not_fit_are_refused(scheme, arguments, message):
 
 def test_objects_that_are_not_what_their_name_says_are_refused():
     with pytest.raises(ValueError, match="another scheme"):
-        lb.quantize(torch.randn(2, 32), dataclasses.replace(lb.scheme("mxfp8"), ceil=True))
+        lb.quantize(torch.randn(2, 32), dataclasses.replace(lb.scheme("mxfp8"), rounding="ceil"))
     with pytest.raises(ValueError, match="another format"):
         lb.encode(torch.randn(2, 32), dataclasses.replace(FORMATS["fp8_e4m3"], bias=8))

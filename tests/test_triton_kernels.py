@@ -77,7 +77,8 @@ def test_tiles_on_a_gpu():
     "name",
     [
         "fp8_e4m3:tensor", "uint8:tensor:affine", "int8:col", "fp8_e5m2:row:bf16", "int4:row:e8m0:ceil",
-        "fp6_e2m3:block128x128", "fp6_e3m2:tensor", "mxfp4:T", "nvfp4", "nf4:dq", "int4:group7", "e3m3n:row:fp16",
+        "fp6_e2m3:block128x128", "fp6_e3m2:tensor", "mxfp4:T", "nvfp4", "nf4:e4m3", "int4:group7", "e3m3n:row:fp16",
+        "nvfp4:global_row", "int8:row:e4m3:global_row:ceil", "int4:tensor:e4m3:full", "int8:row:full",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -107,7 +108,7 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
     assert_same_bits(fake.cpu(), expected, f"fake {name}")
     assert_same_bits(back.cpu(), expected, f"dequantize {name}")
     if outer is not None:
-        out = torch.empty(1, 1, device=DEVICE)
+        out = torch.empty_like(outer, device=DEVICE)
         launch.run(launch.outer_scale(x, out, scheme))
         assert_same_bits(out.cpu(), outer, f"outer {name}")
 

@@ -200,7 +200,7 @@ LOWBIT_HD uint16_t narrow_fp16(uint32_t bits) {
 
 // -- scales (section 5) -----------------------------------------------------------------------------------------------
 
-// A positive fp32 rounded towards +Inf to a 16-bit format, its largest finite value at most.
+// A positive fp32, zero or Inf rounded towards +Inf to a float format, its largest finite value at most.
 LOWBIT_HD uint32_t round_up(uint32_t bits, Grid g, uint32_t max_code) {
     const Parts p = parts_of(bits);
     int shift = grid_shift(p.exponent, g);
@@ -211,13 +211,14 @@ LOWBIT_HD uint32_t round_up(uint32_t bits, Grid g, uint32_t max_code) {
 LOWBIT_HD uint16_t round_up_bf16(uint32_t bits) { return static_cast<uint16_t>(round_up(bits, {7, -126}, 0x7f7fu)); }
 LOWBIT_HD uint16_t round_up_fp16(uint32_t bits) { return static_cast<uint16_t>(round_up(bits, {10, -14}, 0x7bffu)); }
 
-// The E8M0 code of the power of two below (`ceil`: not below) amount / divisor; both are positive and finite.
-LOWBIT_HD uint32_t e8m0_code(uint32_t amount, uint32_t divisor, bool ceil) {
+// The E8M0 code of 2^(floor_log2(amount) - floor_log2(divisor)), one more where the fraction of amount is above
+// `raise_above`; both are positive and finite.
+LOWBIT_HD uint32_t e8m0_code(uint32_t amount, uint32_t divisor, uint32_t raise_above) {
     const int top = floor_log2(amount & kMagnitude);
     const int exponent = amount >= kMinScale ? static_cast<int>(amount >> 23) - 127 : top - 149;
     const uint32_t mantissa = amount >= kMinScale ? amount & 0x7fffffu : (amount << (23 - top)) & 0x7fffffu;
     int e = exponent - (static_cast<int>(divisor >> 23) - 127);
-    if (ceil && mantissa > (divisor & 0x7fffffu)) e += 1;
+    if (mantissa > raise_above) e += 1;
     e = e < -127 ? -127 : e > 127 ? 127 : e;
     return static_cast<uint32_t>(e + 127);
 }

@@ -38,17 +38,27 @@ static inline bool operator==(const FormatParams& a, const FormatParams& b) {
 // ids of SCALE_FORMATS in lowbit/scaling.py.
 enum ScaleFormat : int32_t { kScaleFp32 = 0, kScaleBf16 = 1, kScaleFp16 = 2, kScaleE8m0 = 3, kScaleE4m3 = 4 };
 
-// Scheme.params(rows, cols) of lowbit/scaling.py.
+// SCALE_ROUNDINGS of lowbit/scaling.py: how E8M0 and E4M3 scales are rounded.
+enum ScaleRounding : int32_t { kScaleNearest = 0, kScaleFloor = 1, kScaleCeil = 2 };
+
+// OUTER_SPANS of lowbit/scaling.py: what one global scale above the blocks' scales spans.
+enum OuterSpan : int32_t { kOuterNone = 0, kOuterTensor = 1, kOuterRow = 2 };
+
+// Scheme.params() of lowbit/scaling.py.
 struct SchemeParams {
     FormatParams format;
     int64_t block_rows;
     int64_t block_cols;
     int32_t scale_format;
-    int32_t ceil;    // E8M0 scales that never clip
+    int32_t scale_rounding;
     int32_t affine;  // a zero point in every block
-    int32_t outer;   // two levels of scales
+    int32_t outer;   // OuterSpan
+    int32_t full;    // signed integers: the element of largest magnitude takes the least code
 };
-constexpr int kSchemeParams = kFormatParams + 6;
+constexpr int kSchemeParams = kFormatParams + 7;
+
+// How many global scales a scheme has on a matrix of so many rows.
+static inline int64_t outer_count(const SchemeParams& s, int64_t rows) { return s.outer == kOuterRow ? rows : 1; }
 
 enum Rounding : int32_t { kNearest = 0, kStochastic = 1 };
 
@@ -71,7 +81,7 @@ inline FormatParams format_params(const int64_t* p) {
 inline SchemeParams scheme_params(const int64_t* p) {
     const int64_t* rest = p + kFormatParams;
     auto at = [rest](int i) { return static_cast<int32_t>(rest[i]); };
-    return {format_params(p), rest[0], rest[1], at(2), at(3), at(4), at(5)};
+    return {format_params(p), rest[0], rest[1], at(2), at(3), at(4), at(5), at(6)};
 }
 
 inline Rng rng_params(const int64_t* p) {

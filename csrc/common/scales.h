@@ -8,9 +8,11 @@ namespace lowbit {
 
 // What a scheme's scales are computed with, worked out once a call.
 struct ScaleRule {
-    uint32_t divisor, outer_divisor;  // fp32 bits of Scheme.amax_divisor and outer_divisor
-    float qmin, qmax;                 // of zero points
-    int32_t scale_format, ceil, affine, is_signed;
+    uint32_t divisor, outer_divisor;                      // fp32 bits of Scheme.amax_divisor and outer_divisor
+    uint32_t raise_above;                                 // Scheme.raise_above, of E8M0 scales
+    float qmin, qmax;                                     // of zero points
+    int32_t scale_format, ceil, affine, full, is_signed;  // `ceil`: of E4M3 scales
+    int32_t both_ends;  // made from the largest positive and the largest negative magnitude, not from the amax alone
 };
 
 // A block's scale: as stored, and the fp32 number that it means; the zero point as a float.
@@ -34,17 +36,26 @@ static inline float largest_value(const FormatParams& f) {
 }
 
 static inline ScaleRule scale_rule(const SchemeParams& s) {
+    constexpr uint32_t kNever = 0x7fffffu, kSevenAndAQuarter = 0x680000u;  // fractions: of no number, of 7.25
     const FormatParams &f = s.format, inner = inner_format();
-    const float largest = largest_value(f), qmin = static_cast<float>(f.qmin), qmax = static_cast<float>(f.qmax);
-    const float outer = largest * float_of(decode_float(static_cast<uint32_t>(inner.max_code), inner));
-    return {bits_of(s.affine ? qmax - qmin : largest),
-            bits_of(outer),
-            qmin,
-            qmax,
-            s.scale_format,
-            s.ceil,
-            s.affine,
-            f.is_signed};
+    const float qmin = static_cast<float>(f.qmin), qmax = static_cast<float>(f.qmax);
+    const float divisor = s.affine ? qmax - qmin : s.full ? -qmin : largest_value(f);
+    const float outer = divisor * float_of(decode_float(static_cast<uint32_t>(inner.max_code), inner));
+    ScaleRule r = {};
+    r.divisor = bits_of(divisor);
+    r.outer_divisor = bits_of(outer);
+    r.raise_above = s.scale_rounding == kScaleFloor  ? kNever
+                    : s.scale_rounding == kScaleCeil ? r.divisor & 0x7fffffu
+                                                     : kSevenAndAQuarter;
+    r.qmin = qmin;
+    r.qmax = qmax;
+    r.scale_format = s.scale_format;
+    r.ceil = s.scale_rounding == kScaleCeil;
+    r.affine = s.affine;
+    r.full = s.full;
+    r.both_ends = s.affine | s.full;
+    r.is_signed = f.is_signed;
+    return r;
 }
 
 // -- the number ------------------------------------------------------------------------------------------------------
@@ -71,35 +82,49 @@ LOWBIT_HD float scale_value(uint32_t stored, int32_t scale_format, const float* 
     if (scale_format == kScaleFp16) bits = widen_fp16(static_cast<uint16_t>(stored));
     if (scale_format == kScaleE8m0) bits = e8m0_value(stored);
     if (scale_format == kScaleE4m3) bits = decode_float(stored, inner_format());
-    return outer == nullptr ? float_of(bits) : float_of(bits) * *outer;
+    if (outer == nullptr) return float_of(bits);
+    const uint32_t sign = (bits ^ bits_of(*outer)) & kSign;  // a NaN's too
+    return float_of((bits_of(float_of(bits) * *outer) & kMagnitude) | sign);
 }
 
-// fp32 bits of a quotient as a scale: at least the least normal number, and 1 for a block of zeros.
+// fp32 bits of a quotient as a scale: a normal number, and 1 for a block of zeros.
 LOWBIT_HD uint32_t normal_scale(uint32_t amount, uint32_t divisor) {
     const uint32_t scale = bits_of(divide(float_of(amount), float_of(divisor)));
-    return amount == 0 ? kOne : scale < kMinScale ? kMinScale : scale;
+    return amount == 0 ? kOne : scale < kMinScale ? kMinScale : scale > kMaxFinite ? kMaxFinite : scale;
+}
+
+// The E4M3 code of a block's scale below a global one.
+LOWBIT_HD uint32_t inner_code(uint32_t bits, bool ceil) {
+    const FormatParams inner = inner_format();
+    if (!ceil || is_nan(bits)) return encode_float(bits, inner, true, false, 0);
+    return round_up(bits & kMagnitude, grid_of(inner), static_cast<uint32_t>(inner.max_code)) | (bits >> 31) << 7;
+}
+
+// The sign bit of a stored scale.
+LOWBIT_HD uint32_t scale_sign(int32_t scale_format) {
+    return scale_format == kScaleFp32 ? kSign : scale_format == kScaleE4m3 ? 0x80u : 0x8000u;
 }
 
 // The stored scale of an amount (amax, or range of affine blocks): fp32 bits, positive or zero, finite.
 LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float* outer) {
-    if (r.scale_format == kScaleE8m0) return amount == 0 ? 127u : e8m0_code(amount, r.divisor, r.ceil != 0);
+    if (r.scale_format == kScaleE8m0) return amount == 0 ? 127u : e8m0_code(amount, r.divisor, r.raise_above);
     if (r.scale_format == kScaleE4m3) {
         const float inner = divide(float_of(amount), float_of(r.divisor));
-        const uint32_t bits = bits_of(outer == nullptr ? inner : divide(inner, *outer));
-        return encode_float(bits, inner_format(), true, false, 0);
+        return inner_code(bits_of(outer == nullptr ? inner : quotient(inner, divisor_of(*outer))), r.ceil != 0);
     }
     const uint32_t scale = normal_scale(amount, r.divisor);
     if (r.scale_format == kScaleBf16) return round_up_bf16(scale);
     return r.scale_format == kScaleFp16 ? round_up_fp16(scale) : scale;
 }
 
-// From a block's largest positive and negative magnitudes (fp32 bits; which is which only counts with zero points).
+// From a block's largest positive and negative magnitudes (fp32 bits; which is which only counts where both_ends()).
 LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r, const float* outer) {
     BlockScale out = {nan_scale(r.scale_format), 0.0f, 0.0f};
     const uint32_t amax = high > low ? high : low;
     if (amax < kInf) {
         uint32_t amount = r.affine != 0 ? bits_of(float_of(high) + float_of(low)) : amax;
         out.stored = stored_scale(amount < kMaxFinite ? amount : kMaxFinite, r, outer);
+        if (r.full != 0 && high > low) out.stored ^= scale_sign(r.scale_format);
     }
     out.value = scale_value(out.stored, r.scale_format, outer);
     if (r.affine != 0 && amax < kInf) {
@@ -108,7 +133,7 @@ LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r,
     return out;
 }
 
-// fp32 bits of the outer scale, for the largest finite magnitude of a tensor.
+// fp32 bits of a global scale, for the largest finite magnitude of what it spans.
 LOWBIT_HD uint32_t make_outer_scale(uint32_t amax, const ScaleRule& r) { return normal_scale(amax, r.outer_divisor); }
 
 // -- memory ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "common/scales.h"
 #include "cpu/lines.h"
@@ -54,12 +55,17 @@ void unpack(const uint8_t* packed, Shape matrix, int bits, uint8_t* codes) {
     });
 }
 
-float outer_scale(const Values& x, Shape shape, const SchemeParams& scheme) {
+void outer_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out) {
     const Lines& line = lines();
-    std::atomic<uint32_t> amax{0};
-    for_runs(joined(shape, {x.stride}),
-             [&](Scratch&, const Run& run) { raise(amax, line.finite_amax(at_run(x, run), x.dtype, run.count)); });
-    return float_of(make_outer_scale(amax.load(), scale_rule(scheme)));
+    const bool by_row = scheme.outer == kOuterRow;
+    const size_t count = static_cast<size_t>(outer_count(scheme, shape.rows));
+    std::vector<std::atomic<uint32_t>> amax(count);
+    for (auto& one : amax) one = 0;
+    for_runs(by_row ? shape : joined(shape, {x.stride}), [&](Scratch&, const Run& run) {
+        raise(amax[by_row ? static_cast<size_t>(run.row) : 0], line.finite_amax(at_run(x, run), x.dtype, run.count));
+    });
+    const ScaleRule rule = scale_rule(scheme);
+    for (size_t i = 0; i < count; ++i) out[i] = float_of(make_outer_scale(amax[i].load(), rule));
 }
 
 }  // namespace lowbit::cpu

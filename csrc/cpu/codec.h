@@ -28,7 +28,7 @@ struct Results {
 };
 
 // Stored scales [ceil(rows / block_rows), ceil(cols / block_cols)], contiguous, in the scheme's scale format; zero
-// points likewise (int8 or uint8), or null; the outer scale, or null.
+// points likewise (int8 or uint8), or null; the global scale, or one a row (as the scheme says), or null.
 struct Scales {
     const void* scale;
     const void* zero_point;
@@ -50,8 +50,12 @@ void decode(const uint8_t* codes, Shape shape, const FormatParams& format, const
 void pack(const uint8_t* codes, Shape shape, int bits, uint8_t* packed);
 void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes);
 
-// fp32: the finite amax over the product of the largest values of both levels; 1 where nothing is finite and non-zero.
-float outer_scale(const Values& x, Shape shape, const SchemeParams& scheme);
+// Global scales, outer_count() of them: the finite amax of what each spans over the product of the largest values of
+// both levels; 1 where nothing is finite and non-zero.
+void outer_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out);
+
+// The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.
+void block_range(const Values& x, Shape shape, const SchemeParams& scheme, float* low, float* high);
 
 // Scales from x, and codes.
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,

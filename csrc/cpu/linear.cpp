@@ -1,6 +1,7 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "common/scales.h"
 #include "cpu/arena.h"
@@ -50,6 +51,7 @@ mm::Operand operand_of(const SchemeParams& s, Shape shape, const uint8_t* base, 
     a.scale_col_stride = a.zero_col_stride = 1;
     if (s.affine) a.zero_point = base + at.zeros_at();
     a.outer = outer;
+    a.outer_row_stride = s.outer == kOuterRow;
     return a;
 }
 
@@ -59,7 +61,11 @@ void linear(const Input& in, mm::Problem problem) {
     thread_local Arena kept;
     Arena large;
     const SchemeParams& s = in.scheme;
-    const float outer = s.outer ? outer_scale(in.x, in.shape, s) : 1.0f;
+    thread_local std::vector<float> outer;
+    if (s.outer) {
+        outer.resize(static_cast<size_t>(outer_count(s, in.shape.rows)));
+        outer_scale(in.x, in.shape, s, outer.data());
+    }
     const int64_t most = piece_rows(in);
     const Layout at = layout_of(s, std::min(most, in.shape.rows), in.shape.cols);
     uint8_t* base = (at.total() > 2 * kPieceBytes ? large : kept).reserve(static_cast<size_t>(at.total()));
@@ -67,7 +73,7 @@ void linear(const Input& in, mm::Problem problem) {
     for (int64_t row = 0; row < in.shape.rows; row += most) {
         const Shape shape{std::min(most, in.shape.rows - row), in.shape.cols};
         const Values x{advance(in.x.data, row * in.x.stride, in.x.dtype), in.x.dtype, in.x.stride};
-        const float* level = s.outer ? &outer : nullptr;
+        const float* level = s.outer ? outer.data() + (s.outer == kOuterRow ? row : 0) : nullptr;
         quantize(x, shape, s, {base + at.code_bytes, s.affine ? base + at.zeros_at() : nullptr, level}, kNearest, {},
                  base);
         problem.a = operand_of(s, shape, base, at, level);

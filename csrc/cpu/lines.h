@@ -112,11 +112,10 @@ struct Lines {
     void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out,
                    Dtype dtype);
     // Raises high[b] and low[b] to the largest positive and negative magnitude (fp32 bits; NaN counts as one above Inf)
-    // of block b, `block` elements each. Without `affine`, high[b] gets the amax and low is not touched.
-    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool affine, uint32_t* high,
-                        uint32_t* low);
+    // of block b, `block` elements each. Without `both`, high[b] gets the amax and low is not touched.
+    void (*block_stats)(const void* x, Dtype dtype, int64_t n, int64_t block, bool both, uint32_t* high, uint32_t* low);
     // The same with each element its own block.
-    void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool affine, uint32_t* high, uint32_t* low);
+    void (*column_stats)(const void* x, Dtype dtype, int64_t n, bool both, uint32_t* high, uint32_t* low);
     // The largest finite magnitude, fp32 bits.
     uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
     // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and

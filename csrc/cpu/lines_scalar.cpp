@@ -141,7 +141,7 @@ void spread(const BlockScale& s, const ScaleRule& rule, float inverse, int64_t i
 }
 
 bool is_plain(float scale, float inverse, uint32_t amax) {
-    if (scale == 0.0f) return true;
+    if (bits_of(scale) == 0) return true;  // not -0, which turns signs
     return scale >= kLeastPlain && scale <= kMostPlain && float_of(amax) * inverse < kMostQuotient;
 }
 
@@ -150,7 +150,7 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
     const bool exact = has_inverse(rule, outer);
     bool plain = true;
     for (int64_t i = 0; i < n; ++i) {
-        const uint32_t up = high[i], down = rule.affine ? low[i] : 0;
+        const uint32_t up = high[i], down = rule.both_ends ? low[i] : 0;
         const BlockScale s = make_scale(up, down, rule, outer);
         if (scales) write_scale(scales, zero_points, i, rule, s);
         const float inverse = s.value == 0.0f ? 0.0f : 1.0f / s.value;

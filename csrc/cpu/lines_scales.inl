@@ -5,22 +5,30 @@
 inline U e8m0_codes(U amount, const ScaleRule& rule) {
     const auto small = amount < kMinScale;
     const U bits = small ? (U)((F)amount * splat(16777216.0f)) : amount;  // 2^24 makes a subnormal normal
-    const int32_t fraction = static_cast<int32_t>(rule.divisor & 0x7fffffu);
+    const int32_t raise_above = static_cast<int32_t>(rule.raise_above);
     I e = (I)(bits >> 23) - (small ? I{} + 24 : I{}) - static_cast<int32_t>(rule.divisor >> 23);
-    if (rule.ceil) e -= (I)(bits & 0x7fffffu) > fraction;
+    e -= (I)(bits & 0x7fffffu) > raise_above;
     e = e < -127 ? I{} - 127 : e > 127 ? I{} + 127 : e;
     return amount == 0u ? splat(127u) : (U)(e + 127);
 }
 
-// A positive normal fp32 rounded towards +Inf to bf16 or fp16.
+// A positive normal fp32 (or Inf) rounded towards +Inf to bf16, or to a format of fewer binades with `mantissa` bits,
+// whose least normal number has the exponent field `least`: `most` at most.
 inline U round_up_to_bf16(U bits) { return smaller((bits + 0xffffu) >> 16, splat(0x7f7fu)); }
-inline U round_up_to_fp16(U bits) {
-    constexpr uint32_t kLeast = 127 - 14;  // the exponent field of fp16's least normal number
-    const U field = bits >> 23, binade = larger(field, splat(kLeast)), significand = (bits & 0x7fffffu) | 0x800000u;
-    const U shift = smaller(binade - field + 13u, splat(30u));
+template <uint32_t mantissa, uint32_t least, uint32_t most>
+inline U round_up_to(U bits) {
+    const U field = bits >> 23, binade = larger(field, splat(least)), significand = (bits & 0x7fffffu) | 0x800000u;
+    const U shift = smaller(binade - field + (23u - mantissa), splat(30u));
     const U one = splat(1u);
-    const U code = ((binade - kLeast) << 10) + ((significand + (one << shift) - 1u) >> shift);
-    return smaller(code, splat(0x7bffu));
+    const U code = ((binade - least) << mantissa) + ((significand + (one << shift) - 1u) >> shift);
+    return smaller(code, splat(most));
+}
+inline U round_up_to_fp16(U bits) { return round_up_to<10, 127 - 14, 0x7bffu>(bits); }
+// Of any sign, and any fp32 number: zero and NaN stay what they are.
+inline U round_up_to_e4m3(U bits) {
+    const U magnitude = bits & kMagnitude, sign = (bits >> 31) << 7;
+    const U code = magnitude == 0u ? U{} : round_up_to<3, 127 - 6, 0x7eu>(magnitude);
+    return (magnitude > kInf ? splat(0x7fu) : code) | sign;
 }
 
 // For one way to store them.
@@ -28,7 +36,8 @@ template <int32_t scale_format>
 struct ScaleCodes {
     const ScaleRule& rule;
     const float* const outer;
-    const F divisor, outside;  // the outer scale
+    const F divisor, outside;   // the global scale
+    const U limit, outer_sign;  // and what is divided by for it, as divisor_of() has it; its sign
     const FloatNearest encode;
     const FloatValues decode;
     ScaleCodes(const ScaleRule& r, const float* outer_scale)
@@ -36,6 +45,8 @@ struct ScaleCodes {
           outer(outer_scale),
           divisor(splat(float_of(r.divisor))),
           outside(splat(outer_scale ? *outer_scale : 1.0f)),
+          limit(splat(bits_of(divisor_of(outer_scale ? *outer_scale : 1.0f)) & kMagnitude)),
+          outer_sign(splat(bits_of(outer_scale ? *outer_scale : 1.0f) & kSign)),
           encode(inner_encoder()),
           decode(inner_decoder()) {}
 
@@ -52,10 +63,12 @@ struct ScaleCodes {
         if (scale_format == kScaleE8m0) return e8m0_codes(amount, rule);
         const U quotient = (U)((F)amount / divisor);
         if (scale_format == kScaleE4m3) {
-            const U bits = outer ? (U)((F)quotient / outside) : quotient;
+            const U bits = outer ? ((U)((F)quotient / (F)limit) & kMagnitude) | outer_sign : quotient;
+            if (rule.ceil) return round_up_to_e4m3(bits);
             return encode.codes<false>({bits & kMagnitude, bits, F{}}, F{}, U{});
         }
-        const U scale = amount == 0u ? splat(kOne) : larger(quotient, splat(kMinScale));
+        const U normal = smaller(larger(quotient, splat(kMinScale)), splat(kMaxFinite));
+        const U scale = amount == 0u ? splat(kOne) : normal;
         if (scale_format == kScaleBf16) return round_up_to_bf16(scale);
         return scale_format == kScaleFp16 ? round_up_to_fp16(scale) : scale;
     }
@@ -67,7 +80,8 @@ struct ScaleCodes {
         if (scale_format == kScaleE8m0) {
             bits = stored == 255u ? splat(kNan) : stored == 0u ? splat(0x00400000u) : stored << 23;
         }
-        return outer ? (F)bits * outside : (F)bits;
+        if (!outer) return (F)bits;
+        return (F)(((U)((F)bits * outside) & kMagnitude) | ((bits ^ outer_sign) & kSign));
     }
     LOWBIT_INLINE void keep(F value, F inverse, int64_t i, const ScaleLine& line) const {
         const U bits = (U)value;
@@ -102,13 +116,15 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
     const bool exact = has_inverse(rule, outer);
     I odd{};
     for (int64_t i = 0; i < n; i += kLanes) {
-        const U up = load<U>(high + i), down = rule.affine ? load<U>(low + i) : U{};
+        const U up = load<U>(high + i), down = rule.both_ends ? load<U>(low + i) : U{};
         const U amax = larger(up, down), amount = rule.affine ? (U)((F)up + (F)down) : amax;
         const auto finite = amax < kInf;
-        const U stored = finite ? codes.stored(smaller(amount, splat(kMaxFinite))) : splat(nan_scale(scale_format));
+        U stored = codes.stored(smaller(amount, splat(kMaxFinite)));
+        if (rule.full) stored ^= up > down ? splat(scale_sign(scale_format)) : U{};
+        stored = finite ? stored : splat(nan_scale(scale_format));
         const F value = codes.value(stored);
         const size_t count = static_cast<size_t>(n - i < kLanes ? n - i : kLanes);
-        const F inverse = (U)value == 0u ? F{} : splat(1.0f) / value;
+        const F inverse = value == F{} ? F{} : splat(1.0f) / value;
         collect(odd, not_plain(value, inverse, amax, exact), count);
         codes.keep(value, inverse, i, line);
         if (scales) {

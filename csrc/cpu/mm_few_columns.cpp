@@ -73,7 +73,7 @@ const float* FewColumns::integer_scales(int64_t row, float* out) const {
         std::fill_n(out, plan_.num_blocks, scale_at(b, row, 0));
     } else {
         block_scales(row, out);
-        for (int64_t i = 0; i < plan_.num_blocks && b.outer != nullptr; ++i) out[i] *= *b.outer;
+        for (int64_t i = 0; i < plan_.num_blocks && b.outer != nullptr; ++i) out[i] *= outer_at(b, row);
     }
     return out;
 }
@@ -125,7 +125,9 @@ void FewColumns::finish(const void* results, int64_t pitch, int kind, int64_t fi
         for (int64_t n = 0; n < count; ++n) bias[n] = float_at(p_.bias, p_.bias_dtype, (first + n) * p_.bias_stride);
     }
     if (plan_.blocks) {
-        std::fill_n(scales, count, plan_.integers || b.outer == nullptr ? 1.0f : *b.outer);
+        for (int64_t n = 0; n < count; ++n) {
+            scales[n] = plan_.integers || b.outer == nullptr ? 1.0f : outer_at(b, first + n);
+        }
     } else if (b.scale_format == kScaleFp32 && b.block_rows == 1 && b.outer == nullptr) {
         const auto* from = static_cast<const float*>(b.scale) + first * b.scale_row_stride;
         for (int64_t n = 0; n < count; ++n) scales[n] = from[n * b.scale_row_stride];

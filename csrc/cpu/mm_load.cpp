@@ -82,7 +82,7 @@ float scale_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes()) return 1.0f;
     const float scale = stored_scale(
         x, block_at(row, x.block_rows) * x.scale_row_stride + block_at(k, x.block_cols) * x.scale_col_stride);
-    return x.outer == nullptr ? scale : scale * *x.outer;
+    return x.outer == nullptr ? scale : scale * outer_at(x, row);
 }
 
 void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, float* out) {
@@ -99,7 +99,8 @@ void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, f
         }
     }
     if (x.outer == nullptr) return;
-    for (int64_t i = 0; i < count; ++i) out[i] *= *x.outer;
+    const float outer = outer_at(x, row);
+    for (int64_t i = 0; i < count; ++i) out[i] *= outer;
 }
 
 void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {

@@ -150,7 +150,7 @@ class TileProduct {
         return !folded || (plan_.kind == Kind::bf16 && x.outer != nullptr);
     }
     static float row_scale(const Operand& x, bool folded, int64_t row) {
-        return folded ? *x.outer : scale_at(x, row, 0);
+        return folded ? outer_at(x, row) : scale_at(x, row, 0);
     }
 
     // Some panels of b with some rows of a's block.

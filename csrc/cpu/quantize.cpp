@@ -19,6 +19,11 @@ constexpr int64_t kCached = 1 << 18;  // elements of a block that surely stay in
 
 // -- scales -----------------------------------------------------------------------------------------------------------
 
+// The global scale above a row of blocks, or null.
+const float* outer_at(const Job& job, const float* outer, int64_t block_row) {
+    return outer != nullptr && job.scheme.outer == kOuterRow ? outer + block_row : outer;
+}
+
 void run_with_scales(const Job& job, const Scales& from) {
     const Blocks& b = job.blocks;
     const int bytes = scale_bytes(job.rule.scale_format);
@@ -28,7 +33,7 @@ void run_with_scales(const Job& job, const Scales& from) {
         ScaleLine line = worker.room(count);
         if (!job.encoder) line.inverse = nullptr;
         worker.given_scales(job.line.read_scales(static_cast<const uint8_t*>(from.scale) + first * bytes, zero_points,
-                                                 count, job.rule, from.outer, line));
+                                                 count, job.rule, outer_at(job, from.outer, t.block_row), line));
         worker.apply(job, t, nullptr);
     });
 }
@@ -40,20 +45,25 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
     tiles.run<Worker>(false, [&](Worker& worker, const Tile& t, const Tile& next) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         const Stats& stats = worker.measure(job, t);
-        worker.made_scales(job.line.make_scales(stats.high.data(), stats.low.data(), count, job.rule, to.outer,
-                                                to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
-                                                to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr,
-                                                worker.room(count)));
+        worker.made_scales(job.line.make_scales(
+            stats.high.data(), stats.low.data(), count, job.rule, outer_at(job, to.outer, t.block_row),
+            to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+            to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, worker.room(count)));
         worker.apply(job, t, &next);
     });
 }
 
-// Large blocks: all statistics, then all scales, then all codes.
-void run_in_passes(const Job& job, const NewScales& to) {
-    const Blocks& b = job.blocks;
-    const size_t count = static_cast<size_t>(b.down * b.across);
-    std::vector<std::atomic<uint32_t>> high(count), low(count);
-    for (size_t i = 0; i < count; ++i) high[i] = low[i] = 0;
+// The maxima of all blocks, by index.
+struct Maxima {
+    explicit Maxima(size_t count) : high(count), low(count) {
+        for (size_t i = 0; i < count; ++i) high[i] = low[i] = 0;
+    }
+    std::vector<std::atomic<uint32_t>> high, low;
+};
+
+// In one pass over memory, whatever their size; `both`: not the amax alone.
+Maxima measure_all(const Lines& line, const Values& x, const Blocks& b, bool both) {
+    Maxima found(static_cast<size_t>(b.down * b.across));
     // Whole blocks across if they are narrow enough, else pieces of one block.
     const bool whole = b.width <= kRun;
     const int64_t pieces = whole ? 1 : (b.width + kRun - 1) / kRun;
@@ -70,22 +80,40 @@ void run_in_passes(const Job& job, const NewScales& to) {
             const int64_t begin = whole ? column * width : column / pieces * b.width + column % pieces * kRun;
             const int64_t end = std::min(begin + width, block_end);
             if (row >= bottom || begin >= end) continue;
-            stats.of(job.line, job.x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, job.scheme.affine);
+            stats.of(line, x, b, {row, bottom - row, begin, end, 0, 0, begin / b.width}, both);
             const size_t at = static_cast<size_t>(row / b.height * b.across + begin / b.width);
             for (size_t j = 0; j < static_cast<size_t>((end - begin + b.width - 1) / b.width); ++j) {
-                raise(high[at + j], stats.high[j]);
-                raise(low[at + j], stats.low[j]);
+                raise(found.high[at + j], stats.high[j]);
+                raise(found.low[at + j], stats.low[j]);
             }
         }
     });
-    // Everything by index of the block, as the lines want it.
-    const size_t room = (count + kAlign - 1) / kAlign * kAlign;
+    return found;
+}
+
+// Large blocks: all statistics, then all scales, then all codes.
+void run_in_passes(const Job& job, const NewScales& to) {
+    const Blocks& b = job.blocks;
+    const size_t count = static_cast<size_t>(b.down * b.across);
+    const Maxima maxima = measure_all(job.line, job.x, b, job.rule.both_ends);
+    // Everything by index of the block, as the lines want it: a row of blocks at a time where each has a global scale
+    // of its own, whose last vector reaches beyond it.
+    const bool by_row = job.scheme.outer == kOuterRow;
+    const size_t room = count + kAlign;
     std::vector<uint32_t> most(room), least(room);
     std::vector<float> value(room), divisor(room), inverse(room), zero(room);
-    for (size_t i = 0; i < count; ++i) most[i] = high[i], least[i] = low[i];
+    for (size_t i = 0; i < count; ++i) most[i] = maxima.high[i], least[i] = maxima.low[i];
     const ScaleLine all{value.data(), divisor.data(), inverse.data(), zero.data()};
-    const bool plain = job.line.make_scales(most.data(), least.data(), static_cast<int64_t>(count), job.rule, to.outer,
-                                            to.scale, to.zero_point, all);
+    const int64_t each = by_row ? b.across : b.down * b.across;
+    const int bytes = scale_bytes(job.rule.scale_format);
+    bool plain = true;
+    for (int64_t first = 0; first < b.down * b.across; first += each) {
+        const ScaleLine row{all.value + first, all.divisor + first, all.inverse + first, all.zero + first};
+        plain &=
+            job.line.make_scales(&most[first], &least[first], each, job.rule, outer_at(job, to.outer, first / each),
+                                 to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+                                 to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, row);
+    }
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
         const int64_t first = t.block_row * b.across + t.block, blocks = t.blocks(b.width);
@@ -117,6 +145,7 @@ struct Plane {
         : shape(s), scheme(p), code_bits(bits) {
         const int64_t width = std::min(p.block_cols, s.cols);
         if (!any_order || p.block_rows > 1 || (width > 1 && width % kAlign != 0) || s.cols % width != 0) return;
+        if (p.outer == kOuterRow) return;
         shape = joined(s, strides, code_bits);
         if (shape.rows < s.rows) scheme.block_cols = width;
     }
@@ -145,6 +174,16 @@ Job encoding(const Values& x, const Plane& on, const float* outer, const Encoder
 }
 
 }  // namespace
+
+void block_range(const Values& x, Shape shape, const SchemeParams& scheme, float* low, float* high) {
+    const Maxima maxima = measure_all(lines(), x, {shape, scheme}, true);
+    for (size_t i = 0; i < maxima.high.size(); ++i) {
+        const uint32_t most = maxima.high[i], least = maxima.low[i];
+        const bool broken = most >= kInf || least >= kInf;
+        high[i] = float_of(broken ? kNan : most);
+        low[i] = float_of(broken ? kNan : least == 0 ? 0 : least | kSign);
+    }
+}
 
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
               const Rng& rng, uint8_t* codes) {

@@ -103,12 +103,12 @@ inline int64_t whole_width(const Blocks& b) {
     return unit >= b.cols ? b.cols : std::max(unit, wanted / unit * unit);
 }
 
-// The largest positive and negative magnitudes of each block in a tile (`high` alone, of both, without a zero point).
+// The largest positive and negative magnitudes of each block in a tile; without `both`, the amax in `high` alone.
 class Stats {
   public:
-    void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool affine) {
+    void of(const Lines& line, const Values& x, const Blocks& b, const Tile& t, bool both) {
         start(b, t);
-        for (int64_t r = t.row; r < t.row + t.height; ++r) row(line, at_run(x, {r, t.begin, 0}), x.dtype, b, t, affine);
+        for (int64_t r = t.row; r < t.row + t.height; ++r) row(line, at_run(x, {r, t.begin, 0}), x.dtype, b, t, both);
         finish(b, t);
     }
     // The same, row by row.
@@ -118,10 +118,10 @@ class Stats {
         high.assign(room, 0);
         low.assign(room, 0);
     }
-    void row(const Lines& line, const void* from, Dtype dtype, const Blocks& b, const Tile& t, bool affine) {
+    void row(const Lines& line, const void* from, Dtype dtype, const Blocks& b, const Tile& t, bool both) {
         const int64_t n = t.end - t.begin;
-        if (b.width < kNarrow) return line.column_stats(from, dtype, n, affine, high.data(), low.data());
-        line.block_stats(from, dtype, n, b.width, affine, high.data(), low.data());
+        if (b.width < kNarrow) return line.column_stats(from, dtype, n, both, high.data(), low.data());
+        line.block_stats(from, dtype, n, b.width, both, high.data(), low.data());
     }
     void finish(const Blocks& b, const Tile& t) {
         if (b.width >= kNarrow || b.width == 1) return;

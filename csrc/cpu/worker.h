@@ -87,7 +87,7 @@ class Worker {
         local_ = fits(t);
         Local& now = locals_[current_];
         if (!local_) {
-            now.stats.of(job.line, job.x, job.blocks, t, job.scheme.affine);
+            now.stats.of(job.line, job.x, job.blocks, t, job.rule.both_ends);
         } else {
             for (int64_t r = 0; r < t.height && !ahead_; ++r) take_row(job, t, r, now);
             now.stats.finish(job.blocks, t);
@@ -155,7 +155,7 @@ class Worker {
         if (r == 0) to.stats.start(job.blocks, t);
         char* row = to.copy.data() + r * bytes;
         std::memcpy(row, at_run(job.x, {t.row + r, t.begin, 0}), static_cast<size_t>(bytes));
-        to.stats.row(job.line, row, job.x.dtype, job.blocks, t, job.scheme.affine);
+        to.stats.row(job.line, row, job.x.dtype, job.blocks, t, job.rule.both_ends);
     }
 
     void element_run(const Job& job, const Tile& t, const Run& run, const void* ahead) {

@@ -60,12 +60,25 @@ __global__ void __launch_bounds__(kThreads)
                   const __grid_constant__ Scales scales, uint32_t num_blocks) {
     for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < num_blocks; i += gridDim.x * kThreads) {
         const Extremes e = extremes[i];
-        write_scale(scales, b, i, make_scale(e.positive, e.negative, b.rule, scales.outer));
+        write_scale(scales, b, i, make_scale(e.positive, e.negative, b.rule, outer_at(scales, b, i)));
     }
 }
 
-__global__ void outer_kernel(const Extremes* __restrict__ extremes, const ScaleRule rule, float* __restrict__ out) {
-    *out = float_of(make_outer_scale(extremes->amax(), rule));
+__global__ void __launch_bounds__(kThreads)
+    outer_kernel(const Extremes* __restrict__ extremes, const ScaleRule rule, float* __restrict__ out, uint32_t count) {
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+        out[i] = float_of(make_outer_scale(extremes[i].amax(), rule));
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) range_kernel(const Extremes* __restrict__ extremes, float* __restrict__ low,
+                                                         float* __restrict__ high, uint32_t count) {
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+        const Extremes e = extremes[i];
+        const bool broken = e.amax() >= kInf;
+        low[i] = float_of(broken ? kNan : e.negative == 0 ? 0 : e.negative | kSign);
+        high[i] = float_of(broken ? kNan : e.positive);
+    }
 }
 
 }  // namespace
@@ -92,8 +105,14 @@ const char* launch_scales(const Extremes* extremes, const Blocks& b, const Scale
     return launch(scales_kernel, grid_of(blocks), kThreads, 0, stream, extremes, b, scales, blocks);
 }
 
+const char* launch_range(const Extremes* extremes, const Blocks& b, float* low, float* high, cudaStream_t stream) {
+    const uint32_t count = b.block_rows * b.block_cols;
+    return launch(range_kernel, grid_of(count), kThreads, 0, stream, extremes, low, high, count);
+}
+
 const char* launch_outer(const Extremes* extremes, const Blocks& b, float* out, cudaStream_t stream) {
-    return launch(outer_kernel, 1, 1, 0, stream, extremes, b.rule, out);
+    const uint32_t count = b.block_rows * b.block_cols;
+    return launch(outer_kernel, grid_of(count), kThreads, 0, stream, extremes, b.rule, out, count);
 }
 
 }  // namespace cuda

@@ -23,7 +23,8 @@ struct Codes {
     int64_t rows, cols, pitch;  // cols counts codes
 };
 
-// Scales as stored, [ceil(rows / r), ceil(cols / c)], contiguous; zero points likewise or null; outer scale or null.
+// Scales as stored, [ceil(rows / r), ceil(cols / c)], contiguous; zero points likewise or null; the global
+// scale, or one a row as the scheme says, or null.
 struct Scales {
     void* scale;
     void* zero_point;
@@ -38,10 +39,15 @@ const char* launch_pack(const Codes& codes, const Codes& packed, int bits, void*
 const char* launch_unpack(const Codes& packed, const Codes& codes, int bits, void* stream);
 
 // Bytes of device memory that outer_scale, and quantize or fake_quantize with scales computed from x, need meanwhile.
-int64_t outer_scale_scratch();
+int64_t outer_scale_scratch(const SchemeParams& scheme, int64_t rows);
 int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols);
 
 const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream);
+
+// The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.
+int64_t block_range_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols);
+const char* launch_block_range(const Matrix& x, float* low, float* high, const SchemeParams& scheme, void* scratch,
+                               void* stream);
 
 // Computes and stores scales (and zero points) and packed codes.
 const char* launch_quantize(const Matrix& x, const Scales& scales, const Codes& out, const SchemeParams& scheme,

@@ -98,12 +98,20 @@ lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, co
                         blocks, " blocks each, got ", x->numel());
         return x->data_ptr();
     };
-    STD_TORCH_CHECK((scheme.outer != 0) == outer.has_value(),
-                    "lowbit: two-level schemes, and no others, have an outer scale");
+    STD_TORCH_CHECK(
+        (scheme.outer != 0) == outer.has_value() &&
+            (!outer.has_value() || (outer->numel() == lowbit::outer_count(scheme, rows) && outer->is_contiguous())),
+        "lowbit: schemes with a global scale, and no others, have outer scales, contiguous");
     void* zeros = data(zero_point, "zero_point");
     STD_TORCH_CHECK(!scale.has_value() || (scheme.affine != 0) == (zeros != nullptr),
                     "lowbit: affine schemes, and no others, have zero points");
     return {data(scale, "scale"), zeros, outer.has_value() ? static_cast<const float*>(outer->data_ptr()) : nullptr};
+}
+
+// A scheme's blocks, with one number each.
+lowbit::SchemeParams plain(lowbit::SchemeParams scheme) {
+    scheme.outer = scheme.affine = 0;
+    return scheme;
 }
 
 // Device memory that torch frees in stream order when the tensor dies at the end of the op.
@@ -147,9 +155,22 @@ void unpack(const Tensor& packed, Tensor out, int64_t bits) {
 void outer_scale(const Tensor& x, Tensor out, int64_t scheme) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
-    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch());
-    done(lb::launch_outer_scale(from, static_cast<float*>(out.data_ptr()), scheme_of(scheme, from), scratch.data_ptr(),
-                                on.stream()));
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
+    STD_TORCH_CHECK(out.numel() == lowbit::outer_count(params, from.rows),
+                    "lowbit: one outer scale for each that x has");
+    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch(params, from.rows));
+    done(lb::launch_outer_scale(from, static_cast<float*>(out.data_ptr()), params, scratch.data_ptr(), on.stream()));
+}
+
+void block_range(const Tensor& x, Tensor low, Tensor high, int64_t scheme) {
+    const On on(x);
+    const lb::Matrix from = matrix_of(x, "x");
+    const lowbit::SchemeParams params = scheme_of(scheme, from);
+    scales_of(low, {}, {}, plain(params), from.rows, from.cols);
+    scales_of(high, {}, {}, plain(params), from.rows, from.cols);
+    const Tensor scratch = scratch_of(x, lb::block_range_scratch(params, from.rows, from.cols));
+    done(lb::launch_block_range(from, static_cast<float*>(low.data_ptr()), static_cast<float*>(high.data_ptr()), params,
+                                scratch.data_ptr(), on.stream()));
 }
 
 void quantize(const Tensor& x, MaybeTensor outer, Tensor codes, Tensor scale, MaybeTensor zero_point, int64_t scheme,
@@ -259,6 +280,7 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CUDA, m) {
     m.impl("pack", TORCH_BOX(&pack));
     m.impl("unpack", TORCH_BOX(&unpack));
     m.impl("outer_scale", TORCH_BOX(&outer_scale));
+    m.impl("block_range", TORCH_BOX(&block_range));
     m.impl("quantize", TORCH_BOX(&quantize));
     m.impl("quantize_static", TORCH_BOX(&quantize_static));
     m.impl("dequantize", TORCH_BOX(&dequantize));

@@ -1,4 +1,5 @@
-// quantize, quantize_static, fake_quantize, its gradient and outer_scale: which kernels run, and with what scratch.
+// quantize, quantize_static, fake_quantize, its gradient, outer_scale and block_range: which kernels run, and with what
+// scratch.
 #include "cuda/quantize.cuh"
 
 namespace lowbit {
@@ -47,7 +48,9 @@ const char* make_args(const Matrix& x, const Scales& scales, const Sink& sink, c
 
 }  // namespace
 
-int64_t outer_scale_scratch() { return sizeof(Extremes); }
+int64_t outer_scale_scratch(const SchemeParams& scheme, int64_t rows) {
+    return outer_count(scheme, rows) * static_cast<int64_t>(sizeof(Extremes));
+}
 
 int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols) {
     Blocks blocks;
@@ -56,8 +59,8 @@ int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols)
 }
 
 const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream) {
-    SchemeParams whole = scheme;
-    whole.block_rows = x.rows;
+    SchemeParams whole = scheme;  // its blocks are what global scales span
+    whole.block_rows = scheme.outer == kOuterRow ? 1 : x.rows;
     whole.block_cols = x.cols;
     Blocks blocks;
     const char* error = make_blocks(whole, x.rows, x.cols, &blocks);
@@ -66,6 +69,23 @@ const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& 
     Extremes* extremes = static_cast<Extremes*>(scratch);
     error = launch_extremes(x, blocks, true, extremes, on);
     return error != nullptr ? error : launch_outer(extremes, blocks, out, on);
+}
+
+int64_t block_range_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols) {
+    Blocks b;
+    if (make_blocks(scheme, rows, cols, &b) != nullptr) return 0;
+    return static_cast<int64_t>(b.block_rows) * b.block_cols * static_cast<int64_t>(sizeof(Extremes));
+}
+
+const char* launch_block_range(const Matrix& x, float* low, float* high, const SchemeParams& scheme, void* scratch,
+                               void* stream) {
+    Blocks blocks;
+    const char* error = make_blocks(scheme, x.rows, x.cols, &blocks);
+    if (error != nullptr) return error;
+    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+    Extremes* extremes = static_cast<Extremes*>(scratch);
+    error = launch_extremes(x, blocks, false, extremes, on);
+    return error != nullptr ? error : launch_range(extremes, blocks, low, high, on);
 }
 
 const char* launch_quantize(const Matrix& x, const Scales& scales, const Codes& out, const SchemeParams& scheme,

@@ -46,21 +46,27 @@ void test_scales(const char* isa, const Lines& lines) {
         if (i % 3 == 0) high[i] = low[i] = 0;
         if (i % 7 == 0) high[i] >>= random_bits() % 31;
     }
-    const float outers[] = {1.0f, 2.5e-4f, 1e-38f, 3e38f};
+    const float outers[] = {1.0f, 2.5e-4f, 1e-38f, 3e38f, 0.0f, -2.5e-4f, float_of(kNan | kSign)};
+    constexpr int kOuters = sizeof(outers) / sizeof(*outers);
     for (int scale_format = kScaleFp32; scale_format <= kScaleE4m3; ++scale_format) {
-        for (int flags = 0; flags < 8; ++flags) {
+        for (int flags = 0; flags < 16; ++flags) {
             const bool ceil = flags & 1, affine = (flags & 2) && scale_format != kScaleE4m3, is_signed = flags & 4;
-            for (int o = -1; o < 4; ++o) {
+            const bool full = (flags & 8) && !affine && scale_format != kScaleE8m0;
+            for (int o = -1; o < kOuters; ++o) {
                 if (affine && o >= 0) continue;  // no scheme has both
                 const float* outer = o < 0 ? nullptr : outers + o;
-                const ScaleRule rule{bits_of(affine ? 255.0f : 28.0f),
-                                     bits_of(90000.0f),
-                                     is_signed ? -128.0f : 0.0f,
-                                     is_signed ? 127.0f : 255.0f,
-                                     scale_format,
-                                     ceil,
-                                     affine,
-                                     is_signed};
+                ScaleRule rule = {};
+                rule.divisor = bits_of(affine ? 255.0f : flags & 8 ? 0.25f : 28.0f);
+                rule.outer_divisor = bits_of(90000.0f);
+                rule.raise_above = ceil ? rule.divisor & 0x7fffffu : is_signed ? 0x680000u : 0x7fffffu;
+                rule.qmin = is_signed ? -128.0f : 0.0f;
+                rule.qmax = is_signed ? 127.0f : 255.0f;
+                rule.scale_format = scale_format;
+                rule.ceil = ceil;
+                rule.affine = affine;
+                rule.full = full;
+                rule.both_ends = affine || full;
+                rule.is_signed = is_signed;
                 const int bytes = scale_bytes(scale_format);
                 struct Result {
                     std::vector<uint8_t> stored = std::vector<uint8_t>(4 * kCount),

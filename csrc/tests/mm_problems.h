@@ -88,7 +88,7 @@ enum class Reach { moderate, low, high };
 struct Matrix {
     mm::Operand operand;
     std::vector<uint8_t> data, panels, scales, zeros;
-    float outer = 1;
+    std::vector<float> outer;    // one, or one a row
     std::vector<double> values;  // [rows, cols], decoded
     bool integer = false;
 
@@ -105,7 +105,7 @@ struct Matrix {
     uint32_t code_at(int64_t row, int64_t col, int bits) const;
     void put_codes(int64_t cols, const FormatRow& format);
     void put_scales(int64_t count, Reach reach);
-    double scale_of(int64_t at) const;
+    double scale_of(int64_t row, int64_t at) const;
 };
 
 inline void Matrix::make_floats(int64_t rows, int64_t cols, mm::Element dtype) {
@@ -184,13 +184,14 @@ inline void Matrix::put_scales(int64_t count, Reach reach) {
     }
 }
 
-inline double Matrix::scale_of(int64_t at) const {
+inline double Matrix::scale_of(int64_t row, int64_t at) const {
     const auto code = static_cast<uint32_t>(scales[static_cast<size_t>(at)]);
     if (operand.scale_format == kScaleE8m0) return std::ldexp(1.0, static_cast<int>(code) - 127);
     const double stored = operand.scale_format == kScaleE4m3
                               ? code_value(kFormats[kIndex_fp8_e4m3], code)
                               : binary_value(scales.data(), static_cast<mm::Element>(operand.scale_format), at);
-    return operand.outer == nullptr ? stored : stored * static_cast<double>(outer);
+    if (operand.outer == nullptr) return stored;
+    return stored * static_cast<double>(outer[static_cast<size_t>(row * operand.outer_row_stride)]);
 }
 
 inline void Matrix::make_codes(int64_t rows, int64_t cols, const FormatRow& format, int scale_format,
@@ -209,8 +210,10 @@ inline void Matrix::make_codes(int64_t rows, int64_t cols, const FormatRow& form
     x.scale_row_stride = x.zero_row_stride = s.row;
     x.scale_col_stride = x.zero_col_stride = s.col;
     if (scale_format == kScaleE4m3) {
-        outer = 0.001f * static_cast<float>(1 + below(1000));
-        x.outer = &outer;
+        outer.resize(static_cast<size_t>(x.block_rows == 1 ? rows : 1));
+        for (float& one : outer) one = 0.001f * static_cast<float>(1 + below(1000));
+        x.outer = outer.data();
+        x.outer_row_stride = x.block_rows == 1;
     }
     if (integer && scale_format != kScaleE4m3 && below(2)) {  // any that its bytes can hold, also for 4-bit codes
         zeros.resize(static_cast<size_t>(s.size));
@@ -224,7 +227,7 @@ inline void Matrix::make_codes(int64_t rows, int64_t cols, const FormatRow& form
             const uint8_t zero = zeros[static_cast<size_t>(at)];
             value -= format.params.is_signed ? static_cast<double>(static_cast<int8_t>(zero)) : zero;
         }
-        value *= scale_of(at);
+        value *= scale_of(i / cols, at);
     }
 }
 

@@ -58,7 +58,7 @@ def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
     if call.input is None:
         return parts["scaled_mm"].supports(product(call, x))
     scheme = scaling.scheme(call.input)
-    outer = x.new_empty((1, 1), dtype=torch.float32) if scheme.outer else None
+    outer = x.new_empty(scheme.outer_shape(x.shape[0]), dtype=torch.float32) if scheme.outer else None
     asked = q.Quantize(x, scheme.name, outer)
     codes, scale, zero = _empty("quantize", asked, "meta")
     scales = Scales(scale, zero if scheme.affine else None, outer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit import formats, packing, reference, reference_adamw, scaling
@@ -40,6 +41,13 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
 
 def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
     outs[0].copy_(reference.outer_scale(call.x, scaling.scheme(call.scheme)))
+
+
+def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
+    scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
+    broken = reference.block_amax(~x.isfinite(), scheme)
+    for out, end in zip(outs, reference.block_range(x, scheme), strict=True):
+        out.copy_(end.masked_fill(broken, torch.nan))
 
 
 def _store(out: Tensor, codes: Tensor, scheme: scaling.Scheme) -> None:
@@ -126,6 +134,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "pack": _pack,
     "unpack": _unpack,
     "outer_scale": _outer_scale,
+    "block_range": _block_range,
     "quantize": _quantize,
     "quantize_static": _quantize_static,
     "dequantize": _dequantize,

@@ -75,6 +75,10 @@ def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
     _start(_launch().outer_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
 
 
+def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
+    _start(_launch().block_range(as_rows(call.x), *outs, scaling.scheme(call.scheme)), call.x.device)
+
+
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     codes, scale, zero_point = outs
     scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
@@ -178,6 +182,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "pack": (_pack, _fits_first),
     "unpack": (_unpack, _fits_cols),
     "outer_scale": (_outer_scale, _fits_first),
+    "block_range": (_block_range, _fits_first),
     "quantize": (_quantize, _fits_first),
     "quantize_static": (_quantize_static, _fits_first),
     "dequantize": (_dequantize, _fits_cols),

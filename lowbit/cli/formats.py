@@ -130,9 +130,10 @@ def _describe(made: Scheme) -> dict[str, Any]:
         "format": made.format.name,
         "block (rows x cols)": block,
         "scale format": made.scale_format.name,
-        "scale rounding": "ceil" if made.ceil else made.scale_format.rounding,
+        "scale rounding": made.rounding,
+        "signed full range": made.full,
         "zero point": made.affine,
-        "outer fp32 scale": made.outer,
+        "global fp32 scale": f"one a {made.outer}" if made.outer else False,
         "bits an element (1024 x 1024)": round(8 * made.nbytes(example) / (example[0] * example[1]), 4),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,39 @@ from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
 
+@overload
+def quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    scale: Tensor | float | None = ...,
+    zero_point: Tensor | int | None = ...,
+    outer_scale: Tensor | float | None = ...,
+    rounding: str = ...,
+    seed: int | None = ...,
+    step: int = ...,
+    stream: int | str = ...,
+    offset: int = ...,
+    pitch: int | None = ...,
+    out: Quantized | None = ...,
+    return_amax: Literal[False] = ...,
+) -> Quantized: ...
+@overload
+def quantize(
+    x: Tensor,
+    scheme: str | Scheme,
+    scale: Tensor | float | None = ...,
+    zero_point: Tensor | int | None = ...,
+    outer_scale: Tensor | float | None = ...,
+    rounding: str = ...,
+    seed: int | None = ...,
+    step: int = ...,
+    stream: int | str = ...,
+    offset: int = ...,
+    pitch: int | None = ...,
+    out: Quantized | None = ...,
+    *,
+    return_amax: Literal[True],
+) -> tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]: ...
 def quantize(
     x: Tensor,
     scheme: str | Scheme,
@@ -28,12 +61,17 @@ def quantize(
     offset: int = 0,
     pitch: int | None = None,
     out: Quantized | None = None,
-) -> Quantized:
+    return_amax: bool = False,
+) -> Quantized | tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]:
     """``x`` in ``scheme``: packed codes with a scale for each block.
 
     ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
     range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``out`` is filled and returned.
     Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
+
+    ``return_amax`` also returns what scales are made from, whether they are given or not, fp32 ``[R, C]``: the amax of
+    each block, or of affine schemes its minimum and maximum, 0 counted among them; NaN of a block that holds Inf or
+    NaN. The result is then ``(Quantized, amax)`` or ``(Quantized, minimum, maximum)``.
 
     Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
     Source: docs/numerics.md sections 3, 5.
@@ -56,9 +94,16 @@ def quantize(
         _copy_given(parts, scales)
     else:
         codes, *made = _quantize_dynamic(matrix, kind, scales[2], rounding, rng, parts)
-    if out is not None:
-        return out
-    return Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
+    q = out
+    if q is None:
+        q = Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
+    if not return_amax:
+        return q
+    low, high = call("block_range", matrix, kind.name)
+    if kind.affine:
+        return q, low, high
+    least = low.abs()
+    return q, high.where(high >= least, least)  # of NaN the canonical one, which maximum() would not keep
 
 
 def _quantize_dynamic(

@@ -27,7 +27,9 @@ def given_scales(
         zero = _stored_zero(kind, zero_point, shape, x.device)
     level = None
     if outer is not None:
-        level = _stored_outer(outer, x.device)
+        if not kind.outer:
+            raise ValueError(f"{kind} has no outer_scale; add ':e4m3' for scales below a global one")
+        level = _stored_outer(outer, kind.outer_shape(as_matrix(tuple(x.shape))[0]), x.device)
     elif kind.outer:
         if scale is not None:
             raise ValueError(f"{kind}: a given scale needs its outer_scale too, since the two decode together")
@@ -46,11 +48,13 @@ def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _number(scale: Tensor | float, device: torch.device) -> Tensor:
     """A Python number is taken in fp32, as scales are; a tensor as it is."""
+    if isinstance(scale, complex) or (isinstance(scale, Tensor) and scale.is_complex()):
+        raise TypeError("a scale must be a real number, got a complex one")
     return scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32, device=device)
 
 
-def _stored_outer(outer: Tensor | float, device: torch.device) -> Tensor:
-    value = _shaped("outer_scale", _number(outer, device), (1, 1))
+def _stored_outer(outer: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
+    value = _shaped("outer_scale", _number(outer, device), shape)
     if value.dtype != torch.float32 and not torch.equal(value.float().double(), value.double()):
         raise ValueError(f"outer_scale is stored as fp32, which cannot hold the {value.dtype} given exactly")
     return value.float()
@@ -72,7 +76,7 @@ def _stored_scale(kind: Scheme, scale: Tensor | float, shape: tuple[int, int], d
 def _scale_codes(value: Tensor, kind: Scheme) -> Tensor:
     if kind.scale_format.name != "e8m0":
         return encode(value, kind.scale_format.name)
-    return reference.e8m0_code(value.where(value > 0, 1.0), 1.0, ceil=False).to(torch.uint8)
+    return reference.e8m0_code(value.where(value > 0, 1.0), 1.0, raise_above=0x7FFFFF).to(torch.uint8)
 
 
 def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -50,7 +50,7 @@ def empty(
         make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
         make(scales, scale_dtype(scheme)),
         make(scales, zero_dtype(scheme)) if scheme.affine else None,
-        make((1, 1), torch.float32) if scheme.outer else None,
+        make(scheme.outer_shape(rows), torch.float32) if scheme.outer else None,
         scheme, torch.Size(shape), dtype,
     )  # fmt: skip
 
@@ -176,7 +176,7 @@ def misfits(own: Mapping[str, Tensor], scheme: Scheme, state_dict: Mapping[str, 
     name_given = state_dict.get(f"{prefix}_extra_state")
     if isinstance(name_given, Tensor) and not name_given.is_meta:
         name = bytes(name_given.tolist()).decode(errors="replace")
-        if name != scheme.name:
+        if not scheme.is_named(name):
             return [
                 f"{prefix}codes: the state has a weight in scheme {name!r}, and this layer one in "
                 f"{scheme.name!r}; quantize the model with the recipe that the state was saved with"

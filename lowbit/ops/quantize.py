@@ -1,4 +1,4 @@
-"""The ops with scales: outer_scale, quantize, quantize_static, dequantize, fake_quantize and its backward.
+"""The ops with scales: outer_scale, block_range, quantize, quantize_static, dequantize, fake_quantize and its backward.
 
 Stored codes are packed rows: ``x.shape[:-1] + [packed cols]``, uint8. Scales are ``[R, C]``, one a block of the
 matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
@@ -36,6 +36,11 @@ from lowbit.quantized import scale_dtype, zero_dtype
 
 
 class OuterScale(NamedTuple):
+    x: Tensor
+    scheme: str
+
+
+class BlockRange(NamedTuple):
     x: Tensor
     scheme: str
 
@@ -109,6 +114,14 @@ def _scale_outs(x: Tensor, scheme: scaling.Scheme) -> list[Out]:
     return [(shape, scale_dtype(scheme)), (shape if scheme.affine else (0,), zero_dtype(scheme))]
 
 
+def _outer_outputs(call: OuterScale) -> list[Out]:
+    return [(scaling.scheme(call.scheme).outer_shape(matrix_shape(call.x)[0]), torch.float32)]
+
+
+def _range_outputs(call: BlockRange) -> list[Out]:
+    return [(scaling.scheme(call.scheme).scale_shape(*matrix_shape(call.x)), torch.float32)] * 2
+
+
 def _quantize_outputs(call: Quantize) -> list[Out]:
     scheme = scaling.scheme(call.scheme)
     return [_codes_out(call.x, scheme), *_scale_outs(call.x, scheme)]
@@ -129,13 +142,13 @@ def _check_x(op: str, x: Tensor, scheme: scaling.Scheme, rounding: str = "neares
 def _check_outer(call: OuterScale) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("outer_scale", call.x, scheme)
-    require(scheme.outer, f"lowbit.outer_scale: {scheme} has one level of scales, and so no outer scale")
+    require(bool(scheme.outer), f"lowbit.outer_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
 
 
 def _check_quantize(call: Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("quantize", call.x, scheme, call.rounding)
-    require_outer("quantize", scheme, call.outer_scale)
+    require_outer("quantize", scheme, matrix_shape(call.x)[0], call.outer_scale)
 
 
 def _check_static(call: QuantizeStatic) -> None:
@@ -165,7 +178,7 @@ def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
         require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.outer_scale)
     else:
         require(call.zero_point is None, "lowbit.fake_quantize: a zero_point needs its scale; give both or neither")
-        require_outer("fake_quantize", scheme, call.outer_scale)
+        require_outer("fake_quantize", scheme, matrix_shape(call.x)[0], call.outer_scale)
     if isinstance(call, FakeQuantizeBackward):
         require(
             call.grad.shape == call.x.shape,
@@ -183,9 +196,15 @@ def _outer_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
 
 
 def _outer_samples(device: str) -> Iterator[OuterScale]:
-    for name in ("nvfp4", "nf4:dq"):
+    for name in ("nvfp4", "nf4:e4m3", "int4:group32:e4m3:full", "nvfp4:global_row"):
         for x in _matrices(device):
             yield OuterScale(x, name)
+
+
+def _range_samples(device: str) -> Iterator[BlockRange]:
+    for call in _quantize_samples(device):
+        if call.rounding == "nearest":
+            yield BlockRange(call.x, call.scheme)
 
 
 def _quantize_samples(device: str) -> Iterator[Quantize]:
@@ -306,9 +325,14 @@ def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
 
 SPECS = (
     OpSpec(
-        "outer_scale", OuterScale, ("out",), lambda call: [((1, 1), torch.float32)], _check_outer, _outer_samples,
+        "outer_scale", OuterScale, ("out",), _outer_outputs, _check_outer, _outer_samples,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
-        _large(lambda x, s: OuterScale(x, s.name), only=lambda s: s.outer),
+        _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
+    ),
+    OpSpec(
+        "block_range", BlockRange, ("low", "high"), _range_outputs,
+        lambda call: _check_x("block_range", call.x, scaling.scheme(call.scheme)), _range_samples,
+        lambda call: Cost(0, call.x.numel() * call.x.element_size()), _large(lambda x, s: BlockRange(x, s.name)),
     ),
     OpSpec(
         "quantize", Quantize, ("codes", "scale", "zero_point"), _quantize_outputs, _check_quantize,

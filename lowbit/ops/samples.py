@@ -47,8 +47,11 @@ _OPTIONS = [
     "mxfp8:ceil", "mxfp6:ceil", "mxfp4:ceil", "mxfp4:ceil:T", "fp6_e3m2:mx:ceil", "fp8_e5m2:mx:ceil", "int8:mx:ceil",
     "int8:tensor:e8m0", "int4:row:e8m0:ceil", "fp8_e4m3:row:bf16", "fp8_e5m2:group32:fp16", "int8:group128:bf16",
     "int4:group32:fp16", "uint4:group32:affine:bf16", "uint8:row:affine:fp16", "int4:group32:affine:e8m0",
-    "uint4:group16:affine:e8m0:ceil", "nf4:dq", "nf4:group32:bf16", "nf4:group128:dq", "nf4:group64:T",
-    "fp4_e2m1:group32:e8m0", "fp8_e4m3:block128x128",
+    "uint4:group16:affine:e8m0:ceil", "nf4:e4m3", "nf4:group32:bf16", "nf4:group128:e4m3", "nf4:group64:T",
+    "fp4_e2m1:group32:e8m0", "fp8_e4m3:block128x128", "int4:group32:e4m3", "fp4_e2m1:block16x16:e4m3",
+    "nvfp4:global_row", "int8:row:e4m3:global_row", "nvfp4:ceil", "mxfp4:nearest", "mxfp4:nearest:T",
+    "int4:group32:full", "int8:row:full", "int4:group7:bf16:full", "int8:group128:fp16:full",
+    "int4:group32:e4m3:ceil:full:global_row",
 ]  # fmt: skip
 
 

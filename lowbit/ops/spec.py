@@ -172,14 +172,18 @@ def require_scales(
                 f"lowbit.{op}: {scheme} keeps zero points as {want} {list(expected)}, "
                 f"got {zero_point.dtype} {list(zero_point.shape)}"
             )
-    require_outer(op, scheme, outer)
+    require_outer(op, scheme, rows, outer)
 
 
-def require_outer(op: str, scheme: scaling.Scheme, outer: Tensor | None) -> None:
-    if (outer is not None) != scheme.outer:
+def require_outer(op: str, scheme: scaling.Scheme, rows: int, outer: Tensor | None) -> None:
+    if (outer is not None) != bool(scheme.outer):
         raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.outer else 'has no'} outer_scale")
-    if outer is not None and (outer.dtype != torch.float32 or tuple(outer.shape) != (1, 1)):
-        raise ValueError(f"lowbit.{op}: outer_scale must be float32 [1, 1], got {outer.dtype} {list(outer.shape)}")
+    expected = scheme.outer_shape(rows)
+    if outer is not None and (outer.dtype != torch.float32 or tuple(outer.shape) != expected):
+        raise ValueError(
+            f"lowbit.{op}: {scheme} keeps the outer_scale of {rows} rows as float32 {list(expected)}, "
+            f"got {outer.dtype} {list(outer.shape)}"
+        )
 
 
 # -- what kernels need of a call -------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def unpack(packed: Tensor) -> Quantized:
         _from_panels(panels, kind.format, rows, cols),
         part(Word.SCALE, blocks, scale_dtype(kind)),
         part(Word.ZERO_POINT, blocks, zero_dtype(kind)) if kind.affine else None,
-        part(Word.OUTER_SCALE, (1, 1), torch.float32) if kind.outer else None,
+        part(Word.OUTER_SCALE, kind.outer_shape(rows), torch.float32) if kind.outer else None,
         kind,
         torch.Size((rows, cols)),
         _DTYPES[words[Word.DTYPE]],

@@ -94,8 +94,16 @@ LOWBIT_C lowbit_unpack(View from, View out, int64_t bits) {
 }
 
 LOWBIT_C lowbit_outer_scale(View x, void* out, const int64_t* scheme) {
-    auto memory = scratch(lb::outer_scale_scratch());
-    return lb::launch_outer_scale(matrix(x), static_cast<float*>(out), lowbit::scheme_params(scheme), memory.data(),
+    const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
+    auto memory = scratch(lb::outer_scale_scratch(params, matrix(x).rows));
+    return lb::launch_outer_scale(matrix(x), static_cast<float*>(out), params, memory.data(),
+                                  nullptr);
+}
+
+LOWBIT_C lowbit_block_range(View x, void* low, void* high, const int64_t* scheme) {
+    const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
+    auto memory = scratch(lb::block_range_scratch(params, x.rows, x.cols));
+    return lb::launch_block_range(matrix(x), static_cast<float*>(low), static_cast<float*>(high), params, memory.data(),
                                   nullptr);
 }
 
