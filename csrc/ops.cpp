@@ -42,8 +42,9 @@ constexpr struct {
      "(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, Tensor b, int b_scheme, Tensor? "
      "b_scale, Tensor? b_zero_point, Tensor? b_outer, Tensor? bias, Tensor(a!) out, int cols)"},
     {"linear",
-     "(Tensor x, int input, Tensor weight, int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor? bias, "
-     "Tensor(a!) out)"},
+     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_outer, Tensor weight, "
+     "int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int out_scheme, Tensor? out_scale, "
+     "Tensor? out_zero_point, Tensor(a!) out)"},
     {"linear_packed", "(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out)"},
 };
 

@@ -121,9 +121,9 @@ void block_range(const Tensor& x, const Tensor& low, const Tensor& high, int64_t
     const SchemeParams s = scheme_for(scheme, x);
     const cpu::Shape blocks = scale_shape(shape, s);
     for (const Tensor& t : {low, high}) {
-        STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == blocks.rows * blocks.cols &&
-                            t.is_contiguous(),
-                        "low and high must be ", blocks.rows * blocks.cols, " numbers, float32 and contiguous");
+        STD_TORCH_CHECK(
+            t.scalar_type() == ScalarType::Float && t.numel() == blocks.rows * blocks.cols && t.is_contiguous(),
+            "low and high must be ", blocks.rows * blocks.cols, " numbers, float32 and contiguous");
     }
     cpu::block_range(values_of(x, "x"), shape, s, static_cast<float*>(low.mutable_data_ptr()),
                      static_cast<float*>(high.mutable_data_ptr()));

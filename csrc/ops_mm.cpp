@@ -90,15 +90,16 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
     return x;
 }
 
-// Bias and output: `out` holds [rows, b.rows], contiguous, with any number of axes.
-void add_rest(mm::Problem& p, int64_t rows, int64_t cols, const MaybeTensor& bias, const Tensor& out) {
-    p.depth = cols;
-    if (bias.has_value()) {
-        STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "lowbit: bias must be [", p.b.rows, "]");
-        p.bias = bias->const_data_ptr();
-        p.bias_dtype = element_of(*bias, "bias");
-        p.bias_stride = bias->stride(0);
-    }
+void add_bias(mm::Problem& p, const MaybeTensor& bias) {
+    if (!bias.has_value()) return;
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "lowbit: bias must be [", p.b.rows, "]");
+    p.bias = bias->const_data_ptr();
+    p.bias_dtype = element_of(*bias, "bias");
+    p.bias_stride = bias->stride(0);
+}
+
+// `out` holds [rows, b.rows], contiguous, with any number of axes.
+void add_out(mm::Problem& p, int64_t rows, const Tensor& out) {
     STD_TORCH_CHECK(
         out.dim() >= 1 && out.size(out.dim() - 1) == p.b.rows && out.numel() == rows * p.b.rows && out.is_contiguous(),
         "lowbit: out must be contiguous, of ", rows, " rows of ", p.b.rows);
@@ -106,9 +107,25 @@ void add_rest(mm::Problem& p, int64_t rows, int64_t cols, const MaybeTensor& bia
     p.out = out.mutable_data_ptr();
 }
 
+cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
+    const SchemeParams& s = r.scheme;
+    if (!r.scale) {
+        STD_TORCH_CHECK(!r.zero_point && !r.outer, "lowbit: a zero point and an outer scale need their scale");
+        return {};
+    }
+    check_scale(*r.scale, shape, s, false);
+    STD_TORCH_CHECK((s.affine != 0) == r.zero_point.has_value(), "lowbit: affine schemes alone have zero points");
+    if (r.zero_point) check_scale(*r.zero_point, shape, s, true);
+    STD_TORCH_CHECK((s.outer != 0) == r.outer.has_value() &&
+                        (!r.outer || (r.outer->scalar_type() == ScalarType::Float && r.outer->is_contiguous() &&
+                                      r.outer->numel() == outer_count(s, shape.rows))),
+                    "lowbit: schemes with a global scale alone have an outer scale");
+    return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.outer))};
+}
+
 // x [..., K] is a matrix, or contiguous.
-void multiply_rows(const Tensor& x, const std::optional<SchemeParams>& input, mm::Problem& p, const MaybeTensor& bias,
-                   const Tensor& out) {
+void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
+                   const std::optional<Rounded>& output, const Tensor& out) {
     STD_TORCH_CHECK(x.dim() == 2 || (x.dim() >= 1 && x.is_contiguous()), "lowbit: x must be a matrix, or contiguous");
     const int64_t cols = x.size(x.dim() - 1);
     STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
@@ -118,10 +135,27 @@ void multiply_rows(const Tensor& x, const std::optional<SchemeParams>& input, mm
     p.a.rows = rows;
     p.a.row_stride = x.dim() == 2 ? x.stride(0) : cols;
     p.a.col_stride = x.stride(x.dim() - 1);
-    add_rest(p, rows, cols, bias, out);
-    if (!input) return mm::multiply(p);
-    STD_TORCH_CHECK(p.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
-    cpu::linear({{p.a.data, dtype_of(x, "x"), p.a.row_stride}, {rows, cols}, *input}, p);
+    p.depth = cols;
+    add_bias(p, bias);
+    std::optional<cpu::Output> codes;
+    if (output) {
+        STD_TORCH_CHECK(output->scale.has_value() && output->scheme.outer == 0,
+                        "lowbit: an output in codes needs its scale, and a scheme without a global scale");
+        const cpu::Shape shape{rows, p.b.rows};
+        codes = cpu::Output{output->scheme, given_scales(*output, shape),
+                            new_bytes_of(out, rows, cpu::packed_cols(shape.cols, output->scheme.format.bits), "out")};
+    } else {
+        add_out(p, rows, out);
+        if (!input) return mm::multiply(p);
+    }
+    std::optional<cpu::Input> floats;
+    if (input) {
+        STD_TORCH_CHECK(p.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
+        const cpu::Shape shape{rows, cols};
+        floats =
+            cpu::Input{{p.a.data, dtype_of(x, "x"), p.a.row_stride}, shape, input->scheme, given_scales(*input, shape)};
+    }
+    cpu::linear(floats ? &*floats : nullptr, p, codes ? &*codes : nullptr);
 }
 
 }  // namespace
@@ -131,16 +165,18 @@ void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Te
     mm::Problem p;
     p.a = operand_of("a", a, cols);
     p.b = operand_of("b", b, cols);
-    add_rest(p, p.a.rows, cols, bias, out);
+    p.depth = cols;
+    add_bias(p, bias);
+    add_out(p, p.a.rows, out);
     mm::multiply(p);
 }
 
-void linear(const Tensor& x, const std::optional<SchemeParams>& input, const Coded& weight, const MaybeTensor& bias,
-            const Tensor& out) {
+void linear(const Tensor& x, const std::optional<Rounded>& input, const Coded& weight, const MaybeTensor& bias,
+            const std::optional<Rounded>& output, const Tensor& out) {
     STD_TORCH_CHECK(x.dim() >= 1 && weight.data.dim() == 2, "lowbit: x must have an axis, and the weight be a matrix");
     mm::Problem p;
     p.b = operand_of("weight", weight, x.size(x.dim() - 1));
-    multiply_rows(x, input, p, bias, out);
+    multiply_rows(x, input, p, bias, output, out);
 }
 
 Packed packed_of(const Tensor& buffer) {
@@ -169,10 +205,12 @@ void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bia
     if (s.affine) p.b.zero_point = base + words[kPackedZero];
     if (s.outer) p.b.outer = reinterpret_cast<const float*>(base + words[kPackedOuter]);
     if (s.outer == kOuterRow) p.b.outer_row_stride = 1;
-    const bool quantized = words[kPackedHasInput] != 0;
-    const int64_t rows = cols > 0 ? x.numel() / cols : 0;
-    multiply_rows(x, quantized ? std::optional(scheme_of(words + kPackedInput, rows, cols)) : std::nullopt, p, bias,
-                  out);
+    std::optional<Rounded> input;
+    if (words[kPackedHasInput] != 0) {
+        const int64_t rows = cols > 0 ? x.numel() / cols : 0;
+        input = Rounded{scheme_of(words + kPackedInput, rows, cols), {}, {}, {}};
+    }
+    multiply_rows(x, input, p, bias, {}, out);
 }
 
 // -- lowbit_native::*, whose schemes are numbers ---------------------------------------------------------------------
@@ -189,11 +227,16 @@ void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTens
                       {b, scheme_for(b_scheme, b.size(0), cols), b_scale, b_zero_point, b_outer}, bias, out, cols);
 }
 
-void linear(const Tensor& x, int64_t input, const Tensor& weight, int64_t scheme, MaybeTensor scale,
-            MaybeTensor zero_point, MaybeTensor outer, MaybeTensor bias, const Tensor& out) {
+void linear(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor input_zero_point,
+            MaybeTensor input_outer, const Tensor& weight, int64_t scheme, MaybeTensor scale, MaybeTensor zero_point,
+            MaybeTensor outer, MaybeTensor bias, int64_t out_scheme, MaybeTensor out_scale, MaybeTensor out_zero_point,
+            const Tensor& out) {
     const int64_t cols = x.size(x.dim() - 1), rows = cols > 0 ? x.numel() / cols : 0;
-    lowbit::linear(x, scheme_for(input, rows, cols),
-                   {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, outer}, bias, out);
+    std::optional<Rounded> from, to;
+    if (input >= 0) from = Rounded{kept_scheme(input, rows, cols), input_scale, input_zero_point, input_outer};
+    if (out_scheme >= 0) to = Rounded{kept_scheme(out_scheme, rows, weight.size(0)), out_scale, out_zero_point, {}};
+    lowbit::linear(x, from, {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, outer}, bias, to,
+                   out);
 }
 
 void linear_packed(const Tensor& x, const Tensor& packed, MaybeTensor bias, const Tensor& out) {

@@ -39,9 +39,14 @@ struct Packed {
 Packed packed_of(const Tensor& buffer);
 
 void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols);
-// `input`: the scheme that x is quantized in on the way.
-void linear(const Tensor& x, const std::optional<SchemeParams>& input, const Coded& weight, const MaybeTensor& bias,
-            const Tensor& out);
+// The scheme that floats are quantized in, with its scales where they are given.
+struct Rounded {
+    SchemeParams scheme;
+    MaybeTensor scale, zero_point, outer;
+};
+// `input`: how x is quantized on the way. `output`: how the result is, into codes; its scales are given.
+void linear(const Tensor& x, const std::optional<Rounded>& input, const Coded& weight, const MaybeTensor& bias,
+            const std::optional<Rounded>& output, const Tensor& out);
 void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bias, const Tensor& out);
 
 }  // namespace lowbit

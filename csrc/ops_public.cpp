@@ -196,34 +196,73 @@ std::optional<Tensor> scaled_mm_new(const Tensor& a, const Tensor& b, int64_t co
     return out;
 }
 
+// What `linear` does to the floats that it is given, and to its result.
+struct Roundings {
+    const MaybeText& input;
+    const MaybeTensor &input_scale, &input_zero_point, &input_outer;
+    const MaybeText& out_scheme;
+    const MaybeTensor &out_scale, &out_zero_point;
+};
+
 // Into a new output, or one that shares no memory with the arguments.
 bool linear_into(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
-                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
-                 const MaybeText& input, const Tensor& out) {
+                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias, const Roundings& r,
+                 const Tensor& out) {
     if (x.numel() == 0) return false;
-    const int64_t cols = x.size(x.dim() - 1);
+    const int64_t cols = x.size(x.dim() - 1), rows = x.numel() / cols;
     const auto codes = coded(weight, scheme, scale, zero_point, outer, cols);
-    std::optional<SchemeParams> of_input;
-    if (input) of_input = named_scheme(input->view(), x.numel() / cols, cols);
-    if (!codes || input.has_value() != of_input.has_value() || (!input && precision_decides(x))) return false;
-    linear(x, of_input, *codes, bias, out);
+    std::optional<Rounded> from, to;
+    if (r.input) {
+        const auto s = named_scheme(r.input->view(), rows, cols);
+        if (!s) return false;
+        from = Rounded{*s, r.input_scale, r.input_zero_point, r.input_outer};
+    } else if (r.input_scale || r.input_zero_point || r.input_outer || precision_decides(x)) {
+        return false;
+    }
+    if (r.out_scheme) {
+        const auto s = named_scheme(r.out_scheme->view(), rows, weight.size(0));
+        if (!s) return false;
+        to = Rounded{*s, r.out_scale, r.out_zero_point, {}};
+    } else if (r.out_scale || r.out_zero_point) {
+        return false;
+    }
+    if (!codes) return false;
+    linear(x, from, *codes, bias, to, out);
     return true;
 }
 
 bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
-                const MaybeText& input, ScalarType out_dtype, const Tensor& out) {
-    if (x.dim() == 0 || out.scalar_type() != out_dtype || out.dim() != x.dim()) return false;
-    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(outer), address(bias)})) return false;
-    return linear_into(x, weight, scheme, scale, zero_point, outer, bias, input, out);
+                const MaybeText& input, ScalarType out_dtype, const MaybeTensor& input_scale,
+                const MaybeTensor& input_zero_point, const MaybeTensor& input_outer, const MaybeText& out_scheme,
+                const MaybeTensor& out_scale, const MaybeTensor& out_zero_point, const Tensor& out) {
+    if (x.dim() == 0 || out.dim() != x.dim() || out.scalar_type() != (out_scheme ? ScalarType::Byte : out_dtype)) {
+        return false;
+    }
+    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(outer), address(bias), address(input_scale),
+                      address(input_zero_point), address(input_outer), address(out_scale), address(out_zero_point)})) {
+        return false;
+    }
+    return linear_into(x, weight, scheme, scale, zero_point, outer, bias,
+                       {input, input_scale, input_zero_point, input_outer, out_scheme, out_scale, out_zero_point}, out);
 }
 
 std::optional<Tensor> linear_new(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
                                  const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
-                                 const MaybeText& input, ScalarType out_dtype) {
+                                 const MaybeText& input, ScalarType out_dtype, const MaybeTensor& input_scale,
+                                 const MaybeTensor& input_zero_point, const MaybeTensor& input_outer,
+                                 const MaybeText& out_scheme, const MaybeTensor& out_scale,
+                                 const MaybeTensor& out_zero_point) {
     if (!is_float(out_dtype) || x.dim() == 0 || weight.dim() != 2) return std::nullopt;
-    const Tensor out = new_tensor(sizes_with(x, weight.size(0)), out_dtype);
-    if (!linear_into(x, weight, scheme, scale, zero_point, outer, bias, input, out)) return std::nullopt;
+    int64_t width = weight.size(0);
+    if (out_scheme) {
+        const auto s = named_scheme(out_scheme->view(), 1, width);
+        if (!s) return std::nullopt;
+        width = cpu::packed_cols(width, s->format.bits);
+    }
+    const Tensor out = new_tensor(sizes_with(x, width), out_scheme ? ScalarType::Byte : out_dtype);
+    const Roundings r{input, input_scale, input_zero_point, input_outer, out_scheme, out_scale, out_zero_point};
+    if (!linear_into(x, weight, scheme, scale, zero_point, outer, bias, r, out)) return std::nullopt;
     return out;
 }
 

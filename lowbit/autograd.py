@@ -119,7 +119,12 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves no activation: the gradient of ``x`` needs the weight alone, and passes straight through x's rounding."""
     call = OPS["linear"].args(*inputs)
-    _refuse("linear", scale=call.scale, outer_scale=call.outer_scale)
+    _refuse("linear", scale=call.scale, outer_scale=call.outer_scale, input_scale=call.input_scale)
+    if call.out_scheme is not None:
+        raise RuntimeError(
+            "lowbit.linear: x or bias requires grad, and a result in codes carries none; leave out_scheme out, or run "
+            "under torch.no_grad()"
+        )
     ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
     ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
     weight = (call.weight, stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale))
@@ -135,7 +140,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
     if ctx.bias_dtype is not None:
         grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return grad_x, *[None] * 5, grad_bias, None, None
+    return grad_x, *[None] * 5, grad_bias, *[None] * 8
 
 
 def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torch.dtype) -> Tensor:

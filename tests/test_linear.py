@@ -193,3 +193,92 @@ def test_rows_of_integer_products_do_not_depend_on_anything_else(variant: Varian
             assert_same_bits(linear(x, weight, None, input), wanted[:rows], f"{rows} rows")
             y = torch.ops.lowbit.linear_packed(x, packed, 37)
             assert_same_bits(y, wanted[:rows], f"{rows} rows, packed")
+
+
+# -- scales that are given, and results in codes -----------------------------------------------------------------------
+@native
+@pytest.mark.parametrize("input", ["int8:tensor", "uint8:tensor:affine", "int8:col", "fp8_e4m3:tensor:bf16"])
+@pytest.mark.parametrize("scheme", ["int8:row", "int4:group32", "nf4"])
+def test_a_static_input_is_quantized_by_the_scale_that_is_given(variant: Variant, scheme: str, input: str):
+    """The codes are those of quantize with that scale, computed one by one by the oracle of quantize_static."""
+    x, w = random_matrix(21, 96, seed=1), lb.quantize(random_matrix(37, 96, seed=2), scheme)
+    seen = lb.quantize(random_matrix(21, 96, seed=3), input)
+    given = {"input_scale": seen.scale, "input_zero_point": seen.zero_point}
+    with variant.use():
+        y = linear(x, w, None, input, torch.float32, **given)
+        codes = lb.quantize(x, input, scale=seen.scale, zero_point=seen.zero_point)
+        assert_same_bits(y, lb.scaled_mm(codes, w, out_dtype=torch.float32))
+    if scheme != "nf4" and input in ("int8:tensor", "uint8:tensor:affine"):  # sums of integers, exact
+        with lb.use_backend("reference"):
+            assert_same_bits(y, linear(x, w, None, input, torch.float32, **given), "the reference")
+    with variant.use():
+        assert not torch.equal(y, linear(x, w, None, input, torch.float32))
+    if scheme == "int8:row" and input == "int8:tensor":
+        rounded = (x.double() / seen.scale.double()).round().clamp(-127, 127)
+        exact = (rounded @ w.codes.view(torch.int8).double().T).float() * (seen.scale * w.scale.T)
+        assert_same_bits(y, exact)
+
+
+@native
+@pytest.mark.parametrize(
+    "out_scheme", ["int8:tensor", "uint8:tensor:affine", "int4:row", "int8:group7", "fp8_e4m3:tensor"]
+)
+@pytest.mark.parametrize("input", [None, "int8:row", "int8:group32"])
+def test_a_result_in_codes_is_that_of_quantize(variant: Variant, input: str | None, out_scheme: str):
+    x, w = random_matrix(21, 96, seed=1), lb.quantize(random_matrix(37, 96, seed=2), "int8:row")
+    bias = random_matrix(1, 37, seed=4)[0]
+    with variant.use():
+        y = linear(x, w, bias, input, torch.float32)
+        made = lb.quantize(y, out_scheme)
+        found = linear(
+            x, w, bias, input, out_scheme=out_scheme, out_scale=made.scale, out_zero_point=made.zero_point,
+        )  # fmt: skip
+        again = lb.quantize(y, out_scheme, scale=made.scale, zero_point=made.zero_point)
+        assert_same_bits(found.codes, again.codes)
+        assert (found.scheme, found.shape, found.dtype) == (again.scheme, y.shape, torch.float32)
+        assert_same_bits(linear(x, w, bias, input, out_scheme=out_scheme).codes, made.codes)
+    if input is not None:
+        with lb.use_backend("reference"):
+            given = {"out_scale": made.scale, "out_zero_point": made.zero_point}
+            assert_same_bits(found.codes, linear(x, w, bias, input, out_scheme=out_scheme, **given).codes)
+
+
+@native
+def test_results_in_codes_of_more_rows_than_a_piece(variant: Variant):
+    x, w = random_matrix(5000, 16, seed=1), lb.quantize(random_matrix(1500, 16, seed=2), "int8:row")
+    with variant.use():
+        for input, scheme in (("int8:row", "int8:row"), (None, "int8:tensor"), ("int8:tensor", "int4:block64x4")):
+            y = linear(x, w, None, input, torch.float32)
+            made = lb.quantize(y, scheme)
+            found = linear(x, w, None, input, out_scheme=scheme, out_scale=made.scale)
+            assert_same_bits(found.codes, lb.quantize(y, scheme, scale=made.scale).codes, scheme)
+
+
+def test_a_chain_of_layers_in_integers():
+    """A layer whose result is in codes feeds one that takes them, without floats between."""
+    x = random_matrix(9, 64, seed=1)
+    first, second = (lb.quantize(random_matrix(48 + i, n, seed=2 + i), "int8:row") for i, n in ((0, 64), (1, 48)))
+    scale = linear(x, first, None, "int8:row").abs().max() / 127
+    middle = linear(x, first, None, "int8:row", out_scheme="int8:tensor", out_scale=scale)
+    y = lb.scaled_mm(middle, second, out_dtype=torch.float32)
+    floats = linear(x, first, None, "int8:row")
+    assert_same_bits(y, linear(floats, second, None, "int8:tensor", input_scale=scale))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"input_scale": 1.0}, "input_scale is the scale of a scheme; give input too"),
+        ({"out_scale": 1.0}, "are those of an out_scheme; give that too"),
+        ({"input": "int8:row", "input_scale": torch.ones(3)}, r"scale must have shape \[2, 1\], got \[3\]"),
+        ({"out_scheme": "int8:tensor", "out": torch.zeros(2, 5)}, "out= is for a result in floats"),
+        ({"out_scheme": "nvfp4", "out_scale": 1.0}, "needs its outer_scale too"),
+        ({"input": "int8:tensor", "input_zero_point": 3}, "a zero_point needs its scale"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(given, message):
+    w = lb.quantize(torch.randn(5, 8), "int8:row")
+    with pytest.raises(ValueError, match=message):
+        linear(torch.randn(2, 8), w, **given)
+    with pytest.raises(RuntimeError, match="a result in codes carries none"):
+        linear(torch.randn(2, 8, requires_grad=True), w, None, "int8:row", out_scheme="int8:tensor", out_scale=1.0)

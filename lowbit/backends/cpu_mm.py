@@ -44,10 +44,13 @@ def _x_rows(x: Tensor, quantized: bool) -> Tensor:
 
 
 def _linear(outs: tuple[Tensor, ...], call: Linear) -> None:
+    given = (call.input_scale, call.input_zero_point, call.input_outer_scale)
     torch.ops.lowbit_native.linear(
         _x_rows(call.x, call.input is not None), scheme_number(call.input),
-        _rows(call.weight, call.scheme), scheme_number(call.scheme),
-        call.scale, call.zero_point, call.outer_scale, call.bias, outs[0],
+        *(None if t is None else t.contiguous() for t in given),
+        _rows(call.weight, call.scheme), scheme_number(call.scheme), call.scale, call.zero_point, call.outer_scale,
+        call.bias, scheme_number(call.out_scheme),
+        *(None if t is None else t.contiguous() for t in (call.out_scale, call.out_zero_point)), outs[0],
     )  # fmt: skip
 
 

@@ -39,7 +39,12 @@ from lowbit.recipes import RECIPES
 
 class Linear(NamedTuple):
     """``x [..., K]`` float; ``weight``: stored codes ``[N, packed K]`` with their scales, of which floating-point ones
-    may be the integers of their bits, as layers keep them; ``input``: x's scheme."""
+    may be the integers of their bits, as layers keep them.
+
+    ``input``: the scheme that x is quantized in, by scales that are made of it, or by ``input_scale`` and the others.
+    ``out_scheme``: the result is quantized by ``out_scale`` and ``out_zero_point`` into stored codes ``[..., packed
+    N]``; ``out_dtype`` then says nothing.
+    """
 
     x: Tensor
     weight: Tensor
@@ -50,6 +55,12 @@ class Linear(NamedTuple):
     bias: Tensor | None = None
     input: str | None = None
     out_dtype: torch.dtype = torch.bfloat16
+    input_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
+    input_outer_scale: Tensor | None = None
+    out_scheme: str | None = None
+    out_scale: Tensor | None = None
+    out_zero_point: Tensor | None = None
 
 
 class Scales(NamedTuple):
@@ -69,8 +80,15 @@ def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
         a, call.weight, call.x.shape[-1], call.input, call.scheme,
         scales.scale, scales.zero_point, scales.outer_scale,
         stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale), call.bias,
-        call.out_dtype,
+        call.out_dtype if call.out_scheme is None else torch.float32,
     )  # fmt: skip
+
+
+def given_scales(call: Linear) -> Scales | None:
+    """The scales by which x is quantized, where they are given."""
+    if call.input_scale is None:
+        return None
+    return Scales(call.input_scale, call.input_zero_point, call.input_outer_scale)
 
 
 def quantized(call: Linear) -> ScaledMM:
@@ -79,13 +97,22 @@ def quantized(call: Linear) -> ScaledMM:
     if call.input is None:
         return product(call, x)
     scheme = scaling.scheme(call.input)
-    outer = reference.outer_scale(x, scheme) if scheme.outer else None
-    codes, scale, zero = reference.quantize(x, scheme, outer, None)
-    return product(call, packing.pack(codes, scheme.format.bits), Scales(scale, zero, outer))
+    scales = given_scales(call)
+    if scales is not None:
+        assert scales.scale is not None
+        codes = reference.quantize_static(x, scheme, scales.scale, scales.zero_point, scales.outer_scale, None)
+    else:
+        outer = reference.outer_scale(x, scheme) if scheme.outer else None
+        codes, scale, zero = reference.quantize(x, scheme, outer, None)
+        scales = Scales(scale, zero, outer)
+    return product(call, packing.pack(codes, scheme.format.bits), scales)
 
 
 def _outputs(call: Linear) -> list[Out]:
-    return [((*call.x.shape[:-1], call.weight.shape[0]), call.out_dtype)]
+    cols = call.weight.shape[0]
+    if call.out_scheme is not None:
+        return [((*call.x.shape[:-1], scaling.scheme(call.out_scheme).packed_cols(cols)), torch.uint8)]
+    return [((*call.x.shape[:-1], cols), call.out_dtype)]
 
 
 def _check(call: Linear) -> None:
@@ -107,6 +134,33 @@ def _check(call: Linear) -> None:
         require_float("linear", "bias", call.bias)
         if tuple(call.bias.shape) != (rows,):
             raise ValueError(f"lowbit.linear: bias must be [{rows}], got {list(call.bias.shape)}")
+    _check_given(call, call.x.shape[:-1].numel(), rows)
+
+
+def _check_given(call: Linear, rows: int, out_cols: int) -> None:
+    """Scales that are given belong to a scheme, and fit it."""
+    given = (call.input_scale, call.input_zero_point, call.input_outer_scale)
+    if call.input is not None and call.input_scale is not None:
+        require_scales("linear", scaling.scheme(call.input), rows, call.x.shape[-1], call.input_scale, *given[1:])
+    else:
+        require(
+            all(one is None for one in given),
+            "lowbit.linear: input_scale, input_zero_point and input_outer_scale are those of an input scheme and come "
+            f"together; got input={call.input!r} and input_scale={'given' if call.input_scale is not None else None}",
+        )
+    if call.out_scheme is None:
+        require(
+            call.out_scale is None and call.out_zero_point is None,
+            "lowbit.linear: out_scale and out_zero_point are those of an out_scheme; give that too",
+        )
+        return
+    scheme = scaling.scheme(call.out_scheme)
+    require(
+        call.out_scale is not None and not scheme.outer,
+        f"lowbit.linear: a result in {scheme} needs a given out_scale, and a scheme without a global scale; for scales "
+        "made of the result, quantize what linear returns",
+    )
+    require_scales("linear", scheme, rows, out_cols, call.out_scale, call.out_zero_point, None)  # type: ignore[arg-type]
 
 
 def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
