@@ -98,7 +98,7 @@ def convert(
     task.put(model, made)
     return Report(
         task.what,
-        task.what if plan is None else str(plan),
+        None if plan is None else str(plan),
         tuple(rows),
         tuple(found.skipped),
         found.left,
