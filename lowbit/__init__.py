@@ -13,6 +13,7 @@ from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, linear, pack, quantize, scaled_mm, unpack
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
+from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
 
@@ -25,6 +26,7 @@ __all__ = [
     "Gemm",
     "Quantized",
     "Recipe",
+    "Rounding",
     "Scheme",
     "__version__",
     "adamw_",

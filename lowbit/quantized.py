@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ def scale_dtype(scheme: Scheme) -> torch.dtype:
 def zero_dtype(scheme: Scheme) -> torch.dtype:
     """What zero points are stored in."""
     return torch.int8 if scheme.format.signed else torch.uint8
+
+
+#: How a user comes by a plain tensor.
+_PLAIN = "call dequantize() for a tensor, or lowbit.dequantize_(model) for plain layers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +144,26 @@ class Quantized:
     def size(self, axis: int | None = None) -> torch.Size | int:
         """``shape``, or its entry for one axis."""
         return self.shape if axis is None else self.shape[axis]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Reached for names that a Quantized lacks. Raises AttributeError."""
+            known = not name.startswith("_") and hasattr(Tensor, name)
+            hint = f": it holds codes, no numbers; {_PLAIN}" if known else ""
+            raise AttributeError(f"a Quantized has no attribute {name!r}{hint}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """What torch calls for a function of tensors that is given a Quantized. Raises TypeError."""
+        name = getattr(func, "__name__", str(func))
+        raise TypeError(f"torch's {name} takes tensors, and a Quantized holds codes; {_PLAIN}")
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        """Raises TypeError: low-bit products are ``lowbit.scaled_mm``."""
+        raise TypeError(f"@ takes tensors, and a Quantized holds codes; call lowbit.scaled_mm(x, q), or {_PLAIN}")
+
+    __rmatmul__ = __matmul__
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, pickles and ``torch.save`` keep the scheme by its name."""

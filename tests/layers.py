@@ -11,7 +11,7 @@ import lowbit as lb
 from lowbit.ops import OPS
 from lowbit.ops.matmul import ScaledMM
 
-TRAINING = tuple(name for name, row in lb.RECIPES.items() if row.training is not None)
+TRAINING = tuple(name for name, row in lb.RECIPES.items() if row.trains)
 
 
 def exact(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:

@@ -155,3 +155,42 @@ def test_explain_draws_no_seed():
     torch.set_rng_state(before)
     torch.randn(3)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+# -- rounding as one value ---------------------------------------------------------------------------------------------
+LOOSE = {"seed": 7, "step": 3, "stream": "blocks.0/output.a", "offset": 5, "pitch": 40}
+
+
+def test_a_rounding_is_its_five_arguments():
+    x, one = torch.randn(4, 32), lb.Rounding(**LOOSE)
+    assert torch.equal(lb.encode(x, "fp4_e2m1", one), lb.encode(x, "fp4_e2m1", "stochastic", **LOOSE))
+    for scale in (None, 0.5):
+        (codes, *_), (expected, *_) = (
+            lb.quantize(x, "int8:tensor", scale, rounding=rounding, **more).parts.values()
+            for rounding, more in ((one, {}), ("stochastic", LOOSE))
+        )
+        assert torch.equal(codes, expected)
+    assert_same_bits(
+        lb.fake_quantize(x, "mxfp4", rounding=one), lb.fake_quantize(x, "mxfp4", rounding="stochastic", **LOOSE)
+    )
+    assert one.words()[2] == lb.Rounding(0, stream="blocks.0/output.a").words()[2] and hash(one)
+
+
+def test_the_step_of_adamw_is_the_step_of_its_rounding():
+    def stepped(rounding, **more):
+        p, moments = torch.ones(4, 32), [lb.quantize(torch.zeros(4, 32), "fp8_e4m3:group32") for _ in "mr"]
+        for step in (1, 2):
+            lb.adamw_(p, torch.linspace(-1, 1, 128).reshape(4, 32), *moments, step=step, rounding=rounding, **more)
+        return [p, *(part for moment in moments for part in moment.parts.values())]
+
+    plain, one = stepped("stochastic", seed=7, stream=3), stepped(lb.Rounding(7, stream=3))
+    assert all(map(torch.equal, plain, one))
+    with pytest.raises(ValueError, match=r"is of another step than step=1; leave its step out"):
+        stepped(lb.Rounding(7, step=2))
+
+
+def test_a_rounding_and_loose_arguments_are_refused_together():
+    with pytest.raises(ValueError, match=r"has seed, step, stream, offset and pitch; leave these arguments out"):
+        lb.encode(torch.ones(3), "fp4_e2m1", lb.Rounding(1), seed=2)
+    with pytest.raises(ValueError, match="seed: expected an integer of 64 bits"):
+        lb.Rounding(1 << 64)

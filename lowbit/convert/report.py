@@ -8,6 +8,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 __all__ = ["LayerReport", "Report", "amount", "families", "left_lines"]
@@ -81,26 +82,31 @@ class Report:
         )
 
     def __repr__(self) -> str:
-        return f"<{self.what} {self._headline()}; print it for a table>"
+        return f"<{self._headline()}; print it for a table>"
 
     def __str__(self) -> str:
         from rich.console import Console  # imported when it is needed: the library imports without it
 
-        console = Console(file=StringIO(), width=120, color_system=None, legacy_windows=False)
-        with console.capture() as capture:
-            console.print(self.table())
-        lines = [line.rstrip() for line in capture.get().splitlines()]
-        return "\n".join([*lines, *self._remarks()])
+        console = Console(file=(out := StringIO()), width=120, color_system=None, legacy_windows=False)
+        console.print(self.table())
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        return "\n".join([self._headline(), *lines, *self._remarks()])
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(Text(self._headline()), self.table(), *(Text(line) for line in self._remarks()))
 
     def table(self, every_layer: bool | None = None) -> Table:
         """The converted layers as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
-        from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
 
         each = len(self.layers) <= _MOST_ROWS if every_layer is None else every_layer
         rows = [(layer.name, [layer]) for layer in self.layers] if each else families(list(self.layers))
         measured = any(layer.sqnr is not None for layer in self.layers)
-        shown = Table(title=f"{self.what} {self._headline()}", title_justify="left", title_style="bold")
+        shown = Table()
         shown.add_column("layer", overflow="fold")
         shown.add_column("class")
         shown.add_column("recipe")
@@ -108,13 +114,13 @@ class Report:
         for column in columns:
             shown.add_column(column, justify="right")
         for name, layers in rows:
-            shown.add_row(*(escape(cell) for cell in _row(name, layers, measured)))
+            shown.add_row(*(Text(cell) for cell in _row(name, layers, measured)))
         return shown
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
-        recipe = f"{self.recipe}: " if self.recipe else ""
-        return f"{recipe}{some} converted, {amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
+        whole = f"{amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
+        return f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} converted, {whole}"
 
     def _remarks(self) -> list[str]:
         lines = [f"skipped: {', '.join(_shortened(list(self.skipped)))}"] if self.skipped else []

@@ -8,12 +8,13 @@ from torch import Tensor
 from lowbit import formats
 from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits
+from lowbit.rounding import Rounding
 
 
 def encode(
     x: Tensor,
     format: str | formats.Format,
-    rounding: str = "nearest",
+    rounding: str | Rounding = "nearest",
     saturate: bool = True,
     seed: int | None = None,
     step: int = 0,
@@ -26,6 +27,7 @@ def encode(
 
     ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
     the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
+    A ``Rounding`` is stochastic, and holds these five as one value.
     Without ``seed``, each call draws one from torch's CPU generator; a fullgraph ``torch.compile`` cannot, and raises.
     Under ``torch.vmap`` every sample is a call of its own, which counts from ``offset`` again.
     Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
@@ -35,7 +37,8 @@ def encode(
     Raises TypeError for dtypes other than float32, bfloat16, float16; ValueError for an unknown format or rounding.
     Source: docs/numerics.md sections 2, 3, 4, 7.
     """
-    args = (formats.find(format).name, rounding, saturate, *random_bits(rounding, seed, step, stream, offset, pitch))
+    rounding, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    args = (formats.find(format).name, rounding, saturate, *rng)
     if out is None:
         made: Tensor = call("encode", x, *args)
         return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from lowbit.functional.arguments import random_bits
 from lowbit.ops import OPS
 from lowbit.ops.optimizer import STATE_SCHEME, state_refusal
 from lowbit.quantized import Quantized
+from lowbit.rounding import Rounding
 
 
 def adamw_(
@@ -23,7 +26,7 @@ def adamw_(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-    rounding: str = "nearest",
+    rounding: str | Rounding = "nearest",
     seed: int | None = None,
     stream: int | str = 0,
     offset: int = 0,
@@ -51,7 +54,12 @@ def adamw_(
         refusal = state_refusal(moment.scheme)
         if refusal is not None:
             raise ValueError(f"adamw_: {name} cannot be {moment.scheme}: {refusal}; use {STATE_SCHEME}")
-    rng = list(random_bits(rounding, seed, step, stream, offset, pitch))
+    if isinstance(rounding, Rounding):
+        if rounding.step not in (0, step):
+            raise ValueError(f"adamw_: {rounding} is of another step than step={step}; leave its step out")
+        rounding = replace(rounding, step=step)
+    loose = step if rounding == "stochastic" else 0
+    rounding, *rng = random_bits(rounding, seed, loose, stream, offset, pitch)
     rng[1] = step  # also where no random bits are drawn: the correction of the moments' bias depends on it
     matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
     parts = (exp_avg.codes, exp_avg.scale, exp_rms.codes, exp_rms.scale)

@@ -11,6 +11,7 @@ from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.scales import given_scales
 from lowbit.quantized import Quantized, zero_dtype
+from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
@@ -54,7 +55,7 @@ def quantize(
     scale: Tensor | float | None = None,
     zero_point: Tensor | int | None = None,
     outer_scale: Tensor | float | None = None,
-    rounding: str = "nearest",
+    rounding: str | Rounding = "nearest",
     seed: int | None = None,
     step: int = 0,
     stream: int | str = 0,
@@ -66,7 +67,8 @@ def quantize(
     """``x`` in ``scheme``: packed codes with a scale for each block.
 
     ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
-    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``out`` is filled and returned.
+    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``rounding``, and ``seed`` to
+    ``pitch``: as for ``encode``. ``out`` is filled and returned.
     Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
 
     ``return_amax`` also returns what scales are made from, whether they are given or not, fp32 ``[R, C]``: the amax of
@@ -78,7 +80,7 @@ def quantize(
     """
     kind = find_scheme(scheme)
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
-    rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    word, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
     scales = tuple(
         [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, outer_scale)]
     )
@@ -89,11 +91,11 @@ def quantize(
             f"but the result is {kind} {list(x.shape)} of {x.dtype}"
         )
     if scales[0] is not None:
-        codes = _quantize_static(matrix, kind, scales, rounding, rng, parts)
+        codes = _quantize_static(matrix, kind, scales, word, rng, parts)
         made = (scales[0], scales[1])
         _copy_given(parts, scales)
     else:
-        codes, *made = _quantize_dynamic(matrix, kind, scales[2], rounding, rng, parts)
+        codes, *made = _quantize_dynamic(matrix, kind, scales[2], word, rng, parts)
     q = out
     if q is None:
         q = Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
@@ -107,7 +109,7 @@ def quantize(
 
 
 def _quantize_dynamic(
-    x: Tensor, scheme: Scheme, outer: Tensor | None, rounding: str, rng: tuple[Any, ...], parts: dict[str, Tensor]
+    x: Tensor, scheme: Scheme, outer: Tensor | None, rounding: str, rng: list[Any], parts: dict[str, Tensor]
 ) -> Any:
     args = (x, scheme.name, outer, rounding, *rng)
     if not parts:
@@ -122,7 +124,7 @@ def _quantize_dynamic(
 
 
 def _quantize_static(
-    x: Tensor, scheme: Scheme, scales: tuple[Any, ...], rounding: str, rng: tuple[Any, ...], parts: dict[str, Tensor]
+    x: Tensor, scheme: Scheme, scales: tuple[Any, ...], rounding: str, rng: list[Any], parts: dict[str, Tensor]
 ) -> Any:
     args = (x, scheme.name, *scales, rounding, *rng)
     if not parts:
@@ -143,7 +145,7 @@ def fake_quantize(
     scale: Tensor | float | None = None,
     zero_point: Tensor | int | None = None,
     outer_scale: Tensor | float | None = None,
-    rounding: str = "nearest",
+    rounding: str | Rounding = "nearest",
     seed: int | None = None,
     step: int = 0,
     stream: int | str = 0,
@@ -170,6 +172,6 @@ def fake_quantize(
             f"fake_quantize: scale requires grad, but {kind} stores scales as {kind.scale_format.name} codes, "
             "which have no gradient; give scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
         )
-    rng = random_bits(rounding, seed, step, stream, offset, pitch)
-    y: Tensor = call("fake_quantize", matrix, kind.name, *scales, rounding, *rng)
+    word, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    y: Tensor = call("fake_quantize", matrix, kind.name, *scales, word, *rng)
     return y.reshape(x.shape)
