@@ -178,7 +178,7 @@ def test_mistakes_are_one_message(run, tmp_path, arguments, message):
     ],
 )
 def test_a_damaged_tokenizer_is_one_message(run, tmp_path, text, why):
-    from lowbit.nn.transformer import GPT, GPTConfig
+    from lowbit.demo.gpt import GPT, GPTConfig
 
     lb.save_model(GPT(GPTConfig(vocab=256, context=4, layers=1, heads=1, dim=2, hidden=2)), tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(text)
@@ -246,7 +246,7 @@ def test_the_precision_of_a_run_is_the_processors_unless_given(
 ):
     """Stopped before the first step, which leaves the settings that the run would have had."""
     pytest.importorskip("matplotlib")
-    from lowbit.train.demo import Settings
+    from lowbit.demo.experiment import Settings
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -288,9 +288,9 @@ def test_train_refuses_the_settings_of_something_else(run, tmp_path):
 
 def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     from lowbit.cli import train
-    from lowbit.train import demo
+    from lowbit.demo import experiment
 
-    settings = demo.Settings(precisions=("bf16", "fp8"))
+    settings = experiment.Settings(precisions=("bf16", "fp8"))
     train._begin(settings, tmp_path, overwrite=False)
     for name in ("bf16", "fp8", "other"):
         (tmp_path / name).mkdir()
@@ -300,7 +300,7 @@ def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     (tmp_path / "report.md").write_text("of this run")
     with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or give another --out"):
         train._begin(settings, tmp_path, overwrite=False)
-    train._begin(demo.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
+    train._begin(experiment.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
     assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]
 
 

@@ -32,6 +32,7 @@ LAYERS = [
     {"nn"},
     {"serialize"},
     {"train", "memory"},
+    {"demo"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -16,8 +16,8 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import files
+from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.nn import QuantConv2d, QuantLinear, QuantMultiheadAttention
-from lowbit.nn.transformer import GPT, GPTConfig
 
 TINY = GPTConfig(vocab=32, context=8, layers=2, heads=2, dim=36, hidden=50)
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -249,8 +249,8 @@ def test_models_that_lowbit_cannot_build(tmp_path):
     with pytest.raises(ValueError, match=r"does not say how to build its model .*load_model\(directory, model\)"):
         lb.load_model(tmp_path)
     lb.save_model(gpt(), tmp_path)
-    edit(tmp_path, model={"class": "lowbit.nn.transformer.GPT", "config": {"depth": 3}})
-    with pytest.raises(ValueError, match=r"cannot build lowbit.nn.transformer.GPT"):
+    edit(tmp_path, model={"class": "lowbit.demo.gpt.GPT", "config": {"depth": 3}})
+    with pytest.raises(ValueError, match=r"cannot build lowbit.demo.gpt.GPT"):
         lb.load_model(tmp_path)
 
 
@@ -352,7 +352,7 @@ import os, signal, sys, torch
 from pathlib import Path
 import safetensors.torch
 import lowbit as lb
-from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.demo.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
 config = GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=36, hidden=50)

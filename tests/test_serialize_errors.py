@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.demo.gpt import GPT, GPTConfig
 
 
 def gpt() -> GPT:
@@ -107,7 +107,7 @@ def test_a_file_is_no_place_for_a_model(tmp_path):
         ({"model": "GPT"}, "is damaged"),
         ({"model": {}}, "is damaged"),
         ({"model": {"class": ["x"]}}, "the model's class must be a string"),
-        ({"model": {"class": "lowbit.nn.transformer.GPT"}}, "cannot build lowbit.nn.transformer.GPT"),
+        ({"model": {"class": "lowbit.demo.gpt.GPT"}}, "cannot build lowbit.nn.transformer.GPT"),
     ],
 )
 def test_entries_of_another_kind_are_damage(saved, changes, told):

@@ -13,14 +13,14 @@ from torch import nn
 from variants import best, serving
 
 import lowbit as lb
+from lowbit.demo import text
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.loop import Interrupted, TrainConfig, Trainer, evaluate
+from lowbit.demo.tokenizer import Tokenizer
 from lowbit.files import write_atomically
 from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
 from lowbit.memory.rss import peak_bytes, reset_peak
-from lowbit.nn.transformer import GPT, GPTConfig
-from lowbit.train import text
-from lowbit.train.data import Corpus
-from lowbit.train.loop import Interrupted, TrainConfig, Trainer, evaluate
-from lowbit.train.tokenizer import Tokenizer
 
 ENGLISH = Path(__file__).parent / "data" / "english.txt"
 TINY = GPTConfig(vocab=300, context=32, layers=2, heads=2, dim=32, hidden=64)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowbit.nn.transformer import GPT, GPTConfig, KVCache, generate, rope, rotate
+from lowbit.demo.gpt import GPT, GPTConfig, KVCache, generate, rope, rotate
 
 SMALL = GPTConfig(vocab=50, context=32, layers=2, heads=2, dim=16, hidden=24)
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from lowbit.cli.console import out, print_json, size
+from lowbit.demo import experiment
 from lowbit.nn.convert import model_bytes, quantize_
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
-from lowbit.train import demo
 
 EPILOG = """
 **Examples**
@@ -37,11 +37,11 @@ def quantize(
     target = target or directory.with_name(f"{directory.name}-{chosen.name.replace(':', '-')}")
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
-    model, tokenizer = demo.load(directory)
+    model, tokenizer = experiment.load(directory)
     model.bfloat16()
     before = model_bytes(model)
     conversion = quantize_(model, chosen)
-    demo.save(model, tokenizer, target)
+    experiment.save(model, tokenizer, target)
     result = {
         "recipe": chosen.name, "converted": conversion.converted, "skipped": conversion.skipped,
         "bytes_bf16": before, "bytes": model_bytes(model), "out": str(target),

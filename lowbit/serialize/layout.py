@@ -25,14 +25,17 @@ class Rebuild(NamedTuple):
 
 
 def _build_gpt(described: dict[str, Any]) -> nn.Module:
-    gpt = import_module("lowbit.nn.transformer")
+    gpt = import_module("lowbit.demo.gpt")
     model: nn.Module = gpt.GPT(gpt.GPTConfig(**described))
     return model
 
 
-#: Models that ``load_model`` can build by itself, by full class name.
+_GPT = Rebuild(lambda model: asdict(model.config), _build_gpt)
+
+#: Models that ``load_model`` can build by itself, by full class name; the last row is the name in older files.
 REBUILD: dict[str, Rebuild] = {
-    "lowbit.nn.transformer.GPT": Rebuild(lambda model: asdict(model.config), _build_gpt),
+    "lowbit.demo.gpt.GPT": _GPT,
+    "lowbit.nn.transformer.GPT": _GPT,
 }
 
 

@@ -43,7 +43,7 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
     ``model``: of the architecture that was saved, with layers in high precision (on any device, meta included) or
     quantized with the same recipes; other tensors are converted to its dtypes. What it has on the meta device is made
     anew, on the CPU, tied where the file is; its non-persistent buffers, which no file holds, must be elsewhere.
-    None: the model is built anew, which works for ``lowbit.nn.transformer.GPT``.
+    None: the model is built anew, which works for ``lowbit.demo.gpt.GPT``.
     Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated or altered file,
     another format version, an unknown recipe, a model that does not fit (the message lists the differences), or
     non-persistent buffers on the meta device.

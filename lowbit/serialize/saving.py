@@ -28,7 +28,7 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     """Write ``model``, quantized or not, to ``directory``; what was saved there before stays whole until this is done.
 
     Tensors that several names share are written once. A compiled model is saved as the one that was compiled, and
-    loaded before it is compiled again. A model of class ``lowbit.nn.transformer.GPT`` can be loaded
+    loaded before it is compiled again. A model of class ``lowbit.demo.gpt.GPT`` can be loaded
     without giving one; others are loaded into a model of the same architecture, quantized or not.
     Raises ValueError for a directory that holds another program's ``config.json``, or a damaged one; TypeError for
     state that is no plain dense tensor (sharded tensors: gather them first; extra state); OSError where the directory

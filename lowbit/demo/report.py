@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.backends.cpu import processor
+from lowbit.demo.data import Corpus
+from lowbit.demo.experiment import Measurement, Settings, as_json
+from lowbit.demo.loop import FLOATS, Trainer
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
-from lowbit.train.data import Corpus
-from lowbit.train.demo import Measurement, Settings, as_json
-from lowbit.train.loop import FLOATS, Trainer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT, GPTConfig, generate
+from lowbit.demo.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
+from lowbit.demo.tokenizer import Tokenizer
 from lowbit.files import write_atomically
 from lowbit.nn.convert import model_bytes, quantize_
-from lowbit.nn.transformer import GPT, GPTConfig, generate
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
-from lowbit.train.data import Corpus
-from lowbit.train.linear import Plan
-from lowbit.train.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
-from lowbit.train.tokenizer import Tokenizer
+from lowbit.train import prepare_
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
@@ -59,7 +60,7 @@ class Settings:
             find_recipe(name)
         for name in self.precisions:
             if name not in FLOATS:
-                Plan.of(find_recipe(name))
+                prepare_(nn.Sequential(nn.Linear(1, 1)), name)  # raises where the recipe cannot train
 
     def save(self, directory: Path) -> None:
         text = json.dumps(asdict(self), indent=2).encode()

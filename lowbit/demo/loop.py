@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT
 from lowbit.files import write_atomically
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
-from lowbit.nn.transformer import GPT
-from lowbit.train.data import Corpus
+from lowbit.train import prepare_
 
 __all__ = ["FLOATS", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
 
@@ -154,8 +155,6 @@ class Trainer:
         self.model, self.corpus, self.config = model, corpus, config
         self.path = directory / STATE
         if config.recipe is not None:
-            from lowbit.train import prepare_
-
             prepare_(model, config.recipe)
         if config.checkpointing:
             checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
