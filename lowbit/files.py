@@ -113,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path} is damaged: it is nested too deeply; copy or save it again") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it holds a JSON {type(value).__name__}, not an object")
+        raise ValueError(f"{path} is damaged: it holds a JSON {type(value).__name__}, not an object; copy it again")
     if not fits:
         raise ValueError(
             f"{path} is damaged or edited: its content does not fit its {_SEAL!r}; copy or save it again, or, if the "

@@ -125,7 +125,7 @@ def test_errors_say_what_to_do():
         next(generate(model, tokens(1, 30), 3))
     with pytest.raises(ValueError, match=r"dim must be a multiple of 2 \* heads"):
         GPTConfig(dim=20, heads=4)
-    with pytest.raises(ValueError, match=r"GPTConfig.layers must be positive"):
+    with pytest.raises(ValueError, match=r"GPTConfig.layers must be a positive integer, got 0"):
         GPTConfig(layers=0)
 
 

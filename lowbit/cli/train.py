@@ -76,7 +76,9 @@ def train(
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
     settings = _resumed(context, settings, directory) if resume else settings
-    report.require_plots()
+    plotless = report.without_plots()
+    if plotless:
+        errors.print(plotless, soft_wrap=True)
     corpus = settings.corpus()
     if not resume:
         experiment.check(settings, corpus, directory)
@@ -198,11 +200,14 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
     assert isinstance(model, GPT)
     trained = experiment.plain_copy(model)
     experiment.save(trained, corpus.tokenizer, directory / "model")
-    with errors.status("measuring") as status:
+    turns = len(FLOATS) + len(settings.recipes) + 1  # the last one is that of the speeds
+    with Progress(TextColumn("measuring {task.description}"), BarColumn(None), console=errors) as bar:
+        task = bar.add_task("", total=turns, completed=-1)
         rows = experiment.measure_recipes(
             trained, corpus, runs[0].windows, settings,
-            lambda name: status.update(f"measuring {name}"),
+            lambda name: bar.update(task, description=name, advance=1),
         )  # fmt: skip
+        bar.update(task, completed=turns)
     path = report.write(directory, settings, corpus, runs, rows, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(experiment.as_json(settings, corpus, runs, rows))

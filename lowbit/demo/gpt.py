@@ -34,11 +34,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            real = name == "rope_base" and type(value) is float
-            if not (real or type(value) is int) or not 0 < value < math.inf:
-                raise ValueError(
-                    f"GPTConfig.{name} must be a positive {'number' if real else 'integer'}, got {value!r}"
-                )
+            kind = "number" if name == "rope_base" else "integer"
+            if not (type(value) is int or (type(value) is float and kind == "number")) or not 0 < value < math.inf:
+                raise ValueError(f"GPTConfig.{name} must be a positive {kind}, got {value!r}")
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim must be a multiple of 2 * heads (RoPE turns pairs), got dim {self.dim} and {self.heads} heads; "
