@@ -356,7 +356,7 @@ def test_quantize_without_transformers_says_what_to_install(run, llama, monkeypa
     directory, _ = llama
     monkeypatch.setitem(sys.modules, "transformers", None)
     told = run("quantize", str(directory), "int8", code=1)
-    assert f"loading {directory} needs transformers: {sys.executable} -m pip install transformers" in told
+    assert f"loading {directory} needs transformers: {sys.executable} -m pip install 'transformers>=4.56'" in told
 
 
 @pytest.mark.parametrize(

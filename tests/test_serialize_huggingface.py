@@ -130,7 +130,7 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path, monkeypat
     lb.quantize_(model, "int8")
     lb.save_model(model, tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"a 'BertModel' needs transformers: .* -m pip install transformers"):
+    with pytest.raises(ImportError, match=r"a 'BertModel' needs transformers: .* -m pip install 'transformers>=4.56'"):
         lb.load_model(tmp_path)
 
 

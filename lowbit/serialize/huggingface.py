@@ -30,7 +30,7 @@ def _transformers(what: str) -> Any:
     try:
         return import_module("transformers")
     except ImportError:
-        command = f"{sys.executable} -m pip install transformers"
+        command = f"{sys.executable} -m pip install 'transformers>=4.56'"
         raise ImportError(f"{what} needs transformers: {command}") from None
 
 
