@@ -71,6 +71,17 @@ def test_a_directory_keeps_the_files_that_transformers_wrote(tmp_path):
     assert len(list(tmp_path.iterdir())) == len(before) + 2
 
 
+def test_a_loaded_model_generates_as_the_saved_one(tmp_path):
+    model = build("LlamaForCausalLM")
+    model.generation_config.max_new_tokens, model.generation_config.eos_token_id = 7, [2, 96]
+    lb.quantize_(model, "int8")
+    lb.save_model(model, tmp_path)
+    loaded = lb.load_model(tmp_path)
+    assert loaded.generation_config.eos_token_id == [2, 96]
+    expected = model.generate(TOKENS, do_sample=False)
+    assert torch.equal(loaded.generate(TOKENS, do_sample=False), expected) and expected.shape[1] <= 6 + 7
+
+
 def test_a_directory_that_was_not_quantized_says_how(tmp_path):
     build("BertModel").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"a model of transformers that is not quantized; .*lowbit quantize"):

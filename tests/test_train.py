@@ -15,7 +15,7 @@ from torch import nn
 from variants import best, serving
 
 import lowbit as lb
-from lowbit.demo import text
+from lowbit.demo import experiment, text
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Settings
 from lowbit.demo.gpt import GPT, GPTConfig
@@ -330,6 +330,22 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@given(data=st.data())
+def test_a_tokenizer_with_one_bit_flipped_is_refused_or_the_same(tmp_path_factory, tokenizer, data):
+    model = GPT(GPTConfig(vocab=256, context=4, layers=1, heads=1, dim=2, hidden=2))
+    directory = tmp_path_factory.mktemp("model")
+    experiment.save(model, Tokenizer(tokenizer.merges[:3]), directory)
+    path = directory / "tokenizer.json"
+    text = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(text) - 1))
+    text[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(text)
+    try:
+        assert experiment.load(directory)[1].merges == tokenizer.merges[:3]
+    except ValueError as error:
+        assert "tokenizer.json is damaged" in str(error)
 
 
 # -- checkpointing of blocks -------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """The demo: a small GPT, text to train it on, a training loop that resumes bit-exactly, and a report.
 
-Nothing else in lowbit imports this package, except the command line. Start with ``experiment.py``.
+The library does without it; the command line runs it, and ``load_model`` builds its GPT where a file holds one. Start
+with ``experiment.py``.
 """

@@ -43,12 +43,17 @@ def is_pretrained(model: nn.Module) -> bool:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The class and the config of a model, as JSON has them."""
-    return {"architecture": type(model).__name__, "config": json.loads(model.config.to_json_string())}
+    """The class and the config of a model, and how it generates if it does, as JSON has them."""
+    generation = getattr(model, "generation_config", None)
+    return {
+        "architecture": type(model).__name__,
+        "config": json.loads(model.config.to_json_string()),
+        "generation": None if generation is None else json.loads(generation.to_json_string()),
+    }
 
 
 def build(described: dict[str, Any]) -> nn.Module:
-    """The model that ``describe`` described, freshly initialized.
+    """The model that ``describe`` described, freshly initialized, in eval mode.
 
     Raises: ImportError without transformers; ValueError for a class or a config that it does not have.
     """
@@ -61,6 +66,8 @@ def build(described: dict[str, Any]) -> nn.Module:
         raise ValueError(f"transformers {library.__version__} knows no model_type {shown(kind)}")
     _check_sizes(config)
     model: nn.Module = made(library.CONFIG_MAPPING[kind].from_dict(config))
+    if described["generation"] is not None:
+        model.generation_config = library.GenerationConfig.from_dict(described["generation"])
     return model.eval()
 
 

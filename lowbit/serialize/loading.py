@@ -51,7 +51,8 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
     theirs again, and others must have them elsewhere, as models built within ``serialize.empty_weights()`` do.
     None: the model is built from the file, without drawing weights, and gets the file's dtypes. This works for models
     of transformers (of its own classes) and for the demo's GPT.
-    No parameter shares memory with the file, which may be replaced afterwards.
+    No parameter shares memory with the file, which may be replaced afterwards. The whole file is read before the model
+    is touched: a model that has weights needs its memory twice meanwhile, none or one on the meta device once.
     Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated, altered or
     malformed file, another format version, an unknown recipe, a model that does not fit (the message lists the
     differences), or non-persistent buffers on the meta device; ImportError where transformers is missing; another
