@@ -117,7 +117,7 @@ class BuildNative(build_ext):
 setup(
     packages=[*find_packages(include=["lowbit", "lowbit.*"]), *(f"lowbit.{name}" for name in ADOPTED)],
     package_dir={f"lowbit.{name}": name for name in ADOPTED},
-    package_data={"lowbit": ["py.typed", "_build.json"], "lowbit.train": ["*.txt"]},
+    package_data={"lowbit": ["py.typed", "_build.json"]},
     ext_modules=[Extension("lowbit._native", sources=[], py_limited_api=False)],
     cmdclass={"build_ext": BuildNative},
 )

@@ -1,41 +1,144 @@
-"""Files that are either the old ones or the new ones, never half, also when the machine stops."""
+"""Files that are written whole or not at all, and read with suspicion.
+
+A new file is written under a random name that no other process can hold or have prepared (``O_EXCL``), flushed to disk
+and renamed. JSON files carry the SHA-256 of their content, so that damage is told from a change of mind.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import reprlib
+import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["put_in_place", "temporary_for", "write_atomically"]
+__all__ = [
+    "check_regular",
+    "flush",
+    "read_checked",
+    "read_json",
+    "shown",
+    "sync_directory",
+    "write_atomically",
+    "write_checked",
+    "write_json",
+]
 
+#: No JSON file of lowbit comes near this many bytes.
+MOST_JSON = 64 << 20
 
-def temporary_for(path: Path) -> Path:
-    """Where to write what will become ``path``: a hidden name beside it, of this process."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+#: The key of a JSON file's own checksum.
+_SEAL = "sha256"
 
+#: What a checked file begins with; the digest, a newline and the payload follow.
+_MAGIC = b"lowbit-checked-1 sha256:"
 
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Make the finished file ``temporary`` the file ``path`` in one step, on disk before this returns."""
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if os.name == "posix":  # elsewhere a directory cannot be opened, and needs no flush of its own
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+#: What a file holds, for a message: cut where it is long or deep.
+shown: Callable[[Any], str] = _short.repr
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in its place; a failure leaves the old file."""
+    """Let ``write`` fill a temporary file beside ``path``, then put it in its place; a failure leaves the old file.
+
+    Of several writers at once the last one wins. Raises: OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_for(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    file = open(temporary, "xb")  # never an existing file, never through a link
     try:
-        with open(temporary, "wb") as file:
+        with file:
             write(file)
-        put_in_place(temporary, path)
+            flush(file)
+        os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_directory(path.parent)
+
+
+def flush(file: BinaryIO) -> None:
+    """Bring what was written to ``file`` to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names in ``directory`` to the disk; where directories cannot be opened they need no flush."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def check_regular(path: Path, most: int | None = None) -> int:
+    """The size of a file. Raises: FileNotFoundError; ValueError for a folder, pipe or device, or more bytes than
+    ``most``.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a regular file; remove it, or give another directory")
+    if most is not None and status.st_size > most:
+        raise ValueError(f"{path} has {status.st_size} bytes and may have {most} at most; copy or save it again")
+    return status.st_size
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write ``value`` and its checksum to ``path``, atomically. Raises: OSError."""
+    text = json.dumps({**value, _SEAL: _digest(value)}, indent=2).encode() + b"\n"
+    write_atomically(path, lambda file: file.write(text))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, without its checksum; files without one are taken as they are.
+
+    Raises: FileNotFoundError; ValueError for anything but a JSON object, and for one that its checksum does not fit.
+    """
+    check_regular(path, MOST_JSON)
+    try:
+        value = json.loads(path.read_bytes())
+        digest = value.pop(_SEAL, None) if isinstance(value, dict) else None
+        fits = digest is None or digest == _digest(value)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is not JSON ({error}); copy or save it again") from None
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: it is nested too deeply; copy or save it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds a JSON {type(value).__name__}, not an object; copy it again")
+    if not fits:
+        raise ValueError(
+            f"{path} is damaged or edited: its content does not fit its {_SEAL!r}; copy or save it again, or, if the "
+            f"change is meant, remove the line {_SEAL!r}"
+        )
+    return value
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# -- bytes with a checksum ---------------------------------------------------------------------------------------------
+def write_checked(path: Path, payload: bytes) -> None:
+    """Write ``payload`` behind its checksum, atomically. Raises: OSError."""
+    head = _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
+    write_atomically(path, lambda file: (file.write(head), file.write(payload)))
+
+
+def read_checked(path: Path) -> bytes:
+    """The payload of ``write_checked``. Raises: FileNotFoundError; ValueError for any other content."""
+    check_regular(path)
+    with open(path, "rb") as file:
+        head = file.read(len(_MAGIC) + 65)
+        payload = file.read() if head.startswith(_MAGIC) else b""
+    if head != _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n":
+        raise ValueError(f"{path} is damaged, or was not written by this version of lowbit")
+    return payload

@@ -97,6 +97,38 @@ def test_formats_describes_schemes_and_wide_formats(run):
     assert "too many to list" in run("formats", "bf16")
 
 
+def test_the_version_is_printed(run):
+    assert run("--version").strip() == f"lowbit {lb.__version__}"
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["no GPU", "GPU"])
+def test_doctor_says_what_a_machine_can_use(run, monkeypatch, gpu):
+    """Without a GPU nobody is told to install what only a GPU needs, and nothing for one is called ready."""
+    from lowbit.backends import registry
+    from lowbit.cli import doctor
+
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(registry, "absent", lambda: {"cuda": "this torch has no CUDA; get another"})
+    report = json.loads(run("doctor", "--json"))
+    assert report["backends"]["reference"].endswith("ops on cpu, cuda" if gpu else "ops on cpu")
+    assert report["backends"]["cuda"].startswith("missing: this torch" if gpu else "idle: not installed, and there")
+    assert any("get another" in line for line in report["advice"]) == gpu
+    interpreted = any(impl.backend == "triton" for impl in registry.impls("encode", "cpu"))
+    if not interpreted and any(impl.backend == "triton" for impl in registry.impls("encode", "cuda")):
+        assert report["backends"]["triton"].startswith("ready" if gpu else "idle: installed")
+
+
+def test_doctor_repeats_no_record_of_an_earlier_build(run, monkeypatch):
+    """As after an installation without native code and a build in place."""
+    from lowbit.backends import native, registry
+
+    pytest.importorskip("lowbit._native")
+    monkeypatch.setattr(native, "build_notice", lambda: "switched off by LOWBIT_NATIVE=0")
+    assert "switched off" not in " ".join(json.loads(run("doctor", "--json"))["advice"])
+    monkeypatch.setattr(registry, "absent", lambda: {"cpu": "lowbit_ops.so cannot be loaded"})
+    assert "switched off" in " ".join(json.loads(run("doctor", "--json"))["advice"])
+
+
 def test_doctor_names_every_backend(run):
     report = json.loads(run("doctor", "--json"))
     assert set(report["backends"]) == set(lb.backends.BACKENDS)
@@ -139,8 +171,8 @@ def test_doctor_advises_to_keep_memory_where_glibc_gives_it_back(run, monkeypatc
             for scale in ("x", "1^", "nan", "-8^0.5", "10^400", "0^-1")
         ],
         (["formats", "[/foo]"], "unknown format '[/foo]'"),
-        (["quantize", "my[run]", "int8"], "my[run]/tokenizer.json does not exist"),
-        (["quantize", "[/foo]", "int8"], "[/foo]/tokenizer.json does not exist"),
+        (["quantize", "my[run]", "int8"], "my[run]/lowbit.json does not exist"),
+        (["quantize", "[/foo]", "int8"], "[/foo]/lowbit.json does not exist"),
         (["formats", "int4:row:e9m9"], "unknown or repeated option"),
         (["quantize", "/nowhere", "int9"], "unknown recipe 'int9'"),
         (["quantize", "/nowhere", "int8"], "does not exist"),
@@ -168,22 +200,26 @@ def test_mistakes_are_one_message(run, tmp_path, arguments, message):
     ("text", "why"),
     [
         ("", "Expecting value"),
-        ("[]", "a list of merges"),
+        ("[]", "a JSON list, not an object"),
         ("{}", "a list of merges"),
         ('{"merges": 3}', "a list of merges"),
         ('{"merges": [[1, 2], [257, 1]]}', "token 257 must be a pair of earlier tokens, got [257, 1]"),
         ('{"merges": [[1, -2]]}', "pair of earlier tokens"),
         ('{"merges": [[1, "a"]]}', "pair of earlier tokens"),
         ('{"merges": [7]}', "token 256 must be a pair of earlier tokens, got 7"),
+        (json.dumps({"merges": [[k, k] for k in range(255, 400)]}), "token 272 stands for 131072 bytes, and may for"),
     ],
 )
-def test_a_damaged_tokenizer_is_one_message(run, tmp_path, text, why):
-    from lowbit.nn.transformer import GPT, GPTConfig
+def test_a_damaged_tokenizer_is_one_message(tmp_path, text, why):
+    from lowbit.demo import experiment
+    from lowbit.demo.gpt import GPT, GPTConfig
 
     lb.save_model(GPT(GPTConfig(vocab=256, context=4, layers=1, heads=1, dim=2, hidden=2)), tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(text)
-    told = run("quantize", str(tmp_path / "model"), "int8", code=1)
-    assert "tokenizer.json is damaged" in told and why in told and "copy the whole directory" in told
+    with pytest.raises(ValueError) as caught:
+        experiment.load(tmp_path / "model")
+    told = str(caught.value)
+    assert "tokenizer.json is damaged" in told and why in told and "copy" in told
 
 
 # -- train -----------------------------------------------------------------------------------------------------------
@@ -224,10 +260,103 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
 
     quantize = ("quantize", str(tmp_path / "a" / "model"), "int4-weight-only:group32")
     made = json.loads(run(*quantize, "--json"))
-    assert made["bytes"] < 0.75 * made["bytes_bf16"]
+    assert made["bytes"] < 0.75 * made["bytes_before"] and made["skipped"] == ["lm_head"]
     model = lb.load_model(made["out"])
+    assert (Path(made["out"]) / "tokenizer.json").read_bytes() == (tmp_path / "a/model/tokenizer.json").read_bytes()
     assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 300)
     assert "exists" in run(*quantize, code=1)
+
+
+def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
+    from lowbit.demo import report
+
+    find = report.find_spec
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    directory = tmp_path / "run"
+    run("train", "--out", str(directory), *TINY, "--steps", "2", "--precision", "bf16", "--recipe", "int8")
+    text = (directory / "report.md").read_text()
+    assert "![" not in text and "| int8 |" in text
+    assert not list(directory.glob("*.png")) and (directory / "report.json").exists()
+    assert f"{sys.executable} -m pip install matplotlib" in report.without_plots()
+
+
+# -- quantize ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def llama(tmp_path):
+    """A directory as transformers writes it, with files of a tokenizer, and the model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    directory = tmp_path / "llama"
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer.model", "LICENSE"):
+        (directory / name).write_text(f"this is {name}")
+    for name in (".hidden.json", "pytorch_model.bin", "model.safetensors.index.json", "code.py"):
+        (directory / name).write_text("not to be copied")
+    (directory / "model.safetensors.index.json").unlink()
+    return directory, model
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp32", "fp16"])
+def test_quantize_takes_a_directory_of_transformers(run, llama, dtype):
+    directory, model = llama
+    made = json.loads(run("quantize", str(directory), "int8", "--dtype", dtype, "--json"))
+    assert made["out"] == f"{directory}-int8" and len(made["converted"]) == 14 and made["skipped"] == ["lm_head"]
+    assert made["bytes"] < made["bytes_before"]
+    target = Path(made["out"])
+    copied = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "LICENSE"}
+    (weights,) = target.glob("weights-*.safetensors")
+    assert {path.name for path in target.iterdir()} == {*copied, "lowbit.json", weights.name}
+    assert all((target / name).read_bytes() == (directory / name).read_bytes() for name in copied)
+
+    kind = {"auto": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[dtype]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(kind)
+    lb.quantize_(model, "int8")
+    loaded, x = lb.load_model(target), torch.arange(6)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(x)[0], model(x)[0])
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight and loaded.lm_head.weight.dtype == kind
+
+
+def test_quantize_prints_the_report_of_the_conversion(run, llama):
+    directory, model = llama
+    told = run("quantize", str(directory), "int8")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert str(lb.quantize_(model, "int8")) in told and f"saved in {directory}-int8; load it with" in told
+    assert "quantized already" in run("quantize", f"{directory}-int8", "nf4", code=1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda d: os.truncate(d / "model.safetensors", 100), "transformers cannot load {d}: "),
+        (lambda d: (d / "model.safetensors").unlink(), "transformers cannot load {d}: OSError"),
+        (lambda d: (d / "config.json").write_text("{"), "{d}/config.json is damaged: it is not JSON"),
+        (lambda d: (d / "config.json").write_text("[" * 100_000), "{d}/config.json is damaged: it is nested too"),
+        (lambda d: (d / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1000000000000}'),
+         "transformers cannot load {d}: ValueError: 'num_hidden_layers' is 1000000000000, and may be 2048 at most"),
+        (lambda d: (d / "config.json").write_text('{"model_type": "mine"}'), "transformers cannot load {d}: "),
+        (lambda d: (d / "config.json").unlink(), "{d} is no saved model"),
+    ],
+)  # fmt: skip
+def test_directories_that_transformers_cannot_load_are_one_message(run, llama, spoil, told):
+    directory, _ = llama
+    spoil(directory)
+    assert told.format(d=directory) in run("quantize", str(directory), "int8", code=1)
+    assert not Path(f"{directory}-int8").exists()
+
+
+def test_quantize_without_transformers_says_what_to_install(run, llama, monkeypatch):
+    directory, _ = llama
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    told = run("quantize", str(directory), "int8", code=1)
+    assert f"loading {directory} needs transformers: {sys.executable} -m pip install 'transformers>=4.56'" in told
 
 
 @pytest.mark.parametrize(
@@ -245,8 +374,7 @@ def test_the_precision_of_a_run_is_the_processors_unless_given(
     run, monkeypatch, tmp_path, default, given, precisions, outside
 ):
     """Stopped before the first step, which leaves the settings that the run would have had."""
-    pytest.importorskip("matplotlib")
-    from lowbit.train.demo import Settings
+    from lowbit.demo.experiment import Settings
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -288,9 +416,9 @@ def test_train_refuses_the_settings_of_something_else(run, tmp_path):
 
 def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     from lowbit.cli import train
-    from lowbit.train import demo
+    from lowbit.demo import experiment
 
-    settings = demo.Settings(precisions=("bf16", "fp8"))
+    settings = experiment.Settings(precisions=("bf16", "fp8"))
     train._begin(settings, tmp_path, overwrite=False)
     for name in ("bf16", "fp8", "other"):
         (tmp_path / name).mkdir()
@@ -300,7 +428,7 @@ def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     (tmp_path / "report.md").write_text("of this run")
     with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or give another --out"):
         train._begin(settings, tmp_path, overwrite=False)
-    train._begin(demo.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
+    train._begin(experiment.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
     assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]
 
 

@@ -34,6 +34,7 @@ LAYERS = [
     {"convert"},
     {"serialize"},
     {"train", "memory"},
+    {"demo"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from lowbit.demo import report
+from lowbit.demo.experiment import Measurement
+from lowbit.demo.loop import History, TrainConfig
 from lowbit.machine import float_precision
-from lowbit.train import report
-from lowbit.train.demo import Measurement
-from lowbit.train.loop import History, TrainConfig
 
 
 def ran(precision: str, *losses: float, outside: str = "bf16") -> Any:

@@ -16,8 +16,9 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import files
+from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.nn import QuantConv2d, QuantLinear, QuantMultiheadAttention
-from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.serialize import safetensors
 
 TINY = GPTConfig(vocab=32, context=8, layers=2, heads=2, dim=36, hidden=50)
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -44,7 +45,7 @@ def weights_of(directory: Path) -> Path:
 def test_round_trip(tmp_path, recipe):
     model = gpt(recipe).bfloat16()
     lb.save_model(model, tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", weights_of(tmp_path).name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lowbit.json", weights_of(tmp_path).name]
     expected = model(TOKENS)
     alone = lb.load_model(tmp_path)
     assert type(alone) is GPT and alone.config == TINY
@@ -88,7 +89,7 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
     model[3].weight = model[0].weight
     lb.quantize_(model, "int8", skip=("3",))
     lb.save_model(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "lowbit.json").read_text())
     assert config["tied"] == {"2.codes": "1.codes", "2.scale": "1.scale", "3.weight": "0.weight"}
     other = lb.load_model(tmp_path, build())
     assert other[1].codes is other[2].codes and same_state(other, model)
@@ -170,8 +171,9 @@ def saved(tmp_path) -> Path:
 
 
 def edit(directory: Path, **changes) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    """Change the config, and its checksum with it."""
+    path = directory / "lowbit.json"
+    files.write_json(path, {**files.read_json(path), **changes})
 
 
 def altered(path: Path, position: int) -> None:
@@ -187,22 +189,27 @@ def altered(path: Path, position: int) -> None:
         (lambda d: os.truncate(weights_of(d), 1000), ValueError, "truncated or altered: 1000 bytes instead of"),
         (lambda d: os.truncate(weights_of(d), 0), ValueError, "truncated or altered"),
         (lambda d: altered(weights_of(d), -1), ValueError, "is altered: its SHA-256"),
-        (lambda d: altered(weights_of(d), 0), ValueError, "is altered: its SHA-256"),
-        (lambda d: (d / "config.json").unlink(), FileNotFoundError, "is not a directory that save_model wrote"),
-        (lambda d: os.truncate(d / "config.json", 200), ValueError, "config.json is damaged"),
-        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), ValueError, "config.json is damaged"),
-        (lambda d: (d / "config.json").write_text("[]"), ValueError, "not written by lowbit"),
+        (lambda d: altered(weights_of(d), 0), ValueError, "is damaged: its header is not JSON"),
+        (lambda d: altered(d / "lowbit.json", 60), ValueError, "lowbit.json is damaged or edited"),
+        (lambda d: (d / "lowbit.json").unlink(), FileNotFoundError, "is not a directory that save_model wrote"),
+        (lambda d: os.truncate(d / "lowbit.json", 200), ValueError, "lowbit.json is damaged"),
+        (lambda d: (d / "lowbit.json").write_bytes(b"\xff\xfe"), ValueError, "lowbit.json is damaged"),
+        (lambda d: (d / "lowbit.json").write_text("[]"), ValueError, "holds a JSON list, not an object"),
         (lambda d: edit(d, format="gguf"), ValueError, "not written by lowbit"),
         (lambda d: edit(d, version=2), ValueError, "format version 2 .* reads version 1"),
         (lambda d: edit(d, layers={"blocks.0.mlp.down": {"recipe": "int7", "dtype": "float32"}}), ValueError,
          "'blocks.0.mlp.down': unknown recipe 'int7'"),
         (lambda d: edit(d, layers={"blocks.0.mlp.down": {"recipe": "int8", "dtype": "float7"}}), ValueError, "float7"),
+        (lambda d: edit(d, layers={"blocks.0.mlp.down": {"recipe": "int8", "dtype": "int8"}}), ValueError,
+         "has a weight of dtype 'int8'; expected one of float32, bfloat16, float16"),
+        (lambda d: edit(d, layers={"blocks.0.mlp.down": {"recipe": "int8", "dtype": "bool"}}), ValueError, "'bool'"),
         (lambda d: edit(d, layers={"x": {}}), ValueError, "is damaged"),
         (lambda d: edit(d, layers={"nowhere": {"recipe": "int8", "dtype": "float32"}}), ValueError,
          "does not fit this model: the model has no module 'nowhere'"),
         (lambda d: edit(d, layers={"norm": {"recipe": "int8", "dtype": "float32"}}), ValueError, "'norm' is a RMSNorm"),
         (lambda d: edit(d, tied={"a": "b"}), ValueError, "'a' is tied to 'b'"),
-        (lambda d: edit(d, weights={"file": "../x", "sha256": "", "bytes": 0}), ValueError, "not a plain name"),
+        (lambda d: edit(d, weights={"file": "../x", "sha256": "", "bytes": 0}), ValueError, "not a name that save"),
+        (lambda d: edit(d, weights={"file": "w" * 300, "sha256": "", "bytes": 0}), ValueError, "not a name that save"),
         (lambda d: edit(d, weights={}), ValueError, "is damaged"),
     ],
 )  # fmt: skip
@@ -249,20 +256,20 @@ def test_models_that_lowbit_cannot_build(tmp_path):
     with pytest.raises(ValueError, match=r"does not say how to build its model .*load_model\(directory, model\)"):
         lb.load_model(tmp_path)
     lb.save_model(gpt(), tmp_path)
-    edit(tmp_path, model={"class": "lowbit.nn.transformer.GPT", "config": {"depth": 3}})
-    with pytest.raises(ValueError, match=r"cannot build lowbit.nn.transformer.GPT"):
+    edit(tmp_path, model={"class": "lowbit.demo.gpt.GPT", "config": {"depth": 3}})
+    with pytest.raises(ValueError, match=r"cannot build 'lowbit.demo.gpt.GPT'"):
         lb.load_model(tmp_path)
 
 
 def test_only_the_weights_that_the_config_before_named_are_removed(tmp_path):
-    others = ["weights-0123456789abcdef.safetensors", "weights-of-another.safetensors", ".weights.1.tmp", ".config.tmp"]
+    others = ["weights-0123456789abcdef.safetensors", "weights-of-another.safetensors", ".lowbit.json.1.tmp", "a.json"]
     for name in others:
         (tmp_path / name).write_bytes(b"precious")
     lb.save_model(gpt(), tmp_path)
-    first = json.loads((tmp_path / "config.json").read_text())["weights"]["file"]
+    first = json.loads((tmp_path / "lowbit.json").read_text())["weights"]["file"]
     lb.save_model(gpt("int8"), tmp_path)
-    second = json.loads((tmp_path / "config.json").read_text())["weights"]["file"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "config.json", second]) and first != second
+    second = json.loads((tmp_path / "lowbit.json").read_text())["weights"]["file"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "lowbit.json", second]) and first != second
     (tmp_path.parent / "outside").write_bytes(b"")
     edit(tmp_path, weights={"file": "../outside"})
     lb.save_model(gpt(), tmp_path)
@@ -287,8 +294,8 @@ def test_a_compiled_model_is_saved_as_the_one_that_was_compiled(tmp_path, nested
 
 
 def test_what_cannot_be_saved(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(ValueError, match="was not written by lowbit, and would be lost"):
+    (tmp_path / "lowbit.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match=r"lowbit.json was not written by lowbit.save_model; .*save to, another"):
         lb.save_model(gpt(), tmp_path)
     with pytest.raises(TypeError, match="'weight' is on the meta device"):
         lb.save_model(nn.Linear(2, 2, device="meta"), tmp_path / "a")
@@ -309,8 +316,6 @@ class Stopped(BaseException):
 @pytest.mark.parametrize("step", range(20))
 def test_a_save_that_fails_anywhere_leaves_one_whole_model(tmp_path, monkeypatch, step):
     """Every file operation of a second save fails in turn: the directory holds the first model, or the second."""
-    import safetensors.torch
-
     old, new = gpt("int8"), gpt("nf4", seed=3)
     lb.save_model(old, tmp_path)
     done = 0
@@ -330,7 +335,7 @@ def test_a_save_that_fails_anywhere_leaves_one_whole_model(tmp_path, monkeypatch
             (os, "fsync"),
             (os, "replace"),
             (os, "open"),
-            (safetensors.torch, "save_file"),
+            (safetensors, "write"),
             (Path, "unlink"),
         ):
             patch.setattr(owner, name, failing(getattr(owner, name)))
@@ -350,9 +355,8 @@ def test_a_save_that_fails_anywhere_leaves_one_whole_model(tmp_path, monkeypatch
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
-import safetensors.torch
 import lowbit as lb
-from lowbit.nn.transformer import GPT, GPTConfig
+from lowbit.demo.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
 config = GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=36, hidden=50)

@@ -1,6 +1,8 @@
 """Text, tokenizer, batches, checkpointing, and above all: stopping and resuming changes no bit."""
 
 import copy
+import io
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,14 +15,15 @@ from torch import nn
 from variants import best, serving
 
 import lowbit as lb
-from lowbit.files import write_atomically
+from lowbit.demo import experiment, text
+from lowbit.demo.data import Corpus
+from lowbit.demo.experiment import Settings
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.loop import Interrupted, TrainConfig, Trainer, evaluate
+from lowbit.demo.tokenizer import Tokenizer
+from lowbit.files import read_checked, write_atomically, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
 from lowbit.memory.rss import peak_bytes, reset_peak
-from lowbit.nn.transformer import GPT, GPTConfig
-from lowbit.train import text
-from lowbit.train.data import Corpus
-from lowbit.train.loop import Interrupted, TrainConfig, Trainer, evaluate
-from lowbit.train.tokenizer import Tokenizer
 
 ENGLISH = Path(__file__).parent / "data" / "english.txt"
 TINY = GPTConfig(vocab=300, context=32, layers=2, heads=2, dim=32, hidden=64)
@@ -108,7 +111,7 @@ def test_tokenizer_compresses_and_is_kept_as_json(tokenizer):
     sample = ENGLISH.read_text()[:5000]
     encoded = tokenizer.encode(sample)
     assert len(encoded) < 0.8 * len(sample) and max(encoded) < TINY.vocab
-    assert Tokenizer.from_json(tokenizer.to_json()).encode(sample) == encoded
+    assert Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict()))).encode(sample) == encoded
     with pytest.raises(ValueError, match="at least 256"):
         Tokenizer.train("x", 100)
 
@@ -212,10 +215,75 @@ def test_a_checkpoint_of_something_else_is_refused(corpus, tmp_path):
         made(other, tmp_path, steps=2).load()
     with pytest.raises(FileNotFoundError, match="nothing to resume"):
         made(corpus, tmp_path / "nowhere", steps=2).load()
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="damaged"):
-        made(corpus, tmp_path, steps=2).load()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(corpus, tmp_path_factory) -> tuple[Trainer, bytes]:
+    """A run that saved its state, and the file."""
+    trainer = made(corpus, tmp_path_factory.mktemp("run"), steps=2)
+    trainer.run()
+    return trainer, trainer.path.read_bytes()
+
+
+@given(data=st.data())
+def test_a_checkpoint_with_one_bit_flipped_or_cut_short_is_refused(checkpoint, data):
+    trainer, whole = checkpoint
+    if data.draw(st.booleans()):
+        bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+        spoiled = bytearray(whole)
+        spoiled[bit // 8] ^= 1 << bit % 8
+    else:
+        spoiled = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    trainer.path.write_bytes(spoiled)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged, or was not written .*; delete it to start over"):
+        trainer.load()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("optimizer"),
+        lambda state: state.update(config=3),
+        lambda state: state.update(random=torch.zeros(3)),
+        lambda state: state.update(history={"train": 3, "other": 4}),
+        lambda state: state["model"].popitem(),
+        lambda state: state.clear(),
+    ],
+)
+def test_a_checkpoint_that_no_run_wrote_is_one_message(corpus, checkpoint, tmp_path, change):
+    """Its checksum is right: someone made it."""
+    trainer, whole = checkpoint
+    trainer.path.write_bytes(whole)
+    state = torch.load(io.BytesIO(read_checked(trainer.path)), weights_only=True)
+    change(state)
+    payload = io.BytesIO()
+    torch.save(state, payload)
+    other = made(corpus, tmp_path, steps=2)
+    write_checked(other.path, payload.getvalue())
+    with pytest.raises(ValueError, match=r"checkpoint.pt is (no checkpoint of this run .*|of another run)"):
+        other.load()
+
+
+def test_a_plain_torch_file_is_no_checkpoint(corpus, tmp_path):
+    trainer = made(corpus, tmp_path, steps=2)
+    torch.save({}, trainer.path)
+    with pytest.raises(ValueError, match="was not written by this version of lowbit; delete it"):
+        trainer.load()
+
+
+@given(data=st.data())
+def test_settings_with_one_bit_flipped_are_refused_or_the_same(tmp_path_factory, data):
+    directory, settings = tmp_path_factory.mktemp("settings"), Settings(recipes=("int8",))
+    settings.save(directory)
+    path = directory / "settings.json"
+    text = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(text) - 1))
+    text[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(text)
+    try:
+        assert Settings.load(directory) == settings
+    except ValueError as error:
+        assert "settings.json is not what this lowbit train writes" in str(error)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
@@ -262,6 +330,22 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_atomically(path, fail)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@given(data=st.data())
+def test_a_tokenizer_with_one_bit_flipped_is_refused_or_the_same(tmp_path_factory, tokenizer, data):
+    model = GPT(GPTConfig(vocab=256, context=4, layers=1, heads=1, dim=2, hidden=2))
+    directory = tmp_path_factory.mktemp("model")
+    experiment.save(model, Tokenizer(tokenizer.merges[:3]), directory)
+    path = directory / "tokenizer.json"
+    text = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(text) - 1))
+    text[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(text)
+    try:
+        assert experiment.load(directory)[1].merges == tokenizer.merges[:3]
+    except ValueError as error:
+        assert "tokenizer.json is damaged" in str(error)
 
 
 # -- checkpointing of blocks -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowbit.nn.transformer import GPT, GPTConfig, KVCache, generate, rope, rotate
+from lowbit.demo.gpt import GPT, GPTConfig, KVCache, generate, rope, rotate
 
 SMALL = GPTConfig(vocab=50, context=32, layers=2, heads=2, dim=16, hidden=24)
 
@@ -125,7 +125,7 @@ def test_errors_say_what_to_do():
         next(generate(model, tokens(1, 30), 3))
     with pytest.raises(ValueError, match=r"dim must be a multiple of 2 \* heads"):
         GPTConfig(dim=20, heads=4)
-    with pytest.raises(ValueError, match=r"GPTConfig.layers must be positive"):
+    with pytest.raises(ValueError, match=r"GPTConfig.layers must be a positive integer, got 0"):
         GPTConfig(layers=0)
 
 

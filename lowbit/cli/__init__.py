@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from lowbit._version import __version__
 from lowbit.cli import bench, doctor, formats, quantize, train
-from lowbit.cli.console import errors
+from lowbit.cli.console import errors, out
 
 __all__ = ["app", "main"]
 
@@ -24,7 +26,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 app = typer.Typer(
     name="lowbit",
-    help="Low-bit numbers for PyTorch: formats, training in FP8, quantized models, measured kernels.",
     epilog="Begin with: lowbit formats fp8_e4m3   ·   lowbit train   ·   lowbit doctor",
     no_args_is_help=True,
     add_completion=False,
@@ -33,6 +34,21 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        out.print(f"lowbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = (
+        False
+    ),
+) -> None:
+    """Low-bit numbers for PyTorch: formats, training in FP8, quantized models, measured kernels."""
 
 
 def main() -> None:

@@ -56,7 +56,8 @@ def bench(
     if suite is not Suite.ops:
         if only or quick or list_only or json:
             raise ValueError(f"--only, --quick, --list and --json are of the suite 'ops', not of {suite.value!r}")
-        path = import_module(f"lowbit.bench.{suite.value}").run(directory)
+        with errors.status(f"measuring {suite.value}"):
+            path = import_module(f"lowbit.bench.{suite.value}").run(directory)
         out.print(path.read_text(), markup=False, soft_wrap=True)
         return
     items = run.select(only, quick)

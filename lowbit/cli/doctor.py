@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,10 @@ from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
 from lowbit.machine import cpu_name
 
-PACKAGES = ("torch", "numpy", "triton", "safetensors", "ml_dtypes", "matplotlib")
+PACKAGES = ("torch", "numpy", "triton", "transformers", "ml_dtypes", "matplotlib")
+
+#: Backends that a machine without a GPU can do without.
+_FOR_GPUS = ("cuda", "triton")
 
 #: What variables that matter here begin with.
 _SETTINGS = ("LOWBIT_", "TRITON_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
@@ -58,7 +62,8 @@ def examine() -> dict[str, Any]:
         f"{name}: {state.removeprefix('missing: ')}" for name, state in backends.items() if state.startswith("missing")
     ]
     advice += [state.removeprefix("unusable: ") for state in native.values() if state.startswith("unusable")]
-    if notice and not any(notice in line for line in advice):
+    # A record of a build says nothing where the library is there: a later build in place may have made it.
+    if notice and "cpu" in registry.absent() and not any(notice in line for line in advice):
         advice.append(f"build: {notice}")
     if precision == "highest":
         advice.append(
@@ -103,20 +108,33 @@ def _gives_pages_back() -> bool:
 
 
 def _backends() -> dict[str, str]:
+    """The state of each backend: ``ready``, ``idle`` where only a GPU would need it, or ``missing`` and the reason."""
     from lowbit.backends import BACKENDS, registry
     from lowbit.ops import OPS
 
-    missing = registry.absent()
+    missing, gpu = registry.absent(), _has_gpu()
     found = {}
     for name in BACKENDS:
-        if name in missing:
-            found[name] = f"missing: {missing[name]}"
-            continue
         rows = {impl for op in OPS for device in ("cpu", "cuda") for impl in registry.impls(op, device)}
         mine = [impl for impl in rows if impl.backend == name]
-        devices = sorted({device for impl in mine for device in impl.devices})
-        found[name] = f"ready: {len({impl.op for impl in mine})} of {len(OPS)} ops on {', '.join(devices)}"
+        devices = {device for impl in mine for device in impl.devices} - (set() if gpu else {"cuda"})
+        count = f"{len({impl.op for impl in mine})} of {len(OPS)} ops"
+        if name in missing and (gpu or name not in _FOR_GPUS):
+            found[name] = f"missing: {missing[name]}"
+        elif name in missing:
+            found[name] = "idle: not installed, and there is no GPU here"
+        elif devices:
+            found[name] = f"ready: {count} on {', '.join(sorted(devices))}"
+        else:
+            found[name] = f"idle: installed, {count}, and there is no GPU here"
     return found
+
+
+def _has_gpu() -> bool:
+    """Whether this machine has a GPU of NVIDIA's, also where torch was built without CUDA."""
+    import torch
+
+    return torch.cuda.is_available() or Path("/dev/nvidiactl").exists()
 
 
 def _version(name: str) -> str:

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_json, size
+from lowbit.demo import experiment, report
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.loop import FLOATS, Interrupted, TrainConfig, Trainer
 from lowbit.machine import float_precision
 from lowbit.memory.rss import reset_peak
-from lowbit.nn.transformer import GPT, GPTConfig
-from lowbit.train import demo, report
-from lowbit.train.data import Corpus
-from lowbit.train.loop import FLOATS, Interrupted, TrainConfig, Trainer
 
 EPILOG = """
 **Examples**
@@ -65,21 +65,23 @@ def train(
     """
     precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
     outside = next((name for name in precisions if name in FLOATS), float_precision())
-    settings = demo.Settings(
+    settings = experiment.Settings(
         model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
         train=TrainConfig(
             outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
             warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
         ),
         precisions=precisions,
-        recipes=tuple(recipe if recipe is not None else demo.INFERENCE_RECIPES),
+        recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
     settings = _resumed(context, settings, directory) if resume else settings
-    report.require_plots()
+    plotless = report.without_plots()
+    if plotless:
+        errors.print(plotless, soft_wrap=True)
     corpus = settings.corpus()
     if not resume:
-        demo.check(settings, corpus, directory)
+        experiment.check(settings, corpus, directory)
         _begin(settings, directory, overwrite)
     again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
     try:
@@ -94,7 +96,7 @@ def train(
 train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 
-def _begin(settings: demo.Settings, directory: Path, overwrite: bool) -> None:
+def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
     """Make ``directory`` ready for a new run. What goes is what the settings found there say an earlier run wrote.
 
     Raises: ValueError where that would throw away a run without ``overwrite``, or files that no run of this command
@@ -104,7 +106,7 @@ def _begin(settings: demo.Settings, directory: Path, overwrite: bool) -> None:
     if not (directory / "settings.json").exists():
         _refuse_strangers(settings, directory)
     else:
-        before = demo.Settings.load(directory)
+        before = experiment.Settings.load(directory)
         if not overwrite:
             finished = (directory / "report.md").exists()
             state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to go on with it, ")
@@ -113,7 +115,7 @@ def _begin(settings: demo.Settings, directory: Path, overwrite: bool) -> None:
             )
         (directory / "report.md").unlink(missing_ok=True)
         for precision in before.precisions:
-            demo.state_path(directory, precision).unlink(missing_ok=True)
+            experiment.state_path(directory, precision).unlink(missing_ok=True)
     settings.save(directory)
 
 
@@ -131,9 +133,9 @@ def _make(directory: Path) -> None:
         ) from None
 
 
-def _refuse_strangers(settings: demo.Settings, directory: Path) -> None:
+def _refuse_strangers(settings: experiment.Settings, directory: Path) -> None:
     """Without settings beside them, files with the names that a run writes are somebody's."""
-    states = [demo.state_path(directory, precision) for precision in settings.precisions]
+    states = [experiment.state_path(directory, precision) for precision in settings.precisions]
     for path in (*(directory / name for name in (*report.FILES, "model")), *states):
         if path.exists():
             raise ValueError(
@@ -142,9 +144,9 @@ def _refuse_strangers(settings: demo.Settings, directory: Path) -> None:
             )
 
 
-def _resumed(context: typer.Context, asked: demo.Settings, directory: Path) -> demo.Settings:
+def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path) -> experiment.Settings:
     """The saved settings. What is given beside --resume must agree with them."""
-    saved = demo.Settings.load(directory)
+    saved = experiment.Settings.load(directory)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     given -= {"directory", "resume", "overwrite", "json"}
@@ -159,19 +161,19 @@ def _resumed(context: typer.Context, asked: demo.Settings, directory: Path) -> d
     return saved
 
 
-def _flat(settings: demo.Settings) -> dict[str, Any]:
+def _flat(settings: experiment.Settings) -> dict[str, Any]:
     values = asdict(settings)
     return {**values["model"], **values["train"], **{k: values[k] for k in ("precisions", "recipes", "data")}}
 
 
-def _train(settings: demo.Settings, corpus: Corpus, directory: Path, resume: bool) -> list[Trainer]:
+def _train(settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool) -> list[Trainer]:
     bar = Progress(
         TextColumn("{task.description:<6}", "bold"), BarColumn(None), TextColumn("{task.completed}/{task.total}"),
         TextColumn("{task.fields[status]}"), TimeRemainingColumn(compact=True), console=errors,
     )  # fmt: skip
     runs = []
     with bar:
-        for trainer in demo.trainers(settings, corpus, directory, resume):
+        for trainer in experiment.trainers(settings, corpus, directory, resume):
             reset_peak()
             name = trainer.config.precision
             task = bar.add_task(name, total=trainer.config.steps, completed=trainer.step, status="")
@@ -192,20 +194,23 @@ def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
         errors.print(f"{config.precision} {trainer.step}/{config.steps}  {status}", soft_wrap=True)
 
 
-def _finish(settings: demo.Settings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
+def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
     """Save the first run's model, measure every recipe on it and write the report."""
     model = runs[0].model
     assert isinstance(model, GPT)
-    trained = demo.plain_copy(model)
-    demo.save(trained, corpus.tokenizer, directory / "model")
-    with errors.status("measuring") as status:
-        rows = demo.measure_recipes(
+    trained = experiment.plain_copy(model)
+    experiment.save(trained, corpus.tokenizer, directory / "model")
+    turns = len(FLOATS) + len(settings.recipes) + 1  # the last one is that of the speeds
+    with Progress(TextColumn("measuring {task.description}"), BarColumn(None), console=errors) as bar:
+        task = bar.add_task("", total=turns, completed=-1)
+        rows = experiment.measure_recipes(
             trained, corpus, runs[0].windows, settings,
-            lambda name: status.update(f"measuring {name}"),
+            lambda name: bar.update(task, description=name, advance=1),
         )  # fmt: skip
+        bar.update(task, completed=turns)
     path = report.write(directory, settings, corpus, runs, rows, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
-        print_json(demo.as_json(settings, corpus, runs, rows))
+        print_json(experiment.as_json(settings, corpus, runs, rows))
     else:
         for claim in report.claims(runs, rows):
             verdict = "holds" if claim.holds else Text("fails", "bold red")

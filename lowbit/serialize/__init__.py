@@ -1,16 +1,18 @@
-"""save_model and load_model: a directory with ``config.json`` and one safetensors file.
+"""save_model and load_model: a directory with ``lowbit.json`` and one safetensors file.
 
-The weights' file is named after its content, and ``config.json``, which names it with its SHA-256, is replaced last and
-in one step: a save that is interrupted anywhere leaves the model that was there before. A save removes one file, the
-weights that the config before it named. What a killed save leaves (``.weights.PID.tmp``; ``.tmpXXXXXX``, in which
-safetensors writes that; ``.config.json.PID.tmp``; weights that no config names) stays, because it cannot be told from
-another program's files. Loading checks everything (files, hash, layers, names, shapes) before it touches the model.
+Each save writes a weights' file with a name of its own. ``lowbit.json``, which names it with its SHA-256, is replaced
+last and in one step: a save that is interrupted anywhere leaves the model that was there before. A save then removes
+the weights that the config before it named. What a killed save leaves (a ``weights-*.safetensors`` that no config
+names, ``.lowbit.json.*.tmp``) stays, because another save may be writing it. Loading checks everything (files, hash,
+layers, names, shapes) before it touches the model. Directories whose config of lowbit is called ``config.json``, as it
+once was, are read and saved to as well.
 
 Tensors are those of ``state_dict``: QuantLinear's ``codes`` are packed rows of uint8 (docs/numerics.md section 8), its
 scales the integers of their bits.
 """
 
+from lowbit.serialize.empty import empty_weights
 from lowbit.serialize.loading import load_model
 from lowbit.serialize.saving import save_model
 
-__all__ = ["load_model", "save_model"]
+__all__ = ["empty_weights", "load_model", "save_model"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
@@ -11,46 +11,70 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["CONFIG", "FORMAT", "REBUILD", "VERSION", "identity", "safetensors", "sha256"]
+from lowbit.files import read_json
+from lowbit.serialize import huggingface
+
+__all__ = ["CONFIG", "FORMAT", "REBUILD", "VERSION", "WEIGHTS", "identity", "our_config", "rebuild_of"]
 
 FORMAT, VERSION = "lowbit-model", 1
-CONFIG = "config.json"
+
+#: The config's name; and the one that it had, which transformers' config has too.
+CONFIG, OLD_CONFIG = "lowbit.json", "config.json"
+
+#: What the name of a weights' file looks like.
+WEIGHTS = re.compile(r"weights-[0-9a-f]{16}\.safetensors")
 
 
 class Rebuild(NamedTuple):
-    """How a model of ours is described in ``config.json``, and built again from that."""
+    """How a model is described in the config, as JSON, and built again from that, with or without weights."""
 
     describe: Callable[[Any], dict[str, Any]]
     build: Callable[[dict[str, Any]], nn.Module]
 
 
 def _build_gpt(described: dict[str, Any]) -> nn.Module:
-    gpt = import_module("lowbit.nn.transformer")
+    gpt = import_module("lowbit.demo.gpt")
     model: nn.Module = gpt.GPT(gpt.GPTConfig(**described))
     return model
 
 
-#: Models that ``load_model`` can build by itself, by full class name.
+_GPT = Rebuild(lambda model: asdict(model.config), _build_gpt)
+
+#: Models that ``load_model`` can build by itself, by full class name; ``lowbit.nn.transformer`` is an older name.
 REBUILD: dict[str, Rebuild] = {
-    "lowbit.nn.transformer.GPT": Rebuild(lambda model: asdict(model.config), _build_gpt),
+    "lowbit.demo.gpt.GPT": _GPT,
+    "lowbit.nn.transformer.GPT": _GPT,
+    "transformers": Rebuild(huggingface.describe, huggingface.build),
 }
+
+
+def rebuild_of(model: nn.Module) -> str | None:
+    """The row of ``REBUILD`` that describes ``model``, if there is one."""
+    if huggingface.is_pretrained(model):
+        return "transformers"
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
+    return name if name in REBUILD else None
+
+
+def our_config(directory: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The config that ``save_model`` wrote to ``directory``, and its path; None where there is none.
+
+    Raises ValueError for one that is damaged, or is called ``lowbit.json`` and of something else.
+    """
+    for name in (CONFIG, OLD_CONFIG, CONFIG):  # a save beside us may write the first and then remove the second
+        path = directory / name
+        try:
+            config = read_json(path)
+        except FileNotFoundError:
+            continue
+        except NotADirectoryError:
+            return None
+        if config.get("format") == FORMAT:
+            return path, config
+        if name == CONFIG:
+            raise ValueError(f"{path} was not written by lowbit.save_model; give, or save to, another directory")
+    return None
 
 
 def identity(value: Tensor) -> Any:
     return (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def safetensors() -> Any:
-    """Imported when it is needed, so that lowbit imports on machines that load no models."""
-    try:
-        return import_module("safetensors.torch")
-    except ImportError:
-        raise ImportError("saving and loading models needs safetensors: pip install safetensors") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +11,18 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, swap, uncompiled
 from lowbit.convert.quantize import replacements
+from lowbit.files import shown
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
-from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
+from lowbit.serialize import huggingface, safetensors
+from lowbit.serialize.empty import empty_weights, to_meta_
+from lowbit.serialize.layout import CONFIG, REBUILD, VERSION, WEIGHTS, identity, our_config
 
 __all__ = ["load_model"]
+
+#: What a weight may have been before it was quantized.
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Layer(NamedTuple):
@@ -42,11 +47,16 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
 
     ``model``: of the architecture that was saved, with layers in high precision (on any device, meta included) or
     quantized with the same recipes; other tensors are converted to its dtypes. What it has on the meta device is made
-    anew, on the CPU, tied where the file is; its non-persistent buffers, which no file holds, must be elsewhere.
-    None: the model is built anew, which works for ``lowbit.nn.transformer.GPT``.
-    Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated or altered file,
-    another format version, an unknown recipe, a model that does not fit (the message lists the differences), or
-    non-persistent buffers on the meta device.
+    anew, on the CPU, tied where the file is. Non-persistent buffers are in no file: models of transformers compute
+    theirs again, and others must have them elsewhere, as models built within ``serialize.empty_weights()`` do.
+    None: the model is built from the file, without drawing weights, and gets the file's dtypes. This works for models
+    of transformers (of its own classes) and for the demo's GPT.
+    No parameter shares memory with the file, which may be replaced afterwards. The whole file is read before the model
+    is touched: a model that has weights needs its memory twice meanwhile, none or one on the meta device once.
+    Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated, altered or
+    malformed file, another format version, an unknown recipe, a model that does not fit (the message lists the
+    differences), or non-persistent buffers on the meta device; ImportError where transformers is missing; another
+    OSError where a file cannot be read.
     """
     saved = _read(Path(directory))
     built = model is None
@@ -64,8 +74,11 @@ def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
     made = _check_layers(model, saved)
     expected = _expected(model, saved, made)
     _check_tensors(saved, expected)
-    _check_buffers(model, saved, expected, made)
+    buffers = _lost_buffers(model, saved, expected, made)
     swap(model, made)
+    for name, value in buffers.items():
+        prefix, _, own = name.rpartition(".")
+        model.get_submodule(prefix)._buffers[own] = value
     if any(value.is_meta for value in expected.values()):
         model.load_state_dict(_materialized(saved, expected, cast=not built), assign=True)
     else:
@@ -100,34 +113,59 @@ def _materialized(saved: Saved, expected: dict[str, Tensor], cast: bool) -> dict
 
 
 def _read(directory: Path) -> Saved:
-    path = directory / CONFIG
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: {directory} is not a directory that save_model wrote")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by lowbit.save_model")
+    """The checked directory. Where a save beside us has removed the files meanwhile, those that it wrote."""
+    config = _config(directory)
+    while True:
+        try:
+            return _checked(*config)
+        except FileNotFoundError:
+            before, config = config, _config(directory)
+            if config == before:
+                raise
+
+
+def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
+    found = our_config(directory)
+    if found is not None:
+        return found
+    missing = f"{directory / CONFIG} does not exist"
+    if huggingface.is_directory(directory):
+        raise ValueError(
+            f"{missing}: {directory} holds a model of transformers that is not quantized; load it with "
+            f"from_pretrained and call lowbit.quantize_, or run: lowbit quantize {directory} int8"
+        )
+    raise FileNotFoundError(f"{missing}: {directory} is not a directory that save_model wrote")
+
+
+def _checked(path: Path, config: dict[str, Any]) -> Saved:
     if config.get("version") != VERSION:
         raise ValueError(
-            f"{path} has format version {config.get('version')!r} (lowbit {config.get('lowbit')}), and this lowbit "
-            f"{__version__} reads version {VERSION}; install a lowbit that matches"
+            f"{path} has format version {shown(config.get('version'))} (lowbit {shown(config.get('lowbit'))}), and "
+            f"this lowbit {__version__} reads version {VERSION}; install a lowbit that matches"
         )
     try:
         layers = {name: _layer(path, name, entry) for name, entry in config["layers"].items()}
         file, digest, size = (config["weights"][key] for key in ("file", "sha256", "bytes"))
-        tied, described = dict(config["tied"]), config["model"]
-        if not all(isinstance(source, str) for source in tied.values()):
-            raise TypeError(f"tied names must be strings, got {tied}")
+        tied, described = config["tied"], config["model"]
+        if not isinstance(tied, dict) or not all(isinstance(source, str) for source in tied.values()):
+            raise TypeError(f"tied names must be strings, got {shown(tied)}")
         if described is not None and not isinstance(described["class"], str):
-            raise TypeError(f"the model's class must be a string, got {described['class']!r}")
+            raise TypeError(f"the model's class must be a string, got {shown(described['class'])}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
-    tensors = _read_tensors(directory, str(file), digest, size)
+    if not isinstance(file, str) or not WEIGHTS.fullmatch(file):
+        raise ValueError(f"{path} is damaged: {shown(file)} is not a name that save_model gives to weights")
+    try:
+        tensors = safetensors.read(path.with_name(file), digest, size)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path.with_name(file)}, which {path.name} names, does not exist; copy the whole directory"
+        ) from None
     for name, source in tied.items():
         if source not in tensors:
-            raise ValueError(f"{path} is damaged: {name!r} is tied to {source!r}, which the weights do not hold")
+            raise ValueError(
+                f"{path} is damaged: {shown(name)} is tied to {shown(source)}, which the weights do not hold"
+            )
         tensors[name] = tensors[source]
     return Saved(path, layers, tensors, tied, described)
 
@@ -138,9 +176,12 @@ def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
         found = _recipe(recipe)
     except ValueError as error:
         raise ValueError(f"{path}: layer {name!r}: {error}") from None
-    dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{path}: layer {name!r} has unknown dtype {entry['dtype']!r}")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(
+            f"{path}: layer {shown(name)} has a weight of dtype {shown(entry['dtype'])}; expected one of "
+            f"{', '.join(_DTYPES)}"
+        )
     return Layer(found, dtype)
 
 
@@ -155,33 +196,31 @@ def _recipe(described: Any) -> Recipe:
     return named if named == found else found
 
 
-def _read_tensors(directory: Path, file: str, digest: str, size: int) -> dict[str, Tensor]:
-    path = directory / file
-    if Path(file).name != file:
-        raise ValueError(f"{directory / CONFIG} is damaged: the weights' file {file!r} is not a plain name")
-    if not path.exists():
-        raise FileNotFoundError(f"{path}, which {CONFIG} names, does not exist; copy the whole directory")
-    actual = path.stat().st_size
-    if actual != size:
-        raise ValueError(f"{path} is truncated or altered: {actual} bytes instead of {size}; copy or save it again")
-    if sha256(path) != digest:
-        raise ValueError(f"{path} is altered: its SHA-256 is not the one in {CONFIG}; copy or save it again")
-    tensors: dict[str, Tensor] = safetensors().load_file(path)
-    return tensors
-
-
 def _build(saved: Saved) -> nn.Module:
+    """The model that the config describes, without weights."""
     described = saved.model
-    if described is None or described.get("class") not in REBUILD:
+    if described is None or described["class"] not in REBUILD:
         raise ValueError(
-            f"{saved.path} does not say how to build its model (lowbit builds {', '.join(REBUILD)}); "
-            f"give one of the same architecture: load_model(directory, model)"
+            f"{saved.path} does not say how to build its model (lowbit builds its demo's GPT and models of "
+            f"transformers); give one of the same architecture: load_model(directory, model)"
         )
     try:
-        with torch.device("meta"):
-            return REBUILD[described["class"]].build(described["config"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{saved.path}: cannot build {described['class']}: {error}") from None
+        # A weight is one tensor of the file or several; a few more than that are made and thrown away.
+        with empty_weights(most=4 * len(saved.tensors) + 1000):
+            model = to_meta_(REBUILD[described["class"]].build(described["config"]))
+        for name, dtype in described.get("buffers", {}).items():
+            if dtype in _DTYPES:
+                prefix, _, own = name.rpartition(".")
+                buffers = model.get_submodule(prefix)._buffers
+                buffers[own] = buffers[own].to(_DTYPES[dtype])  # type: ignore[union-attr]
+        return model
+    except ImportError:
+        raise
+    except Exception as error:  # what a class raises for a stranger's description has no end
+        raise ValueError(
+            f"{saved.path}: cannot build {shown(described['class'])}: {type(error).__name__} {str(error)[:300]}; "
+            "save the model again, or give one: load_model(directory, model)"
+        ) from error
 
 
 def _check_layers(model: nn.Module, saved: Saved) -> dict[int, nn.Module]:
@@ -245,19 +284,31 @@ def _check_tensors(saved: Saved, expected: dict[str, Tensor]) -> None:
         raise ValueError(f"{saved.path} does not fit this model:\n  " + "\n  ".join(problems))
 
 
-def _check_buffers(model: nn.Module, saved: Saved, expected: dict[str, Tensor], made: dict[int, nn.Module]) -> None:
-    """Raises ValueError for buffers on the meta device that get no values, because files do not hold them."""
-    lost = []
+def _lost_buffers(
+    model: nn.Module, saved: Saved, expected: dict[str, Tensor], made: dict[int, nn.Module]
+) -> dict[str, Tensor]:
+    """New values of the buffers on the meta device that files do not hold. Raises ValueError where there are none."""
+    lost: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, value in made.get(id(module), module).named_buffers(prefix, recurse=False):
             if value.is_meta and own not in expected:
-                lost.append(own)
+                lost[own] = value
+    if lost and huggingface.is_pretrained(model):
+        with empty_weights():
+            anew = dict(type(model)(model.config).named_buffers(remove_duplicate=False))
+        found = {
+            name: anew[name].to(old.dtype) for name, old in lost.items() if name in anew and not anew[name].is_meta
+        }
+        if len(found) == len(lost):
+            return found
     if lost:
-        (names,) = _listed("the file does not hold", lost)
+        (names,) = _listed("the file does not hold", list(lost))
         raise ValueError(
             f"{saved.path} does not fit this model: {names}, non-persistent buffers that it has on the meta device; "
-            "build the model on a real device, or give these buffers values before loading"
+            "build the model within `with lowbit.serialize.empty_weights():` in place of torch.device('meta'), or give "
+            "these buffers values before loading"
         )
+    return {}
 
 
 def _falsely_tied(saved: Saved, expected: dict[str, Tensor], names: list[str]) -> list[str]:

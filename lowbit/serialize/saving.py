@@ -1,12 +1,10 @@
-"""``save_model``: weights first, under a name of their own; then, in one step, the config that names them."""
+"""``save_model``: weights first, in a file of their own; then, in one step, the config that names it."""
 
 from __future__ import annotations
 
-import json
-import re
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
-from lowbit.files import put_in_place, temporary_for, write_atomically
-from lowbit.nn.base import full_name
-from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, identity, safetensors, sha256
+from lowbit.files import flush, sync_directory, write_json
+from lowbit.serialize import safetensors
+from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, WEIGHTS, identity, our_config, rebuild_of
 
 __all__ = ["save_model"]
 
@@ -25,10 +23,12 @@ __all__ = ["save_model"]
 def save_model(model: nn.Module, directory: str | Path) -> None:
     """Write ``model``, quantized or not, to ``directory``; what was saved there before stays whole until this is done.
 
-    Tensors that several names share are written once. A compiled model is saved as the one that was compiled, and
-    loaded before it is compiled again. A model of class ``lowbit.nn.transformer.GPT`` can be loaded
-    without giving one; others are loaded into a model of the same architecture, quantized or not.
-    Raises ValueError for a directory that holds another program's ``config.json``, or a damaged one; TypeError for
+    Writes ``lowbit.json`` and one safetensors file, and leaves other files alone, such as a tokenizer and the config of
+    transformers. Tensors that several names share are written once. A compiled model is saved as the one that was
+    compiled, and loaded before it is compiled again. Models of transformers (of its own classes) and the demo's GPT can
+    be loaded without giving one; others are loaded into a model of the same architecture, quantized or not.
+    Of several processes that save to one directory at once, the last one wins.
+    Raises ValueError for a directory that holds another program's ``lowbit.json``, or a damaged one; TypeError for
     state that is no plain dense tensor (sharded tensors: gather them first; extra state); OSError where the directory
     cannot be written.
     """
@@ -49,47 +49,56 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 def _save(model: nn.Module, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    config_path = directory / CONFIG
-    before = _ours(config_path) if config_path.exists() else {}
+    our_config(directory)  # refuses a directory of something else before anything is done
     tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
-    file, digest, size = _store(directory, tensors)
-    rebuild = REBUILD.get(full_name(type(model)))
+    safetensors.check_writable(tensors)
+    rebuild = rebuild_of(model)
     config = {
         "format": FORMAT,
         "version": VERSION,
         "lowbit": __version__,
-        "weights": {"file": file, "sha256": digest, "bytes": size},
         "tied": tied,
         "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
-        "model": None if rebuild is None else {"class": full_name(type(model)), "config": rebuild.describe(model)},
+        "model": None if rebuild is None else _describe_model(rebuild, model),
     }
-    text = json.dumps(config, indent=2).encode()
-    write_atomically(config_path, lambda out: out.write(text + b"\n"))
+    directory.mkdir(parents=True, exist_ok=True)
+    # A name that no save had before: another one, beside us or later, removes it only after a config that named it.
+    weights = directory / f"weights-{secrets.token_hex(8)}.safetensors"
+    with open(weights, "xb") as file:
+        try:
+            digest, size = safetensors.write(file, tensors)
+            flush(file)
+            sync_directory(directory)
+        except BaseException:
+            weights.unlink(missing_ok=True)
+            raise
+    before = our_config(directory)
+    try:
+        write_json(directory / CONFIG, {**config, "weights": {"file": weights.name, "sha256": digest, "bytes": size}})
+    except BaseException:
+        if _named_weights(our_config(directory)) != weights.name:
+            weights.unlink(missing_ok=True)
+        raise
+    with suppress(OSError):  # the new model is there; what stays behind takes room and no more
+        _remove(directory, before)
+
+
+def _remove(directory: Path, before: tuple[Path, dict[str, Any]] | None) -> None:
+    """Remove what ``before``, a config that has been replaced, was and named."""
+    if before is None:
+        return
+    if before[0].name != CONFIG:
+        before[0].unlink(missing_ok=True)
     stale = _named_weights(before)
-    if stale not in (None, file):
+    if stale is not None:
         (directory / stale).unlink(missing_ok=True)
 
 
-def _ours(config_path: Path) -> dict[str, Any]:
-    """The config that lowbit wrote. Raises: ValueError for another, or where that cannot be told."""
-    try:
-        config = json.loads(config_path.read_bytes())
-    except ValueError as error:
-        raise ValueError(
-            f"{config_path} is damaged ({error}), so that whose it is cannot be told; remove it, or save to another "
-            "directory"
-        ) from None
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise ValueError(f"{config_path} was not written by lowbit, and would be lost; save to another directory")
-    return config
-
-
-def _named_weights(config: dict[str, Any]) -> str | None:
+def _named_weights(found: tuple[Path, dict[str, Any]] | None) -> str | None:
     """The weights' file that a config names, if it is a name that a save makes."""
-    weights = config.get("weights")
+    weights = None if found is None else found[1].get("weights")
     file = weights.get("file") if isinstance(weights, dict) else None
-    return file if isinstance(file, str) and re.fullmatch(r"weights-[0-9a-f]{16}\.safetensors", file) else None
+    return file if isinstance(file, str) and WEIGHTS.fullmatch(file) else None
 
 
 def _plain(name: str) -> str:
@@ -118,41 +127,18 @@ def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
             )
         first = seen.setdefault(identity(value), name)
         if first == name:
-            # A copy of its own: safetensors refuses tensors that share storage, as views of one parameter do.
-            tensors[name] = value.detach().cpu().contiguous().clone() if _is_part(value) else value.detach().cpu()
+            tensors[name] = value.detach()
         else:
             tied[name] = first
     return tensors, tied
 
 
-def _is_part(value: Tensor) -> bool:
-    return not value.is_contiguous() or value.untyped_storage().nbytes() != value.numel() * value.element_size()
-
-
-def _store(directory: Path, tensors: dict[str, Tensor]) -> tuple[str, str, int]:
-    """Write the weights' file; its name, SHA-256 and size."""
-    temporary = temporary_for(directory / "weights")
-    try:
-        _write(tensors, temporary)
-        digest, size = sha256(temporary), temporary.stat().st_size
-        file = f"weights-{digest[:16]}.safetensors"
-        put_in_place(temporary, directory / file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return file, digest, size
-
-
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    """``safetensors``, with its errors made ours. Raises: OSError, TypeError."""
-    library = safetensors()
-    try:
-        library.save_file(tensors, path, metadata={"format": "pt"})
-    except import_module("safetensors").SafetensorError as error:
-        raise OSError(str(error)) from error
-    except KeyError as error:  # of its table of dtypes
-        names = ", ".join(name for name, value in tensors.items() if value.dtype == error.args[0])
-        raise TypeError(f"save_model: safetensors cannot hold {error.args[0]} ({names}); convert it") from None
+def _describe_model(rebuild: str, model: nn.Module) -> dict[str, Any]:
+    """What builds the model again, and the dtypes of buffers that it computes then, which a cast may have changed."""
+    saved = model.state_dict(keep_vars=True)
+    computed = {name: value for name, value in model.named_buffers() if name not in saved}
+    dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in computed.items()}
+    return {"class": rebuild, "config": REBUILD[rebuild].describe(model), "buffers": dtypes}
 
 
 def _describe(layer: Any) -> dict[str, Any]:

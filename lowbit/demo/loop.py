@@ -6,8 +6,8 @@ batches and learning rate are functions of the step. So stopping and resuming ch
 
 from __future__ import annotations
 
+import io
 import math
-import pickle
 import signal
 import threading
 import time
@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.files import write_atomically
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT
+from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
-from lowbit.nn.transformer import GPT
-from lowbit.train.data import Corpus
+from lowbit.train import prepare_
 
 __all__ = ["FLOATS", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
 
@@ -154,8 +155,6 @@ class Trainer:
         self.model, self.corpus, self.config = model, corpus, config
         self.path = directory / STATE
         if config.recipe is not None:
-            from lowbit.train import prepare_
-
             prepare_(model, config.recipe)
         if config.checkpointing:
             checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
@@ -231,19 +230,30 @@ class Trainer:
             "random": torch.get_rng_state(),
             "history": asdict(self.history),
         }
-        write_atomically(self.path, lambda file: torch.save(state, file))
+        payload = io.BytesIO()
+        torch.save(state, payload)
+        write_checked(self.path, payload.getvalue())
 
     def load(self) -> None:
         """Go back to the saved state.
 
-        Raises: FileNotFoundError when there is none; ValueError when it is of another configuration or text.
+        Raises: FileNotFoundError when there is none; ValueError when it is damaged, or of another configuration or
+        text.
         """
         if not self.path.exists():
             raise FileNotFoundError(f"nothing to resume: {self.path} does not exist; run without --resume first")
         try:
-            state: dict[str, Any] = torch.load(self.path, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.path} is damaged or no checkpoint ({error}); delete it to start over") from None
+            payload = read_checked(self.path)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete it to start over") from None
+        try:
+            self._restore(torch.load(io.BytesIO(payload), weights_only=True))
+        except ValueError:
+            raise
+        except Exception as error:  # a checksum that fits a content which no run wrote
+            raise ValueError(f"{self.path} is no checkpoint of this run ({error}); delete it to start over") from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
         now = asdict(self.config)
         changed = [f"{k} {state['config'].get(k)} -> {now[k]}" for k in now if state["config"].get(k) != now[k]]
         if changed:

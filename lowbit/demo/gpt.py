@@ -9,6 +9,7 @@ Sources: RoPE arXiv 2104.09864, RMSNorm arXiv 1910.07467, SwiGLU arXiv 2002.0520
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,8 +34,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
-                raise ValueError(f"GPTConfig.{name} must be positive, got {value}")
+            kind = "number" if name == "rope_base" else "integer"
+            if not (type(value) is int or (type(value) is float and kind == "number")) or not 0 < value < math.inf:
+                raise ValueError(f"GPTConfig.{name} must be a positive {kind}, got {value!r}")
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim must be a multiple of 2 * heads (RoPE turns pairs), got dim {self.dim} and {self.heads} heads; "
@@ -145,6 +147,8 @@ class GPT(nn.Module):
         generator = torch.Generator("cpu").manual_seed(seed)
         residual = (2 * self.config.layers) ** -0.5
         for name, weight in self.named_parameters():
+            if weight.is_meta:  # nothing is drawn for what holds no numbers
+                continue
             if weight.ndim == 1:
                 weight.fill_(1.0)
                 continue

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.backends.cpu import processor
+from lowbit.demo.data import Corpus
+from lowbit.demo.experiment import Measurement, Settings, as_json
+from lowbit.demo.loop import FLOATS, Trainer
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
-from lowbit.train.data import Corpus
-from lowbit.train.demo import Measurement, Settings, as_json
-from lowbit.train.loop import FLOATS, Trainer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["claims", "require_plots", "write"]
+__all__ = ["claims", "without_plots", "write"]
 
 #: What a run or recipe may lose before it counts as a failure, as a fraction: of held-out loss, of perplexity.
 LOSS_TARGET = 0.01
@@ -37,19 +37,25 @@ _BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
 def write(
     directory: Path, settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
 ) -> Path:
-    """Write ``report.md``, ``report.json``, ``loss.png`` and ``recipes.png``; return the report's path."""
-    _plots(directory, corpus, runs, rows)
+    """Write ``report.md``, ``report.json`` and, where matplotlib is installed, ``loss.png`` and ``recipes.png``.
+
+    Returns the path of ``report.md``.
+    """
+    plots = without_plots() is None
+    if plots:
+        _plots(directory, runs, rows)
     data = json.dumps(as_json(settings, corpus, runs, rows), indent=2).encode() + b"\n"
     write_atomically(directory / "report.json", lambda file: file.write(data))
-    text = "\n".join(_markdown(settings, corpus, runs, rows, command)).encode() + b"\n"
+    text = "\n".join(_markdown(settings, corpus, runs, rows, command, plots)).encode() + b"\n"
     write_atomically(directory / "report.md", lambda file: file.write(text))
     return directory / "report.md"
 
 
-def require_plots() -> None:
-    """Fail before a long run rather than after it. Raises: ImportError when matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise ImportError(f"the report's plots need matplotlib: {sys.executable} -m pip install matplotlib")
+def without_plots() -> str | None:
+    """Why a report has no plots here, and how to get them; None where it has."""
+    if find_spec("matplotlib") is not None:
+        return None
+    return f"the report will have no plots, which need matplotlib: {sys.executable} -m pip install matplotlib"
 
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:
@@ -59,7 +65,7 @@ def bits_per_byte(loss: float, corpus: Corpus) -> float:
 
 # -- text ------------------------------------------------------------------------------------------------------------
 def _markdown(
-    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
+    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str, plots: bool
 ) -> list[str]:
     model = runs[0].model
     parameters = sum(p.numel() for p in model.parameters())
@@ -74,8 +80,7 @@ def _markdown(
         *_verdicts(runs, rows),
         "## Training",
         "",
-        "![held-out loss of each run](loss.png)",
-        "",
+        *(["![held-out loss of each run](loss.png)", ""] if plots else []),
         *_runs(corpus, runs),
         "",
         "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
@@ -83,8 +88,7 @@ def _markdown(
         "",
         f"## The {runs[0].config.precision} run, quantized",
         "",
-        "![perplexity, size and speed of each recipe](recipes.png)",
-        "",
+        *(["![perplexity, size and speed of each recipe](recipes.png)", ""] if plots else []),
         *_recipes(rows, config.outside),
         "",
         f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
@@ -187,7 +191,7 @@ def _quoted(text: str) -> str:
 
 
 # -- plots -----------------------------------------------------------------------------------------------------------
-def _plots(directory: Path, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> None:
+def _plots(directory: Path, runs: list[Trainer], rows: list[Measurement]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

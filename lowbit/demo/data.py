@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.train import text
-from lowbit.train.tokenizer import Tokenizer
+from lowbit.demo import text
+from lowbit.demo.tokenizer import Tokenizer
 
 __all__ = ["Corpus"]
 

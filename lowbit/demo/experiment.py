@@ -7,7 +7,6 @@ Everything is kept below one directory: ``settings.json`` (what to do), ``PRECIS
 from __future__ import annotations
 
 import copy
-import json
 import math
 import statistics
 import time
@@ -17,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowbit.convert import model_bytes, quantize_
-from lowbit.files import write_atomically
-from lowbit.nn.transformer import GPT, GPTConfig, generate
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT, GPTConfig, generate
+from lowbit.demo.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
+from lowbit.demo.tokenizer import Tokenizer
+from lowbit.files import read_json, shown, write_json
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
-from lowbit.train.data import Corpus
-from lowbit.train.linear import Plan
-from lowbit.train.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
-from lowbit.train.tokenizer import Tokenizer
+from lowbit.train import prepare_
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
@@ -55,15 +55,16 @@ class Settings:
     data: str | None = None
 
     def __post_init__(self) -> None:
+        if not (self.data is None or isinstance(self.data, str)):
+            raise TypeError(f"data must be a path or None, got {shown(self.data)}")
         for name in self.recipes:
             find_recipe(name)
         for name in self.precisions:
             if name not in FLOATS:
-                Plan.of(find_recipe(name))
+                prepare_(nn.Sequential(nn.Linear(1, 1)), name)  # raises where the recipe cannot train
 
     def save(self, directory: Path) -> None:
-        text = json.dumps(asdict(self), indent=2).encode()
-        write_atomically(directory / "settings.json", lambda file: file.write(text + b"\n"))
+        write_json(directory / "settings.json", asdict(self))
 
     @classmethod
     def load(cls, directory: Path) -> Settings:
@@ -72,7 +73,7 @@ class Settings:
         if not path.exists():
             raise FileNotFoundError(f"nothing to resume: {path} does not exist; run without --resume first")
         try:
-            saved = json.loads(path.read_text())
+            saved = read_json(path)
             return cls(
                 model=GPTConfig(**saved["model"]),
                 train=TrainConfig(**saved["train"]),
@@ -125,8 +126,7 @@ def check(settings: Settings, corpus: Corpus, directory: Path) -> None:
 def save(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
     """``save_model``, with the tokenizer beside it."""
     save_model(model, directory)
-    text = tokenizer.to_json().encode() + b"\n"
-    write_atomically(directory / "tokenizer.json", lambda file: file.write(text))
+    write_json(directory / "tokenizer.json", tokenizer.to_dict())
 
 
 def load(directory: Path) -> tuple[GPT, Tokenizer]:
@@ -139,8 +139,9 @@ def load(directory: Path) -> tuple[GPT, Tokenizer]:
     model = load_model(directory)
     if not isinstance(model, GPT):
         raise ValueError(f"{directory} holds a {type(model).__name__}, and this command quantizes GPTs of lowbit train")
+    saved = read_json(path)
     try:
-        return model.eval(), Tokenizer.from_json(path.read_text())
+        return model.eval(), Tokenizer.from_dict(saved)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); copy the whole directory again, or train anew") from None
 

@@ -7,12 +7,17 @@ Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword 
 from __future__ import annotations
 
 import heapq
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lowbit.files import shown
 
 __all__ = ["Tokenizer"]
+
+#: No token of a text stands for as many bytes; in a file, tokens that double each other soon would.
+LONGEST = 1 << 16
 
 #: Merges never cross these pieces: a word with its leading space, a run of digits, a mark, or white space.
 _PIECE = re.compile(rb" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^\sA-Za-z0-9\x80-\xff]+|\s+")
@@ -75,19 +80,23 @@ class Tokenizer:
                 heapq.heappush(heap, (-total[new], new))
         return cls(merges)
 
-    def to_json(self) -> str:
-        return json.dumps({"kind": "byte-level BPE", "merges": self.merges})
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON holds of it."""
+        return {"kind": "byte-level BPE", "merges": self.merges}
 
     @classmethod
-    def from_json(cls, text: str) -> Tokenizer:
-        """What ``to_json`` made. Raises: ValueError for anything else."""
-        saved = json.loads(text)
-        merges = saved.get("merges") if isinstance(saved, dict) else None
+    def from_dict(cls, saved: dict[str, Any]) -> Tokenizer:
+        """What ``to_dict`` made. Raises: ValueError for anything else."""
+        merges = saved.get("merges")
         if not isinstance(merges, list):
             raise ValueError("expected an object with a list of merges")
+        lengths = [1] * 256
         for token, pair in enumerate(merges, 256):
             if not (isinstance(pair, list) and len(pair) == 2 and all(type(k) is int and 0 <= k < token for k in pair)):
-                raise ValueError(f"token {token} must be a pair of earlier tokens, got {pair!r}")
+                raise ValueError(f"token {token} must be a pair of earlier tokens, got {shown(pair)}")
+            lengths.append(lengths[pair[0]] + lengths[pair[1]])
+            if lengths[-1] > LONGEST:
+                raise ValueError(f"token {token} stands for {lengths[-1]} bytes, and may for {LONGEST} at most")
         return cls(merges)
 
     def encode(self, text: str) -> list[int]:

@@ -1,0 +1,51 @@
+"""Models without weights: their shape alone, to be filled by ``load_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["empty_weights"]
+
+
+class empty_weights(TorchFunctionMode):
+    """Within, ``torch.empty`` makes tensors on the meta device, which take no memory; all else computes as usual.
+
+    Layers allocate their weights with ``torch.empty``, and initializing meta tensors costs nothing. Buffers that a
+    model computes, such as the frequencies of rotary embeddings, get their values, which under
+    ``torch.device("meta")`` they do not; ``load_model`` then takes the model. ``most``: how many tensors may be made.
+    Raises ValueError beyond ``most``.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.most, self.made = most, 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
+            self.made += 1
+            if self.most is not None and self.made > self.most:
+                raise ValueError(f"it has more than {self.most} tensors, many more than the weights hold")
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def to_meta_(model: nn.Module) -> nn.Module:
+    """Move what a file holds of ``model``, parameters and persistent buffers, to the meta device, ties kept."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                new = made.setdefault(id(value), nn.Parameter(value.to("meta"), value.requires_grad))
+                module._parameters[name] = new  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+    return model

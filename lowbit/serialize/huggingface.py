@@ -1,0 +1,124 @@
+"""Models of transformers: recognized, described as JSON, built again without weights, and read from a directory.
+
+transformers is imported only where a file or a user asks for one of its models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowbit.files import read_json, shown
+
+__all__ = ["build", "describe", "from_directory", "is_directory", "is_pretrained"]
+
+#: No size in a config comes near this; larger ones would be allocated where a model computes its tables.
+MOST_SIZE = 1 << 31
+
+#: What a number of layers is called, and more of them than models have.
+_LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)")
+MOST_LAYERS = 2048
+
+
+def _transformers(what: str) -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError:
+        command = f"{sys.executable} -m pip install 'transformers>=4.56'"
+        raise ImportError(f"{what} needs transformers: {command}") from None
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether ``model`` is of a class that transformers itself has, so that its config builds it again."""
+    library = sys.modules.get("transformers")
+    if library is None or not type(model).__module__.startswith("transformers."):
+        return False
+    return getattr(library, type(model).__name__, None) is type(model) and hasattr(model, "config")
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The class and the config of a model, and how it generates if it does, as JSON has them."""
+    generation = getattr(model, "generation_config", None)
+    return {
+        "architecture": type(model).__name__,
+        "config": json.loads(model.config.to_json_string()),
+        "generation": None if generation is None else json.loads(generation.to_json_string()),
+    }
+
+
+def build(described: dict[str, Any]) -> nn.Module:
+    """The model that ``describe`` described, freshly initialized, in eval mode.
+
+    Raises: ImportError without transformers; ValueError for a class or a config that it does not have.
+    """
+    name, config = described["architecture"], dict(described["config"])
+    library = _transformers(f"a {shown(name)}")
+    made, kind = _class(library, name), config.get("model_type")
+    if made is None:
+        raise ValueError(f"transformers {library.__version__} has no model {shown(name)}")
+    if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
+        raise ValueError(f"transformers {library.__version__} knows no model_type {shown(kind)}")
+    _check_sizes(config)
+    model: nn.Module = made(library.CONFIG_MAPPING[kind].from_dict(config))
+    if described["generation"] is not None:
+        model.generation_config = library.GenerationConfig.from_dict(described["generation"])
+    return model.eval()
+
+
+def _class(library: Any, name: Any) -> Any:
+    """The model of transformers with that name, or None."""
+    found = getattr(library, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, type) and issubclass(found, library.PreTrainedModel) else None
+
+
+def _check_sizes(value: Any, name: str = "config") -> None:
+    """Raises ValueError for an integer that can be no size, or no number of layers, of a model."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_sizes(inner, str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_sizes(inner, name)
+    elif isinstance(value, int):
+        most = MOST_LAYERS if _LAYERS.fullmatch(name) else MOST_SIZE
+        if abs(value) > most:
+            raise ValueError(f"{shown(name)} is {shown(value)}, and may be {most} at most")
+
+
+# -- directories -------------------------------------------------------------------------------------------------------
+def is_directory(directory: Path) -> bool:
+    """Whether ``directory`` has a config of transformers. Raises ValueError for one that is damaged."""
+    try:
+        config = read_json(directory / "config.json")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return "model_type" in config or "architectures" in config
+
+
+def from_directory(directory: Path) -> nn.Module:
+    """The model in a directory of transformers, from safetensors files, in the dtype that they have, in eval mode.
+
+    The class is the first of the config's ``architectures``, or what ``AutoModel`` takes. No code of the directory
+    runs. Raises: ImportError without transformers; ValueError for a directory that transformers cannot load.
+    """
+    library = _transformers(f"loading {directory}")
+    config = read_json(directory / "config.json")
+    names = config.get("architectures")
+    kind = _class(library, names[0] if isinstance(names, list) and names else None) or library.AutoModel
+    try:
+        _check_sizes(config)
+        model: nn.Module = kind.from_pretrained(str(directory), dtype="auto", use_safetensors=True)
+    except Exception as error:  # what a library raises for a stranger's files has no end
+        raise ValueError(f"transformers cannot load {directory}: {_first(error)}") from error
+    return model.eval()
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
