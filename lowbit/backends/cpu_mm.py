@@ -54,15 +54,21 @@ def _linear(like: Linear) -> tuple[Argument, ...]:
 
 
 def reads_panels(weight: Scheme, input: Scheme | None, cols: int) -> bool:
-    """Whether ``linear`` is faster on panels of a weight ``[N, cols]``: products of bytes by VNNI, of whole blocks."""
+    """Whether ``linear`` is not slower on panels of a weight ``[N, cols]``: products of integers, of whole blocks.
+
+    Every instruction set reads such panels; those are named here on which it was measured (docs/measured.md).
+    """
     if input is None or {weight.format.kind, input.format.kind} != {"integer"} or weight.format.bits not in (4, 8):
         return False
     block, of_input = weight.block[1], input.block[1]
     if weight.block[0] != 1 or (block is not None and (block % 8 or cols % block)) or (of_input or 8) % 8:
         return False
-    if loading_error() is not None or torch.ops.lowbit_native.isa() != "avx512":
+    if loading_error() is not None:
         return False
-    return "avx512_vnni" in features() and "amx_int8" not in features()  # one row by matrix registers: not measured
+    isa = torch.ops.lowbit_native.isa()
+    if isa == "avx2":  # 4-bit codes are multiplied as they are packed by signed bytes without a zero point
+        return weight.format.bits == 8 or (input.format.signed and not input.affine)
+    return isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features()
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------
