@@ -119,12 +119,7 @@ class Columns : FewColumns {
     void multiply(int64_t row, int64_t count, int64_t end) {
         find_scales(row, count, scales_, row_scales_);
         if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
-        if (plan_.in_totals()) {
-            for (int64_t n = 0; n < count; n += few_.width) {
-                multiply_totals(row + n, n, std::min<int64_t>(few_.width, count - n));
-            }
-            return;
-        }
+        if (plan_.in_totals()) return multiply_totals(row, count, end);
         std::fill_n(nans_, count, false);
         std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
         Few t = common_;
@@ -134,39 +129,52 @@ class Columns : FewColumns {
             for (int64_t s = 0; s < plan_.steps; s += piece_) {
                 t.steps = std::min(piece_, plan_.steps - s);
                 put_codes(t, row, s);
-                if (!whole_) {
-                    t.ahead = codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
-                    t.ahead_pitch = t.steps * plan_.unit->bytes;
-                }
+                if (!whole_) fetch_chunk(t, row + count, end, s, count, 0);
                 run_steps(t, m, s);
             }
             if (plan_.rest > 0) run_tail(t, m, row);
         }
     }
 
-    // Integers in blocks: rows [row, row + count) of b, at most as many as lanes, whose numbers in the chunk are from `n`
-    // on.
-    void multiply_totals(int64_t row, int64_t n, int64_t count) {
-        Few t = common_;
-        t.count = count;
-        t.scales += n;
-        t.zeros += n;
-        t.sums = sums_;
+    // Integers in blocks: as many rows of b at a time as there are lanes, while a piece of a is near.
+    void multiply_totals(int64_t row, int64_t count, int64_t end) {
         const int64_t piece = plan_.per_step > 1 ? totals_ : totals_ * plan_.block_steps;
+        Few t = common_;
+        t.sums = sums_;
+        auto each_group = [&](const auto& run) {
+            for (int64_t n = 0; n < count; n += few_.width) {
+                t.count = std::min<int64_t>(few_.width, count - n);
+                t.scales = row_scales_ + n;
+                t.zeros = row_zeros_ + n;
+                run(n);
+            }
+        };
         for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
             t.sums_pitch = rows_.tile_rows(m) * t.totals_pitch;
-            for (int64_t s = 0; s < plan_.steps; s += t.steps) {
+            for (int64_t s = 0; s < plan_.steps; s += piece) {
                 t.steps = std::min(piece, plan_.steps - s);
-                put_codes(t, row, s);
-                run_steps(t, m, s);
                 const bool last = s + t.steps == plan_.steps && plan_.rest == 0;
-                sum_totals(t, m, n, last ? plan_.num_blocks : plan_.block_of(s + t.steps));
+                const int64_t blocks = last ? plan_.num_blocks : plan_.block_of(s + t.steps);
+                each_group([&](int64_t n) {
+                    put_codes(t, row + n, s);
+                    if (piece < plan_.steps) fetch_chunk(t, row + count, end, s, count, n);
+                    run_steps(t, m, s);
+                    sum_totals(t, m, n, blocks);
+                });
             }
-            if (plan_.rest > 0) {
-                run_tail(t, m, row);
+            if (plan_.rest == 0) continue;
+            each_group([&](int64_t n) {
+                run_tail(t, m, row + n);
                 sum_totals(t, m, n, plan_.num_blocks);
-            }
+            });
         }
+    }
+
+    // Meanwhile the next chunk is fetched, from its row `next` on: as much of it as t.steps of `count` rows read, a part
+    // for each, those before row n left out.
+    void fetch_chunk(Few& t, int64_t next, int64_t end, int64_t step, int64_t count, int64_t n) const {
+        t.ahead_pitch = t.steps * plan_.unit->bytes;
+        t.ahead = codes_of(std::min(next, end)) + step * plan_.unit->bytes * count + n * t.ahead_pitch;
     }
 
     void put_codes(Few& t, int64_t row, int64_t step) const {
