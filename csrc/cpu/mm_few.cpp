@@ -80,7 +80,7 @@ class Columns : FewColumns {
     size_t place(uint8_t* base) {
         Parts parts(base);
         parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width * (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
-        parts.take(block_scales_, plan_.in_totals() ? block_room() * few_.width : 0);
+        parts.take(block_scales_, plan_.in_totals() ? 2 * block_room() * few_.width : 0);
         parts.take(row_sums_, chunk_ * plan_.rows);
         parts.take(results_, chunk_ * plan_.rows);
         parts.take(tails_, chunk_ * kFewStepBytes);
@@ -92,7 +92,7 @@ class Columns : FewColumns {
 
     // Of a tile: what the nearest cache holds, in pieces of about the same length and of whole blocks.
     int64_t piece_steps() const {
-        const int64_t step = plan_.slots * plan_.tile * 4 * few_.width, most = std::max<int64_t>(kNearBytes / step, 1);
+        const int64_t step = plan_.unit->vectors * plan_.tile * 4 * few_.width, most = std::max<int64_t>(kNearBytes / step, 1);
         const int64_t count = (plan_.steps + most - 1) / most, block = plan_.blocks ? plan_.block_steps : 1;
         return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
@@ -209,6 +209,8 @@ class Columns : FewColumns {
         sums.end = end;
         sums.a_scales = rows_.scales() + m;
         sums.b_scales = t.scales;
+        sums.a_sums = rows_.block_sums() + m;
+        sums.zeros = t.zeros;
         sums.scales = block_scales_;
         sums.out = reinterpret_cast<float*>(results_ + m * chunk_) + n;
         sums.pitch = 2 * chunk_;

@@ -19,7 +19,6 @@ struct FewPlan {
     int64_t steps = 0;  // whole ones
     int64_t rest = 0;   // elements after them
     int64_t block_steps = 1, per_step = 0;
-    int slots = 0;
 
     int64_t all_steps() const { return steps + (rest > 0); }
     bool exact() const { return integers && !blocks; }
