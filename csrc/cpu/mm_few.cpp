@@ -1,9 +1,9 @@
 // Products with few rows of a: rows of b, decoded in registers.
 //
 // Every output element is summed over all of K by one thread in an order that depends on K, the formats and, of floats,
-// the number of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
-// nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in the second
-// cache, where those after them are fetched meanwhile.
+// the number of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows
+// lies in the nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in
+// the second cache, where those after them are fetched meanwhile.
 #include <algorithm>
 #include <cstring>
 
@@ -79,7 +79,8 @@ class Columns : FewColumns {
 
     size_t place(uint8_t* base) {
         Parts parts(base);
-        parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width * (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
+        parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width *
+                              (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
         parts.take(block_scales_, plan_.in_totals() ? 2 * block_room() * few_.width : 0);
         parts.take(row_sums_, chunk_ * plan_.rows);
         parts.take(results_, chunk_ * plan_.rows);
@@ -92,7 +93,8 @@ class Columns : FewColumns {
 
     // Of a tile: what the nearest cache holds, in pieces of about the same length and of whole blocks.
     int64_t piece_steps() const {
-        const int64_t step = plan_.unit->vectors * plan_.tile * 4 * few_.width, most = std::max<int64_t>(kNearBytes / step, 1);
+        const int64_t step = plan_.unit->vectors * plan_.tile * 4 * few_.width,
+                      most = std::max<int64_t>(kNearBytes / step, 1);
         const int64_t count = (plan_.steps + most - 1) / most, block = plan_.blocks ? plan_.block_steps : 1;
         return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
@@ -170,8 +172,8 @@ class Columns : FewColumns {
         }
     }
 
-    // Meanwhile the next chunk is fetched, from its row `next` on: as much of it as t.steps of `count` rows read, a part
-    // for each, those before row n left out.
+    // Meanwhile the next chunk is fetched, from its row `next` on: as much of it as t.steps of `count` rows read, a
+    // part for each, those before row n left out.
     void fetch_chunk(Few& t, int64_t next, int64_t end, int64_t step, int64_t count, int64_t n) const {
         t.ahead_pitch = t.steps * plan_.unit->bytes;
         t.ahead = codes_of(std::min(next, end)) + step * plan_.unit->bytes * count + n * t.ahead_pitch;
@@ -245,16 +247,16 @@ class Columns : FewColumns {
         }
     }
 
-    const int64_t piece_;  // steps at a time
-    const bool whole_;     // all of a is one tile's piece
+    const int64_t piece_;   // steps at a time
+    const bool whole_;      // all of a is one tile's piece
     const int64_t totals_;  // vectors of a row's sums at a time, of integers in blocks
-    const int64_t chunk_;  // rows of b at a time
+    const int64_t chunk_;   // rows of b at a time
     const FewUnit::Run* run_;
     Few common_;  // what all calls share
     // Vectors: [chunk, rows], fp32, or int32 of integers in one block; of integers in blocks [lanes, tile, totals].
     int32_t* sums_;
     int64_t* row_sums_;  // [chunk, rows], or fp32
-    int64_t* results_;  // [rows, chunk], or fp32 [rows, 2 * chunk]
+    int64_t* results_;   // [rows, chunk], or fp32 [rows, 2 * chunk]
     uint8_t* tails_;
     int32_t *lanes_, *zeros_;
     float *scales_, *block_scales_;

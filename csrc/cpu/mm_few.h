@@ -41,12 +41,14 @@ struct Few {
     const int32_t* const* zeros = nullptr;  // what is taken off decoded codes
     void* sums = nullptr;                   // vectors, fp32 or int32, which are added to; bytes from row to row of b:
     int64_t sums_pitch = 0;
-    int64_t totals_pitch = 0;  // integers in blocks, which leave a vector for each block or step: bytes between rows of a
+    int64_t totals_pitch =
+        0;                 // integers in blocks, which leave a vector for each block or step: bytes between rows of a
     bool* nans = nullptr;  // of units with `halves`: whether a row of b holds a NaN that fp16 does not show
 };
 
-// Vectors of sums of integers in some blocks, to sums over lanes, less those of a times b's zero points, which are scaled
-// and added in the order of K (docs/numerics.md section 9). Vector i of a row holds the blocks from i * per_step on, each in so many lanes.
+// Vectors of sums of integers in some blocks, to sums over lanes, less those of a times b's zero points, which are
+// scaled and added in the order of K (docs/numerics.md section 9). Vector i of a row holds the blocks from i * per_step
+// on, each in so many lanes.
 struct FewBlockSums {
     const int32_t* totals = nullptr;  // [count, rows, vectors] vectors; count is at most their lanes, but all are there
     int64_t count = 0, rows = 0, vectors = 0, per_step = 1;
@@ -71,12 +73,12 @@ struct FewUnit {
     int64_t bytes = 0;
     int vectors = 0;
     FewInput input = FewInput::f32;
-    bool halves = false;     // codes come out as fp16 numbers, to be multiplied by Table::half_unit
-    bool as_signed = false;  // unsigned integers come out less 128
+    bool halves = false;           // codes come out as fp16 numbers, to be multiplied by Table::half_unit
+    bool as_signed = false;        // unsigned integers come out less 128
     int64_t most_rows = kFewRows;  // of a, beyond which register tiles are faster
     using Run = void (*)(const Few&);
-    // By FewBlocks. Floats: without and with zero points. Integers, of codes without zero points: one block; and blocks,
-    // each of which leaves its own vector of sums.
+    // By FewBlocks. Floats: without and with zero points. Integers, of codes without zero points: one block; and
+    // blocks, each of which leaves its own vector of sums.
     Run dots[3][2][kFewTile] = {};
     // One row of a as the unit multiplies it: vector v of a step, `pitch` bytes from the next, holds the elements
     // congruent to v modulo `vectors`.

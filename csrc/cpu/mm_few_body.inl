@@ -137,7 +137,8 @@ void few_dots(const Few& t) {
         };
         while (b != end) {
             if constexpr (kZeros) zero = of_block(zeros);
-            if constexpr (kLookups) table = (kZeros ? unit.table - to_float(zero) : unit.table) * (VecF)of_block(scales);
+            if constexpr (kLookups)
+                table = (kZeros ? unit.table - to_float(zero) : unit.table) * (VecF)of_block(scales);
             if constexpr (kBlocks == FewBlocks::steps) {
                 const uint8_t* const last = end - b < block_bytes ? end : b + block_bytes;
                 while (b != last) step();
@@ -252,15 +253,16 @@ inline VecF sums_of(const float* vectors) {
     }
 }
 
-// Of every four lanes of both, the first or last `each` of two of a and as many of b, in turns: what processors interleave.
+// Of every four lanes of both, the first or last `each` of two of a and as many of b, in turns: what processors
+// interleave.
 template <int each, class V, int... i>
 inline V unpack_lanes(V a, V b, int with, std::integer_sequence<int, i...>) {
     const VecI lanes = {(i / 4 * 4 + i % 4 / (2 * each) * each + i % each + i / each % 2 * kWidth)...};
     return __builtin_shuffle(a, b, lanes + with);
 }
 
-// kWidth vectors, in each of whose every kLanes lanes one number is to be summed; number i becomes v[i], whose lanes are
-// the vectors. With kLanes 1 that is a transposition. Each stage pairs vectors, and halves them where it sums.
+// kWidth vectors, in each of whose every kLanes lanes one number is to be summed; number i becomes v[i], whose lanes
+// are the vectors. With kLanes 1 that is a transposition. Each stage pairs vectors, and halves them where it sums.
 template <int kLanes, class V>
 inline void sum_lanes(V (&v)[kWidth]) {
     constexpr auto kAll = std::make_integer_sequence<int, kWidth>();

@@ -36,9 +36,7 @@ FewRows::FewRows(const Problem& p, const FewKernels& few, const FewPlan& plan)
     }
 }
 
-int FewRows::lift() const {
-    return p_.a.table->is_signed ? 0 : -128;
-}
+int FewRows::lift() const { return p_.a.table->is_signed ? 0 : -128; }
 
 void FewRows::take_row(int64_t m, int64_t depth, uint8_t* raw) {
     if (!plan_.integers) return floats(m, depth, raw);
