@@ -178,8 +178,8 @@ void tile(const Tile& t) {
     add_sums<Dot, kScaled>(t, 0, acc);
 }
 
-// The same of b's packed dwords of 4-bit codes (mm_stored.h), each of which is two dwords of depth. Dot::kPairs: both are
-// multiplied at once.
+// The same of b's packed dwords of 4-bit codes (mm_stored.h), each of which is two dwords of depth. Dot::kPairs: both
+// are multiplied at once.
 template <class Dot, bool kScaled, int kRows>
 void nibble_tile(const Tile& t) {
     typename Dot::Acc acc[kRows][kVectors];

@@ -35,7 +35,9 @@ struct Chunk {
 struct RowTiles {
     int64_t unit, units, count, size, longer;
     RowTiles(int64_t rows, const Plan& plan, const Kernels& kernels, int64_t max_rows)
-        : unit(plan.matrix ? kernels.matrix_side : rows == 1 ? 1 : 2),
+        : unit(plan.matrix ? kernels.matrix_side
+               : rows == 1 ? 1
+                           : 2),
           units(ceil_div(rows, unit)),
           count(ceil_div(units, plan.matrix ? 2 : max_rows / 2)),
           size(units / count),

@@ -1,9 +1,9 @@
 // Products with few rows of a: rows of b, decoded in registers.
 //
 // Every output element is summed over all of K by one thread in an order that depends on K, the formats and, of floats,
-// the number of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows lies in the
-// nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in the second
-// cache, where those after them are fetched meanwhile.
+// the number of a's rows alone. What is bound by memory reads b in the order that it is stored in: a tile of a's rows
+// lies in the nearest cache, or a piece of it where K is long, which then some rows of b take turns with; they stay in
+// the second cache, where those after them are fetched meanwhile.
 #include <algorithm>
 #include <cstring>
 
@@ -79,8 +79,9 @@ class Columns : FewColumns {
 
     size_t place(uint8_t* base) {
         Parts parts(base);
-        parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width * (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
-        parts.take(block_scales_, plan_.in_totals() ? block_room() * few_.width : 0);
+        parts.take(sums_, (plan_.in_totals() ? few_.width : chunk_) * few_.width *
+                              (plan_.in_totals() ? plan_.tile * totals_ : plan_.rows));
+        parts.take(block_scales_, plan_.in_totals() ? 2 * block_room() * few_.width : 0);
         parts.take(row_sums_, chunk_ * plan_.rows);
         parts.take(results_, chunk_ * plan_.rows);
         parts.take(tails_, chunk_ * kFewStepBytes);
@@ -92,7 +93,8 @@ class Columns : FewColumns {
 
     // Of a tile: what the nearest cache holds, in pieces of about the same length and of whole blocks.
     int64_t piece_steps() const {
-        const int64_t step = plan_.slots * plan_.tile * 4 * few_.width, most = std::max<int64_t>(kNearBytes / step, 1);
+        const int64_t step = plan_.unit->vectors * plan_.tile * 4 * few_.width,
+                      most = std::max<int64_t>(kNearBytes / step, 1);
         const int64_t count = (plan_.steps + most - 1) / most, block = plan_.blocks ? plan_.block_steps : 1;
         return count <= 1 ? plan_.steps : ((plan_.steps + count - 1) / count + block - 1) / block * block;
     }
@@ -119,12 +121,7 @@ class Columns : FewColumns {
     void multiply(int64_t row, int64_t count, int64_t end) {
         find_scales(row, count, scales_, row_scales_);
         if (plan_.more) find_zeros(row, count, zeros_, row_zeros_);
-        if (plan_.in_totals()) {
-            for (int64_t n = 0; n < count; n += few_.width) {
-                multiply_totals(row + n, n, std::min<int64_t>(few_.width, count - n));
-            }
-            return;
-        }
+        if (plan_.in_totals()) return multiply_totals(row, count, end);
         std::fill_n(nans_, count, false);
         std::memset(sums_, 0, static_cast<size_t>(count * plan_.rows * few_.width) * 4);
         Few t = common_;
@@ -134,39 +131,52 @@ class Columns : FewColumns {
             for (int64_t s = 0; s < plan_.steps; s += piece_) {
                 t.steps = std::min(piece_, plan_.steps - s);
                 put_codes(t, row, s);
-                if (!whole_) {
-                    t.ahead = codes_of(std::min(row + count, end)) + s * plan_.unit->bytes * count;
-                    t.ahead_pitch = t.steps * plan_.unit->bytes;
-                }
+                if (!whole_) fetch_chunk(t, row + count, end, s, count, 0);
                 run_steps(t, m, s);
             }
             if (plan_.rest > 0) run_tail(t, m, row);
         }
     }
 
-    // Integers in blocks: rows [row, row + count) of b, at most as many as lanes, whose numbers in the chunk are from `n`
-    // on.
-    void multiply_totals(int64_t row, int64_t n, int64_t count) {
-        Few t = common_;
-        t.count = count;
-        t.scales += n;
-        t.zeros += n;
-        t.sums = sums_;
+    // Integers in blocks: as many rows of b at a time as there are lanes, while a piece of a is near.
+    void multiply_totals(int64_t row, int64_t count, int64_t end) {
         const int64_t piece = plan_.per_step > 1 ? totals_ : totals_ * plan_.block_steps;
+        Few t = common_;
+        t.sums = sums_;
+        auto each_group = [&](const auto& run) {
+            for (int64_t n = 0; n < count; n += few_.width) {
+                t.count = std::min<int64_t>(few_.width, count - n);
+                t.scales = row_scales_ + n;
+                t.zeros = row_zeros_ + n;
+                run(n);
+            }
+        };
         for (int64_t m = 0; m < plan_.rows; m += plan_.tile) {
             t.sums_pitch = rows_.tile_rows(m) * t.totals_pitch;
-            for (int64_t s = 0; s < plan_.steps; s += t.steps) {
+            for (int64_t s = 0; s < plan_.steps; s += piece) {
                 t.steps = std::min(piece, plan_.steps - s);
-                put_codes(t, row, s);
-                run_steps(t, m, s);
                 const bool last = s + t.steps == plan_.steps && plan_.rest == 0;
-                sum_totals(t, m, n, last ? plan_.num_blocks : plan_.block_of(s + t.steps));
+                const int64_t blocks = last ? plan_.num_blocks : plan_.block_of(s + t.steps);
+                each_group([&](int64_t n) {
+                    put_codes(t, row + n, s);
+                    if (piece < plan_.steps) fetch_chunk(t, row + count, end, s, count, n);
+                    run_steps(t, m, s);
+                    sum_totals(t, m, n, blocks);
+                });
             }
-            if (plan_.rest > 0) {
-                run_tail(t, m, row);
+            if (plan_.rest == 0) continue;
+            each_group([&](int64_t n) {
+                run_tail(t, m, row + n);
                 sum_totals(t, m, n, plan_.num_blocks);
-            }
+            });
         }
+    }
+
+    // Meanwhile the next chunk is fetched, from its row `next` on: as much of it as t.steps of `count` rows read, a
+    // part for each, those before row n left out.
+    void fetch_chunk(Few& t, int64_t next, int64_t end, int64_t step, int64_t count, int64_t n) const {
+        t.ahead_pitch = t.steps * plan_.unit->bytes;
+        t.ahead = codes_of(std::min(next, end)) + step * plan_.unit->bytes * count + n * t.ahead_pitch;
     }
 
     void put_codes(Few& t, int64_t row, int64_t step) const {
@@ -201,6 +211,8 @@ class Columns : FewColumns {
         sums.end = end;
         sums.a_scales = rows_.scales() + m;
         sums.b_scales = t.scales;
+        sums.a_sums = rows_.block_sums() + m;
+        sums.zeros = t.zeros;
         sums.scales = block_scales_;
         sums.out = reinterpret_cast<float*>(results_ + m * chunk_) + n;
         sums.pitch = 2 * chunk_;
@@ -235,16 +247,16 @@ class Columns : FewColumns {
         }
     }
 
-    const int64_t piece_;  // steps at a time
-    const bool whole_;     // all of a is one tile's piece
+    const int64_t piece_;   // steps at a time
+    const bool whole_;      // all of a is one tile's piece
     const int64_t totals_;  // vectors of a row's sums at a time, of integers in blocks
-    const int64_t chunk_;  // rows of b at a time
+    const int64_t chunk_;   // rows of b at a time
     const FewUnit::Run* run_;
     Few common_;  // what all calls share
     // Vectors: [chunk, rows], fp32, or int32 of integers in one block; of integers in blocks [lanes, tile, totals].
     int32_t* sums_;
     int64_t* row_sums_;  // [chunk, rows], or fp32
-    int64_t* results_;  // [rows, chunk], or fp32 [rows, 2 * chunk]
+    int64_t* results_;   // [rows, chunk], or fp32 [rows, 2 * chunk]
     uint8_t* tails_;
     int32_t *lanes_, *zeros_;
     float *scales_, *block_scales_;

@@ -31,7 +31,7 @@ struct Few {
     int64_t pitch = 0;
     const uint8_t* ahead = nullptr;  // what is fetched for later meanwhile, as many bytes
     int64_t ahead_pitch = 0;
-    const uint8_t* a = nullptr;  // [steps, slots, rows] vectors
+    const uint8_t* a = nullptr;  // [steps, vectors of a step, rows] vectors
     int64_t steps = 0;
     // Blocks of b's scales, from `block` on: one every `block_steps` steps, or `per_step` > 1 in each step (then
     // block_steps is 1); per_step 0: one for all. Lane l of a step belongs to its block lanes[l].
@@ -41,19 +41,23 @@ struct Few {
     const int32_t* const* zeros = nullptr;  // what is taken off decoded codes
     void* sums = nullptr;                   // vectors, fp32 or int32, which are added to; bytes from row to row of b:
     int64_t sums_pitch = 0;
-    int64_t totals_pitch = 0;  // integers in blocks, which leave a vector for each block or step: bytes between rows of a
+    int64_t totals_pitch =
+        0;                 // integers in blocks, which leave a vector for each block or step: bytes between rows of a
     bool* nans = nullptr;  // of units with `halves`: whether a row of b holds a NaN that fp16 does not show
 };
 
-// Vectors of sums of integers in some blocks, to sums over lanes, which are scaled and added in the order of K
-// (docs/numerics.md section 9). Vector i of a row holds the blocks from i * per_step on, each in so many lanes.
+// Vectors of sums of integers in some blocks, to sums over lanes, less those of a times b's zero points, which are
+// scaled and added in the order of K (docs/numerics.md section 9). Vector i of a row holds the blocks from i * per_step
+// on, each in so many lanes.
 struct FewBlockSums {
     const int32_t* totals = nullptr;  // [count, rows, vectors] vectors; count is at most their lanes, but all are there
     int64_t count = 0, rows = 0, vectors = 0, per_step = 1;
-    int64_t begin = 0, end = 0;             // blocks
+    int64_t begin = 0, end = 0;              // blocks
     const float* const* a_scales = nullptr;  // [rows], and of the blocks of each
     const float* const* b_scales = nullptr;  // [count], the same, which may be read a vector beyond `end`
-    float* scales = nullptr;                 // [end - begin, padded to vectors] vectors, to work in
+    const int32_t* const* a_sums = nullptr;  // [rows], and of the blocks of each
+    const int32_t* const* zeros = nullptr;   // as b_scales
+    float* scales = nullptr;                 // [2, end - begin, padded to vectors] vectors, to work in
     float* out = nullptr;                    // [rows, pitch]: stored from block 0 on, else added to
     int64_t pitch = 0;
 };
@@ -69,12 +73,12 @@ struct FewUnit {
     int64_t bytes = 0;
     int vectors = 0;
     FewInput input = FewInput::f32;
-    bool halves = false;     // codes come out as fp16 numbers, to be multiplied by Table::half_unit
-    bool as_signed = false;  // unsigned integers come out less 128
+    bool halves = false;           // codes come out as fp16 numbers, to be multiplied by Table::half_unit
+    bool as_signed = false;        // unsigned integers come out less 128
     int64_t most_rows = kFewRows;  // of a, beyond which register tiles are faster
     using Run = void (*)(const Few&);
-    // By FewBlocks. Floats: without and with zero points. Integers: one block; and blocks, each of which leaves its own
-    // vector of sums (a then has one slot more, the sums of the elements that meet in a lane).
+    // By FewBlocks. Floats: without and with zero points. Integers, of codes without zero points: one block; and
+    // blocks, each of which leaves its own vector of sums.
     Run dots[3][2][kFewTile] = {};
     // One row of a as the unit multiplies it: vector v of a step, `pitch` bytes from the next, holds the elements
     // congruent to v modulo `vectors`.

@@ -27,10 +27,6 @@ struct ByS8 {
         return acc;
     }
     static VecI first(VecI code, VecI a) { return dot(VecI{}, code, a); }
-    static VecI correct(VecI acc, VecI zero, VecI a) {
-        asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(zero), "v"(a));
-        return acc;
-    }
     Raw fetch(const uint8_t* from) const { return _mm512_xor_si512(_mm512_loadu_si512(from), flip); }
 };
 

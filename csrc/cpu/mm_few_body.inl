@@ -38,7 +38,6 @@ struct Words {
     explicit Words(const Table* t) : flip(t->is_signed ? Raw{} + kSigns : Raw{}) {}
     static VecI dot(VecI acc, VecI code, VecI a) { return Dot::dot(acc, code, a); }
     static VecI first(VecI code, VecI a) { return dot(VecI{}, code, a); }
-    static VecI correct(VecI acc, VecI zero, VecI a) { return Dot::dot(acc, zero, a); }
     Raw fetch(const uint8_t* from) const { return load<Raw>(from) ^ flip; }
     VecI at(Raw raw, int vector) const { return (VecI)(raw >> static_cast<uint16_t>(kBits * vector) & kMask); }
 
@@ -82,10 +81,10 @@ struct FewSums {
 template <class D, FewBlocks kBlocks, bool kMore, int kRows>
 void few_dots(const Few& t) {
     using Acc = typename D::Acc;
-    constexpr bool kIntegers = __is_same(Acc, VecI), kTotals = kIntegers && kMore,
+    constexpr bool kIntegers = __is_same(Acc, VecI), kTotals = kIntegers && kMore, kZeros = kMore && !kIntegers,
                    kLanes = kBlocks == FewBlocks::lanes, kLookups = D::kLooksUp && !kLanes,
                    kOnce = kBlocks != FewBlocks::steps && !kLookups;
-    constexpr int64_t kStepA = (D::kVectors + kTotals) * kRows * kVectorBytes;
+    constexpr int64_t kStepA = D::kVectors * kRows * kVectorBytes;
     const D unit(t.table);
     const int64_t per_step = t.per_step, block_bytes = t.block_steps * D::kBytes;
     const VecI lanes = load<VecI>(t.lanes);
@@ -94,7 +93,7 @@ void few_dots(const Few& t) {
         const uint8_t *a = t.a, *b = t.b + n * t.pitch, *const end = b + t.steps * D::kBytes;
         const int64_t ahead = t.ahead + n * t.ahead_pitch - b;
         const float* scales = t.scales[n] + t.block;
-        const int32_t* zeros = kMore ? t.zeros[n] + t.block : nullptr;
+        const int32_t* zeros = kZeros ? t.zeros[n] + t.block : nullptr;
         uint8_t* totals = sums;
         Acc sum[kTotals ? 1 : kRows];
 #pragma GCC unroll 8
@@ -113,18 +112,11 @@ void few_dots(const Few& t) {
                     return D::look_up(raw, v, table);
                 } else {
                     auto x = unit.at(raw, v);
-                    if constexpr (kMore && !kIntegers) x -= to_float(zero);
+                    if constexpr (kZeros) x -= to_float(zero);
                     return x;
                 }
             };
             part.add(code, a);
-            if constexpr (kTotals) {
-#pragma GCC unroll 8
-                for (int m = 0; m < kRows; ++m) {
-                    const VecI elements = load<VecI>(a + (D::kVectors * kRows + m) * kVectorBytes);
-                    part.acc[m][0] = D::correct(part.acc[m][0], zero, elements);
-                }
-            }
             a += kStepA;
         };
         auto fold = [&](VecF scale) __attribute__((always_inline)) {
@@ -144,8 +136,9 @@ void few_dots(const Few& t) {
             return kLanes ? permute(load<VecI>(numbers), lanes) : broadcast(load<uint32_t>(numbers));
         };
         while (b != end) {
-            if constexpr (kMore) zero = of_block(zeros);
-            if constexpr (kLookups) table = (kMore ? unit.table - to_float(zero) : unit.table) * (VecF)of_block(scales);
+            if constexpr (kZeros) zero = of_block(zeros);
+            if constexpr (kLookups)
+                table = (kZeros ? unit.table - to_float(zero) : unit.table) * (VecF)of_block(scales);
             if constexpr (kBlocks == FewBlocks::steps) {
                 const uint8_t* const last = end - b < block_bytes ? end : b + block_bytes;
                 while (b != last) step();
@@ -155,7 +148,7 @@ void few_dots(const Few& t) {
             if constexpr (!kLookups) fold(kIntegers ? VecF{} : (VecF)of_block(scales));
             if constexpr (!kLookups && !kOnce) part.clear();
             scales += per_step;
-            if constexpr (kMore) zeros += per_step;
+            if constexpr (kZeros) zeros += per_step;
         }
         if constexpr (kLookups) fold(broadcast(1.0f));
         if constexpr (D::kNans) t.nans[n] |= unit.holds_nan(seen);
@@ -260,15 +253,16 @@ inline VecF sums_of(const float* vectors) {
     }
 }
 
-// Of every four lanes of both, the first or last `each` of two of a and as many of b, in turns: what processors interleave.
+// Of every four lanes of both, the first or last `each` of two of a and as many of b, in turns: what processors
+// interleave.
 template <int each, class V, int... i>
 inline V unpack_lanes(V a, V b, int with, std::integer_sequence<int, i...>) {
     const VecI lanes = {(i / 4 * 4 + i % 4 / (2 * each) * each + i % each + i / each % 2 * kWidth)...};
     return __builtin_shuffle(a, b, lanes + with);
 }
 
-// kWidth vectors, in each of whose every kLanes lanes one number is to be summed; number i becomes v[i], whose lanes are
-// the vectors. With kLanes 1 that is a transposition. Each stage pairs vectors, and halves them where it sums.
+// kWidth vectors, in each of whose every kLanes lanes one number is to be summed; number i becomes v[i], whose lanes
+// are the vectors. With kLanes 1 that is a transposition. Each stage pairs vectors, and halves them where it sums.
 template <int kLanes, class V>
 inline void sum_lanes(V (&v)[kWidth]) {
     constexpr auto kAll = std::make_integer_sequence<int, kWidth>();
@@ -306,20 +300,31 @@ inline void sum_lanes(V (&v)[kWidth]) {
     }
 }
 
+// Numbers of the blocks of some rows of b, those of a block side by side.
+template <class V, class T>
+inline void turn_rows(const FewBlockSums& t, const T* const* rows, int64_t padded, T* out) {
+    for (int64_t block = 0; block < padded; block += kWidth) {
+        V v[kWidth];
+        for (int64_t i = 0; i < kWidth; ++i) {
+            v[i] = load<V>(rows[i < t.count ? i : t.count - 1] + t.begin + block);
+        }
+        sum_lanes<1>(v);
+        for (int64_t i = 0; i < kWidth; ++i) store(out + (block + i) * kWidth, v[i]);
+    }
+}
+
 // Lanes are rows of b.
 template <int parts>
 void sum_blocks_of(const FewBlockSums& t) {
     const int64_t blocks = t.end - t.begin, next = t.rows * t.vectors * kWidth;
-    for (int64_t block = 0; block < blocks; block += kWidth) {
-        VecF scales[kWidth];
-        for (int64_t i = 0; i < kWidth; ++i)
-            scales[i] = load<VecF>(t.b_scales[i < t.count ? i : t.count - 1] + t.begin + block);
-        sum_lanes<1>(scales);
-        for (int64_t i = 0; i < kWidth; ++i) store(t.scales + (block + i) * kWidth, scales[i]);
-    }
+    const int64_t padded = (blocks + kWidth - 1) / kWidth * kWidth;
+    auto* zeros = reinterpret_cast<int32_t*>(t.scales + padded * kWidth);
+    turn_rows<VecF>(t, t.b_scales, padded, t.scales);
+    turn_rows<VecI>(t, t.zeros, padded, zeros);
     for (int64_t m = 0; m < t.rows; ++m) {
         const int32_t* from = t.totals + m * t.vectors * kWidth;
         const float* a_scales = t.a_scales[m] + t.begin;
+        const int32_t* a_sums = t.a_sums[m] + t.begin;
         VecF sum = t.begin == 0 ? VecF{} : load<VecF>(t.out + m * t.pitch);
         for (int64_t block = 0; block < blocks; from += kWidth) {
             VecI totals[kWidth];
@@ -328,7 +333,8 @@ void sum_blocks_of(const FewBlockSums& t) {
             sum_lanes<kWidth / parts>(totals);
             for (int64_t i = 0; i < parts && block < blocks; ++i, ++block) {
                 const VecF scale = broadcast(a_scales[block]) * load<VecF>(t.scales + block * kWidth);
-                sum += to_float(totals[i]) * scale;
+                const VecI less = broadcast(static_cast<uint32_t>(a_sums[block])) * load<VecI>(zeros + block * kWidth);
+                sum += to_float(totals[i] - less) * scale;
             }
         }
         store(t.out + m * t.pitch, sum);

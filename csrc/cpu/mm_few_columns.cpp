@@ -38,7 +38,7 @@ void FewColumns::find_scales(int64_t first, int64_t count, float* room, const fl
         const bool inside = last - at >= few_.width;
         const bool there =
             floats && (plan_.integers ? inside && own && b.outer == nullptr : plan_.per_step == 1 || (whole && inside));
-        scales[n] = there             ? static_cast<const float*>(b.scale) + at
+        scales[n] = there            ? static_cast<const float*>(b.scale) + at
                     : plan_.integers ? integer_scales(first + n, room + n * each)
                                      : block_scales(first + n, room + n * each);
     }

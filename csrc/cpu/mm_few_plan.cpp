@@ -90,8 +90,7 @@ bool make_few_plan(const Problem& p, const FewKernels& k, FewPlan& plan) {
     plan.rest = p.depth % plan.unit->elements;
     if (!plan.blocks) plan.block_steps = plan.all_steps();
     if (plan.in_totals() && plan.rest > 0 && plan.steps % plan.block_steps != 0) return false;  // a block in two parts
-    plan.slots = plan.unit->vectors + (plan.integers && plan.blocks);
-    return plan.rows * plan.all_steps() * plan.slots * 4 * k.width <= kMaxBytes;
+    return plan.rows * plan.all_steps() * plan.unit->vectors * 4 * k.width <= kMaxBytes;
 }
 
 }  // namespace lowbit::cpu::mm

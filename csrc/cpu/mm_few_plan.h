@@ -15,11 +15,10 @@ struct FewPlan {
     int64_t block = 0;       // elements of a block; all of them where scales do not change
     int64_t num_blocks = 1;  // of a row
     int64_t rows = 0;        // of a, and for integers with a zero point one of ones, which sums the rows of b
-    int64_t tile = 0;   // of them, at a time
-    int64_t steps = 0;  // whole ones
-    int64_t rest = 0;   // elements after them
+    int64_t tile = 0;        // of them, at a time
+    int64_t steps = 0;       // whole ones
+    int64_t rest = 0;        // elements after them
     int64_t block_steps = 1, per_step = 0;
-    int slots = 0;
 
     int64_t all_steps() const { return steps + (rest > 0); }
     bool exact() const { return integers && !blocks; }

@@ -11,12 +11,12 @@
 namespace lowbit::cpu::mm {
 
 FewRows::FewRows(const Problem& p, const FewKernels& few, const FewPlan& plan)
-    : p_(p), few_(few), plan_(plan), vector_(4 * few.width), step_(plan.slots * vector_) {
+    : p_(p), few_(few), plan_(plan), vector_(4 * few.width), step_(plan.unit->vectors * vector_) {
     thread_local Arena arena;
     const int64_t depth = plan.all_steps() * plan.unit->elements, row = plan.all_steps() * step_;
     const int64_t packed = plan.rows * row, natural = depth * 4 + kTileDepth * 4 + 2 * kSlack;
     const int64_t blocks = plan.in_totals() ? plan.num_blocks : 0;
-    const int64_t scales = blocks * p.a.rows * 4;
+    const int64_t scales = 2 * blocks * p.a.rows * 4;
     packed_ = arena.reserve(static_cast<size_t>(packed + scales + natural + kRawBytes + 4 * kMaxBlocks));
     natural_ = packed_ + packed + scales;
     uint8_t* raw = natural_ + natural;
@@ -24,19 +24,19 @@ FewRows::FewRows(const Problem& p, const FewKernels& few, const FewPlan& plan)
         const int64_t first = m / plan.tile * plan.tile, pitch = tile_rows(m) * vector_;
         take_row(m, depth, raw);
         uint8_t* to = packed_ + first * row + (m - first) * vector_;
-        plan.unit->arrange(natural_, plan.all_steps(), plan.slots * pitch, pitch, to);
+        plan.unit->arrange(natural_, plan.all_steps(), plan.unit->vectors * pitch, pitch, to);
         if (!plan.in_totals()) continue;
-        plan.unit->input == FewInput::s16 ? lane_sums<int16_t>(m, to) : lane_sums<int8_t>(m, to);
-        auto* of_row = reinterpret_cast<float*>(packed_ + packed) + m * blocks;
+        auto* of_row = reinterpret_cast<float*>(packed_ + packed) + 2 * m * blocks;
+        auto* sums = reinterpret_cast<int32_t*>(of_row + blocks);
+        plan.unit->input == FewInput::s16 ? block_sums<int16_t>(sums) : block_sums<int8_t>(sums);
+        block_sums_[m] = sums;
         std::fill_n(of_row, blocks, scale_at(p.a, m, 0));
         if (p.a.block_cols < p.depth) block_scales(p.a, m, 0, plan.num_blocks, of_row);
         scales_[m] = of_row;
     }
 }
 
-int FewRows::lift() const {
-    return p_.a.table->is_signed ? 0 : -128;
-}
+int FewRows::lift() const { return p_.a.table->is_signed ? 0 : -128; }
 
 void FewRows::take_row(int64_t m, int64_t depth, uint8_t* raw) {
     if (!plan_.integers) return floats(m, depth, raw);
@@ -70,19 +70,11 @@ void FewRows::integers(int64_t m, int64_t depth) {
     if (plan_.exact()) sums_[m] = std::accumulate(x, x + p_.depth, int64_t{0});
 }
 
-// A step's last slot: less the sum of the elements of each lane, as a word.
 template <class T>
-void FewRows::lane_sums(int64_t m, uint8_t* out) const {
+void FewRows::block_sums(int32_t* out) const {
     const T* x = reinterpret_cast<const T*>(natural_);
-    const int64_t stretch = plan_.unit->elements / few_.width, pitch = tile_rows(m) * vector_;
-    out += plan_.unit->vectors * pitch;
-    for (int64_t s = 0; s < plan_.all_steps(); ++s, out += plan_.slots * pitch) {
-        for (int64_t l = 0; l < few_.width; ++l, x += stretch) {
-            int sum = 0;
-            for (int64_t i = 0; i < stretch; ++i) sum += x[i];
-            const uint32_t word = static_cast<uint16_t>(-sum);
-            std::memcpy(out + 4 * l, &word, 4);
-        }
+    for (int64_t k = 0; k < p_.depth; k += plan_.block) {
+        *out++ = std::accumulate(x + k, x + std::min(k + plan_.block, p_.depth), int32_t{0});
     }
 }
 

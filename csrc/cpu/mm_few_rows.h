@@ -21,8 +21,9 @@ class FewRows {
     // Integers: of the bytes that are multiplied; and how much larger they are than the codes.
     int64_t sum(int64_t m) const { return sums_[m]; }
     int lift() const;
-    // Integers in blocks: the scales of each row's blocks.
+    // Integers in blocks: of each row's blocks the scales, and the sums of the elements less their zero point.
     const float* const* scales() const { return scales_; }
+    const int32_t* const* block_sums() const { return block_sums_; }
 
   private:
     void take_row(int64_t m, int64_t depth, uint8_t* raw);
@@ -30,7 +31,7 @@ class FewRows {
     void integers(int64_t m, int64_t depth);
     void floats(int64_t m, int64_t depth, uint8_t* raw) const;
     template <class T>
-    void lane_sums(int64_t m, uint8_t* out) const;
+    void block_sums(int32_t* out) const;
 
     const Problem& p_;
     const FewKernels& few_;
@@ -38,6 +39,7 @@ class FewRows {
     const int64_t vector_, step_;  // bytes
     uint8_t *packed_, *natural_;
     const float* scales_[kFewRows];
+    const int32_t* block_sums_[kFewRows];
     int64_t sums_[kAllRows] = {};
 };
 

@@ -104,8 +104,8 @@ struct Rows {
 // Sums of one kind of arithmetic: a register tile of `rows` rows.
 using Multiply = void (*)(bool scaled, int rows, const Tile& tile);
 
-// A register tile that reads b's codes as they are packed (mm_stored.h). Sums are corrected as those of s8u8, whatever a's
-// kind is; a has no zero point to be corrected for.
+// A register tile that reads b's codes as they are packed (mm_stored.h). Sums are corrected as those of s8u8, whatever
+// a's kind is; a has no zero point to be corrected for.
 struct PackedTile {
     Multiply run = nullptr;  // null: there is none
     Kind kind = Kind::s16;   // of a's dwords

@@ -61,7 +61,8 @@ const uint32_t* PanelLoader::load_stored(int64_t row, int64_t valid, const Segme
     const uint32_t* base = stored_panel(b, row);
     const Segment& last = segments[num_segments - 1];
     const bool dense = (last.begin - segments[0].begin) / 4 == last.dword && ceil_div(last.length, 4) == last.dwords;
-    if (dense && plan.kind == Kind::s8u8 && per_dword == 4 && nr == kPanelRows) return base + segments[0].begin / 4 * nr;
+    if (dense && plan.kind == Kind::s8u8 && per_dword == 4 && nr == kPanelRows)
+        return base + segments[0].begin / 4 * nr;
     int32_t zeros[kMaxNr] = {};
     for (int i = 0; i < num_segments; ++i) {
         const Segment& s = segments[i];
@@ -70,7 +71,8 @@ const uint32_t* PanelLoader::load_stored(int64_t row, int64_t valid, const Segme
         }
         uint32_t* to = panel + s.dword * nr;
         const int64_t dwords = ceil_div(s.length, elements_per_dword(plan.kind));
-        kernels.spread(base + s.begin / per_dword * kPanelRows, ceil_div(s.length, per_dword), b.table->bits, zeros, to);
+        kernels.spread(base + s.begin / per_dword * kPanelRows, ceil_div(s.length, per_dword), b.table->bits, zeros,
+                       to);
         std::memset(to + dwords * nr, 0, static_cast<size_t>((s.dwords - dwords) * nr) * 4);
     }
     return panel;

@@ -19,7 +19,7 @@ struct Segment {
 struct Plan {
     Kind kind;
     const PackedTile* packed;  // what reads b's codes as they are packed; null: none
-    bool scaled;    // scales change along K: every segment's sum is scaled and added in fp32
+    bool scaled;               // scales change along K: every segment's sum is scaled and added in fp32
     bool a_folded;  // scales that change along K are multiplied in when decoding: in fp32 any, in bf16 exact ones
     bool b_folded;
     bool wide;        // int32 sums go to int64 before they could overflow

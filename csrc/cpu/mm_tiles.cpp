@@ -216,7 +216,8 @@ class TileProduct {
                 tile.fresh = fresh_;
                 for (int s = 0; s < chunk.count; ++s) {
                     tile.a = a + row * kTileStride + segments[s].dword * (plan.matrix ? 1 : rows);
-                    tile.b = panel + (packed ? segments[s].begin / per_dword * kPanelRows : segments[s].dword * kernels.nr);
+                    tile.b =
+                        panel + (packed ? segments[s].begin / per_dword * kPanelRows : segments[s].dword * kernels.nr);
                     tile.depth = segments[s].dwords;
                     tile.streamed = t_.few_ && i == first_ && panel != own_.b_panel;
                     tile.ahead = own_.ahead + std::min(ahead, num_ahead_);

@@ -1,6 +1,6 @@
 // Holds every instruction set's matrix product against the exact one within the bound of docs/numerics.md section 9,
-// and products of integers against the scalar code in every bit. Random pairs of formats, scales, zero points, strides and shapes.
-// Needs neither torch nor Python.
+// and products of integers against the scalar code in every bit. Random pairs of formats, scales, zero points, strides
+// and shapes. Needs neither torch nor Python.
 #include <cfloat>
 #include <cstdio>
 #include <cstdlib>

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
 from lowbit.nn.linear import QuantLinear, misfits, plain_state
 from lowbit.ops.spec import stored_outer, stored_scale
@@ -69,12 +70,15 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def refusal(layer: QuantLinear) -> str | None:
-        """Why a layer is faster as it is, or cannot be packed; None where it can."""
-        reason = prepack.refusal(layer.scheme, layer.recipe.input)
-        if reason is not None:
+        """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
+        weight, input = layer.scheme, layer.recipe.input
+        reason = prepack.refusal(weight, input)
+        if reason is not None or input is None:
             return reason
         kind = layer.codes.device.type
-        return None if kind == "cpu" else f"the packed layout is the CPU's, and this layer is on {kind}"
+        if kind != "cpu":
+            return f"the packed layout is the CPU's, and this layer is on {kind}"
+        return cpu_mm.no_gain_by_packing(weight, input, layer.in_features)
 
     @property
     def weight(self) -> Quantized:
