@@ -39,8 +39,8 @@ class Quantized:
     ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``stored``: the codes as they lie in memory,
     so or, of a matrix, in panels (lowbit/panels.py), which ``linear`` reads as they are; all else reads ``codes``,
     which are then made at each access. ``scale``: ``[R, C]`` in the scheme's scale dtype (E8M0 and E4M3 scales are
-    uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only. ``outer_scale``: fp32 ``[1, 1]``,
-    two-level schemes only. ``dtype`` is that of the tensor that was quantized.
+    uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only. ``outer_scale``: the global scale, fp32
+    ``[1, 1]`` or ``[rows, 1]``, of schemes that have one. ``dtype`` is that of the tensor that was quantized.
     """
 
     codes: Tensor  # a property, below: `dataclasses.replace` passes on what it shows
