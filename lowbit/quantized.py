@@ -42,7 +42,8 @@ class Quantized:
 
     ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``scale``: ``[R, C]`` in the scheme's scale
     dtype (E8M0 and E4M3 scales are uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only.
-    ``outer_scale``: fp32 ``[1, 1]``, two-level schemes only. ``dtype`` is that of the tensor that was quantized.
+    ``outer_scale``: the global scale, fp32 ``[1, 1]`` or ``[rows, 1]``, of schemes that have one. ``dtype`` is that of
+    the tensor that was quantized.
     """
 
     codes: Tensor

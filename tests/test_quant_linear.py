@@ -97,6 +97,20 @@ def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
     assert not any(p.is_floating_point() for name, p in model[0].named_parameters() if name != "bias")
 
 
+def test_a_state_saved_under_an_older_name_of_its_scheme_loads():
+    made, other = (layer(lb.Recipe("double", "nf4:dq"), 70, 9) for _ in range(2))
+    state = made.state_dict()
+    assert bytes(state["_extra_state"].tolist()) == b"nf4:e4m3"
+    for name, fits in (("nf4:dq", True), ("nf4:group64:dq", True), ("nf4", False), ("no scheme", False)):
+        state["_extra_state"] = torch.tensor(list(name.encode()), dtype=torch.uint8)
+        if fits:
+            other.load_state_dict(state)
+            assert same_bits(other.weight.dequantize(), made.weight.dequantize())
+        else:
+            with pytest.raises(RuntimeError, match="the state has a weight in scheme"):
+                other.load_state_dict(state)
+
+
 def test_weight_answers_what_model_code_asks():
     made = layer("int4-weight-only", 100, 6, dtype=torch.bfloat16)
     assert (made.in_features, made.out_features) == (100, 6)

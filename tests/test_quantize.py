@@ -242,6 +242,7 @@ def test_the_forms_in_which_users_give_scales():
         (dict(scheme="int8:row:affine", scale=1.0), ValueError, "needs its zero_point too"),
         (dict(scheme="uint4:row:affine", scale=1.0, zero_point=16), ValueError, r"integers in \[0, 15\]"),
         (dict(scheme="uint4:row:affine", scale=1.0, zero_point=1.5), ValueError, r"integers in \[0, 15\]"),
+        (dict(scheme="int4:row:affine", scale=1.0, zero_point=torch.tensor(1j)), ValueError, r"integers in \[-8, 7\]"),
         (dict(scheme="int4:row:affine", scale=1.0, zero_point=-9), ValueError, r"integers in \[-8, 7\]"),
         (
             dict(scheme="mxfp8", scale=0.3),

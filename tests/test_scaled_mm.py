@@ -33,7 +33,7 @@ everywhere = pytest.mark.parametrize("variant", ALL)
 # -- a pairwise covering array -----------------------------------------------------------------------------------------
 FORMATS = ["float32", "bfloat16", "float16", *(f.name for f in element_formats())]
 OPTIONS = ["mx:ceil:T", "row:bf16", "row:fp16", "tensor:e8m0", "row:affine", "group32:affine", "block64x1:e4m3",
-           "group16:e4m3:global_row", "group32:full"]  # fmt: skip
+           "nvfp4:global_row", "group32:full"]  # fmt: skip
 #: Every scaling of the table, families with blocks that vectors divide and ragged ones; and every option.
 SCALINGS = list(dict.fromkeys([*(re.sub(r"{\w}", size, name) for name in TABLE for size in ("32", "7")), *OPTIONS]))
 FACTORS: dict[str, list[Any]] = {

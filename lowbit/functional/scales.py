@@ -89,6 +89,10 @@ def _stored_zero(kind: Scheme, zero: Tensor | int | None, shape: tuple[int, int]
     blind = torch.compiler.is_compiling() or value.is_meta  # no number can be looked at
     if value.dtype == dtype and (kind.format.bits == 8 or blind):
         return value
-    if value.is_floating_point() or bool(((value < kind.format.qmin) | (value > kind.format.qmax)).any()):
+    if (
+        value.is_floating_point()
+        or value.is_complex()
+        or bool(((value < kind.format.qmin) | (value > kind.format.qmax)).any())
+    ):
         raise ValueError(f"{kind}: zero_point must be integers in [{kind.format.qmin}, {kind.format.qmax}]")
     return value.to(dtype)
