@@ -1,0 +1,181 @@
+"""One cell of the table: a model with a recipe in a layout, measured in this process.
+
+``python -m lowbit.evaluate.cell`` reads a request from standard input and writes the result's file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.evaluate import models
+from lowbit.evaluate.data import Wanted, digest
+from lowbit.evaluate.loaders import Loaded
+from lowbit.evaluate.tasks import TASKS
+from lowbit.files import write_atomically
+from lowbit.machine import provenance
+from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.nn.convert import model_bytes
+
+__all__ = ["FLOATS", "REFERENCE", "Request", "measure"]
+
+#: The layout in which nothing is packed, and the rows that quantize nothing.
+PLAIN, PACKED = "plain", "packed"
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+#: The row whose outputs the others are held against, and the file that keeps them.
+REFERENCE, OUTPUTS = "fp32", "reference.pt"
+
+#: Generation is timed over so many tokens after a prompt of so many; the first is left out.
+PROMPT, NEW_TOKENS = 16, 24
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and where the result goes. ``dtype``: of what a recipe leaves alone."""
+
+    model: str
+    recipe: str
+    layout: str
+    dtype: str
+    text: str | None
+    windows: int
+    limit: int
+    result: str
+    key: Mapping[str, Any]
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(Path(self.text) if self.text else None, self.windows, self.limit)
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """The result of a cell, as it stands in its file. Raises what loading raises.
+
+    A recipe that ``quantize_`` refuses, and a layout that no layer has, are results too: ``refused`` says why.
+    """
+    row = models.find(request.model)
+    loaded = row.load(row.location(), request.wanted)
+    result: dict[str, Any] = {"task": loaded.task, "data": loaded.origin, "data_sha256": digest(loaded.batches)}
+    model = loaded.model
+    converted = _convert(model, request)
+    result.update(converted)
+    if "refused" not in converted:
+        result.update(_evaluate(loaded, request))
+    return {"key": dict(request.key), "result": result, "made": provenance()}
+
+
+def _convert(model: nn.Module, request: Request) -> dict[str, Any]:
+    """Quantize and pack ``model`` in place; how long that took and what was converted."""
+    if request.recipe in FLOATS:
+        model.to(FLOATS[request.recipe])
+        return {"bytes": model_bytes(model), "converted": 0, "left": []}
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    start = time.perf_counter()
+    try:
+        report = lb.quantize_(model, request.recipe)
+    except (ValueError, TypeError) as error:
+        return {"refused": str(error)}
+    seconds = time.perf_counter() - start
+    error = weight_error(model, weights)
+    del weights
+    model.to(FLOATS[request.dtype])
+    told = {
+        "converted": len(report.converted), "left": sorted(report.left), "seconds_to_quantize": seconds,
+        "weight_error": error,
+    }  # fmt: skip
+    if request.layout == PACKED:
+        before = [type(module) for module in model.modules()]
+        start = time.perf_counter()
+        lb.prepack_(model)  # type: ignore[attr-defined]
+        told["seconds_to_pack"] = time.perf_counter() - start
+        if [type(module) for module in model.modules()] == before:
+            return {"refused": f"no layer of {request.recipe} has a packed layout"}
+    return {**told, "bytes": model_bytes(model)}
+
+
+def weight_error(model: nn.Module, weights: Mapping[str, Tensor]) -> float | None:
+    """The relative error of all quantized weights of ``model``, by norm; None where none is found again by name.
+
+    ``weights``: the parameters of the model that was quantized.
+    """
+    wrong = whole = 0.0
+    for name, module in model.named_modules():
+        weight, plain = getattr(module, "weight", None), weights.get(f"{name}.weight")
+        if isinstance(weight, lb.Quantized) and plain is not None:
+            expected = plain.double().flatten()
+            wrong += float((weight.dequantize().double().flatten() - expected).square().sum())
+            whole += float(expected.square().sum())
+    return (wrong / whole) ** 0.5 if whole else None
+
+
+def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
+    """Quality, speed and peak memory of the model as it is now."""
+    task, model = TASKS[loaded.task], loaded.model
+    stored = Path(request.result).with_name(OUTPUTS)
+    is_reference = task.reference and request.recipe == REFERENCE
+    reference = torch.load(stored, weights_only=True) if task.reference and not is_reference else None
+    gc.collect()
+    fresh = reset_peak()
+    values: dict[str, list[float]] = {}
+    outputs, rates = [], []
+    with torch.inference_mode():
+        loaded.call(model, _as(loaded.batches[0].inputs, model))  # the first call plans and allocates
+        for index, batch in enumerate(loaded.batches):
+            start = time.perf_counter()
+            made = loaded.call(model, _as(batch.inputs, model))
+            rates.append(batch.units / (time.perf_counter() - start))
+            target = made.float() if is_reference else None if reference is None else reference[index]
+            for name, found in task.measure(batch, made.float(), target).items():
+                values.setdefault(name, []).extend(found)
+            if is_reference:
+                outputs.append(made.float().clone())
+        generated = _generation(loaded)
+    if is_reference:
+        write_atomically(stored, lambda file: torch.save(outputs, file))
+    return {
+        "values": values, "units_per_second": statistics.median(rates), "generated_per_second": generated,
+        "peak_bytes": peak_bytes(), "peak_of": "evaluation" if fresh else "process",
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def _as(inputs: Any, model: nn.Module) -> Any:
+    """Float inputs in the dtype of the model's first float parameter; all others as they are."""
+    if isinstance(inputs, Tensor) and inputs.is_floating_point():
+        return inputs.to(next(p.dtype for p in model.parameters() if p.is_floating_point()))
+    return inputs
+
+
+def _generation(loaded: Loaded) -> float | None:
+    """Tokens a second of one sequence with a KV cache: the median over single tokens."""
+    if loaded.generate is None:
+        return None
+    prompt = loaded.batches[0].inputs[:, :PROMPT]
+    count = min(NEW_TOKENS, loaded.batches[0].inputs.shape[1] - prompt.shape[1])
+    if count < 2:
+        return None
+    stamps = [time.perf_counter() for _ in loaded.generate(loaded.model, prompt, count)]
+    return 1 / statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+
+
+def main() -> None:
+    """Measure what standard input asks for."""
+    request = Request(**json.load(sys.stdin))
+    result = json.dumps({**measure(request), "request": asdict(request)}, indent=1).encode() + b"\n"
+    write_atomically(Path(request.result), lambda file: file.write(result))
+
+
+if __name__ == "__main__":
+    main()
