@@ -60,7 +60,7 @@ def _linear_packed(outs: tuple[Tensor, ...], call: LinearPacked) -> None:
 
 
 def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
-    """Why ``linear_packed`` would be slower than ``linear`` here on a weight ``[N, cols]`` of integers; None: it is not.
+    """Why ``linear_packed`` would be slower than ``linear`` here, on a weight ``[N, cols]`` of integers; None: is not.
 
     Every instruction set reads the packed layout; those are named here on which it was measured (docs/measured.md).
     """

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.convert import model_bytes
 from lowbit.evaluate import models
 from lowbit.evaluate.data import Wanted, digest
 from lowbit.evaluate.loaders import Loaded
@@ -26,7 +28,6 @@ from lowbit.evaluate.tasks import TASKS
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.memory.rss import peak_bytes, reset_peak
-from lowbit.nn.convert import model_bytes
 
 __all__ = ["FLOATS", "REFERENCE", "Request", "measure"]
 
@@ -88,12 +89,12 @@ def _convert(model: nn.Module, request: Request) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         return {"refused": str(error)}
     seconds = time.perf_counter() - start
-    error = weight_error(model, weights)
+    lost = weight_error(model, weights)
     del weights
     model.to(FLOATS[request.dtype])
     told = {
         "converted": len(report.converted), "left": sorted(report.left), "seconds_to_quantize": seconds,
-        "weight_error": error,
+        "weight_error": lost,
     }  # fmt: skip
     if request.layout == PACKED:
         before = [type(module) for module in model.modules()]
@@ -167,7 +168,7 @@ def _generation(loaded: Loaded) -> float | None:
     if count < 2:
         return None
     stamps = [time.perf_counter() for _ in loaded.generate(loaded.model, prompt, count)]
-    return 1 / statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+    return 1 / statistics.median(b - a for a, b in pairwise(stamps))
 
 
 def main() -> None:

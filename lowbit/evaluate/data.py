@@ -69,7 +69,7 @@ def require(wanted: Wanted, model: str) -> Path:
 
 
 def windows(tokens: Sequence[int], wanted: Wanted, length: int, origin: str) -> list[Batch]:
-    """The first windows of ``length`` tokens, one a batch; each predicts its second to its last token from those before.
+    """The first windows of ``length`` tokens, one a batch; of each, its second to last tokens are predicted.
 
     Raises: ValueError when there are fewer tokens than one window.
     """
@@ -84,7 +84,7 @@ def windows(tokens: Sequence[int], wanted: Wanted, length: int, origin: str) -> 
 
 def paragraphs(wanted: Wanted) -> list[str]:
     """Paragraphs of English: of the user's text, or of Python's documentation as this Python ships it."""
-    from lowbit.train.text import prose
+    from lowbit.demo.text import prose
 
     if wanted.text is not None:
         found = [line for part in read(wanted.text).splitlines() for line in prose(part)]

@@ -79,7 +79,7 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             found = unpermute(found, heads if "q_proj" in name else heads_kv)
         state[name] = found
-    made: tuple[nn.Module, dict[str, Any]] = LlamaForCausalLM.from_pretrained(
+    made: Any = LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, dtype=torch.float32
     )
     model, told = made

@@ -75,14 +75,14 @@ def efficientnet_lite0(path: Path, wanted: Wanted) -> Loaded:
 
 def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
     """The GPT that ``lowbit train`` wrote, on what its run held out of training, or on the user's text."""
-    from lowbit.nn.transformer import generate
-    from lowbit.train import demo
+    from lowbit.demo import experiment
+    from lowbit.demo.gpt import generate
 
-    model, tokenizer = demo.load(directory)
+    model, tokenizer = experiment.load(directory)
     if wanted.text is not None:
         tokens, origin = tokenizer.encode(data.read(wanted.text)), wanted.text.name
     elif (directory.parent / "settings.json").exists():
-        corpus = demo.Settings.load(directory.parent).corpus()
+        corpus = experiment.Settings.load(directory.parent).corpus()
         tokens, origin = corpus.held_out.tolist(), f"held out of {corpus.origin}"
     else:
         raise ValueError(f"{directory} has no settings.json of lowbit train beside it; give a text with --text FILE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.loaders import Loaded
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, scheme
-from lowbit.serialize.layout import CONFIG, FORMAT, sha256
+from lowbit.serialize.layout import our_config
 
 __all__ = ["MODELS", "Model", "find", "fingerprint", "on_grid"]
 
@@ -128,7 +129,7 @@ def find(name: str) -> Model:
             f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or a directory that transformers can load"
         )
     path = str(directory.resolve())
-    if loaders.config_of(directory).get("format") == FORMAT:
+    if our_config(directory) is not None:
         return replace(MODELS["gpt"], name=directory.resolve().name, path=path)
     dtype = "bf16" if loaders.causal(directory) else "fp32"
     needs = ("transformers",)
@@ -140,7 +141,7 @@ def fingerprint(model: Model) -> str:
     location = model.location()
     if location.is_file() or model.weights:
         return _sha256(location / model.weights)
-    files = sorted(path for pattern in (*WEIGHTS, CONFIG) for path in location.glob(pattern))
+    files = sorted(path for pattern in (*WEIGHTS, "config.json") for path in location.glob(pattern))
     if len(files) == 1:
         raise ValueError(f"{location} holds no weights ({', '.join(WEIGHTS)}); save the model there first")
     return " ".join(_sha256(path)[:16] for path in files)
@@ -148,7 +149,11 @@ def fingerprint(model: Model) -> str:
 
 @cache
 def _sha256(path: Path) -> str:
-    return sha256(path)
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            total.update(chunk)
+    return total.hexdigest()
 
 
 def on_grid(model: Model, recipe: Recipe) -> bool:
