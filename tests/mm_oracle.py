@@ -97,7 +97,7 @@ class Wanted:
 
     @cached_property
     def bits(self) -> Tensor:
-        """Section 9 for integers, in the order of its words: exact sums, fp32, times fp32(scale * scale), bias, cast."""
+        """Section 9 for integers, in the order of its words: exact sums, times fp32(scale * scale), bias, cast."""
         if not self.blocks:
             total = self._sum(0, self.call.cols) * (self.a.scale[:, :1] * self.b.scale[:, :1].T)
         else:
