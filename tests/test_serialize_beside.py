@@ -20,7 +20,7 @@ CONFIG = GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16)
 
 def mark(model: nn.Module) -> float:
     """The number that ``marked`` filled the model with; fails if the model has several."""
-    (value,) = {float(x) for p in model.parameters() for x in (p.min(), p.max())}
+    (value,) = {float(x) for p in model.parameters() for x in (p.detach().min(), p.detach().max())}
     return value
 
 
