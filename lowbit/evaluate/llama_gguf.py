@@ -56,7 +56,10 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     reader = gguf.GGUFReader(path)
-    value = lambda key: reader.fields[key].contents()
+
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
     if value("general.architecture") != "llama":
         raise ValueError(f"{path} holds a {value('general.architecture')} model; only llama is read")
     heads, heads_kv = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
