@@ -72,7 +72,7 @@ def recipes() -> str:
     return _markdown(
         "recipe | weight | input | trains | what it is",
         (
-            (f"`{r.name}`", f"`{r.weight}`", f"`{r.input}`" if r.input else "-", "yes" if r.training else "", r.about)
+            (f"`{r.name}`", f"`{r.weight}`", f"`{r.input}`" if r.input else "-", "yes" if r.trains else "", r.about)
             for r in RECIPES.values()
         ),
     )

@@ -35,6 +35,7 @@ LAYERS = [
     {"serialize"},
     {"train", "memory"},
     {"demo"},
+    {"evaluate"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

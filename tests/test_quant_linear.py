@@ -82,7 +82,7 @@ def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
         "affine": "uint4:group32:affine", "bf16-scales": "int8:row:bf16", "fp16-scales": "int4:group32:fp16",
         "nf4-dq": "nf4:dq",
     }  # fmt: skip
-    chosen = lb.Recipe(recipe, lb.scheme(schemes[recipe])) if recipe in schemes else recipe
+    chosen = lb.Recipe(lb.Gemm(None, schemes[recipe])) if recipe in schemes else recipe
     model = nn.Sequential(nn.Linear(70, 9), nn.LayerNorm(9))
     lb.quantize_(model, chosen)
     before = copy.deepcopy(model[0].weight)
@@ -98,7 +98,7 @@ def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
 
 
 def test_a_state_saved_under_an_older_name_of_its_scheme_loads():
-    made, other = (layer(lb.Recipe("double", "nf4:dq"), 70, 9) for _ in range(2))
+    made, other = (layer(lb.Recipe(lb.Gemm(None, "nf4:dq")), 70, 9) for _ in range(2))
     state = made.state_dict()
     assert bytes(state["_extra_state"].tolist()) == b"nf4:e4m3"
     for name, fits in (("nf4:dq", True), ("nf4:group64:dq", True), ("nf4", False), ("no scheme", False)):
@@ -230,7 +230,7 @@ def test_copies_and_state(recipe):
      ("int4:group32:bf16", "int4:group32:fp16")],
 )  # fmt: skip
 def test_codes_of_another_scheme_are_refused(saved, other):
-    source, target = (layer(lb.Recipe("mine", lb.scheme(name)), 33, 6) for name in (saved, other))
+    source, target = (layer(lb.Recipe(lb.Gemm(None, name), name="mine"), 33, 6) for name in (saved, other))
     before = copy.deepcopy(target)
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=f"a weight in scheme '{saved}', and this layer one in '{other}'"):

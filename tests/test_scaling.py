@@ -221,7 +221,7 @@ def test_recipe_options():
     with pytest.raises(ValueError, match="already says"):
         recipes.recipe("int4-weight-only:group32", group=64)
     assert recipes.recipe("w4a8", group=32).weight.name == "int4:group32"
-    affine = recipes.Recipe("mine", scaling.scheme("uint4:group128:affine"))
+    affine = recipes.Recipe(recipes.Gemm(None, "uint4:group128:affine"), name="mine")
     assert recipes.recipe(affine, group=32).weight.name == "uint4:group32:affine"
     for name in ("mxfp4", "mxfp6", "nvfp4"):
         for ask in (lambda name=name: recipes.recipe(name, group=16), lambda name=name: recipes.recipe(f"{name}:row")):

@@ -70,7 +70,7 @@ def test_other_layers_and_mixed_recipes(tmp_path):
 
     model = build()
     lb.quantize_(model, "int8", skip=("body",))
-    lb.quantize_(model, lb.Recipe("mine", lb.scheme("uint4:group8:affine:bf16")), skip=("conv",))
+    lb.quantize_(model, lb.Recipe(lb.Gemm(None, "uint4:group8:affine:bf16"), name="mine"), skip=("conv",))
     lb.save_model(model, tmp_path)
     other = lb.load_model(tmp_path, build())
     kinds = [type(m) for m in other.modules()]
@@ -131,14 +131,14 @@ def test_meta_models_keep_their_ties_and_dtypes(tmp_path):
 
 def test_a_recipe_of_ones_own_can_be_loaded_into_its_model(tmp_path):
     named = lb.recipe("fp8")
-    mine = lb.Recipe("mine", named.weight, named.input, named.training, "about it")
+    mine = lb.Recipe(named.output, named.grad_input, named.grad_weight, "about it", "mine")
     model = gpt()
     lb.quantize_(model, mine)
     lb.save_model(model, tmp_path)
     other = gpt(seed=2)
     lb.quantize_(other, mine)
     assert same_state(lb.load_model(tmp_path, other), model)
-    lb.quantize_(third := gpt(), lb.Recipe("mine", named.weight))
+    lb.quantize_(third := gpt(), lb.Recipe(lb.Gemm(None, named.weight), name="mine"))
     with pytest.raises(ValueError, match="is quantized with recipe mine"):
         lb.load_model(tmp_path, third)
 

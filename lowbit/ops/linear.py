@@ -27,6 +27,7 @@ from lowbit.ops.spec import (
     Workload,
     as_rows,
     dtype_name,
+    matrix_shape,
     require,
     require_codes,
     require_float,
@@ -134,14 +135,14 @@ def _check(call: Linear) -> None:
         require_float("linear", "bias", call.bias)
         if tuple(call.bias.shape) != (rows,):
             raise ValueError(f"lowbit.linear: bias must be [{rows}], got {list(call.bias.shape)}")
-    _check_given(call, call.x.shape[:-1].numel(), rows)
+    _check_given(call, rows)
 
 
-def _check_given(call: Linear, rows: int, out_cols: int) -> None:
+def _check_given(call: Linear, out_cols: int) -> None:
     """Scales that are given belong to a scheme, and fit it."""
     given = (call.input_scale, call.input_zero_point, call.input_outer_scale)
     if call.input is not None and call.input_scale is not None:
-        require_scales("linear", scaling.scheme(call.input), rows, call.x.shape[-1], call.input_scale, *given[1:])
+        require_scales("linear", scaling.scheme(call.input), *matrix_shape(call.x), call.input_scale, *given[1:])
     else:
         require(
             all(one is None for one in given),
@@ -160,7 +161,7 @@ def _check_given(call: Linear, rows: int, out_cols: int) -> None:
         f"lowbit.linear: a result in {scheme} needs a given out_scale, and a scheme without a global scale; for scales "
         "made of the result, quantize what linear returns",
     )
-    require_scales("linear", scheme, rows, out_cols, call.out_scale, call.out_zero_point, None)  # type: ignore[arg-type]
+    require_scales("linear", scheme, matrix_shape(call.x)[0], out_cols, call.out_scale, call.out_zero_point, None)  # type: ignore[arg-type]
 
 
 def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
