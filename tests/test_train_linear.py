@@ -223,7 +223,11 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
     ("change", "recipe", "message"),
     [
         (lambda m: None, "int8", "'int8' is for inference only; recipes that train: fp8, fp8-tensor, fp8-block, mxfp8"),
-        (lambda m: lb.train.prepare_(m), "fp8", r"up is being trained in low precision \(recipe fp8\); call lowbit.train.convert_"),
+        (
+            lambda m: lb.train.prepare_(m),
+            "fp8",
+            r"up is being trained in low precision \(recipe fp8\); call lowbit.train.convert_",
+        ),
         (lambda m: lb.quantize_(m, "int8"), "fp8", "up is quantized already"),
         (lambda m: None, "float8", "unknown recipe 'float8'"),
     ],
