@@ -100,7 +100,7 @@ def convert(
     task.put(model, made)
     return Report(
         task.what,
-        None if plan is None else str(plan),
+        None if plan is None else " and ".join(recipe.name for recipe in plan.recipes),
         tuple(rows),
         tuple(found.skipped),
         found.left,

@@ -70,7 +70,7 @@ def quantize_(
     )
     report, found = convert(model, task, chosen, names, protect)
     notes = _untied(model, found)
-    small = _small_effect(model, found, asked=skip is not DEFAULT_SKIP)
+    small = _small_effect(model, found, asked=names is not DEFAULT_SKIP)
     for note in (*notes, *([small] if small else [])):
         warnings.warn(note, stacklevel=2)
     if prepack:

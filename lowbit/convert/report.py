@@ -16,6 +16,9 @@ __all__ = ["LayerReport", "Report", "amount", "families", "left_lines"]
 #: Longer tables show layers whose names differ in numbers only, and that came out alike, as one row.
 _MOST_ROWS = 40
 
+#: What the printed table may take; names of layers are long, and are broken beyond it.
+_WIDTH = 180
+
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -87,7 +90,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console  # imported when it is needed: the library imports without it
 
-        console = Console(file=(out := StringIO()), width=120, color_system=None, legacy_windows=False)
+        console = Console(file=(out := StringIO()), width=_WIDTH, color_system=None, legacy_windows=False)
         console.print(self.table())
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
         return "\n".join([self._headline(), *lines, *self._remarks()])
