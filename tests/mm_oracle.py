@@ -72,12 +72,15 @@ def units_of(side: Any, s: Scheme, cols: int) -> np.ndarray:
 
 
 def scales(s: Scheme, side: Any) -> np.ndarray:
-    outer = None if side.outer_scale is None else oracles.Fraction(float(side.outer_scale))
+    outer = [None] if side.outer_scale is None else [oracles.Fraction(f) for f in side.outer_scale.flatten().tolist()]
     stored = side.scale.cpu().contiguous()
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[stored.element_size()]
     patterns = stored.view(view).long() & ((1 << 8 * stored.element_size()) - 1)
-    flat = [float(oracles.scale_of(int(p), s, outer)) for p in patterns.flatten()]
-    return np.array(flat).reshape(tuple(stored.shape))
+    rows = [
+        [float(oracles.scale_of(int(p), s, outer[row if len(outer) > 1 else 0])) for p in line]
+        for row, line in enumerate(patterns)
+    ]
+    return np.array(rows).reshape(tuple(stored.shape))
 
 
 def spread(blocks: np.ndarray, s: Scheme, shape: tuple[int, ...]) -> np.ndarray:
@@ -97,7 +100,7 @@ class Wanted:
 
     @cached_property
     def bits(self) -> Tensor:
-        """Section 9 for integers, in the order of its words: exact sums, times fp32(scale * scale), bias, cast."""
+        """Section 9 for integers, in the order of its words: exact sums, fp32, scales, bias, cast."""
         if not self.blocks:
             total = self._sum(0, self.call.cols) * (self.a.scale[:, :1] * self.b.scale[:, :1].T)
         else:

@@ -207,10 +207,10 @@ def test_every_row_of_the_table_is_in_the_samples():
 def test_recipes_are_rows_with_real_schemes(name):
     r = recipes.recipe(name)
     assert str(r) == name and isinstance(r.weight, Scheme)
-    if r.training:
-        for words in (r.training.grad_input, r.training.grad_weight):
-            scheme(words[0])
-            assert words[1] in ("fold", "keep") or scheme(words[1])
+    if r.trains:
+        for gemm in (r.grad_input, r.grad_weight):
+            assert isinstance(gemm.a.scheme, Scheme)
+            assert gemm.b in ("fold", "reuse") or isinstance(gemm.b.scheme, Scheme)
 
 
 def test_recipe_options():
