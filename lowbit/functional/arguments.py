@@ -13,6 +13,7 @@ from lowbit.rounding import Rounding
 
 #: Seed, step, stream, offset and pitch of what draws no random bits.
 NO_RANDOM_BITS = (0, 0, 0, 0, None)
+_NEAREST = ("nearest", *NO_RANDOM_BITS)
 
 
 def random_bits(
@@ -22,6 +23,8 @@ def random_bits(
 
     Stochastic rounding without a seed draws one from torch's generator.
     """
+    if rounding == "nearest":
+        return _NEAREST
     if isinstance(rounding, Rounding):
         if (seed, step, stream, offset, pitch) != (None, *NO_RANDOM_BITS[1:]):
             raise ValueError(
