@@ -10,8 +10,8 @@ from test_convert import decoded_
 from torch import nn
 
 import lowbit as lb
-from lowbit.nn import QuantMultiheadAttention
 from lowbit.convert.select import matches
+from lowbit.nn import QuantMultiheadAttention
 
 
 def attention(**options) -> tuple[nn.Module, nn.Module]:

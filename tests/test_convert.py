@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
-from lowbit.nn import QuantConv2d, QuantLinear
 from lowbit.convert.select import matches
+from lowbit.nn import QuantConv2d, QuantLinear
 
 TINY = torch.finfo(torch.float32).eps
 
