@@ -101,7 +101,7 @@ def test_nothing_is_loaded_into_a_layer_that_a_conversion_would_leave():
         (lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)), "its out_proj is a Sequential, and not a Linear"),
         (lambda m: m.out_proj.register_module("adapter", nn.Linear(8, 8)), "of its out_proj: it also holds adapter"),
         (lambda m: m.register_buffer("positions", torch.zeros(3)), "it also holds positions"),
-        (lambda m: setattr(m, "forward", m.forward), "its forward was replaced"),
+        (lambda m: setattr(m, "forward", nn.MultiheadAttention(8, 2).forward), "its forward was replaced"),
     ],
 )
 def test_attention_that_is_more_is_left_whole(change, reason):

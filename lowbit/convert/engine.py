@@ -134,7 +134,7 @@ def _take_over(new: nn.Module, layer: nn.Module) -> None:
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(layer, hooks))
     forward = vars(layer).get("forward")
-    if forward is not None:  # a checkpointed block's, since all others are refused
+    if isinstance(forward, partial):  # a checkpointed block's, since all others are refused
         vars(new)["forward"] = partial(forward.func, new)
     if kind(new) is not None:
         vars(new)[_ORIGIN] = origin(layer) if kind(layer) is not None else _origin_of(layer)

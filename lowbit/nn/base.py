@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["KINDS", "full_name", "kind", "replaced_forward"]
+__all__ = ["KINDS", "forget_bound_forward", "full_name", "kind", "replaced_forward"]
 
 #: Every kind of layer, and what a conversion that needs a plain layer tells the user to do with one.
 KINDS = {
@@ -39,6 +39,21 @@ def full_name(cls: type) -> str:
 def replaced_forward(layer: nn.Module) -> Any:
     """The ``forward`` set on ``layer`` itself that runs in place of its class's; None where its class's runs."""
     forward = vars(layer).get("forward")
+    if _is_bound_forward(layer, forward):
+        return None
     if isinstance(forward, partial) and forward.args[:1] == (layer,):
         return None if getattr(forward.func, "lowbit_runs_class_forward", False) else forward
     return forward
+
+
+def forget_bound_forward(layer: nn.Module) -> None:
+    """Remove the bound method of its class that the layer may hold as ``forward``, before the class is changed.
+
+    accelerate leaves one behind where it removes a hook.
+    """
+    if _is_bound_forward(layer, vars(layer).get("forward")):
+        del vars(layer)["forward"]
+
+
+def _is_bound_forward(layer: nn.Module, forward: Any) -> bool:
+    return getattr(forward, "__self__", None) is layer and getattr(forward, "__func__", None) is type(layer).forward

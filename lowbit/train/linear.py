@@ -23,7 +23,7 @@ from lowbit.convert.quantize import measured
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
 from lowbit.functional import quantize, scaled_mm
-from lowbit.nn.base import replaced_forward
+from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
@@ -200,6 +200,7 @@ def prepare_(
 
     def put(model: nn.Module, made: dict[int, Any]) -> None:
         for layer, recipe in made.values():
+            forget_bound_forward(layer)
             layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
             layer.recipe, layer._plan = recipe, plans[recipe]
         sync_fused_kernels(model)
@@ -222,6 +223,7 @@ def convert_(model: nn.Module) -> tuple[str, ...]:
             f"would go on in low precision; remove that first, then call convert_ again"
         )
     for layer in prepared.values():
+        forget_bound_forward(layer)
         del layer.recipe, layer._plan
         layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
     sync_fused_kernels(model)
