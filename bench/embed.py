@@ -61,7 +61,7 @@ def _bf16(model: nn.Module) -> Callable[..., Any]:
 
 def _lowbit(recipe: str) -> Callable[[nn.Module], Callable[..., Any]]:
     def make(model: nn.Module) -> Callable[..., Any]:
-        lb.quantize_(model, recipe)
+        lb.quantize_(model, recipe, prepack=True)
         return model
 
     return make

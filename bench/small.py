@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def calls() -> Iterator[Case]:
         model = nn.Sequential(nn.Linear(64, 64))
         lb.quantize_(model, recipe)
         yield Case(f"QuantLinear, {recipe}", lambda module=model[0]: module(x))  # type: ignore[misc]
+        if lb.prepack_(twin := copy.deepcopy(model)).layers:
+            yield Case(f"PackedLinear, {recipe}", lambda module=twin[0]: module(x))  # type: ignore[misc]
 
 
 @torch.no_grad()

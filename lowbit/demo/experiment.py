@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit.convert import model_bytes, quantize_
+from lowbit.convert import model_bytes, prepack_, quantize_
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
@@ -172,7 +172,10 @@ def plain_copy(trained: GPT) -> GPT:
 def measure_recipes(
     trained: GPT, corpus: Corpus, windows: torch.Tensor, settings: Settings, on_row: Callable[[str], None]
 ) -> list[Measurement]:
-    """The trained model in fp32 and in bf16, then with each recipe (its other weights as ``settings`` says)."""
+    """The trained model in fp32 and in bf16, then with each recipe (its other weights as ``settings`` says).
+
+    Speeds are those of packed layers, where a recipe has them.
+    """
     rows, models = [], {}
     for name in (*FLOATS, *settings.recipes):
         on_row(name)
@@ -183,6 +186,9 @@ def measure_recipes(
         models[name] = model if plain else model.bfloat16()
         rows.append(measure(name, models[name], corpus, windows))
     on_row("speed")
+    for name in settings.recipes:
+        if name not in FLOATS:
+            prepack_(models[name])
     speeds = generation_speeds(models, torch.tensor([corpus.tokenizer.encode(PROMPT)]))
     return [replace(row, tokens_per_second=speeds[row.recipe]) for row in rows]
 
