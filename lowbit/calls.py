@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["below_autograd", "call", "failed", "fill", "original"]
+__all__ = ["OVERLOADS", "below_autograd", "call", "failed", "fill", "original"]
 
 #: Within, ops skip their gradient's kernel.
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
@@ -40,18 +40,17 @@ def original(error: Exception) -> BaseException:
     return own if own is not None and str(own) == str(error) else error
 
 
-def _overload(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(torch.ops.lowbit, name).default
-    return found
+#: The overload of every op by its name; lowbit.backends.dispatch fills it.
+OVERLOADS: dict[str, Callable[..., Any]] = {}
 
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.lowbit.NAME(*args)``; without grad mode, straight below autograd, whose kernels are Python."""
     try:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _overload(name)(*args)
+            return OVERLOADS[name](*args)
         with below_autograd():
-            return _overload(name)(*args)
+            return OVERLOADS[name](*args)
     except (RuntimeError, ValueError) as error:
         raise original(error) from None
 
@@ -69,7 +68,7 @@ def fill(name: str, *args: Any, **outs: Tensor) -> None:
                     "give a detached tensor, or work under torch.no_grad()"
                 )
     try:
-        _overload(f"{name}_out")(*args, **outs)
+        OVERLOADS[name + "_out"](*args, **outs)
     except (RuntimeError, ValueError) as error:
         raise original(error) from None
     torch.autograd.graph.increment_version(tuple(outs.values()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.backends import native, registry
-from lowbit.calls import failed
+from lowbit.calls import OVERLOADS, failed
 from lowbit.ops import OPS, OpSpec
 from lowbit.ops.spec import Out
 
@@ -36,6 +36,7 @@ def register_all() -> None:
                     _library.impl(name, kernel, device.upper())
             if name in compiled:
                 _define_table(spec, name, kernel)
+            OVERLOADS[name] = getattr(torch.ops.lowbit, name).default
         torch.library.register_fake(f"lowbit::{spec.name}", _fake(spec), lib=_library)
         torch.library.register_fake(f"lowbit::{spec.name}_out", _fake_out(spec), lib=_library)
 

@@ -11,6 +11,11 @@ from lowbit.functional.arguments import random_bits
 from lowbit.rounding import Rounding
 
 
+def _name(format: str | formats.Format) -> str:
+    """What ops know a format by; they find out whether there is such a one."""
+    return format if isinstance(format, str) else formats.find(format).name
+
+
 def encode(
     x: Tensor,
     format: str | formats.Format,
@@ -38,7 +43,7 @@ def encode(
     Source: docs/numerics.md sections 2, 3, 4, 7.
     """
     rounding, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
-    args = (formats.find(format).name, rounding, saturate, *rng)
+    args = (_name(format), rounding, saturate, *rng)
     if out is None:
         made: Tensor = call("encode", x, *args)
         return made
@@ -54,7 +59,7 @@ def decode(
     Bits of a code above the format's width are ignored. Raises TypeError when codes are not uint8.
     Source: docs/numerics.md section 6.
     """
-    name = formats.find(format).name
+    name = _name(format)
     if out is None:
         made: Tensor = call("decode", codes, name, dtype)
         return made
