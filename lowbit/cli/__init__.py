@@ -9,7 +9,7 @@ from collections.abc import Callable
 import typer
 from rich.text import Text
 
-from lowbit.cli import bench, doctor, formats, quantize, train
+from lowbit.cli import bench, doctor, evaluate, formats, quantize, train
 from lowbit.cli.console import errors
 
 __all__ = ["app", "main"]
@@ -18,6 +18,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     formats.formats,
     train.train,
     quantize.quantize,
+    evaluate.evaluate,
     bench.bench,
     doctor.doctor,
 )

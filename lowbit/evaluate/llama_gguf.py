@@ -56,7 +56,10 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     reader = gguf.GGUFReader(path)
-    value = lambda key: reader.fields[key].contents()
+
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
     if value("general.architecture") != "llama":
         raise ValueError(f"{path} holds a {value('general.architecture')} model; only llama is read")
     heads, heads_kv = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
@@ -79,14 +82,14 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             found = unpermute(found, heads if "q_proj" in name else heads_kv)
         state[name] = found
-    made: tuple[nn.Module, dict[str, Any]] = LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict=state, output_loading_info=True, dtype=torch.float32
+    model, told = LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, torch_dtype=torch.float32
     )
-    model, told = made
     wrong = {kind: sorted(map(str, names)) for kind, names in told.items() if names}
     if wrong:
         raise ValueError(f"{path} holds no complete Llama of the shape that it tells: {wrong}")
-    return model.eval(), tokenizer(value)
+    eager: nn.Module = model.eval()
+    return eager, tokenizer(value)
 
 
 def _set_rope_base(config: Any, base: float) -> None:

