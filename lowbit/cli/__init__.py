@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from lowbit._version import __version__
-from lowbit.cli import bench, doctor, formats, quantize, train
+from lowbit.cli import bench, doctor, evaluate, formats, quantize, train
 from lowbit.cli.console import errors, out
 
 __all__ = ["app", "main"]
@@ -20,6 +20,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     formats.formats,
     train.train,
     quantize.quantize,
+    evaluate.evaluate,
     bench.bench,
     doctor.doctor,
 )

@@ -29,7 +29,7 @@ from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.memory.rss import peak_bytes, reset_peak
 
-__all__ = ["FLOATS", "REFERENCE", "Request", "measure"]
+__all__ = ["FLOATS", "OUTPUTS", "PACKED", "PLAIN", "REFERENCE", "Request", "measure", "weight_error"]
 
 #: The layout in which nothing is packed, and the rows that quantize nothing.
 PLAIN, PACKED = "plain", "packed"
@@ -89,12 +89,12 @@ def _convert(model: nn.Module, request: Request) -> dict[str, Any]:
     except (ValueError, TypeError) as error:
         return {"refused": str(error)}
     seconds = time.perf_counter() - start
-    lost = weight_error(model, weights)
+    wrong = weight_error(model, weights)
     del weights
     model.to(FLOATS[request.dtype])
     told = {
         "converted": len(report.converted), "left": sorted(report.left), "seconds_to_quantize": seconds,
-        "weight_error": lost,
+        "weight_error": wrong,
     }  # fmt: skip
     if request.layout == PACKED:
         before = [type(module) for module in model.modules()]
@@ -124,6 +124,7 @@ def weight_error(model: nn.Module, weights: Mapping[str, Tensor]) -> float | Non
 def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
     """Quality, speed and peak memory of the model as it is now."""
     task, model = TASKS[loaded.task], loaded.model
+    dtype = FLOATS[request.recipe if request.recipe in FLOATS else request.dtype]
     stored = Path(request.result).with_name(OUTPUTS)
     is_reference = task.reference and request.recipe == REFERENCE
     reference = torch.load(stored, weights_only=True) if task.reference and not is_reference else None
@@ -132,10 +133,10 @@ def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
     values: dict[str, list[float]] = {}
     outputs, rates = [], []
     with torch.inference_mode():
-        loaded.call(model, _as(loaded.batches[0].inputs, model))  # the first call plans and allocates
+        loaded.call(model, _as(loaded.batches[0].inputs, dtype))  # the first call plans and allocates
         for index, batch in enumerate(loaded.batches):
             start = time.perf_counter()
-            made = loaded.call(model, _as(batch.inputs, model))
+            made = loaded.call(model, _as(batch.inputs, dtype))
             rates.append(batch.units / (time.perf_counter() - start))
             target = made.float() if is_reference else None if reference is None else reference[index]
             for name, found in task.measure(batch, made.float(), target).items():
@@ -152,11 +153,9 @@ def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _as(inputs: Any, model: nn.Module) -> Any:
-    """Float inputs in the dtype of the model's first float parameter; all others as they are."""
-    if isinstance(inputs, Tensor) and inputs.is_floating_point():
-        return inputs.to(next(p.dtype for p in model.parameters() if p.is_floating_point()))
-    return inputs
+def _as(inputs: Any, dtype: torch.dtype) -> Any:
+    """Float inputs in ``dtype``; all others as they are."""
+    return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
 
 
 def _generation(loaded: Loaded) -> float | None:

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from lowbit.evaluate.tasks import Batch
 
-__all__ = ["Wanted", "digest", "paragraphs", "photograph_batches", "photographs", "read", "text_batches", "windows"]
+__all__ = [
+    "Wanted",
+    "digest",
+    "paragraphs",
+    "photograph_batches",
+    "photographs",
+    "read",
+    "require",
+    "text_batches",
+    "windows",
+]
 
 #: Tokens of a window; of a text, at most.
 WINDOW, LONGEST = 512, 128
@@ -69,7 +79,7 @@ def require(wanted: Wanted, model: str) -> Path:
 
 
 def windows(tokens: Sequence[int], wanted: Wanted, length: int, origin: str) -> list[Batch]:
-    """The first windows of ``length`` tokens, one a batch; of each, its second to last tokens are predicted.
+    """The first windows of ``length`` tokens, one a batch; all tokens but the first are predicted.
 
     Raises: ValueError when there are fewer tokens than one window.
     """
@@ -115,7 +125,7 @@ def photographs(limit: int) -> tuple[list[Tensor], str]:
             paths = [Path(root) / folder / name for name in names]
             found += [_image(path) for path in paths if path.exists()]
     if found:
-        return found[:limit], "photographs of scikit-image and scikit-learn"
+        return found[:limit], "scikit-image and scikit-learn"
     return list(generated(min(limit, GENERATED))), "generated images (install scikit-image for photographs)"
 
 

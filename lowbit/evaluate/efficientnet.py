@@ -48,8 +48,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
         y = F.relu6(self._bn1(self._depthwise_conv(_same(y, self.kernel, self.stride))))
-        out: Tensor = self._bn2(self._project_conv(y))
-        return x + out if self.adds else out
+        projected: Tensor = self._bn2(self._project_conv(y))
+        return x + projected if self.adds else projected
 
 
 class EfficientNetLite0(nn.Module):

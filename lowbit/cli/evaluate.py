@@ -1,0 +1,130 @@
+"""``lowbit evaluate``: what quantizing costs real models, and what it saves."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lowbit.cli.console import errors, out, print_json
+
+EPILOG = """
+**Examples**
+
+`lowbit evaluate` — the models, and what gets those that are not installed
+
+`lowbit evaluate minilm efficientnet-lite0`
+
+`lowbit evaluate smollm2 --text wiki.test.raw --recipes int8,int4-weight-only`
+
+`lowbit evaluate ./my-model --text book.txt` — a directory that transformers loads
+
+A run that was stopped goes on when it is given again: finished cells are read from --out.
+"""
+
+
+def evaluate(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Names of models, or directories of models.")
+    ] = None,
+    recipes: Annotated[str | None, typer.Option(metavar="A,B", help="Recipes; all named ones by default.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text; perplexity needs one.")] = None,
+    windows: Annotated[int, typer.Option(help="Windows of 512 tokens for perplexity.")] = 12,
+    limit: Annotated[int, typer.Option(help="Texts or photographs, at most.")] = 128,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16, for what recipes leave alone.")] = None,
+    directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/evaluate"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is finished.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure real models with each recipe: quality, bytes, peak memory, time to quantize and speed.
+
+    Writes evaluate.md, evaluate.csv, evaluate.png and a JSON file for each model, recipe and layout.
+    """
+    from lowbit.evaluate import models, report, run
+    from lowbit.evaluate.data import Wanted
+
+    if not names:
+        _list(json)
+        return
+    rows = [models.find(name) for name in names]
+    wanted = Wanted(text, windows, limit)
+    chosen = None if recipes is None else [name.strip() for name in recipes.split(",") if name.strip()]
+    cells = [cell for row in rows for cell in run.plan(row, chosen, wanted, directory, dtype)]
+    for row in rows:
+        for warning in row.warnings():
+            errors.print(f"warning: {warning}", soft_wrap=True)
+    if not run.can_pack():
+        errors.print("this lowbit packs no weights (prepack_), so all rows are plain", soft_wrap=True)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=errors,
+    )  # fmt: skip
+    done: list[Any] = []
+    with bar:
+        task = bar.add_task("", total=len(cells))
+
+        def begin(cell: Any) -> None:
+            bar.update(task, description=f"{cell.model.name} {cell.request.recipe} {cell.request.layout}")
+
+        for cell in run.run(cells, overwrite, begin):
+            done.append(cell)
+            bar.update(task, completed=len(done))
+            if cell.failed is not None:
+                told = f"{cell.model.name} {cell.request.recipe} {cell.request.layout} failed:\n{cell.failed}"
+                errors.print(told, soft_wrap=True, highlight=False)
+    paths = report.write(directory, done, shlex.join(["lowbit", *sys.argv[1:]]))
+    if json:
+        print_json(report.as_json(done))
+    else:
+        _show(report.rows(done))
+        out.print(f"results: {', '.join(map(str, paths))}", soft_wrap=True)
+    if any(cell.failed is not None for cell in done):
+        raise typer.Exit(1)
+
+
+evaluate.__doc__ = f"{evaluate.__doc__}\n{EPILOG}"
+
+
+def _list(json: bool) -> None:
+    """The table of models, and of each whether it is there or how to get it."""
+    from lowbit.evaluate.models import MODELS
+
+    found = []
+    for row in MODELS.values():
+        try:
+            row.location()
+            found.append({"name": row.name, "about": row.about, "installed": True, "get": None})
+        except (ImportError, OSError) as missing:
+            get = str(missing).rpartition("with: ")[2]
+            found.append({"name": row.name, "about": row.about, "installed": False, "get": get})
+    if json:
+        print_json(found)
+        return
+    for entry in found:
+        out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
+        out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
+    out.print("\nOr a directory that transformers can load.")
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    """The table in short: quality, size and speed."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("model", "recipe", "layout", "quality", "MiB", "items/s", "note"):
+        table.add_column(title, justify="right" if title in ("MiB", "items/s") else "left", overflow="fold")
+    for row in rows:
+        quality = []
+        for title in (name.removesuffix(", standard error") for name in row if name.endswith(", standard error")):
+            value, error = row[title], row[f"{title}, standard error"]
+            quality.append(f"{title} {value:.5g}" + ("" if error is None else f" ± {error:.2g}"))
+        table.add_row(
+            row["model"], row["recipe"], row["layout"], ", ".join(quality),
+            "" if row["bytes"] is None else f"{row['bytes'] / 2**20:.1f}",
+            "" if row["units_per_second"] is None else f"{row['units_per_second']:,.4g}", Text(row["note"]),
+        )  # fmt: skip
+    out.print(table)

@@ -1,0 +1,256 @@
+"""Tables (Markdown, CSV) and a plot of measured cells."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.backends.cpu import processor
+from lowbit.evaluate.cell import PACKED
+from lowbit.evaluate.metrics import Estimate
+from lowbit.evaluate.run import Cell
+from lowbit.evaluate.tasks import TASKS, Figure, Task
+from lowbit.files import write_atomically
+from lowbit.machine import provenance
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["as_json", "figures", "rows", "write"]
+
+#: What ``write`` writes.
+MARKDOWN, TABLE, PLOT = "evaluate.md", "evaluate.csv", "evaluate.png"
+
+_MIB = 2**20
+_INK, _PALE, _BAR, _FLAGGED = "#1f2933", "#9aa5b1", "#2f6fde", "#e4e7eb"
+
+
+def write(directory: Path, cells: Sequence[Cell], command: str) -> list[Path]:
+    """Write the tables, and the plot where matplotlib is there; return the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {MARKDOWN: "\n".join(_markdown(cells, command)) + "\n", TABLE: _csv(rows(cells))}
+    for name, text in files.items():
+        data = text.encode()
+        write_atomically(directory / name, lambda file, data=data: file.write(data))  # type: ignore[misc]
+    paths = [directory / name for name in files]
+    if find_spec("matplotlib") is not None and any(_measured(cell) for cell in cells):
+        _plot(directory / PLOT, cells)
+        paths.append(directory / PLOT)
+    return paths
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+def _measured(cell: Cell) -> bool:
+    return cell.result is not None and "refused" not in cell.result
+
+
+def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells by model, in order."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.model.name, []).append(cell)
+    return found
+
+
+def _baseline(cells: Sequence[Cell]) -> Cell | None:
+    return next((cell for cell in cells if cell.baseline and _measured(cell)), None)
+
+
+def figures(cell: Cell, baseline: Cell | None) -> dict[str, Estimate]:
+    """The quality of a measured cell by title.
+
+    Raises: ValueError where it was measured on other data than its baseline.
+    """
+    if not _measured(cell) or baseline is None:
+        return {}
+    assert cell.result is not None and baseline.result is not None
+    if cell.result["data_sha256"] != baseline.result["data_sha256"]:
+        raise ValueError(
+            f"{cell.request.result} was measured on other data than {baseline.request.result}; measure both again "
+            "with --overwrite"
+        )
+    found = {}
+    for figure in TASKS[cell.result["task"]].figures:
+        found[figure.title] = figure.estimate(cell.result["values"], baseline.result["values"])
+    return found
+
+
+def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """One dictionary a cell, as it stands in the CSV; None where there is no figure."""
+    found = []
+    for group in _groups(cells).values():
+        baseline = _baseline(group)
+        for cell in group:
+            result = cell.result or {}
+            row: dict[str, Any] = {
+                "model": cell.model.name, "recipe": cell.request.recipe, "layout": cell.request.layout,
+                "dtype": cell.request.dtype,
+            }  # fmt: skip
+            for title, estimate in figures(cell, baseline).items():
+                row[title], row[f"{title}, standard error"] = estimate
+            if _measured(cell):
+                items = next(iter(result["values"].values()))
+                row["items"], row["units"] = len(items), TASKS[result["task"]].units
+            for name in (
+                "bytes", "peak_bytes", "seconds_to_quantize", "seconds_to_pack", "units_per_second",
+                "generated_per_second", "weight_error", "converted",
+            ):  # fmt: skip
+                row[name] = result.get(name)
+            found.append({**row, "left": len(result.get("left", ())), "note": cell.note})
+    return found
+
+
+def as_json(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The table for programs."""
+    return {"cells": rows(cells)}
+
+
+def _csv(table: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in table for name in row if name != "note"))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*names, "note"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return text.getvalue()
+
+
+# -- Markdown --------------------------------------------------------------------------------------------------------
+def _markdown(cells: Sequence[Cell], command: str) -> list[str]:
+    lines = ["# lowbit evaluate: quality, size and speed of quantized models", ""]
+    for group in _groups(cells).values():
+        lines += _section(group)
+    lines += [
+        "Each row is measured in a process of its own. Quality is followed by its standard error over the items of the "
+        "data; changes are paired with the baseline item by item. Peak memory is that of the process while it "
+        "evaluates, Python and torch included. Rows marked *not meaningful* are of recipes whose grid the stored "
+        "weights lie on already, and say nothing about other models.",
+        "",
+        f"![loss of quality of each recipe]({PLOT})" if find_spec("matplotlib") else "",
+        "",
+        "## How it was made",
+        "",
+        *[f"- {key}: {value}" for key, value in provenance(command, kernels=processor()).items()],
+    ]
+    return lines
+
+
+def _section(group: list[Cell]) -> list[str]:
+    """One model: what it is, and its table."""
+    model, baseline = group[0].model, _baseline(group)
+    lines = [f"## {model.name}", "", f"{model.about}. Weights: SHA-256 {group[0].request.key['weights']}."]
+    if baseline is None:
+        lines += ["", f"The baseline ({group[0].request.dtype}) could not be measured, so there are no figures.", ""]
+        return [*lines, *(f"- {cell.request.recipe} {cell.request.layout}: {cell.note}" for cell in group), ""]
+    result = baseline.result
+    assert result is not None
+    task = TASKS[result["task"]]
+    items = len(next(iter(result["values"].values())))
+    lines += [
+        f"Data: {items} {task.items} of {result['data']} (SHA-256 of the inputs {result['data_sha256'][:16]}; of the "
+        f"text or its stand-in {group[0].request.key['data']}). Baseline, and dtype of all that a recipe leaves alone: "
+        f"{group[0].request.dtype}. {result['threads']} threads.",
+        "",
+        *_table(group, baseline, task),
+        "",
+    ]
+    return lines
+
+
+def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
+    writes = any(cell.result and cell.result.get("generated_per_second") for cell in group)
+    titles = [
+        "recipe", "layout", *(figure.title for figure in task.figures), "MiB", f"of {baseline.request.recipe}",
+        "peak MiB", "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if writes else []), "note",
+    ]  # fmt: skip
+    lines = [_line(titles), _line(["---", "---", *["---:"] * (len(titles) - 3), "---"])]
+    for cell in group:
+        result, found = cell.result or {}, figures(cell, baseline)
+        assert baseline.result is not None
+        size = result.get("bytes")
+        lines.append(
+            _line(
+                [
+                    cell.request.recipe,
+                    cell.request.layout,
+                    *(_written(figure, found.get(figure.title), cell.baseline) for figure in task.figures),
+                    _number(size and size / _MIB, ".1f"),
+                    _number(size and size / baseline.result["bytes"], ".0%"),
+                    _number(result.get("peak_bytes", 0) / _MIB or None, ".0f"),
+                    _number(result.get("seconds_to_quantize"), ".2f"),
+                    _number(result.get("units_per_second"), ",.4g"),
+                    *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
+                    cell.note.replace("|", "\\|"),
+                ]
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _line(parts: Sequence[str]) -> str:
+    return f"| {' | '.join(parts)} |"
+
+
+def _number(value: float | None, style: str) -> str:
+    return "" if value is None else format(value, style)
+
+
+def _written(figure: Figure, estimate: Estimate | None, baseline: bool) -> str:
+    """A figure with its error; that of the baseline against itself is left out."""
+    if estimate is None or (baseline and figure.title == "change"):
+        return ""
+    value, error = estimate
+    sign = "+" if figure.title == "change" else ""
+    if figure.percent:
+        return f"{value:{sign}.2%}" + ("" if error is None else f" ± {error:.2%}")
+    return f"{value:.5g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+# -- plot ------------------------------------------------------------------------------------------------------------
+def _plot(path: Path, cells: Sequence[Cell]) -> None:
+    """Bars of what each recipe loses, a panel a model, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = {name: group for name, group in _groups(cells).items() if _baseline(group) is not None}
+    if not groups:
+        return
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _PALE}
+    tallest = max(sum(cell.request.layout != PACKED for cell in group) for group in groups.values())
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(
+            1, len(groups), figsize=(4.2 * len(groups), 1 + 0.24 * tallest), squeeze=False, layout="constrained"
+        )
+        for panel, group in zip(panels[0], groups.values(), strict=True):
+            _panel(panel, group)
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+        plt.close(figure)
+
+
+def _panel(panel: Axes, group: list[Cell]) -> None:
+    baseline = _baseline(group)
+    assert baseline is not None and baseline.result is not None
+    drawn = next(figure for figure in TASKS[baseline.result["task"]].figures if figure.loss is not None)
+    assert drawn.loss is not None
+    names, lost, errors, colors = [], [], [], []
+    for cell in group:
+        found = figures(cell, baseline).get(drawn.title)
+        if found is None or cell.request.layout == PACKED or not math.isfinite(found.value):
+            continue
+        names.append(cell.request.recipe)
+        lost.append(max(drawn.loss(found.value), 0.0))
+        errors.append(found.error or 0.0)
+        colors.append(_FLAGGED if cell.note else _BAR)
+    panel.barh(names, lost, xerr=errors, color=colors, ecolor=_INK, capsize=2)
+    panel.invert_yaxis()
+    panel.set_xscale("symlog", linthresh=max(lost, default=0) / 100 or 1.0)
+    panel.minorticks_off()
+    panel.set_xlim(left=0)
+    panel.set_title(group[0].model.name, color=_INK, fontsize=10)
+    panel.set_xlabel("loss of quality: " + ("1 - cosine" if "cosine" in drawn.title else "rise of perplexity"))

@@ -1,0 +1,181 @@
+"""Running the cells of a table: each in a process of its own, those that are finished already left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lowbit as lb
+from lowbit._version import __version__
+from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request
+from lowbit.evaluate.data import Wanted, require
+from lowbit.evaluate.models import Model, fingerprint, on_grid, sha256
+from lowbit.evaluate.tasks import TASKS
+from lowbit.recipes import RECIPES
+from lowbit.recipes import recipe as find_recipe
+
+__all__ = ["Cell", "can_pack", "plan", "read", "run"]
+
+#: The version of result files.
+FORMAT = 1
+
+#: Lines of a failed process's output that are shown.
+TAIL = 12
+
+#: A weight error below 2 ** -(bits + this) is smaller than rounding to so many bits makes of any weights that fill
+#: their range: ordinary weights are at about 2 ** -bits for integers and 2 ** -(bits - 2) for FP8.
+EXACT = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model with a recipe in a layout, and its result once it is measured."""
+
+    model: Model
+    request: Request
+    result: dict[str, Any] | None = None
+    failed: str | None = None
+
+    @property
+    def baseline(self) -> bool:
+        """Whether this is the model in the float format that quantized ones have elsewhere."""
+        return self.request.recipe == self.request.dtype
+
+    @property
+    def note(self) -> str:
+        """What a reader of the figures must know, or why there are none."""
+        if self.failed is not None:
+            return f"failed: {self.failed.splitlines()[-1]}"
+        if self.result is None:
+            return "not measured"
+        if "refused" in self.result:
+            return f"refused: {self.result['refused']}"
+        return self._not_meaningful() or ""
+
+    def _not_meaningful(self) -> str | None:
+        """The reason where the stored weights lie on the recipe's grid, so that quantizing loses nothing."""
+        assert self.result is not None
+        if self.request.recipe in FLOATS:
+            return None
+        chosen, error = find_recipe(self.request.recipe), self.result.get("weight_error")
+        if on_grid(self.model, chosen):
+            return f"not meaningful: the stored weights were quantized as {self.model.grid} before"
+        if error is not None and error < 2.0 ** -(chosen.weight.format.bits + EXACT):
+            return f"not meaningful: the stored weights lie on this grid already (weight error {error:.1e})"
+        return None
+
+
+def can_pack() -> bool:
+    """Whether this lowbit packs weights (``prepack_``)."""
+    return hasattr(lb, "prepack_")
+
+
+def plan(
+    model: Model, recipes: Iterable[str] | None, wanted: Wanted, directory: Path, dtype: str | None = None
+) -> list[Cell]:
+    """The cells of ``model``: fp32 and bf16, then each recipe, plain and (where this lowbit packs weights) packed.
+
+    Raises: ValueError for an unknown recipe or dtype, as ``Model.location`` where the model is not installed.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"unknown --dtype {dtype!r}; expected one of {', '.join(FLOATS)}")
+    names = [name for name in (RECIPES if recipes is None else recipes) if name not in FLOATS]
+    for name in names:
+        find_recipe(name)
+    if wanted.windows < 1 or wanted.limit < 1:
+        raise ValueError(f"--windows and --limit must be 1 or more, got {wanted.windows} and {wanted.limit}")
+    if model.needs_text:
+        require(wanted, model.name)
+    of = {"dtype": dtype or model.dtype, **_data_key(model, wanted)}
+    key = {"model": model.name, "weights": fingerprint(model), **of, "lowbit": __version__, "format": FORMAT}
+    layouts = (PLAIN, PACKED) if can_pack() else (PLAIN,)
+    wide = [(name, PLAIN) for name in FLOATS]
+    cells = []
+    for name, layout in [*wide, *((name, layout) for name in dict.fromkeys(names) for layout in layouts)]:
+        path = directory / model.name / f"{name.replace(':', '-')}.{layout}.json"
+        told = name if name in FLOATS else repr(find_recipe(name))
+        request = Request(
+            model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
+            text=str(wanted.text.resolve()) if wanted.text else None, windows=wanted.windows, limit=wanted.limit,
+            result=str(path.resolve()), key={**key, "recipe": told, "layout": layout},
+        )  # fmt: skip
+        cells.append(Cell(model, request))
+    return cells
+
+
+def _data_key(model: Model, wanted: Wanted) -> dict[str, Any]:
+    """What decides what a model is evaluated on: a text by its SHA-256, and what stands in for one by its version."""
+    if wanted.text is not None:
+        if not wanted.text.is_file():
+            raise FileNotFoundError(f"--text {wanted.text} does not exist; give a file of UTF-8 text")
+        data = sha256(wanted.text)
+    else:
+        settings = Path(model.path).parent / "settings.json"
+        made = sha256(settings) if model.module is None and settings.is_file() else ""
+        shipped = " ".join(f"{name} {_installed(name)}" for name in ("scikit-image", "scikit-learn"))
+        data = f"Python {platform.python_version()}, {shipped} {made}".strip()
+    return {"data": data, "windows": wanted.windows, "limit": wanted.limit}
+
+
+def _installed(package: str) -> str:
+    """The version of a package, which need not be one that can be imported here."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def read(cell: Cell) -> Cell:
+    """The cell with its result, where a file holds one for the same key; else as it is."""
+    path = Path(cell.request.result)
+    try:
+        found = json.loads(path.read_text())
+        same = found["key"] == json.loads(json.dumps(cell.request.key))
+        result = found["result"]
+        lost = cell.request.recipe == REFERENCE and TASKS[result["task"]].reference
+    except (OSError, ValueError, KeyError, TypeError):
+        return cell
+    if not same or (lost and not path.with_name(OUTPUTS).exists()):
+        return cell
+    return Cell(cell.model, cell.request, {**result, "made": found.get("made", {})})
+
+
+def run(
+    cells: list[Cell], overwrite: bool = False, on_cell: Callable[[Cell], object] = lambda cell: None
+) -> Iterator[Cell]:
+    """Each cell with its result, in order: read from its file, or measured now. A failure spoils no other cell.
+
+    ``on_cell`` hears of each cell that is about to be measured.
+    """
+    for cell in cells:
+        done = cell if overwrite else read(cell)
+        if done.result is None:
+            on_cell(cell)
+            failed = _measure(cell.request)
+            done = read(cell)
+            if failed is not None or done.result is None:
+                done = Cell(cell.model, cell.request, failed=failed or "the process wrote no result")
+        yield done
+
+
+def _measure(request: Request) -> str | None:
+    """Measure in a new process; None where that succeeds, else the end of what it said."""
+    root = str(Path(lb.__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "lowbit.evaluate.cell"]
+    asked = json.dumps(asdict(request))
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"ended by signal {-done.returncode} (9: the system had no memory left)"
+    return "\n".join(done.stderr.strip().splitlines()[-TAIL:]) or f"exit code {done.returncode}"
