@@ -175,7 +175,7 @@ def _allocated(weight: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
 def _energies(weight: Tensor, decoded: Tensor) -> Tensor:
     """The sums of squares of ``weight`` and of its difference to ``decoded``, both ``[out, in]``.
 
-    Overwrites ``decoded``. Each piece is summed in fp32, whose dot products are several times faster, and the pieces in fp64.
+    Overwrites ``decoded``. A piece is summed in fp32, whose dot products are faster; the pieces in fp64.
     """
     rows = max(1, _PIECE // max(1, weight.shape[1]))
     total = torch.zeros(2, dtype=torch.float64, device=weight.device)
