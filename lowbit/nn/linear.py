@@ -116,7 +116,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = result_dtype(x)
-        if self.recipe.input is None and x.dtype != dtype:
+        if self._input_name is None and x.dtype != dtype:
             x = x.to(dtype)
         own: dict[str, Any] = self._parameters
         bias = own["bias"]
