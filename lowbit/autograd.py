@@ -29,7 +29,7 @@ def backend_now() -> str | None:
 
 def on_backend(name: str | None) -> AbstractContextManager[None]:
     """Within, lowbit ops run on what ``backend_now`` answered in forward."""
-    return nullcontext() if torch.compiler.is_compiling() else use_backend(name)
+    return nullcontext() if torch.compiler.is_compiling() or name == forced() else use_backend(name)
 
 
 def _wanted(x: Tensor | None) -> bool:
@@ -56,7 +56,7 @@ def _fake_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point, outer = ctx.saved_tensors
-    with use_backend(ctx.backend):
+    with on_backend(ctx.backend):
         grad_x, grad_scale = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)
     return grad_x, None, grad_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
 
@@ -81,7 +81,7 @@ def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) 
     wants_grad, wants_x, wants_scale = ctx.wanted
     masked = None
     if wants_grad and grad is not None:
-        with use_backend(ctx.backend):
+        with on_backend(ctx.backend):
             masked = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)[0]
     zero_x, zero_scale = (torch.zeros_like(t) if wants else None for t, wants in ((x, wants_x), (scale, wants_scale)))
     return masked, zero_x, None, zero_scale, None, None
@@ -106,7 +106,7 @@ def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
     grad_a = grad_b = grad_bias = None
-    with use_backend(ctx.backend):
+    with on_backend(ctx.backend):
         if b[0] is not None:
             grad_a = (grad @ _decoded(b, ctx.schemes[1], ctx.cols, grad.dtype)).to(ctx.dtypes[0])
         if a[0] is not None:
@@ -135,7 +135,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, *scales = ctx.saved_tensors
     rows, grad_x, grad_bias = grad.reshape(-1, grad.shape[-1]), None, None
     if weight is not None:
-        with use_backend(ctx.backend):
+        with on_backend(ctx.backend):
             decoded = _decoded((weight, *scales), ctx.scheme, ctx.x_shape[-1], grad.dtype)
         grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
     if ctx.bias_dtype is not None:
