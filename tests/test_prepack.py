@@ -145,6 +145,8 @@ def test_prepack_and_unpack_keep_every_bit(recipe):
     assert list(model.state_dict()) == list(state)
     for name, value in model.state_dict().items():
         assert_same_bits(value, state[name], name)
+    again = lb.prepack_(model)
+    assert not again.layers and set(again.left.values()) == {"packed already"}
     lb.unpack_(model)
     assert all(type(model[i]) is QuantLinear for i in (0, 2))
     assert_same_bits(model(x), y)

@@ -51,6 +51,8 @@ def unpack_(model: nn.Module) -> Report:
 
 
 def _to_pack(names: list[str], module: nn.Module) -> Verdict:
+    if kind(module) == "packed":
+        return Verdict(reason="packed already")
     if not isinstance(module, QuantLinear):
         return Verdict(inside=True)
     reason = PackedLinear.refusal(module)

@@ -186,9 +186,9 @@ def measure_recipes(
         models[name] = model if plain else model.bfloat16()
         rows.append(measure(name, models[name], corpus, windows))
     on_row("speed")
-    for name in settings.recipes:
+    for name, model in models.items():
         if name not in FLOATS:
-            prepack_(models[name])
+            prepack_(model)
     speeds = generation_speeds(models, torch.tensor([corpus.tokenizer.encode(PROMPT)]))
     return [replace(row, tokens_per_second=speeds[row.recipe]) for row in rows]
 
