@@ -148,14 +148,14 @@ def _meant(name: str) -> str:
     words = name.split(":")
     of_format = [row for row in RECIPES.values() if row.input is None and row.weight.format.name == words[0].lower()]
     if of_format:
-        return f"; did you mean {':'.join([of_format[0].name, *words[1:]])}?"
+        return f" (did you mean {':'.join([of_format[0].name, *words[1:]])}?)"
     try:
         weight = scheme(name)
     except ValueError:
         spelled = {_spelled(alias): alias for alias in ALIASES} | {row: row for row in RECIPES}
         close = get_close_matches(_spelled(words[0]), spelled, n=1)
-        return f"; did you mean {':'.join([spelled[close[0]], *words[1:]])}?" if close else ""
-    return f"; for weights of this scheme give Recipe(Gemm(None, {weight.name!r}), name='mine')"
+        return f" (did you mean {':'.join([spelled[close[0]], *words[1:]])}?)" if close else ""
+    return f" (for weights of this scheme give Recipe(Gemm(None, {weight.name!r}), name='mine'))"
 
 
 # -- by layer --------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
         "affine": "uint4:group32:affine", "bf16-scales": "int8:row:bf16", "fp16-scales": "int4:group32:fp16",
         "nf4-dq": "nf4:dq",
     }  # fmt: skip
-    chosen = lb.Recipe(lb.Gemm(None, schemes[recipe])) if recipe in schemes else recipe
+    chosen = lb.Recipe(lb.Gemm(None, schemes[recipe]), name=recipe) if recipe in schemes else recipe
     model = nn.Sequential(nn.Linear(70, 9), nn.LayerNorm(9))
     lb.quantize_(model, chosen)
     before = copy.deepcopy(model[0].weight)

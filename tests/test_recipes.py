@@ -1,54 +1,143 @@
-"""Recipes: what each operand of the three products becomes, the field's names, recipes by layer, and JSON data."""
+"""Recipes: what each operand of each product gets, by name, by hand, by layer and as data."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.recipes import ALIASES, RECIPES, plan
+from lowbit.casts import refuse_beyond
+from lowbit.recipes import ALIASES, RECIPES, Plan, plan
+from lowbit.train import TrainLinear
+
+SCHEMES = ["int8:row", "fp8_e4m3:tensor", "mxfp4", "nvfp4", "uint4:group32:affine", "fp8_e5m2:col", "nf4"]
+
+#: SHA-256 (its first half) of a layer's output, and for recipes that train of the output and both gradients.
+DIGESTS = {
+    "int8": ("10b79b28914c7b39", None),
+    "int8-group": ("5d2ccdf6328f522a", None),
+    "int8-weight-only": ("15c192b469c6ad99", None),
+    "int4-weight-only": ("502af4cc6d22ef6b", None),
+    "uint4-weight-only": ("fdf6bb822c2482f9", None),
+    "nf4": ("c9ca9b4b980aecbe", None),
+    "fp8": ("fd3fa1c526ece078", "eeb68be232624c3d"),
+    "fp8-tensor": ("5156e53b1f72eb7c", "2a910106ad91c71e"),
+    "fp8-block": ("1ab5da4750b0b886", "bdad2767a8e43f02"),
+    "fp8-weight-only": ("a52529b064a7ae2f", None),
+    "mxfp8": ("9987a2bd3dd6557a", "aab53d286dc50f3a"),
+    "mxfp6": ("e3ce563e4f3a41aa", None),
+    "mxfp4": ("42a604d97a7f6f8e", None),
+    "nvfp4": ("6e251b6f17e8934a", None),
+    "nvfp4-weight-only": ("723f7f43f7fd52dd", None),
+    "w4a8": ("ca21c0e6128ad7ac", None),
+}
 
 
+def numbers(*shape: int, step: int) -> Tensor:
+    """Numbers of many magnitudes, the same on every machine."""
+    i = torch.arange(torch.Size(shape).numel()) * step
+    unit = (i * 40503 % 65536 - 32768).float() / 32768
+    return (unit * torch.exp2((i * 7 % 9 - 4).float())).reshape(shape)
+
+
+def digest(*tensors: Tensor) -> str:
+    found = hashlib.sha256()
+    for one in tensors:
+        found.update(one.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", lb.RECIPES)
+def test_every_recipe_computes_the_bits_that_are_recorded(name):
+    """A change of these digests is a change of numerics, and stands in the changelog."""
+    row = lb.recipe(name)
+    x, w, bias, g = numbers(5, 150, step=3), numbers(37, 150, step=5), numbers(37, step=11), numbers(5, 37, step=13)
+    trained = None
+    with lb.use_backend("reference"):
+        forward = digest(lb.functional.linear(x, lb.quantize(w, row.weight), bias, row.input))
+        if row.trains:
+            layer = TrainLinear(150, 37, recipe=row)
+            layer.load_state_dict({"weight": w, "bias": bias})
+            y = layer(x.requires_grad_())
+            y.backward(g / 64)
+            trained = digest(y, x.grad, layer.weight.grad)
+    assert (forward, trained) == DIGESTS[name]
+
+
+# -- made by hand ------------------------------------------------------------------------------------------------------
 def test_recipes_take_schemes_by_name():
     mine = lb.Recipe(lb.Gemm("int8:row", "int4:group32"), about="4-bit", name="mine")
     assert mine == lb.Recipe(lb.Gemm(lb.Cast(lb.scheme("int8:row")), lb.scheme("int4:group32")), name="mine")
     assert mine.weight is lb.scheme("int4:group32") and mine.input is lb.scheme("int8:row") and not mine.trains
     assert hash(mine) and "mine" in repr(mine)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    assert lb.quantize_(model, mine).layers[0].recipe == "mine"
-    assert model[0].recipe.weight == lb.scheme("int4:group32")
+    assert lb.quantize_(model, mine).layers[0].recipe == "mine" and model[0].recipe.weight == lb.scheme("int4:group32")
+
+
+def test_a_recipe_without_a_name_is_called_by_its_schemes():
+    assert lb.Recipe(lb.Gemm(None, "int4:group32")).name == "int4:group32"
+    assert str(lb.Recipe(lb.Gemm("int8:row", "int4:group32"))) == "int8:row x int4:group32"
+
+
+FORWARD = lb.Gemm("fp8_e4m3:row", "fp8_e4m3:row")
+BACK = lb.Gemm("fp8_e5m2:row", "fold")
 
 
 @pytest.mark.parametrize(
-    "make, error, message",
+    ("make", "error", "message"),
     [
-        (lambda: lb.Recipe(lb.Gemm(None, "int4:groop32")), ValueError, "groop32"),
-        (lambda: lb.Recipe(lb.Gemm("int8:row", None)), ValueError, "is the weight, and needs a scheme"),
-        (lambda: lb.Recipe("mine", "int8:row"), TypeError, "output must be a Gemm, got 'mine'; write for instance"),
-        (lambda: lb.Recipe(lb.Gemm(None, "int8:row"), name=3), TypeError, "name must be a string, got int"),
-        (
-            lambda: lb.Recipe(lb.Gemm("int8:row", "int8:row"), lb.Gemm("fp8_e5m2:row", "fold")),
-            ValueError,
-            "has both grad_input and grad_weight",
-        ),
-        (lambda: lb.Cast("int8:row", rounding="up"), ValueError, "up"),
+        (lambda: lb.Cast("int4:groop32"), ValueError, "groop32"),
+        (lambda: lb.Cast(None), TypeError, "a scheme is named by a string, got NoneType"),
+        (lambda: lb.Cast("int8:row", "up"), ValueError, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
+        (lambda: lb.Cast("int8:row", rule="best"), ValueError, "rule must be one of 'amax', 'search', got 'best'"),
+        (lambda: lb.Cast("fp8_e4m3:row", scale="delayed"), ValueError, r"one fp32 scale .* use fp8_e4m3:tensor"),
+        (lambda: lb.Cast("fp8_e4m3:tensor", history=0), ValueError, "at least 1, got 0"),
+        (lambda: lb.Cast("nf4", "stochastic"), ValueError, "codebook, which rounds to nearest alone"),
+        (lambda: lb.Gemm("fold", "int8:row"), ValueError, "a cannot be 'fold'"),
+        (lambda: lb.Gemm("int8:row", "int8:row", save="all"), ValueError, "save must be one of 'codes'"),
+        (lambda: lb.Recipe("int8"), TypeError, r"output must be a Gemm, got 'int8'; write for instance Recipe\(Gemm"),
+        (lambda: lb.Recipe(FORWARD, name=3), TypeError, "name must be a string, got int"),
+        (lambda: lb.Recipe(lb.Gemm("int8:row", None), name="x"), ValueError, "'x': output.b is the weight"),
+        (lambda: lb.Recipe(lb.Gemm(None, "fold")), ValueError, "output.b is the weight, and needs a scheme"),
+        (lambda: lb.Recipe(replace(FORWARD, save="high")), ValueError, "save belongs to backward products"),
+        (lambda: lb.Recipe(FORWARD, BACK), ValueError, "has both grad_input and grad_weight"),
+        (lambda: lb.Recipe(lb.Gemm(None, "int8:row"), BACK, BACK), ValueError, "forward leaves float; say save='high'"),
+        (lambda: lb.Recipe(FORWARD, BACK, replace(BACK, save="high")), ValueError, "b='fold', which needs the codes"),
+        (lambda: lb.Recipe(FORWARD, BACK, lb.Gemm(None, None)), ValueError, "which save='high' keeps"),
     ],
 )
-def test_what_is_no_recipe_is_refused(make, error, message):
+def test_refusals(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_json(name):
-    again = lb.Recipe.from_dict(json.loads(json.dumps(RECIPES[name].to_dict())))
-    assert again == RECIPES[name] and again.name == name
+@pytest.mark.parametrize(
+    ("cast", "message"),
+    [
+        (lb.Cast("int8:row", "stochastic"), r"quantize_ does not do rounding='stochastic', which output.b asks for"),
+        (lb.Cast("int8:tensor", scale="static"), "does not do scale='static'"),
+        (lb.Cast("int8:row", transform="hadamard"), "does not do transform='hadamard'"),
+        (lb.Cast("int8:row", rule="search"), "does not do rule='search'"),
+    ],
+)
+def test_what_inference_does_not_do_is_refused(cast, message):
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=message):
+        lb.quantize_(model, lb.Recipe(lb.Gemm(None, cast), name="mine"))
+    assert type(model[0]) is nn.Linear
+    if cast.rounding == "stochastic":
+        refuse_beyond(lb.Recipe(lb.Gemm(None, cast)), "x", ("output.b",), rounding=("stochastic",))
 
 
+# -- names -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "alias, weight, input",
     [
@@ -63,32 +152,70 @@ def test_every_recipe_survives_json(name):
         ("INT8", "int8:row", "int8:row"),
     ],
 )
-def test_the_names_of_the_field(alias, weight, input):
+def test_what_the_names_of_the_field_mean(alias, weight, input):
     found = lb.recipe(alias)
     assert found.weight == lb.scheme(weight)
     assert found.input == (None if input is None else lb.scheme(input))
     assert alias.upper() in ALIASES or alias.lower() in RECIPES
 
 
+def test_the_fields_names_are_aliases():
+    for alias, name in ALIASES.items():
+        assert lb.recipe(alias) is lb.recipe(alias.lower()) is lb.RECIPES[name]
+    assert lb.recipe("INT4_Weight-Only:group32") == lb.recipe("int4-weight-only:group32")
+    assert lb.recipe("W4A16:group64").weight == lb.scheme("int4:group64")
+
+
 @pytest.mark.parametrize(
-    "wrong, meant",
-    [("int4", "int4-weight-only"), ("int4:group128", "int4-weight-only:group128"), ("fp8-blok", "fp8-block")],
+    ("name", "meant"),
+    [
+        ("int4", "int4-weight-only"),
+        ("int4:group128", "int4-weight-only:group128"),
+        ("INT4:group32", "int4-weight-only:group32"),
+        ("fp8_e4m3:row", "fp8-weight-only:row"),
+        ("w8a8x", "W8A8"),
+        ("nvpf4", "nvfp4"),
+    ],
 )
-def test_near_misses_are_told_what_was_meant(wrong, meant):
-    with pytest.raises(ValueError, match=f"did you mean .*{meant}"):
-        lb.recipe(wrong)
+def test_near_misses_name_what_was_meant(name, meant):
+    with pytest.raises(ValueError, match=rf"unknown recipe '{name}' \(did you mean {meant}\?\); expected one of int8"):
+        lb.recipe(name)
+    assert lb.recipe(meant)
+
+
+def test_a_scheme_without_a_recipe_says_how_to_make_one():
+    with pytest.raises(ValueError, match=r"give Recipe\(Gemm\(None, 'fp6_e3m2:row'\), name='mine'\)"):
+        lb.recipe("fp6_e3m2:row")
+
+
+# -- by layer ----------------------------------------------------------------------------------------------------------
+BY_LAYER = {"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}
 
 
 def test_the_last_pattern_that_matches_decides():
-    by_layer = plan({"*": "int4-weight-only", "*.down": "int8", "head": None})
-    assert by_layer.recipe_for("a.up").name == "int4-weight-only"
-    assert by_layer.recipe_for("a.down").name == "int8"
-    assert by_layer.recipe_for("head") is None
-    assert by_layer.unmatched(["a.up", "a.down"]) == ["head"]
-    again = type(by_layer).from_dict(json.loads(json.dumps(by_layer.to_dict())))
-    assert [again.recipe_for(n) for n in ("a.up", "a.down", "head")] == [
-        by_layer.recipe_for(n) for n in ("a.up", "a.down", "head")
-    ]
+    made = plan(BY_LAYER)
+    asked = ("blocks.0.up", "blocks.0.down_proj", "lm_head", "model.lm_head")
+    found = [made.recipe_for(name) for name in asked]
+    assert [row and row.name for row in found] == ["int4-weight-only", "int8", None, "int4-weight-only"]
+    assert plan({"a.*": "int8"}).recipe_for("b") is None
+    assert made.unmatched(["blocks.0.up", "lm_head"]) == ["*.down_proj"]
+    assert str(made) == "*: int4-weight-only, *.down_proj: int8, lm_head: float" and str(plan("nf4")) == "nf4"
+    assert made.recipes == (lb.recipe("int4-weight-only"), lb.recipe("int8")) and plan(made) is made
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, ValueError, "no pattern is given"),
+        ({3: "int8"}, TypeError, "a pattern is a string"),
+        ({"*": "int9"}, ValueError, "unknown recipe 'int9'"),
+        ({"*": 3}, TypeError, "a recipe is a Recipe or one of int8"),
+        (None, TypeError, "a recipe is a Recipe or one of int8"),
+    ],
+)
+def test_plans_are_checked(given, error, message):
+    with pytest.raises(error, match=message):
+        plan(given)
 
 
 @given(
@@ -96,10 +223,54 @@ def test_the_last_pattern_that_matches_decides():
     st.sampled_from(["a.b", "c", "x"]),
 )
 def test_a_plan_is_its_last_match(patterns, name):
-    from fnmatch import fnmatchcase
-
     names = list(RECIPES)
     mapping = {pattern: names[i] for i, pattern in enumerate(patterns)}
     wanted = [mapping[p] for p in patterns if fnmatchcase(name, p)]
     found = plan(mapping).recipe_for(name)
     assert (found.name if found else None) == (wanted[-1] if wanted else None)
+
+
+# -- as data -----------------------------------------------------------------------------------------------------------
+casts = st.builds(
+    lb.Cast,
+    st.sampled_from(SCHEMES[:-1]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    transform=st.sampled_from([None, "hadamard"]),
+    scale=st.sampled_from(["current", "static"]),
+    rule=st.sampled_from(["amax", "search"]),
+    history=st.integers(1, 99),
+)
+backward = st.one_of(
+    st.builds(lb.Gemm, st.none() | casts, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
+    st.builds(lb.Gemm, st.none() | casts, casts, save=st.sampled_from(["codes", "recompute", "high"])),
+    st.builds(lb.Gemm, st.none() | casts, st.none(), save=st.just("high")),
+)
+made_recipes = st.one_of(
+    st.builds(lb.Recipe, st.builds(lb.Gemm, st.none() | casts, casts), name=st.text()),
+    st.builds(lb.Recipe, st.builds(lb.Gemm, casts, casts), backward, backward, name=st.text()),
+)
+
+
+@given(st.dictionaries(st.text(), st.none() | made_recipes, min_size=1, max_size=3))
+def test_recipes_and_plans_survive_json(by_layer):
+    made = plan(by_layer)
+    assert Plan.from_dict(json.loads(json.dumps(made.to_dict(), sort_keys=True))) == made
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        3, [], {}, {"output": 3}, {"output": {"a": None}}, {"output": {"a": 3, "b": "int8:row"}},
+        {"output": {"a": None, "b": "int8:rows"}}, {"output": {"a": None, "b": {"rounding": "nearest"}}},
+        {"output": {"a": None, "b": {"scheme": 3}}}, {"output": {"a": None, "b": "int8:row"}, "more": 1},
+        {"name": 3, "output": {"a": None, "b": "int8:row"}}, {"output": {"a": None, "b": "int8:row", "save": []}},
+        {"output": {"a": None, "b": {"scheme": "int8:row", "history": "many"}}},
+    ],
+)  # fmt: skip
+def test_damaged_data_raises_value_error(data):
+    with pytest.raises(ValueError):
+        lb.Recipe.from_dict(data)
+    with pytest.raises(ValueError):
+        Plan.from_dict({"patterns": [["*", data]]})
+    with pytest.raises(ValueError, match=r"expected \{'patterns'"):
+        Plan.from_dict(data)

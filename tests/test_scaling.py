@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,12 +213,13 @@ def test_recipes_are_rows_with_real_schemes(name):
         for gemm in (r.grad_input, r.grad_weight):
             assert isinstance(gemm.a.scheme, Scheme)
             assert gemm.b in ("fold", "reuse") or isinstance(gemm.b.scheme, Scheme)
+    assert recipes.Recipe.from_dict(json.loads(json.dumps(r.to_dict()))) == r
 
 
 def test_recipe_options():
     assert recipes.recipe("int4-weight-only", group=32).weight.name == "int4:group32"
     assert recipes.recipe("int4-weight-only:group32") == recipes.recipe("int4-weight-only", group=32)
-    with pytest.raises(ValueError, match=r"unknown recipe 'int9'; did you mean int8\?; expected one of int8"):
+    with pytest.raises(ValueError, match=r"unknown recipe 'int9' \(did you mean int8\?\); expected one of int8"):
         recipes.recipe("int9")
     with pytest.raises(ValueError, match="already says"):
         recipes.recipe("int4-weight-only:group32", group=64)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ def test_meta_models_keep_their_ties_and_dtypes(tmp_path):
 
 def test_a_recipe_of_ones_own_can_be_loaded_into_its_model(tmp_path):
     named = lb.recipe("fp8")
-    mine = lb.Recipe(named.output, named.grad_input, named.grad_weight, "about it", "mine")
+    mine = replace(named, name="mine", about="about it")
     model = gpt()
     lb.quantize_(model, mine)
     lb.save_model(model, tmp_path)
@@ -141,6 +142,24 @@ def test_a_recipe_of_ones_own_can_be_loaded_into_its_model(tmp_path):
     lb.quantize_(third := gpt(), lb.Recipe(lb.Gemm(None, named.weight), name="mine"))
     with pytest.raises(ValueError, match="is quantized with recipe mine"):
         lb.load_model(tmp_path, third)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mine"])
+def test_descriptions_of_recipes_by_lowbit_0_1_are_read(tmp_path, recipe):
+    mine = lb.Recipe(lb.Gemm("int8:row", "int4:group32"), name="mine")
+    model = gpt()
+    lb.quantize_(model, mine if recipe == "mine" else recipe)
+    lb.save_model(model, tmp_path)
+    path = tmp_path / "lowbit.json"
+    config = json.loads(path.read_text())
+    old = {"name": "mine", "weight": "int4:group32", "input": "int8:row"} if recipe == "mine" else recipe
+    for layer in config["layers"].values():
+        assert lb.Recipe.from_dict(layer["recipe"]) == (mine if recipe == "mine" else lb.recipe(recipe))
+        layer["recipe"] = old
+    del config["sha256"]
+    path.write_text(json.dumps(config))
+    again = lb.load_model(tmp_path)
+    assert same_state(again, model) and again.blocks[0].mlp.down.recipe == model.blocks[0].mlp.down.recipe
 
 
 def test_views_of_one_storage_and_strided_tensors(tmp_path):

@@ -1,5 +1,6 @@
 """Training in low precision: ``prepare_`` a model, train it as usual, ``convert_`` it back."""
 
-from lowbit.train.linear import TrainLinear, convert_, prepare_
+from lowbit.train.linear import TrainLinear, convert_, prepare_, state
+from lowbit.train.state import State
 
-__all__ = ["TrainLinear", "convert_", "prepare_"]
+__all__ = ["State", "TrainLinear", "convert_", "prepare_", "state"]

@@ -1,84 +1,31 @@
 """TrainLinear: a Linear whose three products, one forward and two backward, run in low precision.
 
-Axes: M tokens, K inputs, N outputs; ``x [M, K]``, ``w [N, K]``, ``y`` and its gradient ``g [M, N]``.
-
-The weight stays in high precision for the optimizer and is encoded anew in each forward. What backward needs is kept
-once, as the codes that forward multiplied: a byte an element for FP8, transposed by striding alone.
+The weight stays in high precision for the optimizer and is quantized in each forward. What backward needs of the weight
+and the input is saved as the recipe says: by default as the codes that forward multiplied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lowbit import recipes
-from lowbit.autograd import backend_now, on_backend
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, sync_fused_kernels
 from lowbit.convert.quantize import measured
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
-from lowbit.functional import quantize, scaled_mm
 from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
-from lowbit.quantized import Quantized
-from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
+from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
-from lowbit.scaling import Scheme, scheme
+from lowbit.train.gemms import Products, low_precision_linear
+from lowbit.train.state import State, View
 
-__all__ = ["TrainLinear", "convert_", "prepare_"]
-
-
-class Product(NamedTuple):
-    """How one backward product encodes ``g``, and what it does with the operand that forward saved.
-
-    ``encoded``: the scheme in which the saved operand is encoded anew, or None; ``unit``: where its scales are folded
-    into ``g`` instead, the scheme that its bare codes have, or None. With neither, it is multiplied as it is.
-    """
-
-    grad: Scheme
-    encoded: Scheme | None = None
-    unit: Scheme | None = None
-
-
-class Plan(NamedTuple):
-    """A training recipe with its schemes looked up, so that compiled code need not."""
-
-    input: Scheme
-    weight: Scheme
-    grad_input: Product
-    grad_weight: Product
-
-    @property
-    def folds(self) -> bool:
-        """Whether ``g`` is multiplied by scales, in fp32, before it is encoded."""
-        return self.grad_input.unit is not None or self.grad_weight.unit is not None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Plan:
-        """Raises ValueError for a recipe that does not train, or folds scales that it cannot."""
-        if recipe.grad_input is None or recipe.grad_weight is None or recipe.input is None:
-            able = ", ".join(row.name for row in RECIPES.values() if row.trains)
-            raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
-        grad_input = _product(recipe.grad_input, recipe.weight)
-        grad_weight = _product(recipe.grad_weight, recipe.input)
-        return cls(recipe.input, recipe.weight, grad_input, grad_weight)
-
-
-def _product(gemm: Gemm, saved: Scheme) -> Product:
-    assert gemm.a is not None
-    grad = gemm.a.scheme
-    for one in (grad, saved):
-        one.t().t()  # looked up now: a scheme's transpose is parsed once
-    if gemm.b == "reuse":
-        return Product(grad)
-    if isinstance(gemm.b, Cast):
-        return Product(grad, encoded=gemm.b.scheme.t().t())
-    return Product(grad, unit=scheme(f"{saved.format.name}:tensor").t().t())
+__all__ = ["TrainLinear", "convert_", "prepare_", "state"]
 
 
 class TrainLinear(nn.Linear):
@@ -86,15 +33,19 @@ class TrainLinear(nn.Linear):
 
     Input ``[..., in_features]`` fp32, bf16 or fp16; weight fp32, bf16 or fp16. Gradients have the dtype of what they
     belong to; the bias's is summed in fp32. Recomputation (checkpointing) gives the same bits. Backward runs on the
-    backend of its forward; inside torch.compile each call chooses anew.
-    Raises ValueError for a recipe that is for inference only, RuntimeError for a gradient of a gradient.
-    Source: docs/numerics.md section 9; recipes.Training.
+    backend of its forward; inside torch.compile each call chooses anew. Recipes with stochastic rounding or delayed
+    scaling read ``state``, the training state that the layers of a model share (``lowbit.train.state``).
+    Raises ValueError for a recipe that is for inference only or asks for casts that training does not do; RuntimeError
+    for a gradient of a gradient, for such a recipe without a state, and for one inside torch.compile.
+    Source: docs/numerics.md section 9; recipes.Gemm.
     """
 
     lowbit_kind = "training"
 
     recipe: Recipe
-    _plan: Plan
+    products: Products
+    state: State | None
+    path: str
 
     def __init__(
         self,
@@ -108,71 +59,29 @@ class TrainLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = find_recipe(recipe)
-        self._plan = Plan.of(self.recipe)
+        self.products, self.state, self.path = Products.of(self.recipe), None, ""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _low_precision_linear(x, self.weight, self.bias, self._plan, result_dtype(x))
+        dtype, view = result_dtype(x), None
+        if self.products.stateful:
+            view = self._view()
+        if self.products.input is None:
+            x = x.to(dtype)
+        return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype)
+
+    def _view(self) -> View:
+        what = f"recipe {self.recipe.name!r} rounds stochastically or remembers scales"
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{what}, which torch.compile does not support: its code would keep the step that it was compiled in; "
+                f"leave this model uncompiled, or use a recipe with current scaling that rounds to nearest"
+            )
+        if self.state is None:
+            raise RuntimeError(f"{what}, and the layer has no training state; call lowbit.train.state(model) once")
+        return View(self.state, self.path, self.state.step, torch.is_grad_enabled())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
-
-
-class _LowPrecisionLinear(torch.autograd.Function):
-    """The three products. Codes carry no gradient, so backward has no derivative, and raises for one."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.backend, ctx.plan = backend_now(), plan
-        qx = quantize(x.reshape(-1, x.shape[-1]), plan.input)
-        qw = quantize(weight, plan.weight)
-        wants_x, wants_w = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(*(_parts(qw) if wants_x else [None] * 4), *(_parts(qx) if wants_w else [None] * 4))
-        ctx.shapes = (x.shape, qw.shape, qx.shape)
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        y = cast(Tensor, scaled_mm(qx, qw, bias, out_dtype=dtype))
-        return y.reshape(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        plan, saved = ctx.plan, ctx.saved_tensors
-        (shape, w_shape, x_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
-        g = grad.reshape(-1, w_shape[0])
-        g = g.float() if plan.folds else g  # once, for both products
-        grad_x = grad_w = grad_bias = None
-        with on_backend(ctx.backend):
-            if ctx.needs_input_grad[0]:
-                qw = Quantized(saved[0], saved[1], saved[2], saved[3], plan.weight, w_shape, w_dtype)
-                qg, qw = _operands(g, qw, plan.grad_input, along_rows=False)
-                grad_x = cast(Tensor, scaled_mm(qg, qw.t(), out_dtype=x_dtype)).reshape(shape)
-            if ctx.needs_input_grad[1]:
-                qx = Quantized(saved[4], saved[5], saved[6], saved[7], plan.input, x_shape, x_dtype)
-                qg, qx = _operands(g, qx, plan.grad_weight, along_rows=True)
-                grad_w = scaled_mm(qg.t(), qx.t(), out_dtype=w_dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, cast("Tensor | None", grad_w), grad_bias, None, None
-
-
-_low_precision_linear = cast(Callable[..., Tensor], _LowPrecisionLinear.apply)
-
-
-def _parts(q: Quantized) -> list[Tensor | None]:
-    return [q.codes, q.scale, q.zero_point, q.outer_scale]
-
-
-def _operands(g: Tensor, saved: Quantized, product: Product, along_rows: bool) -> tuple[Quantized, Quantized]:
-    """``g`` encoded, and the saved operand as ``product`` wants it; ``along_rows``: its rows are the rows of ``g``."""
-    if product.encoded is not None:
-        return quantize(g, product.grad), quantize(saved.dequantize(torch.float32), product.encoded)
-    if product.unit is None:
-        return quantize(g, product.grad), saved
-    folded = g * saved.scale.float().reshape((-1, 1) if along_rows else (1, -1))
-    one = torch.ones(1, 1, device=g.device)
-    bare = Quantized(saved.codes, one, None, None, product.unit, saved.shape, saved.dtype)
-    return quantize(folded, product.grad), bare
 
 
 def prepare_(
@@ -189,7 +98,7 @@ def prepare_(
     prepared or quantized already or whose weight has no shape yet, a pattern without a match.
     """
     chosen = recipes.plan(recipe)
-    plans = {one: Plan.of(one) for one in chosen.recipes}
+    products = {one: Products.of(one) for one in chosen.recipes}
     names, protect = protections(model, skip, chosen, unties=False)
 
     def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
@@ -199,15 +108,40 @@ def prepare_(
         return measured(layer, layer, layer.weight.numel(), 8.0 * layer.weight.dtype.itemsize)
 
     def put(model: nn.Module, made: dict[int, Any]) -> None:
+        one, paths = State(), {id(module): path for path, module in model.named_modules()}
         for layer, recipe in made.values():
             forget_bound_forward(layer)
             layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
-            layer.recipe, layer._plan = recipe, plans[recipe]
+            layer.recipe, layer.products = recipe, products[recipe]
+            layer.state, layer.path = one, paths[id(layer)]
         sync_fused_kernels(model)
 
     judge = plain_layers(only=(nn.Linear,), replaced=False)
     task = Task("train.prepare_", "nn.Linear", judge, make, measure, put, replaces=False)
     return convert(model, task, chosen, names, protect)[0]
+
+
+def state(model: nn.Module) -> State:
+    """The State that the layers of ``model`` share, whatever wraps it (DDP, torch.compile).
+
+    ``prepare_`` makes it. TrainLinear layers that were built by hand get it here, with their names in ``model``.
+    Raises ValueError for a model without TrainLinear layers, or with parts that were prepared one by one and have a
+    State each.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, TrainLinear)}
+    if not layers:
+        raise ValueError("train.state: the model has no TrainLinear layers; call lowbit.train.prepare_(model) first")
+    found = list({id(layer.state): layer.state for layer in layers.values() if layer.state is not None}.values())
+    if len(found) > 1:
+        raise ValueError(
+            f"train.state: {len(found)} parts of the model were prepared one by one, and each has a state; ask for "
+            f"train.state(part), or prepare the whole model"
+        )
+    one = found[0] if found else State()
+    for name, layer in layers.items():
+        if layer.state is None:
+            layer.state, layer.path = one, name
+    return one
 
 
 def convert_(model: nn.Module) -> tuple[str, ...]:
@@ -224,7 +158,7 @@ def convert_(model: nn.Module) -> tuple[str, ...]:
         )
     for layer in prepared.values():
         forget_bound_forward(layer)
-        del layer.recipe, layer._plan
+        del layer.recipe, layer.products, layer.state, layer.path
         layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
     sync_fused_kernels(model)
     return tuple(prepared)

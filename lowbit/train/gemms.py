@@ -1,0 +1,213 @@
+"""The three products of a Linear in low precision, as one differentiable function.
+
+Axes: M tokens, K inputs, N outputs; ``x [M, K]``, ``w [N, K]``, ``y`` and its gradient ``g [M, N]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowbit.autograd import backend_now, on_backend
+from lowbit.casts import Cast, Gemm, Recipe, refuse_beyond
+from lowbit.functional import quantize, scaled_mm
+from lowbit.quantized import Quantized
+from lowbit.recipes import RECIPES
+from lowbit.scaling import Scheme, scheme
+from lowbit.train.state import View
+
+__all__ = ["Products", "low_precision_linear"]
+
+Side = Quantized | Tensor
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward product: how ``g`` is cast, what becomes of the other operand, and how forward cast that.
+
+    ``unit``: where scales are folded, the scheme of the bare codes.
+    """
+
+    role: str
+    g: Cast | None
+    other: Cast | str | None
+    save: str
+    forward: Cast | None
+    forward_role: str
+    unit: Scheme | None
+
+    @classmethod
+    def of(cls, role: str, gemm: Gemm, forward: Cast | None, forward_role: str) -> Backward:
+        unit = scheme(f"{forward.scheme.format}:tensor") if forward is not None and gemm.b == "fold" else None
+        for side in (gemm.a, gemm.b, forward):
+            if isinstance(side, Cast):
+                side.scheme.t().t()  # parsed now: compiled code then finds the transposed scheme
+        if unit is not None:
+            unit.t().t()
+        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, unit)
+
+
+@dataclass(frozen=True)
+class Products:
+    """A training recipe with its schemes looked up, so that compiled code need not.
+
+    ``stateful``: some cast needs the training state. ``folds``: ``g`` is multiplied by scales, in fp32, before it is
+    quantized. ``share_g``: both backward products multiply the same codes of ``g``.
+    """
+
+    input: Cast | None
+    weight: Cast
+    grad_input: Backward
+    grad_weight: Backward
+    stateful: bool
+    folds: bool
+    share_g: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Products:
+        """Raises ValueError for a recipe that does not train, or asks for a cast that training does not do."""
+        if recipe.grad_input is None or recipe.grad_weight is None:
+            able = ", ".join(row.name for row in RECIPES.values() if row.trains)
+            raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
+        casts = recipe.casts()
+        refuse_beyond(recipe, "TrainLinear", casts, rounding=("stochastic",), scale=("delayed",))
+        stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
+        weight = casts["output.b"]
+        grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b")
+        grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a")
+        folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
+        share_g = g is not None and g == recipe.grad_weight.a and g == Cast(g.scheme) and not folds
+        return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, folds, share_g)
+
+
+class _LowPrecisionLinear(torch.autograd.Function):
+    """The three products. Codes carry no gradient, so backward has no derivative, and raises for one.
+
+    Forward returns the codes and scales that backward needs beside ``y``: that is how functions with a
+    ``setup_context``, which torch.func needs, pass on what they computed.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, view: View | None, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
+        b = _encoded(weight, products.weight, view, "output.b")
+        y = _product(a, b, bias, dtype).reshape(*x.shape[:-1], weight.shape[0])
+        return y, *_kept(products.grad_input, b), *_kept(products.grad_weight, a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
+        x, weight, bias, products, view, _ = inputs
+        ctx.backend, ctx.products, ctx.view = backend_now(), products, view
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        wants_x, wants_w = ctx.needs_input_grad[:2]
+        split = 1 + _parts_of(products.grad_input)
+        of_weight = output[1:split] if products.grad_input.save == "codes" else (weight,)
+        of_x = output[split:] if products.grad_weight.save == "codes" else (x,)
+        ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
+        ctx.split = len(of_weight) if wants_x else 0
+        ctx.shapes = (x.shape, weight.shape)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 6
+        products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
+        (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
+        g = grad.reshape(-1, w_shape[0])
+        wide = g.float() if products.folds else g  # once, for both products
+        grad_x = grad_w = grad_bias = qg = None
+        with on_backend(ctx.backend):
+            if ctx.needs_input_grad[0]:
+                w = _restored(saved[: ctx.split], products.grad_input, view, w_shape, w_dtype)
+                qg, w = _operands(wide, w, products.grad_input, view)
+                grad_x = _product(qg, w.t(), None, x_dtype).reshape(shape)
+            if ctx.needs_input_grad[1]:
+                x_shape = torch.Size((g.shape[0], shape[-1]))
+                x = _restored(saved[ctx.split :], products.grad_weight, view, x_shape, x_dtype)
+                made = qg if products.share_g else None
+                qg, x = _operands(wide, x, products.grad_weight, view, made)
+                grad_w = _product(qg.t(), x.t(), None, w_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_w, grad_bias, None, None, None
+
+
+_apply = cast(Callable[..., tuple[Tensor, ...]], _LowPrecisionLinear.apply)
+
+
+def low_precision_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, view: View | None, dtype: torch.dtype
+) -> Tensor:
+    """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``; ``view``: of the training state, for products that are
+    ``stateful``."""
+    y: Tensor = _apply(x, weight, bias, products, view, dtype)[0]
+    return y
+
+
+def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str) -> Side:
+    if how is None:
+        return x
+    return quantize(x, how.scheme) if view is None else view.quantize(x, how, role)
+
+
+def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``a @ b.T``; of two float operands torch's, in the dtype of ``a``."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        y = a @ b.to(a.dtype).t()
+        return (y if bias is None else y + bias).to(dtype)
+    return cast(Tensor, scaled_mm(a, b, bias, out_dtype=dtype))
+
+
+def _parts_of(product: Backward) -> int:
+    """How many tensors of the other operand's codes and scales are saved."""
+    if product.save != "codes" or product.forward is None:
+        return 0
+    kind = product.forward.scheme
+    return 2 + kind.affine + (kind.outer is not None)
+
+
+def _kept(product: Backward, side: Side) -> tuple[Tensor, ...]:
+    if product.save != "codes" or isinstance(side, Tensor):
+        return ()
+    return tuple(part for part in (side.codes, side.scale, side.zero_point, side.outer_scale) if part is not None)
+
+
+def _restored(
+    saved: tuple[Tensor, ...], product: Backward, view: View | None, shape: torch.Size, dtype: torch.dtype
+) -> Side:
+    """The other operand as a matrix: what was saved, or forward's codes once more."""
+    if product.save == "codes":
+        assert product.forward is not None
+        kind, rest = product.forward.scheme, list(saved[2:])
+        zero_point = rest.pop(0) if kind.affine else None
+        return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.outer else None, kind, shape, dtype)
+    matrix = saved[0].reshape(shape)
+    return matrix if product.save == "high" else _encoded(matrix, product.forward, view, product.forward_role)
+
+
+def _operands(
+    g: Tensor, other: Side, product: Backward, view: View | None, made: Side | None = None
+) -> tuple[Side, Side]:
+    """``g``, whose codes may be ``made`` already, and the other operand as the product wants them."""
+    if isinstance(product.other, Cast):
+        matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
+        other = _encoded(matrix, product.other, view, f"{product.role}.b")
+    if product.unit is not None:
+        assert isinstance(other, Quantized)
+        along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
+        g = g * other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
+        one = torch.ones(1, 1, device=g.device)
+        other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
+    return _encoded(g, product.g, view, f"{product.role}.a") if made is None else made, other
