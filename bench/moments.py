@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.ops.optimizer import STATE_SCHEME
+from lowbit.ops.optim import STATE_SCHEME
 
 COUNT, STEPS, BLOCK = 1 << 16, 300, 256
 BETAS, EPS = (0.9, 0.999), 1e-8

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.bench.timing import Case, usable
-from lowbit.ops.optimizer import AdamW
+from lowbit.ops.optim import AdamW
 
 #: Elements above which bitsandbytes' and torchao's steps on a CPU take seconds each.
 _MOST = 1 << 25

@@ -27,9 +27,9 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
-from lowbit.ops.optimizer import STATE_SCHEME, Factors
+from lowbit.ops.optim import STATE_SCHEME, Factors
 from lowbit.ops.samples import element_formats, schemes
-from lowbit.quantized import scale_dtype, zero_dtype
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 

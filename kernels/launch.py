@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Format
-from lowbit.kernels import backward, codec, matmul, optimizer, quantize
+from lowbit.kernels import backward, codec, matmul, optim, quantize
 from lowbit.kernels.spec import (
     DTYPES,
     INTERPRETED,
@@ -26,8 +26,8 @@ from lowbit.kernels.spec import (
     scale_spec,
     tiling,
 )
-from lowbit.quantized import scale_dtype, zero_dtype
 from lowbit.scaling import Scheme
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 #: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
 _PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -318,7 +318,7 @@ def adamw(
         "DTYPE": _dtype(param), "GRAD_DTYPE": _dtype(grad),
     }  # fmt: skip
     arguments = more | sizes | factors
-    launches.append(Launch(optimizer.adamw, tiles.grid, arguments, tiles.warps))
+    launches.append(Launch(optim.adamw, tiles.grid, arguments, tiles.warps))
     for moment, x in zip(moments, numbers, strict=True):
         launches += quantize_dynamic(x, moment.scheme, None, moment.new_codes, moment.new_scale, None, rounding)
     return launches

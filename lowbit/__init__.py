@@ -11,11 +11,11 @@ from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, linear, pack, quantize, scaled_mm, unpack
-from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
+from lowbit.tensor.quantized import Quantized
 
 __all__ = [
     "FORMATS",

@@ -13,7 +13,7 @@ from bits import assert_same_bits
 from variants import ALL
 
 import lowbit as lb
-from lowbit.ops.optimizer import STATE_SCHEME
+from lowbit.ops.optim import STATE_SCHEME
 
 everywhere = pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted])
 

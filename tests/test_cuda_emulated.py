@@ -12,12 +12,13 @@ from bits import assert_same_bits
 from cuda_emulator.library import Emulated, compiler, view
 from torch import Tensor
 
-from lowbit import formats, packing, reference, scaling
+from lowbit import formats, reference, scaling
 from lowbit.ops import OPS, Numerics, matmul
 from lowbit.ops.codec import Encode
 from lowbit.ops.quantize import FakeQuantizeBackward, Quantize
 from lowbit.ops.samples import element_formats, random_matrix, schemes
 from lowbit.ops.spec import FLOATS, as_rows
+from lowbit.tensor import packing
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 

@@ -19,6 +19,7 @@ import lowbit as lb
 from lowbit import reference
 from lowbit.formats import find
 from lowbit.ops.samples import random_matrix
+from lowbit.reference.codec import integer_stochastic
 from lowbit.scaling import scheme
 
 everywhere = pytest.mark.parametrize("variant", ALL)
@@ -162,7 +163,7 @@ def test_stochastic_codes_below_a_scale_rounded_up_are_unbiased(name, unbiased):
         if s.format.kind == "float":
             codes = reference.encode_magnitude(reference.to_bits(v), s.format, True, words)
         else:
-            rounded = reference._integer_stochastic(v, reference.to_bits(v), words)
+            rounded = integer_stochastic(v, reference.to_bits(v), words)
             codes = rounded.clamp(s.format.qmin, s.format.qmax).long()
         mean[row] = reference.decode(codes.to(torch.uint8), s.format).double().mean(0)
     error = (mean * scale.double() - x.double()).abs()

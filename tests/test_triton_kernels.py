@@ -17,10 +17,11 @@ import triton.language as tl
 from bits import assert_same_bits
 
 import lowbit as lb
-from lowbit import packing, reference, scaling
+from lowbit import reference, scaling
 from lowbit.kernels import launch, rng, scales, spec
 from lowbit.ops import OPS, matmul
 from lowbit.ops.samples import random_matrix
+from lowbit.tensor import packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAREST = launch.Rounding(False, 0, 0, 0, 0, 0)

@@ -7,7 +7,7 @@
 
 namespace lowbit {
 
-// Factors of lowbit/ops/optimizer.py, in its order.
+// Factors of lowbit/ops/optim.py, in its order.
 struct AdamWFactors {
     float decay, mix, keep, mix_square, correction, eps, rate;
 };

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.backends.registry import Run
-from lowbit.ops import optimizer
+from lowbit.ops import optim
 from lowbit.ops.spec import as_rows
 
 __all__ = ["RUN", "Argument", "adamw", "as_it_is", "scheme_number", "through_torch"]
@@ -112,7 +112,7 @@ _ADAMW = (
     Argument("exp_avg", _dense_matrix), Argument("exp_avg_scale", _dense),
     Argument("exp_rms", _dense_matrix), Argument("exp_rms_scale", _dense),
     _OUT, Argument(1, _filled), Argument(2), Argument(3, _filled), Argument(4),
-    _SCHEME, Argument("rms_scheme", scheme_number), Argument(None, lambda call: list(optimizer.factors(call))),
+    _SCHEME, Argument("rms_scheme", scheme_number), Argument(None, lambda call: list(optim.factors(call))),
     _RNG,
 )  # fmt: skip
 

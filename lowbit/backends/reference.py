@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import formats, packing, reference, reference_adamw, scaling
+from lowbit import formats, reference, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
-from lowbit.ops import codec, matmul, optimizer
+from lowbit.ops import codec, matmul, optim
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
+from lowbit.tensor import packing
 
 
 def _rng(call: Any) -> reference.Rng | None:
@@ -107,19 +108,19 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     outs[0].copy_(reference.scaled_mm(a, b, call.bias, call.out_dtype))
 
 
-def _adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
+def _adamw(outs: tuple[Tensor, ...], call: optim.AdamW) -> None:
     param = as_rows(call.param)
 
-    def moment(text: str, codes: Tensor, scale: Tensor) -> reference_adamw.Moment:
+    def moment(text: str, codes: Tensor, scale: Tensor) -> reference.Moment:
         scheme = scaling.scheme(text)
-        return reference_adamw.Moment(reference.unpack(as_rows(codes), scheme, param.shape[1]), scale, scheme)
+        return reference.Moment(reference.unpack(as_rows(codes), scheme, param.shape[1]), scale, scheme)
 
-    made, *moments = reference_adamw.adamw(
+    made, *moments = reference.adamw(
         param,
         as_rows(call.grad),
         moment(call.scheme, call.exp_avg, call.exp_avg_scale),
         moment(call.rms_scheme, call.exp_rms, call.exp_rms_scale),
-        optimizer.factors(call),
+        optim.factors(call),
         _rng(call),
     )
     outs[0].copy_(made.reshape(outs[0].shape))

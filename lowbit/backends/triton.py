@@ -20,7 +20,7 @@ from lowbit import formats, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
 from lowbit.checkout import adopt
-from lowbit.ops import codec, matmul, optimizer
+from lowbit.ops import codec, matmul, optim
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -132,15 +132,13 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     _start(_launch().scaled_mm(*operands, call.bias, outs[0], call.cols), outs[0].device)
 
 
-def _adamw(outs: tuple[Tensor, ...], call: optimizer.AdamW) -> None:
+def _adamw(outs: tuple[Tensor, ...], call: optim.AdamW) -> None:
     param, made, avg, avg_scale, rms, rms_scale = (as_rows(t) for t in (call.param, *outs))
     moments = [
         _launch().Moment(scaling.scheme(call.scheme), as_rows(call.exp_avg), call.exp_avg_scale, avg, avg_scale),
         _launch().Moment(scaling.scheme(call.rms_scheme), as_rows(call.exp_rms), call.exp_rms_scale, rms, rms_scale),
     ]
-    launches = _launch().adamw(
-        param, as_rows(call.grad), moments, optimizer.factors(call)._asdict(), made, _rounding(call)
-    )
+    launches = _launch().adamw(param, as_rows(call.grad), moments, optim.factors(call)._asdict(), made, _rounding(call))
     _start(launches, param.device)
 
 

@@ -19,9 +19,9 @@ from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, mat
 from lowbit.functional import quantize
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear, empty
-from lowbit.quantized import Quantized
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Maker", "measured", "quantize_", "replacements"]
 

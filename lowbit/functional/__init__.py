@@ -8,11 +8,12 @@ Source: docs/numerics.md.
 
 from __future__ import annotations
 
-from lowbit.functional.codecs import decode, encode, pack, unpack
-from lowbit.functional.explaining import explain
-from lowbit.functional.optimizing import adamw_
-from lowbit.functional.products import linear, scaled_mm
-from lowbit.functional.quantization import fake_quantize, quantize
+from lowbit.functional.codec import decode, encode, pack, unpack
+from lowbit.functional.explain import explain
+from lowbit.functional.linear import linear
+from lowbit.functional.matmul import scaled_mm
+from lowbit.functional.optim import adamw_
+from lowbit.functional.quantize import fake_quantize, quantize
 
 __all__ = [
     "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",

@@ -49,3 +49,11 @@ def refuse_tangents(op: str, *arguments: Any) -> None:
         return
     if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in arguments):
         raise NotImplementedError(f"{op} has no forward-mode derivative; use reverse mode, for instance torch.func.vjp")
+
+
+def refuse_grad_of_out(op: str, inputs: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        raise RuntimeError(
+            f"{op}: out= does not support automatic differentiation, but an argument requires grad; "
+            "leave out= away, or work under torch.no_grad()"
+        )

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lowbit import reference
 from lowbit.calls import call
-from lowbit.functional.codecs import decode, encode
-from lowbit.quantized import scale_dtype, zero_dtype
+from lowbit.functional.codec import decode, encode
 from lowbit.scaling import Scheme, as_matrix
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
 def given_scales(

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.nn.linear import QuantLinear
-from lowbit.quantized import Quantized
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["QuantConv2d"]
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lowbit.calls import call
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.ops.spec import stored_outer, stored_scale
-from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
+from lowbit.tensor.quantized import Quantized, scale_dtype, zero_dtype
 
 __all__ = ["PARTS", "QuantLinear", "empty", "misfits", "plain_state", "result_dtype"]
 

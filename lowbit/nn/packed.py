@@ -16,10 +16,10 @@ from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
 from lowbit.nn.linear import QuantLinear, misfits, plain_state
 from lowbit.ops.spec import stored_outer, stored_scale
-from lowbit.quantized import Quantized
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor import prepack
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["PackedLinear"]
 

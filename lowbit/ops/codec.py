@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import formats, packing
+from lowbit import formats
 from lowbit.ops.samples import element_formats, large_matrix, sample_matrices
 from lowbit.ops.spec import (
     FLOATS,
@@ -23,6 +23,7 @@ from lowbit.ops.spec import (
     require_float,
     require_rounding,
 )
+from lowbit.tensor import packing
 
 
 class Encode(NamedTuple):

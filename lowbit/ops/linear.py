@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import packing, reference, scaling
+from lowbit import reference, scaling
 from lowbit.ops import matmul
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.samples import large_matrix, random_matrix, schemes
@@ -36,6 +36,7 @@ from lowbit.ops.spec import (
     stored_scale,
 )
 from lowbit.recipes import RECIPES
+from lowbit.tensor import packing
 
 
 class Linear(NamedTuple):

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import packing, reference, scaling
+from lowbit import reference, scaling
 from lowbit.ops.samples import large_matrix, random_matrix, schemes
 from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, Workload, require_codes, require_float, require_scales
 from lowbit.recipes import RECIPES
+from lowbit.tensor import packing
 
 
 class ScaledMM(NamedTuple):

@@ -17,10 +17,10 @@ from lowbit.ops import linear
 from lowbit.ops.linear import Linear
 from lowbit.ops.samples import random_matrix
 from lowbit.ops.spec import FLOATS, Cost, Numerics, OpSpec, Out, Workload, require, require_codes, require_float
-from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor import prepack
+from lowbit.tensor.quantized import Quantized
 
 
 class LinearPacked(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import packing, reference, scaling
+from lowbit import reference, scaling
 from lowbit.ops.samples import large_matrix, random_matrix, recipe_schemes, sample_matrices, schemes
 from lowbit.ops.spec import (
     FLOATS,
@@ -32,7 +32,8 @@ from lowbit.ops.spec import (
     require_rounding,
     require_scales,
 )
-from lowbit.quantized import scale_dtype, zero_dtype
+from lowbit.tensor import packing
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
 class OuterScale(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.quantized import scale_dtype, zero_dtype
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 #: Shape and dtype of one output.
 Out = tuple[tuple[int, ...], torch.dtype]

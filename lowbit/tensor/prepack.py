@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Format
-from lowbit.quantized import Quantized, scale_dtype, zero_dtype
 from lowbit.scaling import Scheme, packed_cols, scheme
+from lowbit.tensor.quantized import Quantized, scale_dtype, zero_dtype
 
 __all__ = ["HEADER", "Word", "header_of", "input_of", "prepack", "refusal", "shape_of", "unpack"]
 

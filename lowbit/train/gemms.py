@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from lowbit.autograd import backend_now, on_backend
 from lowbit.casts import Cast, Gemm, Recipe, refuse_beyond
 from lowbit.functional import quantize, scaled_mm
-from lowbit.quantized import Quantized
 from lowbit.recipes import RECIPES
 from lowbit.scaling import Scheme, scheme
+from lowbit.tensor.quantized import Quantized
 from lowbit.train.state import View
 
 __all__ = ["Products", "low_precision_linear"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.casts import Cast
-from lowbit.functional import quantize
-from lowbit.quantized import Quantized
+from lowbit.functional.quantize import quantize
 from lowbit.rounding import Rounding
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["History", "State", "View"]
 

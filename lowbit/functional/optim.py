@@ -10,9 +10,9 @@ from torch import Tensor
 from lowbit.calls import fill
 from lowbit.functional.arguments import random_bits
 from lowbit.ops import OPS
-from lowbit.ops.optimizer import STATE_SCHEME, state_refusal
-from lowbit.quantized import Quantized
+from lowbit.ops.optim import STATE_SCHEME, state_refusal
 from lowbit.rounding import Rounding
+from lowbit.tensor.quantized import Quantized
 
 
 def adamw_(

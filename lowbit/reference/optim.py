@@ -1,4 +1,4 @@
-"""The optimizer step of docs/numerics.md section 11 in code, on the numbers and rules of ``reference``."""
+"""The step of an optimizer whose state is codes (section 11)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import reference
-from lowbit.reference import Rng
+from lowbit.reference.codec import Rng, cast, require_subnormals
+from lowbit.reference.quantize import dequantize, quantize
 from lowbit.scaling import Scheme
 
 
@@ -25,12 +25,12 @@ def adamw(
 ) -> tuple[Tensor, Moment, Moment]:
     """The next parameter, in its dtype, and moments; ``param, grad: [rows, cols]``."""
     decay, mix, keep, mix_square, correction, eps, rate = factors
-    reference.require_subnormals(param)
+    require_subnormals(param)
     g, (m, r) = grad.float(), (_numbers(moment) for moment in (avg, rms))
     m = m + (g - m) * mix
     r = _root((r * r) * keep + (g * g) * mix_square)
     p = param.float() * decay - (m / (r * correction + eps)) * rate
-    return reference.cast(p, param.dtype), _stored(m, avg.scheme, rng), _stored(r, rms.scheme, rng)
+    return cast(p, param.dtype), _stored(m, avg.scheme, rng), _stored(r, rms.scheme, rng)
 
 
 def _root(x: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ def _root(x: Tensor) -> Tensor:
 
 
 def _numbers(moment: Moment) -> Tensor:
-    return reference.dequantize(moment.codes, moment.scheme, moment.scale, None, None, torch.float32)
+    return dequantize(moment.codes, moment.scheme, moment.scale, None, None, torch.float32)
 
 
 def _stored(x: Tensor, scheme: Scheme, rng: Rng | None) -> Moment:
-    codes, scale, _ = reference.quantize(x, scheme, None, rng)
+    codes, scale, _ = quantize(x, scheme, None, rng)
     return Moment(codes, scale, scheme)

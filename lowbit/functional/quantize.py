@@ -10,10 +10,10 @@ from torch import Tensor
 from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.scales import given_scales
-from lowbit.quantized import Quantized, zero_dtype
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
+from lowbit.tensor.quantized import Quantized, zero_dtype
 
 
 @overload

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lowbit.backends import registry
-from lowbit.functional.codecs import decode, encode, pack, unpack
-from lowbit.functional.optimizing import adamw_
-from lowbit.functional.products import linear, scaled_mm
-from lowbit.functional.quantization import fake_quantize, quantize
-from lowbit.quantized import Quantized
+from lowbit.functional.codec import decode, encode, pack, unpack
+from lowbit.functional.linear import linear
+from lowbit.functional.matmul import scaled_mm
+from lowbit.functional.optim import adamw_
+from lowbit.functional.quantize import fake_quantize, quantize
+from lowbit.tensor.quantized import Quantized
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> registry.Explanation:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit import formats, packing, reference, scaling
+from lowbit import formats, reference, scaling
 from lowbit.ops.samples import large_matrix, random_matrix, specials
 from lowbit.ops.spec import (
     FLOATS,
@@ -32,6 +32,7 @@ from lowbit.ops.spec import (
     require_rounding,
     require_scales,
 )
+from lowbit.tensor import packing
 
 #: What the moments are kept in unless another scheme is asked for.
 STATE_SCHEME = "fp8_e4m3:group256"

@@ -1,0 +1,41 @@
+"""The numerics specification in code: slow, obvious, any device. Every other backend equals this in every bit.
+
+Bits are handled as int64, so that no step overflows; real arithmetic is fp32, one rounding at a time, and divides by
+tensors only (a division by a Python number becomes a multiplication by its reciprocal on CUDA).
+
+Legend: ``rows, cols`` of the matrix; ``r, c`` of a block; ``R, C`` numbers of blocks.  Source: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from lowbit.reference.codec import (
+    Rng,
+    cast,
+    decode,
+    encode,
+    encode_magnitude,
+    philox4x32,
+    require_subnormals,
+    to_bits,
+    unpack,
+)
+from lowbit.reference.matmul import SEGMENT, Operand, integer_segments, scaled_mm
+from lowbit.reference.optim import Moment, adamw
+from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
+from lowbit.reference.scales import (
+    block_amax,
+    block_range,
+    block_scales,
+    e8m0_code,
+    in_blocks,
+    outer_scale,
+    scale_value,
+    spread,
+)
+
+__all__ = [
+    "SEGMENT", "Moment", "Operand", "Rng", "adamw", "block_amax", "block_range", "block_scales", "cast", "decode",
+    "dequantize", "divide", "e8m0_code", "encode", "encode_magnitude", "fake_quantize_backward", "in_blocks",
+    "integer_segments", "outer_scale", "philox4x32", "quantize", "quantize_static", "require_subnormals",
+    "scale_value", "scaled_mm", "spread", "to_bits", "unpack",
+]  # fmt: skip

@@ -1,0 +1,74 @@
+"""Tensors to codes with scales and back, and the gradients of that (sections 3, 5, 6, 10)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.reference.codec import (
+    Rng,
+    cast,
+    decode,
+    encode,
+    require_subnormals,
+)
+from lowbit.reference.scales import block_scales, in_blocks, quotient, scale_value, spread
+from lowbit.scaling import Scheme
+
+
+def divide(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Quotients of ``x: [rows, cols]`` by the scales ``[R, C]`` of its blocks."""
+    return quotient(x, spread(scale, scheme.block_of(*x.shape), *x.shape))
+
+
+def quantize_static(
+    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, rng: Rng | None
+) -> Tensor:
+    """Codes ``[rows, cols]`` (one a byte) of ``x`` for the scales given."""
+    require_subnormals(x)
+    zero = None if zero_point is None else spread(zero_point, scheme.block_of(*x.shape), *x.shape)
+    return encode(divide(x, scale_value(scale, scheme, outer), scheme), scheme.format, rng, True, zero)
+
+
+def quantize(x: Tensor, scheme: Scheme, outer: Tensor | None, rng: Rng | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes ``[rows, cols]`` (one a byte), scales and zero points of ``x``. Inf or NaN in a block: canonical codes."""
+    require_subnormals(x)
+    scale, zero_point = block_scales(x, scheme, outer)
+    codes = quantize_static(x, scheme, scale, zero_point, outer, rng)
+    broken = spread(scale_value(scale, scheme, outer).isnan(), scheme.block_of(*x.shape), *x.shape)
+    format = scheme.format
+    canonical = {
+        "integer": 0,
+        "codebook": format.zero_code,
+        "float": format.nan_code if format.has_nan else format.max_code,
+    }
+    return codes.masked_fill(broken, canonical[format.kind]), scale, zero_point
+
+
+def dequantize(
+    codes: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``code value * s`` in fp32, then one rounding to ``dtype``; ``codes: [rows, cols]``, one a byte."""
+    require_subnormals(scale)
+    block = scheme.block_of(*codes.shape)
+    value = decode(codes, scheme.format)
+    if zero_point is not None:
+        value = value - spread(zero_point.float(), block, *codes.shape)
+    return cast(value * spread(scale_value(scale, scheme, outer), block, *codes.shape), dtype)
+
+
+def fake_quantize_backward(
+    grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Straight-through gradient of ``x``; LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``."""
+    block, format = scheme.block_of(*x.shape), scheme.format
+    v = divide(x, scale_value(scale, scheme, outer), scheme)
+    zero = torch.zeros_like(v) if zero_point is None else spread(zero_point.float(), block, *x.shape)
+    if format.kind == "integer":
+        kept = (v.round() + zero >= format.qmin) & (v.round() + zero <= format.qmax)
+    else:
+        kept = v.abs() <= format.max
+    level = decode(encode(v, format, None, True, zero), format) - zero
+    slope = torch.where(kept, level - v, level) * grad.float()
+    grad_scale = in_blocks(slope, scheme).sum((1, 3))
+    return grad.where(kept, 0.0), grad_scale

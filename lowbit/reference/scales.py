@@ -1,0 +1,142 @@
+"""Blocks and their scales (section 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Format, find
+from lowbit.reference.codec import F32_INF, F32_MAGNITUDE, F32_SIGN, encode_magnitude, from_bits, to_bits
+from lowbit.scaling import Scheme, as_matrix
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
+
+
+def spread(per_block: Tensor, block: tuple[int, int], rows: int, cols: int) -> Tensor:
+    """``[R, C]`` to ``[rows, cols]``: every element gets its block's entry."""
+    return per_block.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
+
+
+def in_blocks(values: Tensor, scheme: Scheme) -> Tensor:
+    """``values: [rows, cols]`` as ``[R, r, C, c]``, edge blocks (and an axis without elements) filled up with 0."""
+    rows, cols = values.shape
+    r, c = scheme.block_of(rows, cols)
+    R, C = scheme.scale_shape(rows, cols)
+    return torch.nn.functional.pad(values, (0, C * c - cols, 0, R * r - rows)).reshape(R, r, C, c)
+
+
+def block_amax(values: Tensor, scheme: Scheme) -> Tensor:
+    """The maximum of ``values: [rows, cols]`` (non-negative, or bool) over each block, ``[R, C]``."""
+    return in_blocks(values, scheme).amax((1, 3))
+
+
+def e8m0_code(amount: Tensor, divisor: float, raise_above: int) -> Tensor:
+    """E8M0 codes of ``amount / divisor`` (positive fp32, finite): floored, and one more for fractions above a limit."""
+    mantissa, exponent = torch.frexp(amount.double())
+    exponent_max = torch.frexp(torch.tensor(divisor, dtype=torch.float64))[1]
+    raised = mantissa > (raise_above / (1 << 23) + 1) / 2
+    return (exponent.long() - int(exponent_max) + raised.long()).clamp(-127, 127) + 127
+
+
+def round_up(scale: Tensor, format: Format) -> Tensor:
+    """fp32 ``scale >= 0`` (not NaN) rounded towards +Inf to a format, its largest finite value at most: codes."""
+    dropped = 23 - format.mantissa
+    bits = to_bits(scale)
+    shift = (dropped + (format.emin - ((bits >> 23) - 127)).clamp(min=0)).clamp(max=40)
+    significand = ((bits & 0x7FFFFF) | (1 << 23)).where(bits > 0, 0)
+    kept = (significand + (1 << shift) - 1) >> shift
+    code = (((bits >> 23) - 127).clamp(min=format.emin) - format.emin << format.mantissa) + kept
+    return code.clamp(max=format.max_code)
+
+
+def make_scale(amount: Tensor, scheme: Scheme) -> Tensor:
+    """Stored scales of blocks whose amax (affine: range) is ``amount``, fp32 and finite; ``outer`` excluded."""
+    if scheme.scale_format.name == "e8m0":
+        code = e8m0_code(amount.where(amount > 0, 1.0), scheme.amax_divisor, scheme.raise_above)
+        return code.where(amount > 0, 127).to(torch.uint8)
+    scale = normal_scale(amount, scheme.amax_divisor)
+    if scheme.scale_format.name == "fp32":
+        return scale
+    code = round_up(scale, find(scheme.scale_format.name))
+    return code.to(torch.int16).view(scale_dtype(scheme))
+
+
+def normal_scale(amount: Tensor, divisor: float) -> Tensor:
+    """``fp32(amount / divisor)``, a normal number; 1 for an amount of 0."""
+    scale = amount / torch.tensor(divisor, device=amount.device)
+    return scale.clamp(2.0**-126, torch.finfo(torch.float32).max).where(amount > 0, 1.0)
+
+
+def make_inner_scale(amax: Tensor, outer: Tensor, scheme: Scheme) -> Tensor:
+    """Below a global scale: the block's E4M3 code, of amax / divisor / outer."""
+    inner = quotient(amax / torch.tensor(scheme.amax_divisor, device=amax.device), outer.expand(amax.shape[0], 1))
+    format = find(scheme.scale_format.name)
+    if scheme.rounding == "nearest":
+        return encode_magnitude(to_bits(inner), format, saturate=True).to(torch.uint8)
+    code = round_up(inner.abs().nan_to_num(nan=0.0), format)
+    code = code.where(~inner.isnan(), format.nan_code)
+    return (code | (to_bits(inner) >> 31 << 7)).to(torch.uint8)
+
+
+def negated_where(scale: Tensor, where: Tensor) -> Tensor:
+    """Stored scales (numbers, or E4M3 codes) with their sign changed where asked."""
+    if scale.dtype == torch.uint8:
+        return scale ^ (where.to(torch.uint8) << 7)
+    return torch.where(where, -scale, scale)
+
+
+def nan_scale(scheme: Scheme) -> float | int:
+    """What stands for the scale of a block that holds Inf or NaN."""
+    dtype = scheme.scale_format.dtype
+    return find(scheme.scale_format.name).nan_code if dtype == "uint8" else float("nan")
+
+
+def scale_value(scale: Tensor, scheme: Scheme, outer: Tensor | None) -> Tensor:
+    """The one fp32 scale of each block, ``[R, C]``: what decodes. Its sign is that of the product, NaN included."""
+    if scale.dtype == torch.uint8:
+        format = find(scheme.scale_format.name)
+        scale = from_bits(torch.tensor(format.bits_table, dtype=torch.int64, device=scale.device)[scale.long()])
+    if outer is None:
+        return from_bits(to_bits(scale))
+    sign = (to_bits(scale) ^ to_bits(outer)) & F32_SIGN
+    return from_bits(to_bits(scale.float() * outer) & F32_MAGNITUDE | sign)
+
+
+def quotient(x: Tensor, scale: Tensor) -> Tensor:
+    """``|x| / |scale|`` with sign(x) xor sign(scale), a NaN's too; a scale of 0 divides as Inf."""
+    size = from_bits(to_bits(scale) & F32_MAGNITUDE)
+    magnitude = to_bits(x.float().abs() / size.where(size != 0, torch.inf)) & F32_MAGNITUDE
+    return from_bits(magnitude | ((to_bits(x) ^ to_bits(scale)) & F32_SIGN))
+
+
+def outer_scale(x: Tensor, scheme: Scheme) -> Tensor:
+    """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax over the largest product of both levels."""
+    magnitude = to_bits(x).reshape(as_matrix(tuple(x.shape)))
+    magnitude = magnitude & F32_MAGNITUDE
+    finite = magnitude.where(magnitude < F32_INF, 0)
+    finite = finite if scheme.outer == "row" else finite.reshape(1, -1)
+    amax = from_bits(torch.nn.functional.pad(finite, (0, 1)).amax(1, keepdim=True))
+    return normal_scale(amax, scheme.outer_divisor)
+
+
+def block_range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """``min(0, least)`` and ``max(0, largest)`` of each block's finite elements, fp32 ``[R, C]``; +0 for none."""
+    finite = x.float().where(x.float().isfinite(), 0.0)
+    return -block_amax((-finite).clamp(min=0.0) + 0.0, scheme) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, scheme)
+
+
+def block_scales(x: Tensor, scheme: Scheme, outer: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scales ``[R, C]`` as stored, and zero points (int8/uint8) of affine schemes, for ``x: [rows, cols]``."""
+    amax_bits = block_amax(to_bits(x) & F32_MAGNITUDE, scheme)
+    broken = amax_bits >= F32_INF
+    amax = from_bits(amax_bits.where(~broken, 0))
+    if not scheme.affine:
+        scale = make_scale(amax, scheme) if outer is None else make_inner_scale(amax, outer, scheme)
+        if scheme.full:
+            low, high = block_range(x, scheme)
+            scale = negated_where(scale, high > -low)
+        return scale.masked_fill(broken, nan_scale(scheme)), None
+    low, high = block_range(x, scheme)
+    scale = make_scale((high - low).clamp(max=torch.finfo(torch.float32).max), scheme)
+    qmin, qmax = scheme.format.qmin, scheme.format.qmax
+    zero_point = (qmin - (low / scale_value(scale, scheme, None))).round().clamp(qmin, qmax)
+    return scale.masked_fill(broken, nan_scale(scheme)), zero_point.masked_fill(broken, 0).to(zero_dtype(scheme))
