@@ -148,11 +148,15 @@ std::optional<Tensor> fake_quantize_new(const Tensor& x, const Text& scheme, con
 
 // -- products --------------------------------------------------------------------------------------------------------
 // Whether Python chooses among kernels for a float operand: where the processor multiplies bf16 as such, torch's
-// float32 matmul precision may ask for that, and only Python can read it.
+// float32 matmul precision may ask for that. Only Python can read it.
 bool precision_decides(const Tensor& x) {
     const ScalarType dtype = x.scalar_type();
-    return (dtype == ScalarType::Float || dtype == ScalarType::Half) &&
-           mm::kernels_in_use().spin[static_cast<int>(mm::Kind::bf16)] != nullptr;
+    if (dtype != ScalarType::Float && dtype != ScalarType::Half) return false;
+    if (mm::kernels_in_use().spin[static_cast<int>(mm::Kind::bf16)] == nullptr) return false;
+    StableIValue stack[1];
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("lowbit_table::may_round_to_bf16", "", stack, TORCH_ABI_VERSION));
+    return torch::stable::detail::to<bool>(stack[0]);
 }
 
 std::optional<Coded> coded(const Tensor& data, const MaybeText& scheme, const MaybeTensor& scale,

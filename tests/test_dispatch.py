@@ -48,7 +48,9 @@ def each_call():
     yield "dequantize_out", lambda: q.dequantize(out=torch.empty(5, 40))
     yield "fake_quantize", lambda: lb.fake_quantize(x, "int8:row")
     yield "scaled_mm", lambda: lb.scaled_mm(lb.quantize(x, "int8:row"), q)
+    yield "scaled_mm", lambda: lb.scaled_mm(x, q)
     yield "linear", lambda: lb.functional.linear(x, q, None, "int8:row")
+    yield "linear", lambda: lb.functional.linear(x, q)
 
 
 @compiled

@@ -53,6 +53,10 @@ def _entries() -> frozenset[str]:
 
 
 # -- calls that C++ passes on ------------------------------------------------------------------------------------------
+_table.define("may_round_to_bf16() -> bool")
+_table.impl("may_round_to_bf16", lambda: registry.matmul_precision() == "medium", "CompositeExplicitAutograd")
+
+
 def _define_table(spec: OpSpec, name: str, kernel: Callable[..., Any]) -> None:
     """``lowbit_table::NAME``: the op for C++ to call. It answers the outputs, or (``_out``) that it filled them; where
     it fails, none of them, since an exception would not reach the caller."""
