@@ -321,6 +321,8 @@ void sum_blocks_of(const FewBlockSums& t) {
     auto* zeros = reinterpret_cast<int32_t*>(t.scales + padded * kWidth);
     turn_rows<VecF>(t, t.b_scales, padded, t.scales);
     turn_rows<VecI>(t, t.zeros, padded, zeros);
+    int64_t rows[kWidth];
+    for (int64_t i = 0; i < kWidth; ++i) rows[i] = (i < t.count ? i : t.count - 1) * next;
     for (int64_t m = 0; m < t.rows; ++m) {
         const int32_t* from = t.totals + m * t.vectors * kWidth;
         const float* a_scales = t.a_scales[m] + t.begin;
@@ -329,7 +331,7 @@ void sum_blocks_of(const FewBlockSums& t) {
         for (int64_t block = 0; block < blocks; from += kWidth) {
             VecI totals[kWidth];
 #pragma GCC unroll 16
-            for (int64_t i = 0; i < kWidth; ++i) totals[i] = load<VecI>(from + i * next);
+            for (int64_t i = 0; i < kWidth; ++i) totals[i] = load<VecI>(from + rows[i]);
             sum_lanes<kWidth / parts>(totals);
             for (int64_t i = 0; i < parts && block < blocks; ++i, ++block) {
                 const VecF scale = broadcast(a_scales[block]) * load<VecF>(t.scales + block * kWidth);
