@@ -89,7 +89,7 @@ native-test: ## Build and run the native self-test: every instruction set here a
 	$(cmake) --build build/native-test --parallel $(JOBS)
 	build/native-test/csrc/tests/lowbit_threads_test
 	build/native-test/csrc/tests/lowbit_native_test
-	build/native-test/csrc/tests/lowbit_mm_test
+	build/native-test/csrc/tests/lowbit_matmul_test
 
 emulated: ## The same for VBMI, BF16 and AMX, whose instructions are computed by loops; half the cases where some are hidden (needs AVX-512 with VNNI)
 	$(call setup,build)
@@ -98,7 +98,7 @@ emulated: ## The same for VBMI, BF16 and AMX, whose instructions are computed by
 	build/emulated/csrc/tests/lowbit_threads_test
 	build/emulated/csrc/tests/lowbit_native_test
 	for without in "" amx_tile amx_tile,avx512_vbmi amx_tile,avx512_vbmi,avx512_bf16; do \
-	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_mm_test $${without:+2} & runs="$$runs $$!"; done; \
+	  LOWBIT_WITHOUT=$$without build/emulated/csrc/tests/lowbit_matmul_test $${without:+2} & runs="$$runs $$!"; done; \
 	for run in $$runs; do wait $$run || exit 1; done
 
 sanitize: ## The native self-test under AddressSanitizer and UBSan, and how threads share work under ThreadSanitizer
@@ -108,7 +108,7 @@ sanitize: ## The native self-test under AddressSanitizer and UBSan, and how thre
 	$(cmake) --build build/sanitize --parallel $(JOBS)
 	build/sanitize/csrc/tests/lowbit_threads_test
 	build/sanitize/csrc/tests/lowbit_native_test
-	build/sanitize/csrc/tests/lowbit_mm_test
+	build/sanitize/csrc/tests/lowbit_matmul_test
 	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -Icsrc csrc/tests/threads_test.cpp csrc/cpu/threads.cpp -pthread \
 	  -o build/sanitize/threads_test
 	build/sanitize/threads_test
@@ -122,7 +122,7 @@ neon: ## The same for aarch64, cross-compiled and run by an emulator (needs the 
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_threads_test
 	qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_native_test 4 & runs=$$!; \
 	for without in "" i8mm i8mm,dotprod,bf16; do \
-	  LOWBIT_WITHOUT=$$without qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_mm_test 8 & runs="$$runs $$!"; done; \
+	  LOWBIT_WITHOUT=$$without qemu-aarch64 -L /usr/$(AARCH64) build/neon/csrc/tests/lowbit_matmul_test 8 & runs="$$runs $$!"; done; \
 	for run in $$runs; do wait $$run || exit 1; done
 
 cuda-compile: ## Compile the CUDA sources for every architecture; links nothing (needs nvcc)

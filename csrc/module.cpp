@@ -3,7 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cpu/codec.h"
+#include "cpu/codec/codec.h"
 #include "cpu/isa.h"
 #include "format_table.h"
 

@@ -1,4 +1,4 @@
-// The codec and quantization ops on CPU tensors, into tensors that are given: checks, then cpu/codec.h.
+// The codec and quantization ops on CPU tensors, into tensors that are given: checks, then cpu/codec/codec.h.
 #pragma once
 
 #include "ops_tensors.h"

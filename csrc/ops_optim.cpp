@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "cpu/adamw.h"
+#include "cpu/optim/adamw.h"
 #include "ops_params.h"
 #include "ops_tensors.h"
 

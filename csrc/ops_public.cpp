@@ -6,11 +6,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu/mm_kernels.h"
+#include "cpu/matmul/gemm_kernels.h"
 #include "format_table.h"
 #include "ops_codec.h"
 #include "ops_entry.h"
-#include "ops_mm.h"
+#include "ops_matmul.h"
 #include "ops_params.h"
 
 namespace lowbit::entry {

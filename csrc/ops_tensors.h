@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/codec.h"
+#include "cpu/codec/codec.h"
 
 namespace lowbit {
 

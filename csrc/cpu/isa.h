@@ -5,7 +5,7 @@
 #include <vector>
 
 // Every instruction set of this kind of processor: the name, then the features (isa.cpp) that its compiler flags
-// (CMakeLists.txt) take for granted. In order of preference: the last one available is used. lines_NAME.cpp and
+// (CMakeLists.txt) take for granted. In order of preference: the last one available is used. row_kernels_NAME.cpp and
 // mm_NAME.cpp hold its kernels; tables of them are made from this list.
 // clang-format off
 #if defined(__x86_64__)

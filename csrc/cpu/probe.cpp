@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cpu/mm_kernels.h"
+#include "cpu/matmul/gemm_kernels.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu {

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "cpu/codec.h"
-#include "cpu/lines.h"
+#include "cpu/codec/codec.h"
+#include "cpu/row_kernels.h"
 #include "cpu/threads.h"
 
 namespace lowbit::cpu {
@@ -50,11 +50,11 @@ struct Scratch {
     uint16_t noise[kRun + 16];
 
     // 16 random bits for every element of `run`.
-    const uint16_t* noise_at(const Lines& line, const Rng& rng, const Run& run) {
+    const uint16_t* noise_at(const RowKernels& kernels, const Rng& rng, const Run& run) {
         const uint64_t first =
             rng.offset + static_cast<uint64_t>(run.row) * rng.pitch + static_cast<uint64_t>(run.begin);
         const int64_t skip = static_cast<int64_t>(first & 7);
-        line.noise(first >> 3, (skip + run.count + 7) / 8, rng, noise);
+        kernels.noise(first >> 3, (skip + run.count + 7) / 8, rng, noise);
         return noise + skip;
     }
     static Scratch& mine() {
@@ -77,31 +77,31 @@ void for_runs(Shape shape, const F& f) {
     });
 }
 
-inline void pack_run(const Lines& line, const uint8_t* codes, int64_t count, int bits, uint8_t* packed) {
+inline void pack_run(const RowKernels& kernels, const uint8_t* codes, int64_t count, int bits, uint8_t* packed) {
     if (bits == 8) {
         std::memcpy(packed, codes, static_cast<size_t>(count));
         return;
     }
     const int64_t whole = count / 8, rest = count % 8;
-    line.pack(codes, whole, bits, packed);
+    kernels.pack(codes, whole, bits, packed);
     if (rest == 0) return;
     uint8_t padded[8] = {}, bytes[8];
     std::memcpy(padded, codes + 8 * whole, static_cast<size_t>(rest));
-    line.pack(padded, 1, bits, bytes);
+    kernels.pack(padded, 1, bits, bytes);
     std::memcpy(packed + whole * bits, bytes, static_cast<size_t>(packed_cols(rest, bits)));
 }
 
-inline void unpack_run(const Lines& line, const uint8_t* packed, int64_t count, int bits, uint8_t* codes) {
+inline void unpack_run(const RowKernels& kernels, const uint8_t* packed, int64_t count, int bits, uint8_t* codes) {
     if (bits == 8) {
         std::memcpy(codes, packed, static_cast<size_t>(count));
         return;
     }
     const int64_t whole = count / 8, rest = count % 8;
-    line.unpack(packed, whole, bits, codes);
+    kernels.unpack(packed, whole, bits, codes);
     if (rest == 0) return;
     uint8_t bytes[8] = {}, padded[8];
     std::memcpy(bytes, packed + whole * bits, static_cast<size_t>(packed_cols(rest, bits)));
-    line.unpack(bytes, 1, bits, padded);
+    kernels.unpack(bytes, 1, bits, padded);
     std::memcpy(codes + 8 * whole, padded, static_cast<size_t>(rest));
 }
 

@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "common/scales.h"
-#include "cuda/element.cuh"
+#include "cuda/codec/element.cuh"
 
 namespace lowbit {
 namespace cuda {

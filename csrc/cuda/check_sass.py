@@ -32,10 +32,10 @@ HERE = Path(__file__).resolve().parent
 
 #: File, and the tensor-core instruction that its kernels must have (and no other) on an architecture.
 PRODUCTS = {
-    "mm_bf16.cu": dict.fromkeys((80, 89, 90, 100, 120), "HMMA"),
-    "mm_int8.cu": dict.fromkeys((80, 89, 90, 100, 120), "IMMA"),
+    "bf16.cu": dict.fromkeys((80, 89, 90, 100, 120), "HMMA"),
+    "int8.cu": dict.fromkeys((80, 89, 90, 100, 120), "IMMA"),
     # fp8 runs as exact fp16 where the launcher uses it (9.x and 10.x); sm_80 has none, and its kernels are empty.
-    "mm_fp8.cu": {89: "QMMA", 90: "HMMA", 100: "HMMA", 120: "QMMA"},
+    "fp8.cu": {89: "QMMA", 90: "HMMA", 100: "HMMA", 120: "QMMA"},
 }
 
 #: fp32 arithmetic that PTX may hold; everything else named like arithmetic is a finding.

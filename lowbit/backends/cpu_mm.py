@@ -1,4 +1,4 @@
-"""The native ``scaled_mm`` and ``linear`` for CPUs: any pair of schemes and float matrices (csrc/cpu/mm.h, linear.h).
+"""The native ``scaled_mm`` and ``linear`` for CPUs: any pair of schemes and float matrices (csrc/cpu/matmul).
 
 Operands are multiplied in fp32, or in bf16 or integers where every value and product is exact in them, and summed in
 fp32 or exactly; so the declared numerics are those of fp32. ``cpu_bf16`` rounds fp32 operands to bf16 where torch's
@@ -81,7 +81,7 @@ def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------
-#: Rows of activations up to which weights are multiplied as they are stored (kFewRows in csrc/cpu/mm_few.h).
+#: Rows of activations up to which weights are multiplied as they are stored (kGemvRows in csrc/cpu/matmul/gemv.h).
 _FEW_ROWS = 16
 
 

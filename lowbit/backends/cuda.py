@@ -23,7 +23,7 @@ _STEP = 16
 
 
 def _supports(call: Any) -> str | None:
-    """Why the codecs cannot serve the call; csrc/cuda/element.cuh has the same limit."""
+    """Why the codecs cannot serve the call; csrc/cuda/codec/element.cuh has the same limit."""
     name = getattr(call, "format", None)
     format = scaling.scheme(call.scheme).format if hasattr(call, "scheme") else formats.find(name) if name else None
     if format is not None and format.kind == "codebook" and format.bits > 4:
@@ -65,7 +65,7 @@ def _refuses(side: matmul.Side, cols: int) -> str | None:
 
 
 def supports_mm(call: matmul.ScaledMM) -> str | None:
-    """Why the tensor-core kernels cannot serve the call; csrc/cuda/scaled_mm.cu has the same limits."""
+    """Why the tensor-core kernels cannot serve the call; csrc/cuda/matmul/scaled_mm.cu has the same limits."""
     left, right = matmul.sides(call)
     reason = _refuses(left, call.cols) or _refuses(right, call.cols)
     if reason is not None or call.a_scheme is None or call.b_scheme is None:

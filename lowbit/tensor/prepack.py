@@ -10,7 +10,7 @@ its high half code ``8d + 4 + i``, so that the low and the high halves of a dwor
 Codes of signed integers have their sign bit flipped, which makes them unsigned numbers with an offset. What lies past
 the last row or column is 0. The other parts are as ``Quantized`` has them.
 
-csrc/ops_mm.h and csrc/cpu/mm_stored.h read this.
+csrc/ops_matmul.h and csrc/cpu/matmul/packed.h read this.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def build(folder: Path) -> ctypes.CDLL:
         folder / "format_table.h",
     ]
     subprocess.run(generate, check=True)
-    sources = [here / "emulator.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    sources = [here / "emulator.cpp", *sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
     flags = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-D__CUDACC__"]
     includes = [f"-I{path}" for path in (here, ROOT / "csrc", folder)]
     command = [str(compiler()), *flags, *includes]

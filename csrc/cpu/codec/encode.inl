@@ -1,0 +1,316 @@
+// Codes from numbers: docs/numerics.md sections 2, 3, 4 and 7; which are in range: section 10. Part of
+// row_kernels_body.inl.
+
+// Codes of quotients; `finite`: none is NaN.
+struct FloatCodes {
+    const U limit, emin, nan, sign, nan_sign, inf, drop, sign_shift;
+    const int mantissa;
+    explicit FloatCodes(const Encoder& e)
+        : limit(held(e.limit)),
+          emin(splat(static_cast<uint32_t>(128 - e.format.bias))),
+          nan(held(e.nan_code)),
+          sign(held(1u << (e.format.bits - 1))),
+          nan_sign(held(e.format.nan_code >= 0 ? 1u << (e.format.bits - 1) : 0u)),
+          inf(held(kInf)),
+          drop(held(static_cast<uint32_t>(23 - e.format.mantissa))),
+          sign_shift(held(static_cast<uint32_t>(32 - e.format.bits))),
+          mantissa(e.format.mantissa) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U finish(const Quotient& q, U code) const {
+        const U shifted = q.sign >> sign_shift;
+        if (finite) return code | (shifted & sign);
+        const auto is_nan = q.magnitude > inf;
+        return (is_nan ? nan : code) | (shifted & (is_nan ? nan_sign : sign));
+    }
+};
+
+// Adding 2^(23 - mantissa) units of the element's binade (at least the least normal one) rounds to whole units, and
+// leaves their number in the low bits; subnormals and carries into the next binade need no case of their own.
+struct FloatNearest : FloatCodes {
+    static constexpr bool kRandom = false;
+    const U least, unit, base;
+    explicit FloatNearest(const Encoder& e)
+        : FloatCodes(e),
+          least(held(emin[0] << 23)),
+          unit(held(static_cast<uint32_t>(23 - mantissa) << 23)),
+          base(held(emin[0] << mantissa)) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        const U a = smaller(q.magnitude, limit);
+        const U binade = larger(a & inf, least);
+        const U magic = binade + unit;
+        const U units = (U)((F)a + (F)magic) - magic;
+        return finish<finite>(q, units + (binade >> drop) - base);
+    }
+};
+
+// The same for formats of at most 16 binades, where looking up is cheap (Encoder::looked_up).
+struct FloatLookup : FloatCodes {
+    static constexpr bool kRandom = false;
+    static constexpr bool kCheap = kLanes == 16;
+    const U least;
+    Table magic, base;
+    explicit FloatLookup(const Encoder& e) : FloatCodes(e), least(held(emin[0] << 23)) {
+        __builtin_memcpy(magic, e.magic, sizeof magic);
+        __builtin_memcpy(base, e.base, sizeof base);
+    }
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        const U a = smaller(q.magnitude, limit), field = larger(a, least) >> 23;
+        return finish<finite>(q, (U)((F)a + lookup(magic, field)) - (U)lookup(base, field));
+    }
+};
+
+// Normals of the format: the noise is added below the bits that stay, and carries into them, and from the mantissa into
+// the exponent. Subnormals: as a whole number of 2^-16 units, cut off, to which the noise is added.
+struct FloatStochastic : FloatCodes {
+    static constexpr bool kRandom = true;
+    const U least, base, above;
+    const F units;  // 2^16 for the least positive value
+    explicit FloatStochastic(const Encoder& e)
+        : FloatCodes(e),
+          least(held(emin[0] << 23)),
+          base(held((emin[0] - 1u) << mantissa)),
+          above(held(static_cast<uint32_t>(7 - mantissa))),
+          units((F)held(bits_of(65536.0f / float_of(grid_value(1, grid_of(e.format)))))) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U random) const {
+        const U a = smaller(q.magnitude, limit);
+        const U normal = ((a + (random << above)) >> drop) - base;
+        const U subnormal = (U) __builtin_convertvector((F)smaller(a, least) * units, I);
+        return finish<finite>(q, a < least ? (subnormal + random) >> 16 : normal);
+    }
+};
+
+struct IntegerCodes {
+    const F low, high;
+    const U mask;
+    explicit IntegerCodes(const Encoder& e)
+        : low((F)held(bits_of(static_cast<float>(e.format.qmin)))),
+          high((F)held(bits_of(static_cast<float>(e.format.qmax)))),
+          mask(held((1u << e.format.bits) - 1u)) {}
+
+    // `q`: the quotient, or its magnitude.
+    template <bool finite>
+    LOWBIT_INLINE U finish(F q, I code, I zero_point) const {
+        if (!finite) code = q == q ? code : zero_point;
+        return (U)code & mask;
+    }
+};
+
+// The ends of the range are whole numbers: quotients are clamped before they are rounded.
+struct IntegerNearest : IntegerCodes {
+    static constexpr bool kRandom = false;
+    explicit IntegerNearest(const Encoder& e) : IntegerCodes(e) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F zero, U) const {
+        const I zero_point = __builtin_convertvector(zero, I);
+        const F v = smaller(larger(q.value, low - zero), high - zero);
+        return finish<finite>(q.value, rounded(v) + zero_point, zero_point);
+    }
+};
+
+// Quotients beyond +-1024 saturate whatever the zero point.
+struct IntegerStochastic : IntegerCodes {
+    static constexpr bool kRandom = true;
+    const U bound, sign;
+    explicit IntegerStochastic(const Encoder& e) : IntegerCodes(e), bound(held(0x44800000u)), sign(held(kSign)) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F zero, U random) const {
+        const F a = (F)smaller(q.magnitude, bound);
+        const I floor = __builtin_convertvector(a, I), zero_point = __builtin_convertvector(zero, I);
+        const F rest = (a - __builtin_convertvector(floor, F)) * splat(65536.0f);
+        const I whole = floor + ((__builtin_convertvector(rest, I) + (I)random) >> 16);
+        const I least = __builtin_convertvector(low, I), most = __builtin_convertvector(high, I);
+        I code = ((q.sign & sign) != 0u ? -whole : whole) + zero_point;
+        code = code < least ? least : code;
+        return finish<finite>((F)q.magnitude, code > most ? most : code, zero_point);
+    }
+};
+
+// Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of
+// those that are left. Missing ones are Inf, below which everything lies.
+struct CodebookNearest {
+    static constexpr bool kRandom = false;
+    Table by4, by2, by1;  // from entry 3, 1 and 0 on
+    const F middle;
+    const I nan;
+    explicit CodebookNearest(const Encoder& e) : middle((F)held(threshold(e, 7))), nan((I)held(e.nan_code)) {
+        uint32_t t[16 + 3];
+        for (int k = 0; k < 19; ++k) t[k] = threshold(e, k);
+        __builtin_memcpy(by4, t + 3, sizeof by4);
+        __builtin_memcpy(by2, t + 1, sizeof by2);
+        __builtin_memcpy(by1, t, sizeof by1);
+    }
+    static uint32_t threshold(const Encoder& e, int k) { return k < e.num_thresholds ? e.thresholds[k] : kInf; }
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        const F v = q.value;
+        I code = v > middle ? I{} + 8 : I{};
+        code = v > lookup(by4, (U)code) ? code + 4 : code;
+        code = v > lookup(by2, (U)code) ? code + 2 : code;
+        code = v > lookup(by1, (U)code) ? code + 1 : code;
+        return finite ? (U)code : (U)(v == v ? code : nan);
+    }
+};
+
+// 1 in range, 0 out of it, in place of codes.
+struct IntegerInRange : IntegerCodes {
+    static constexpr bool kRandom = false;
+    explicit IntegerInRange(const Encoder& e) : IntegerCodes(e) {}
+
+    template <bool>
+    LOWBIT_INLINE U codes(const Quotient& q, F zero, U) const {
+        const F least = low - zero, most = high - zero;
+        const F v = smaller(larger(q.value, least - 1.0f), most + 1.0f);
+        const F whole = __builtin_convertvector(rounded(v), F);
+        return (U)((whole >= least) & (whole <= most) & (q.value == q.value)) & 1u;
+    }
+};
+
+struct ValueInRange {
+    static constexpr bool kRandom = false;
+    const U limit;
+    explicit ValueInRange(const Encoder& e) : limit(splat(e.limit)) {}
+
+    template <bool>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        return (U)(q.magnitude <= limit) & 1u;
+    }
+};
+
+// Four vectors of random numbers in the order of read_quad().
+template <bool zipped>
+LOWBIT_INLINE inline void noise_quad(const uint16_t* noise, U (&random)[4]) {
+    for (int k = 0; k < 4; k += zipped ? 2 : 1) {
+        if (zipped) {
+            const U words = load<U>(noise + k * kLanes);
+            random[k] = zip_low(words, U{}), random[k + 1] = zip_high(words, U{});
+        } else {
+            random[k] = widen(load<H>(noise + k * kLanes));
+        }
+    }
+}
+
+template <class Type, Factors::Mode mode, bool finite, class Codes>
+void encode_row(const Encoder& e, const typename Type::Element* x, int64_t n, const Factors& f, const uint16_t* noise,
+                const typename Type::Element* ahead, uint8_t* codes) {
+    using Element = typename Type::Element;
+    const Codes make(e);
+    const Divide divide;
+    for_quads<mode, Type::kZipped>(
+        f, n,
+        [&](int64_t i, const Factor(&factor)[4]) LOWBIT_INLINE {
+            constexpr int64_t kLine = 64 / sizeof(Element);
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < kQuad; k += kLine) __builtin_prefetch(ahead + i + k);
+            U v[4], random[4] = {}, code[4];
+            Type::read_quad(x + i, v);
+            if (Codes::kRandom) noise_quad<Type::kZipped>(noise + i, random);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+                const Quotient q = divide.by<mode, finite>(v[k], factor[k]);
+                code[k] = make.template codes<finite>(q, factor[k].zero, random[k]);
+            }
+            store(codes + i, join_bytes(code[0], code[1], code[2], code[3], Type::kZipped));
+        },
+        [&](int64_t i, const Factor& factor) LOWBIT_INLINE {
+            const Quotient q = divide.by<mode, finite>(Type::read(x + i), factor);
+            const U random = Codes::kRandom ? widen(load<H>(noise + i)) : U{};
+            store(codes + i, narrow_bytes(make.template codes<finite>(q, factor.zero, random)));
+        },
+        [&](int64_t i, const Factors& rest) {
+            const Padded<Element> last(x + i, n - i, rest, noise ? noise + i : nullptr);
+            uint8_t out[kLanes];
+            encode_row<Type, mode, finite, Codes>(e, last.x, kLanes, last.factors, last.noise, last.x, out);
+            __builtin_memcpy(codes + i, out, static_cast<size_t>(n - i));
+        });
+}
+
+template <class Type, class Codes>
+void encode_factors(const Encoder& e, const void* x, int64_t n, const Factors& f, const uint16_t* noise,
+                    const void* ahead, uint8_t* codes) {
+    using Element = typename Type::Element;
+    using RowKernel =
+        void(const Encoder&, const Element*, int64_t, const Factors&, const uint16_t*, const Element*, uint8_t*);
+    static constexpr RowKernel *kAny[] = {encode_row<Type, Factors::kNone, false, Codes>,
+                                          encode_row<Type, Factors::kBlocks, false, Codes>,
+                                          encode_row<Type, Factors::kInverse, false, Codes>,
+                                          encode_row<Type, Factors::kReciprocal, false, Codes>,
+                                          encode_row<Type, Factors::kEach, false, Codes>},
+                               *kFinite[] = {kAny[Factors::kNone], kAny[Factors::kBlocks],
+                                             encode_row<Type, Factors::kInverse, true, Codes>,
+                                             encode_row<Type, Factors::kReciprocal, true, Codes>, kAny[Factors::kEach]};
+    (f.finite ? kFinite : kAny)[f.mode](e, static_cast<const Element*>(x), n, f, noise,
+                                        static_cast<const Element*>(ahead), codes);
+}
+
+void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const uint16_t* noise,
+            const void* ahead, uint8_t* codes) {
+    if (!e.vector) return row_kernels_scalar().encode(e, x, dtype, n, f, noise, ahead, codes);
+    dispatch(dtype, [&](auto type) {
+        using Type = decltype(type);
+        if (e.format.kind == kKindCodebook)
+            return encode_factors<Type, CodebookNearest>(e, x, n, f, noise, ahead, codes);
+        if (e.format.kind == kKindInteger) {
+            return e.stochastic ? encode_factors<Type, IntegerStochastic>(e, x, n, f, noise, ahead, codes)
+                                : encode_factors<Type, IntegerNearest>(e, x, n, f, noise, ahead, codes);
+        }
+        if (e.stochastic) return encode_factors<Type, FloatStochastic>(e, x, n, f, noise, ahead, codes);
+        if constexpr (FloatLookup::kCheap) {
+            if (e.looked_up) return encode_factors<Type, FloatLookup>(e, x, n, f, noise, ahead, codes);
+        }
+        return encode_factors<Type, FloatNearest>(e, x, n, f, noise, ahead, codes);
+    });
+}
+
+void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void* ahead,
+              uint8_t* kept) {
+    dispatch(dtype, [&](auto type) {
+        using Type = decltype(type);
+        return e.format.kind == kKindInteger ? encode_factors<Type, IntegerInRange>(e, x, n, f, nullptr, ahead, kept)
+                                             : encode_factors<Type, ValueInRange>(e, x, n, f, nullptr, ahead, kept);
+    });
+}
+
+template <class Type, Factors::Mode mode>
+void quotient_row(const typename Type::Element* x, int64_t n, const Factors& f, float* out) {
+    const Divide divide;
+    for_lanes<mode>(
+        f, n,
+        [&](int64_t i, const Factor& factor)
+            LOWBIT_INLINE { store(out + i, divide.by<mode, true>(Type::read(x + i), factor).bits()); },
+        [&](int64_t i, const Factors& rest) {
+            const Padded<typename Type::Element> last(x + i, n - i, rest, nullptr);
+            float values[kLanes];
+            quotient_row<Type, mode>(last.x, kLanes, last.factors, values);
+            __builtin_memcpy(out + i, values, static_cast<size_t>(n - i) * sizeof *out);
+        });
+}
+
+void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
+    dispatch(dtype, [&](auto type) {
+        using Type = decltype(type);
+        const auto* p = static_cast<const typename Type::Element*>(x);
+        switch (f.mode) {
+            case Factors::kNone:
+                return quotient_row<Type, Factors::kNone>(p, n, f, out);
+            case Factors::kBlocks:
+                return quotient_row<Type, Factors::kBlocks>(p, n, f, out);
+            case Factors::kInverse:
+                return quotient_row<Type, Factors::kInverse>(p, n, f, out);
+            case Factors::kEach:
+                return quotient_row<Type, Factors::kEach>(p, n, f, out);
+            case Factors::kReciprocal:  // of any elements: only codes may be made of clamped ones
+                return f.finite ? quotient_row<Type, Factors::kReciprocal>(p, n, f, out)
+                                : quotient_row<Type, Factors::kBlocks>(p, n, f, out);
+        }
+    });
+}

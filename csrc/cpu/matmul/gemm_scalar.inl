@@ -1,0 +1,12 @@
+// What the plain files share; included in an unnamed namespace after gemm_kernels.h.
+
+#define LOWBIT_MM_WIDTH 4
+#define LOWBIT_MM_ROWS 6
+#define LOWBIT_MM_PACKED4_ROWS 4
+typedef float VecF __attribute__((vector_size(16)));
+typedef int32_t VecI __attribute__((vector_size(16)));
+
+inline VecF fused(VecF a, VecF b, VecF c) { return a * b + c; }
+inline void stream(void* to, VecF v) { __builtin_memcpy(to, &v, sizeof v); }
+
+#include "cpu/matmul/gemm_body.inl"

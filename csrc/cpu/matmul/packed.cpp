@@ -1,0 +1,50 @@
+#include "cpu/matmul/packed.h"
+
+#include "cpu/arena.h"
+#include "cpu/matmul/gemm_tiles.h"
+#include "cpu/threads.h"
+
+namespace lowbit::cpu::mm {
+namespace {
+
+// Whether tiles read the panels: products of integers, whose segments are whole dwords of storage.
+bool readable(const Problem& p) {
+    const int64_t codes = 32 / p.b.table->bits;
+    auto whole = [&](const Operand& x) { return x.block_cols >= p.depth || x.block_cols % codes == 0; };
+    return is_integer_product(p) && whole(p.a) && whole(p.b);
+}
+
+// One row, as `quantize` stores it.
+void store_row(const Operand& b, int64_t row, int64_t depth, uint8_t* out) {
+    const auto* from = reinterpret_cast<const uint8_t*>(packed_panel(b, row));
+    const auto offset = static_cast<uint8_t>(packed_offset(b));
+    constexpr int64_t kStep = kPanelRows * 4;
+    if (b.table->bits == 8) {
+        for (int64_t k = 0; k < depth; ++k) out[k] = from[k / 4 * kStep + k % 4] ^ offset;
+        return;
+    }
+    auto code = [&](int64_t k) { return (from[k / 8 * kStep + k % 4] >> (k % 8 / 4 * 4) & 15) ^ offset; };
+    for (int64_t k = 0; k < depth; k += 2) {
+        out[k / 2] = static_cast<uint8_t>(code(k) | (k + 1 < depth ? code(k + 1) << 4 : 0));
+    }
+}
+
+}  // namespace
+
+void multiply_packed(const Problem& problem, const Kernels& kernels) {
+    if (readable(problem)) return multiply_tiles(problem, kernels);
+    Arena arena;
+    Problem plain = problem;
+    Operand& b = plain.b;
+    b.panel_bytes = 0;
+    b.row_stride = ceil_div(problem.depth * b.table->bits, 8);
+    b.col_stride = 1;
+    uint8_t* rows = arena.reserve(static_cast<size_t>(b.rows * b.row_stride));
+    b.data = rows;
+    parallel_for(b.rows, kPanelRows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) store_row(problem.b, r, problem.depth, rows + r * b.row_stride);
+    });
+    multiply(plain);
+}
+
+}  // namespace lowbit::cpu::mm

@@ -1,0 +1,253 @@
+// The ops scaled_mm and linear on CPU tensors: the plain description that cpu/matmul/matmul.h multiplies.
+#include "ops_matmul.h"
+
+#include "cpu/matmul/linear.h"
+#include "cpu/matmul/packed.h"
+#include "ops_params.h"
+
+namespace lowbit {
+namespace {
+
+mm::Element element_of(const Tensor& x, const char* name) {
+    switch (x.scalar_type()) {
+        case ScalarType::Float:
+            return mm::Element::f32;
+        case ScalarType::BFloat16:
+            return mm::Element::bf16;
+        case ScalarType::Half:
+            return mm::Element::f16;
+        default:
+            STD_TORCH_CHECK(false, "lowbit: ", name, " must be float32, bfloat16 or float16");
+    }
+}
+
+void put_rows(mm::Operand& x, const char* name, const Tensor& data, int64_t packed, int bits) {
+    STD_TORCH_CHECK(data.dim() == 2 && data.element_size() == 1 && data.size(1) == packed, "lowbit: ", name,
+                    " must be a matrix of ", packed, " bytes a row");
+    x.row_stride = data.stride(0);
+    x.col_stride = data.stride(1);
+    STD_TORCH_CHECK(bits == 8 || x.col_stride == 1 || packed <= 1, "lowbit: packed rows of ", name,
+                    " must be contiguous");
+}
+
+mm::Operand float_operand(const char* name, const Tensor& data, int64_t cols) {
+    STD_TORCH_CHECK(data.dim() == 2 && data.size(1) == cols, "lowbit: ", name, " must be a matrix of ", cols,
+                    " columns");
+    mm::Operand x;
+    x.dtype = element_of(data, name);
+    x.data = data.const_data_ptr();
+    x.rows = data.size(0);
+    x.row_stride = data.stride(0);
+    x.col_stride = data.stride(1);
+    return x;
+}
+
+void put_format(mm::Operand& x, const SchemeParams& s) {
+    x.table = &mm::table_of(s.format);
+    x.block_rows = s.block_rows;
+    x.block_cols = s.block_cols;
+    x.scale_format = s.scale_format;
+}
+
+mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
+    if (!codes.scheme) return float_operand(name, codes.data, cols);
+    const SchemeParams& s = *codes.scheme;
+    const int bits = s.format.bits;
+    mm::Operand x;
+    x.data = codes.data.const_data_ptr();
+    x.rows = codes.data.size(0);
+    put_rows(x, name, codes.data, (cols * bits + 7) / 8, bits);
+    put_format(x, s);
+    const cpu::Shape blocks = scale_shape({x.rows, cols}, s);
+    auto check = [&](const Tensor& t, ScalarType dtype) {
+        STD_TORCH_CHECK(
+            t.dim() == 2 && t.size(0) == blocks.rows && t.size(1) == blocks.cols && t.scalar_type() == dtype,
+            "lowbit: ", name, " needs scales (and zero points) of its scheme, one a block");
+    };
+    STD_TORCH_CHECK(codes.scale.has_value(), "lowbit: ", name, " needs its scales");
+    // Layers keep floating-point scales as the integers of their bits.
+    constexpr ScalarType kBits[] = {ScalarType::Int, ScalarType::Short, ScalarType::Short, ScalarType::Byte,
+                                    ScalarType::Byte};
+    const bool as_bits = codes.scale->scalar_type() == kBits[s.scale_format];
+    check(*codes.scale, as_bits ? kBits[s.scale_format] : scale_type(s));
+    x.scale = codes.scale->const_data_ptr();
+    x.scale_row_stride = codes.scale->stride(0);
+    x.scale_col_stride = codes.scale->stride(1);
+    STD_TORCH_CHECK((s.affine != 0) == codes.zero_point.has_value(), "lowbit: ", name,
+                    " needs zero points if it is affine, and has none if not");
+    if (s.affine) {
+        check(*codes.zero_point, zero_type(s));
+        x.zero_point = static_cast<const uint8_t*>(codes.zero_point->const_data_ptr());
+        x.zero_row_stride = codes.zero_point->stride(0);
+        x.zero_col_stride = codes.zero_point->stride(1);
+    }
+    const int64_t outers = outer_count(s, x.rows);
+    STD_TORCH_CHECK((s.outer != 0) == codes.outer.has_value() &&
+                        (!codes.outer || (codes.outer->numel() == outers && codes.outer->element_size() == 4)),
+                    "lowbit: ", name, " needs ", outers, " outer scales if its scheme has a global scale, else none");
+    x.outer = static_cast<const float*>(data_of(codes.outer));
+    if (s.outer == kOuterRow) x.outer_row_stride = codes.outer->stride(0);
+    return x;
+}
+
+void add_bias(mm::Problem& p, const MaybeTensor& bias) {
+    if (!bias.has_value()) return;
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "lowbit: bias must be [", p.b.rows, "]");
+    p.bias = bias->const_data_ptr();
+    p.bias_dtype = element_of(*bias, "bias");
+    p.bias_stride = bias->stride(0);
+}
+
+// `out` holds [rows, b.rows], contiguous, with any number of axes.
+void add_out(mm::Problem& p, int64_t rows, const Tensor& out) {
+    STD_TORCH_CHECK(
+        out.dim() >= 1 && out.size(out.dim() - 1) == p.b.rows && out.numel() == rows * p.b.rows && out.is_contiguous(),
+        "lowbit: out must be contiguous, of ", rows, " rows of ", p.b.rows);
+    p.out_dtype = element_of(out, "out");
+    p.out = out.mutable_data_ptr();
+}
+
+cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
+    const SchemeParams& s = r.scheme;
+    if (!r.scale) {
+        STD_TORCH_CHECK(!r.zero_point && !r.outer, "lowbit: a zero point and an outer scale need their scale");
+        return {};
+    }
+    check_scale(*r.scale, shape, s, false);
+    STD_TORCH_CHECK((s.affine != 0) == r.zero_point.has_value(), "lowbit: affine schemes alone have zero points");
+    if (r.zero_point) check_scale(*r.zero_point, shape, s, true);
+    STD_TORCH_CHECK((s.outer != 0) == r.outer.has_value() &&
+                        (!r.outer || (r.outer->scalar_type() == ScalarType::Float && r.outer->is_contiguous() &&
+                                      r.outer->numel() == outer_count(s, shape.rows))),
+                    "lowbit: schemes with a global scale alone have an outer scale");
+    return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.outer))};
+}
+
+// x [..., K] is a matrix, or contiguous.
+void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
+                   const std::optional<Rounded>& output, const Tensor& out) {
+    STD_TORCH_CHECK(x.dim() == 2 || (x.dim() >= 1 && x.is_contiguous()), "lowbit: x must be a matrix, or contiguous");
+    const int64_t cols = x.size(x.dim() - 1);
+    STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
+    const int64_t rows = x.numel() / cols;
+    p.a.dtype = element_of(x, "x");
+    p.a.data = x.const_data_ptr();
+    p.a.rows = rows;
+    p.a.row_stride = x.dim() == 2 ? x.stride(0) : cols;
+    p.a.col_stride = x.stride(x.dim() - 1);
+    p.depth = cols;
+    add_bias(p, bias);
+    std::optional<cpu::Output> codes;
+    if (output) {
+        STD_TORCH_CHECK(output->scale.has_value() && output->scheme.outer == 0,
+                        "lowbit: an output in codes needs its scale, and a scheme without a global scale");
+        const cpu::Shape shape{rows, p.b.rows};
+        codes = cpu::Output{output->scheme, given_scales(*output, shape),
+                            new_bytes_of(out, rows, cpu::packed_cols(shape.cols, output->scheme.format.bits), "out")};
+    } else {
+        add_out(p, rows, out);
+        if (!input) return mm::multiply(p);
+    }
+    std::optional<cpu::Input> floats;
+    if (input) {
+        STD_TORCH_CHECK(p.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
+        const cpu::Shape shape{rows, cols};
+        floats =
+            cpu::Input{{p.a.data, dtype_of(x, "x"), p.a.row_stride}, shape, input->scheme, given_scales(*input, shape)};
+    }
+    cpu::linear(floats ? &*floats : nullptr, p, codes ? &*codes : nullptr);
+}
+
+}  // namespace
+
+void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols) {
+    STD_TORCH_CHECK(a.data.dim() == 2 && b.data.dim() == 2, "lowbit: a and b must be matrices");
+    mm::Problem p;
+    p.a = operand_of("a", a, cols);
+    p.b = operand_of("b", b, cols);
+    p.depth = cols;
+    add_bias(p, bias);
+    add_out(p, p.a.rows, out);
+    mm::multiply(p);
+}
+
+void linear(const Tensor& x, const std::optional<Rounded>& input, const Coded& weight, const MaybeTensor& bias,
+            const std::optional<Rounded>& output, const Tensor& out) {
+    STD_TORCH_CHECK(x.dim() >= 1 && weight.data.dim() == 2, "lowbit: x must have an axis, and the weight be a matrix");
+    mm::Problem p;
+    p.b = operand_of("weight", weight, x.size(x.dim() - 1));
+    multiply_rows(x, input, p, bias, output, out);
+}
+
+Packed packed_of(const Tensor& buffer) {
+    STD_TORCH_CHECK(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.is_contiguous() &&
+                        buffer.numel() >= kPackedHeader,
+                    "lowbit: a packed weight is a vector of bytes that prepack made");
+    const auto* words = static_cast<const int64_t*>(buffer.const_data_ptr());
+    STD_TORCH_CHECK(words[0] == kPackedMagic && words[1] == buffer.numel(), "lowbit: this is no packed weight");
+    return {words, words[2], words[3]};
+}
+
+void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bias, const Tensor& out) {
+    const int64_t* words = packed.words;
+    const int64_t cols = x.size(x.dim() - 1);
+    STD_TORCH_CHECK(x.dim() >= 1 && cols == packed.cols, "lowbit: x and the packed weight must have the same K");
+    const SchemeParams s = scheme_of(words + kPackedScheme, packed.rows, cols);
+    const auto* base = reinterpret_cast<const uint8_t*>(words);
+    mm::Problem p;
+    p.b.data = base + words[kPackedCodes];
+    p.b.rows = packed.rows;
+    p.b.panel_bytes = words[kPackedPanel];
+    put_format(p.b, s);
+    p.b.scale = base + words[kPackedScale];
+    p.b.scale_row_stride = p.b.zero_row_stride = scale_shape({packed.rows, cols}, s).cols;
+    p.b.scale_col_stride = p.b.zero_col_stride = 1;
+    if (s.affine) p.b.zero_point = base + words[kPackedZero];
+    if (s.outer) p.b.outer = reinterpret_cast<const float*>(base + words[kPackedOuter]);
+    if (s.outer == kOuterRow) p.b.outer_row_stride = 1;
+    std::optional<Rounded> input;
+    if (words[kPackedHasInput] != 0) {
+        const int64_t rows = cols > 0 ? x.numel() / cols : 0;
+        input = Rounded{scheme_of(words + kPackedInput, rows, cols), {}, {}, {}};
+    }
+    multiply_rows(x, input, p, bias, {}, out);
+}
+
+// -- lowbit_native::*, whose schemes are numbers ---------------------------------------------------------------------
+namespace native {
+
+std::optional<SchemeParams> scheme_for(int64_t number, int64_t rows, int64_t cols) {
+    return number < 0 ? std::nullopt : std::optional(kept_scheme(number, rows, cols));
+}
+
+void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point, MaybeTensor a_outer,
+               const Tensor& b, int64_t b_scheme, MaybeTensor b_scale, MaybeTensor b_zero_point, MaybeTensor b_outer,
+               MaybeTensor bias, const Tensor& out, int64_t cols) {
+    lowbit::scaled_mm({a, scheme_for(a_scheme, a.size(0), cols), a_scale, a_zero_point, a_outer},
+                      {b, scheme_for(b_scheme, b.size(0), cols), b_scale, b_zero_point, b_outer}, bias, out, cols);
+}
+
+void linear(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor input_zero_point,
+            MaybeTensor input_outer, const Tensor& weight, int64_t scheme, MaybeTensor scale, MaybeTensor zero_point,
+            MaybeTensor outer, MaybeTensor bias, int64_t out_scheme, MaybeTensor out_scale, MaybeTensor out_zero_point,
+            const Tensor& out) {
+    const int64_t cols = x.size(x.dim() - 1), rows = cols > 0 ? x.numel() / cols : 0;
+    std::optional<Rounded> from, to;
+    if (input >= 0) from = Rounded{kept_scheme(input, rows, cols), input_scale, input_zero_point, input_outer};
+    if (out_scheme >= 0) to = Rounded{kept_scheme(out_scheme, rows, weight.size(0)), out_scale, out_zero_point, {}};
+    lowbit::linear(x, from, {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, outer}, bias, to,
+                   out);
+}
+
+void linear_packed(const Tensor& x, const Tensor& packed, MaybeTensor bias, const Tensor& out) {
+    lowbit::linear_packed(x, packed_of(packed), bias, out);
+}
+
+}  // namespace native
+}  // namespace lowbit
+
+STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
+    m.impl("scaled_mm", TORCH_BOX(&lowbit::native::scaled_mm));
+    m.impl("linear", TORCH_BOX(&lowbit::native::linear));
+    m.impl("linear_packed", TORCH_BOX(&lowbit::native::linear_packed));
+}

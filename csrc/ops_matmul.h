@@ -1,0 +1,52 @@
+// The products on CPU tensors, into tensors that are given: checks, then cpu/matmul/matmul.h.
+#pragma once
+
+#include <optional>
+
+#include "cpu/matmul/matmul.h"
+#include "ops_tensors.h"
+
+namespace lowbit {
+
+namespace mm = cpu::mm;
+
+// Codes with their scales, or without a scheme a float matrix.
+struct Coded {
+    Tensor data;
+    std::optional<SchemeParams> scheme;
+    MaybeTensor scale, zero_point, outer;
+};
+
+// The header of a packed weight, in 64-bit words; lowbit/tensor/prepack.py writes it, and says what each word is.
+constexpr int64_t kPackedMagic = 0x316b636150626c00;  // "\0lbPack1"
+constexpr int64_t kPackedHeader = 1024;               // bytes
+enum PackedWord : int {
+    kPackedRows = 2,
+    kPackedCols = 3,
+    kPackedCodes = 4,  // where each part begins, in bytes
+    kPackedScale = 5,
+    kPackedZero = 6,
+    kPackedOuter = 7,
+    kPackedPanel = 8,     // bytes of a panel
+    kPackedHasInput = 9,  // whether x is quantized
+    kPackedScheme = 16,   // Scheme.params()
+    kPackedInput = 40,
+};
+struct Packed {
+    const int64_t* words;
+    int64_t rows, cols;
+};
+Packed packed_of(const Tensor& buffer);
+
+void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols);
+// The scheme that floats are quantized in, with its scales where they are given.
+struct Rounded {
+    SchemeParams scheme;
+    MaybeTensor scale, zero_point, outer;
+};
+// `input`: how x is quantized on the way. `output`: how the result is, into codes; its scales are given.
+void linear(const Tensor& x, const std::optional<Rounded>& input, const Coded& weight, const MaybeTensor& bias,
+            const std::optional<Rounded>& output, const Tensor& out);
+void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bias, const Tensor& out);
+
+}  // namespace lowbit
