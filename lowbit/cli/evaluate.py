@@ -59,8 +59,6 @@ def evaluate(
     for row in rows:
         for warning in row.warnings():
             errors.print(f"warning: {warning}", soft_wrap=True)
-    if not run.can_pack():
-        errors.print("this lowbit packs no weights (prepack_), so all rows are plain", soft_wrap=True)
     bar = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
         console=errors,

