@@ -1,4 +1,4 @@
-"""What the documents say is so: the README's code runs and prints what it shows, tables are current, links lead on."""
+"""What the documents say is so: their code runs and prints what it shows, tables are current, links lead on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,20 +16,32 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def test_readme_code_prints_what_it_shows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page, needs", [
+    ("README.md", ()), ("docs/formats.md", ()), ("docs/with-other-libraries.md", ("transformers", "peft")),
+])  # fmt: skip
+def test_code_prints_what_it_shows(tmp_path, monkeypatch, page, needs):
+    for package in needs:
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    text = (ROOT / page).read_text()
     names: dict[str, object] = {"__name__": "readme"}
     blocks = list(BLOCK.finditer(text))
     assert blocks
     for block in blocks:
         line = text[: block.start(1)].count("\n")
-        code = compile("\n" * line + block[1], str(ROOT / "README.md"), "exec")
+        code = compile("\n" * line + block[1], str(ROOT / page), "exec")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, names)
         shown = re.findall(r"^# -> (.*)$", block[1], re.MULTILINE)
-        assert printed.getvalue().splitlines() == shown, f"the block at README.md:{line + 1}"
+        assert printed.getvalue().splitlines() == shown, f"the block at {page}:{line + 1}"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def _tables():

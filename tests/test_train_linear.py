@@ -188,6 +188,22 @@ def test_a_gradient_of_a_gradient_is_refused():
         grad.square().sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(8, 64), (2, 4, 64)])
+def test_its_output_may_be_changed_in_place(shape):
+    """As that of a Linear: ``nn.ReLU(inplace=True)`` may follow it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(inplace=True))
+    lb.train.prepare_(model, "fp8", skip=())
+    x = torch.randn(shape)
+    y = model(x)
+    y.backward(torch.ones_like(y))
+    assert same_bits(y, model[0](x).relu())
+    changed = model[0].weight.grad.clone()
+    model[0].weight.grad = None
+    model[0](x).relu().backward(torch.ones_like(y))
+    assert same_bits(changed, model[0].weight.grad)
+
+
 def test_nan_in_an_activation_shows_and_stays_in_its_row():
     layer, x = TrainLinear(33, 5), torch.randn(4, 33)
     x[2, 7] = torch.nan

@@ -101,7 +101,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
         b = _encoded(weight, products.weight, view, "output.b")
-        y = _product(a, b, bias, dtype).reshape(*x.shape[:-1], weight.shape[0])
+        # No view, as of torch's Linear: whoever works in place on it, or hooks it, may.
+        y = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), [*x.shape[:-1], weight.shape[0]])
         return y, *_kept(products.grad_input, b), *_kept(products.grad_weight, a)
 
     @staticmethod
