@@ -208,7 +208,7 @@ def altered(path: Path, position: int) -> None:
         (lambda d: os.truncate(weights_of(d), 1000), ValueError, "truncated or altered: 1000 bytes instead of"),
         (lambda d: os.truncate(weights_of(d), 0), ValueError, "truncated or altered"),
         (lambda d: altered(weights_of(d), -1), ValueError, "is altered: its SHA-256"),
-        (lambda d: altered(weights_of(d), 0), ValueError, "is damaged: its header is not JSON"),
+        (lambda d: altered(weights_of(d), 0), ValueError, "is altered: its SHA-256"),
         (lambda d: altered(d / "lowbit.json", 60), ValueError, "lowbit.json is damaged or edited"),
         (lambda d: (d / "lowbit.json").unlink(), FileNotFoundError, "is not a directory that save_model wrote"),
         (lambda d: os.truncate(d / "lowbit.json", 200), ValueError, "lowbit.json is damaged"),

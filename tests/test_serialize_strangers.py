@@ -170,26 +170,25 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"", "a header of 0 bytes"),
-        (b"\xff" * 40, "a header of 18446744073709551615 bytes does not fit into 40"),
+        (b"", "header too small"),
+        (b"\xff" * 40, "header too large"),
         (pickle.dumps({"a": 1}), "is a pickle, .* can run code .* as safetensors"),
         (b"PK\x03\x04" + bytes(100), "is a pickle"),
-        (described([]), "not a JSON object"),
-        (described({"a": {}}), "'a' has no dtype, shape or offsets"),
-        (described({"a": {**ONE, "dtype": "F7"}}, bytes(4)), "'a' has no dtype"),
-        (described({"a": {**ONE, "shape": [10**12, 10**12]}}, bytes(4)), "'a' has 4 bytes, and not those of its shape"),
-        (described({"a": {**ONE, "shape": [10**30, 0], "data_offsets": [0, 0]}}), "that are no sizes"),
-        (described({"a": {**ONE, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}), "no tensor has the shape"),
-        (described({"a": {**ONE, "shape": [1] * 65}}, bytes(4)), "that are no sizes"),
-        (described({"a": {**ONE, "shape": [True]}}, bytes(4)), "that are no sizes"),
-        (described({"a": ONE, "b": ONE}, bytes(4)), "overlap"),
-        (described({"a": {**ONE, "data_offsets": [4, 8]}}, bytes(8)), "overlap others, or leave a gap"),
-        (described({"a": ONE}, bytes(8)), "fill 4 bytes of 8"),
-        (described({"a": ONE})[:-1] + b', "a": {}}', "does not fit|not JSON"),
-        (len(b'{"a":1,"a":2}').to_bytes(8, "little") + b'{"a":1,"a":2}', "a key stands there twice"),
-        ((200_000).to_bytes(8, "little") + b'{"a":' + b"[" * 199_995, "nested too deeply"),
-        ((9).to_bytes(8, "little") + b'{"a": 1}\xff', "not JSON"),
-        ((6).to_bytes(8, "little") + b'{"a":9' + b"9" * 10_000, "not JSON"),
+        (described([]), "invalid JSON in header"),
+        (described({"a": {}}), "missing field `dtype`"),
+        (described({"a": {**ONE, "dtype": "F7"}}, bytes(4)), "unknown variant `F7`"),
+        (described({"a": {**ONE, "shape": [10**12, 10**12]}}, bytes(4)), "overflow computing buffer size"),
+        (described({"a": {**ONE, "shape": [10**30, 0], "data_offsets": [0, 0]}}), "invalid JSON in header"),
+        (described({"a": {**ONE, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}), "overflow computing buffer size"),
+        (described({"a": {**ONE, "shape": [True]}}, bytes(4)), "invalid JSON in header"),
+        (described({"a": ONE, "b": ONE}, bytes(4)), "invalid offset for tensor"),
+        (described({"a": {**ONE, "data_offsets": [4, 8]}}, bytes(8)), "invalid offset for tensor"),
+        (described({"a": ONE}, bytes(8)), "file not fully covered"),
+        (described({"a": ONE})[:-1] + b', "a": {}}', "invalid JSON in header"),
+        (len(b'{"a":1,"a":2}').to_bytes(8, "little") + b'{"a":1,"a":2}', "invalid JSON in header"),
+        ((200_000).to_bytes(8, "little") + b'{"a":' + b"[" * 199_995, "recursion limit exceeded"),
+        ((9).to_bytes(8, "little") + b'{"a": 1}\xff', "invalid UTF-8 in header"),
+        ((6).to_bytes(8, "little") + b'{"a":9' + b"9" * 10_000, "invalid JSON in header"),
     ],
 )  # fmt: skip
 def test_headers_that_are_none(saved, data, told):
@@ -202,6 +201,13 @@ def test_headers_that_are_none(saved, data, told):
     finally:
         tracemalloc.stop()
     assert weights_of(saved).name in str(caught.value)
+
+
+def test_a_tensor_of_more_axes_than_torch_has_is_refused(saved):
+    put(saved, described({"a": {**ONE, "shape": [1] * 65}}, bytes(4)))
+    with pytest.raises(ValueError) as caught:
+        lb.load_model(saved)
+    assert str(saved) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -297,17 +303,23 @@ def test_a_directory_of_an_earlier_version_loads_and_is_saved_to(saved):
 
 
 # -- the format, against the library that defines it -------------------------------------------------------------------
+DTYPES = (
+    "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 "
+    "float8_e8m0fnu complex64"
+).split()
+
+
 def test_every_dtype_is_written_and_read_as_the_library_does(tmp_path):
     torch.manual_seed(0)
     tensors = {}
-    for name, dtype in safetensors.DTYPES.items():
+    for name in DTYPES:
+        dtype = getattr(torch, name)
         bits = torch.randint(0, 2, (3, 5, dtype.itemsize), dtype=torch.uint8)
         tensors[f"{name} é"] = bits.view(dtype).squeeze(-1)
         tensors[f"{name} turned"] = bits.view(dtype).squeeze(-1).t()
         tensors[f"{name} empty"] = torch.empty(0, 7, dtype=dtype)
         tensors[f"{name} one"] = bits[0, 0].view(dtype)[0]
-    with open(tmp_path / "ours", "xb") as file:
-        digest, size = safetensors.write(file, tensors)
+    digest, size = safetensors.write(tmp_path / "ours", tensors)
     theirs = library.load_file(tmp_path / "ours")
     library.save_file({name: value.contiguous().clone() for name, value in tensors.items()}, tmp_path / "theirs")
     data = (tmp_path / "theirs").read_bytes()
@@ -323,8 +335,7 @@ def test_every_dtype_is_written_and_read_as_the_library_does(tmp_path):
 
 def test_conjugate_and_negative_views_are_written_as_the_numbers_they_show(tmp_path):
     x = torch.tensor([1 + 2j, 3 - 4j])
-    with open(tmp_path / "file", "xb") as file:
-        digest, size = safetensors.write(file, {"conj": x.conj(), "neg": x.conj().imag})
+    digest, size = safetensors.write(tmp_path / "file", {"conj": x.conj(), "neg": x.conj().imag})
     read = safetensors.read(tmp_path / "file", digest, size)
     assert np.array_equal(read["conj"].numpy(), np.array([1 - 2j, 3 + 4j], dtype=np.complex64))
     assert np.array_equal(read["neg"].numpy(), np.array([-2, 4], dtype=np.float32))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
-from lowbit.files import flush, sync_directory, write_json
+from lowbit.files import sync_directory, write_json
 from lowbit.serialize import safetensors
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, WEIGHTS, identity, our_config, rebuild_of
 
@@ -64,14 +64,13 @@ def _save(model: nn.Module, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # A name that no save had before: another one, beside us or later, removes it only after a config that named it.
     weights = directory / f"weights-{secrets.token_hex(8)}.safetensors"
-    with open(weights, "xb") as file:
-        try:
-            digest, size = safetensors.write(file, tensors)
-            flush(file)
-            sync_directory(directory)
-        except BaseException:
-            weights.unlink(missing_ok=True)
-            raise
+    weights.open("xb").close()  # never an existing file, never through a link
+    try:
+        digest, size = safetensors.write(weights, tensors)
+        sync_directory(directory)
+    except BaseException:
+        weights.unlink(missing_ok=True)
+        raise
     before = our_config(directory)
     try:
         write_json(directory / CONFIG, {**config, "weights": {"file": weights.name, "sha256": digest, "bytes": size}})
