@@ -17,7 +17,7 @@ from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "ARCHITECTURE.md")
+FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md")
 
 
 def _markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
@@ -124,7 +124,55 @@ def speed() -> str:
     return _markdown(head, (row(*shown) for shown in SHOWN))
 
 
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed)}
+#: Of bench/results/evaluate/evaluate.csv: the figure of each model that the README shows, and how it is written.
+EVALUATED = {
+    "smollm2": ("SmolLM2-135M: perplexity", "change", "+.2%"),
+    "minilm": ("MiniLM: 1 - cosine", "cosine to fp32", ".2g"),
+    "efficientnet-lite0": ("EfficientNet-Lite0: same top class", "same top class as fp32", ".1%"),
+}
+
+
+def evaluate() -> str:
+    """Quality by recipe; size and speed of the language model, relative to its bf16 baseline."""
+    with (ROOT / "bench" / "results" / "evaluate" / "evaluate.csv").open() as file:
+        cells = {(row["model"], row["recipe"], row["layout"]): row for row in csv.DictReader(file)}
+    base = cells["smollm2", "bf16", "plain"]
+
+    def figure(name: str, model: str) -> str:
+        _, column, style = EVALUATED[model]
+        row = cells[model, name, "plain"]
+        if not row[column]:
+            return "-"
+        value, error = float(row[column]), row[f"{column}, standard error"]
+        if column.startswith("cosine"):
+            value = 1 - value
+        unit = style if style != ".2g" else ".1g"
+        return f"{value:{style}}" + (f" ± {float(error):{unit.lstrip('+')}}" if error else "")
+
+    def speed_of(name: str, column: str) -> str:
+        rates = [float(row[column]) for layout in ("plain", "packed")
+                 if (row := cells.get(("smollm2", name, layout))) and row[column]]  # fmt: skip
+        return f"{max(rates) / float(base[column]):.2g}x" if rates else "-"
+
+    names = [recipe for model, recipe, layout in cells if model == "smollm2" and layout == "plain"]
+    head = " | ".join(["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt", "generation"])
+    return _markdown(
+        head,
+        (
+            (
+                f"`{name}`", f"{float(cells['smollm2', name, 'plain']['bytes']) / float(base['bytes']):.0%}",
+                *("0" if name == base["recipe"] and model == "smollm2" else figure(name, model) for model in EVALUATED),
+                speed_of(name, "units_per_second"), speed_of(name, "generated_per_second"),
+            )
+            for name in names
+            if name != "fp32"
+        ),
+    )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed, evaluate)
+}
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

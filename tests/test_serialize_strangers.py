@@ -179,7 +179,7 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         (described({"a": {**ONE, "dtype": "F7"}}, bytes(4)), "unknown variant `F7`"),
         (described({"a": {**ONE, "shape": [10**12, 10**12]}}, bytes(4)), "overflow computing buffer size"),
         (described({"a": {**ONE, "shape": [10**30, 0], "data_offsets": [0, 0]}}), "invalid JSON in header"),
-        (described({"a": {**ONE, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}), "overflow computing buffer size"),
+        (described({"a": {**ONE, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}), "overflow computing"),
         (described({"a": {**ONE, "shape": [True]}}, bytes(4)), "invalid JSON in header"),
         (described({"a": ONE, "b": ONE}, bytes(4)), "invalid offset for tensor"),
         (described({"a": {**ONE, "data_offsets": [4, 8]}}, bytes(8)), "invalid offset for tensor"),

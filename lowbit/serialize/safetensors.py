@@ -71,7 +71,7 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
             )
     try:
         with safetensors.safe_open(path, framework="pt") as found:
-            return {name: found.get_tensor(name).clone() for name in found.keys()}  # noqa: SIM118
+            return {name: found.get_tensor(name).clone() for name in found.keys()}
     except (safetensors.SafetensorError, RuntimeError, ValueError, TypeError, OverflowError) as error:
         path.stat()  # removed meanwhile, by whoever saved another model
         raise ValueError(f"{path} is damaged: {str(error)[:500]}; copy or save it again") from None
