@@ -25,7 +25,7 @@ import lowbit as lb
 from lowbit.backends.cpu import processor
 from lowbit.machine import provenance
 from lowbit.ops import OPS, matmul
-from lowbit.ops.samples import random_matrix
+from lowbit.testing.inputs import random_matrix
 
 SCHEMES = (
     "fp8_e4m3:tensor", "fp8_e4m3:row", "fp8_e4m3:group128", "fp8_e4m3:block128x128", "mxfp8", "mxfp4", "nvfp4",

@@ -12,8 +12,8 @@ import torch
 
 from lowbit.bench import run as bench
 from lowbit.bench import work
-from lowbit.ops import OPS, linear, matmul
-from lowbit.ops.spec import Workload
+from lowbit.ops import OPS
+from lowbit.testing import WORKLOADS, Workload, linear, matmul
 
 #: (M, N, K) of products both of whose operands are quantized.
 SHAPES = ((2048, 2048, 2048), (512, 4096, 4096), (2048, 4096, 1024))
@@ -36,7 +36,7 @@ WEIGHT_SIZE = (4096, 4096)
 
 def workloads() -> Iterator[tuple[str, Workload]]:
     """The op of each, and the work."""
-    others = {(op, w.variant, w.subject) for op in ("linear", "scaled_mm") for w in OPS[op].workloads(*bench.SIZE)}
+    others = {(op, w.variant, w.subject) for op in ("linear", "scaled_mm") for w in WORKLOADS[op](*bench.SIZE)}
     yield from ((op, w) for op, w in _all() if (op, w.variant, w.subject) not in others)
 
 

@@ -13,8 +13,8 @@ import torch
 from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure
 from lowbit.machine import provenance
-from lowbit.ops.linear import example
 from lowbit.recipes import RECIPES
+from lowbit.testing.linear import example
 
 Shape = tuple[int, int, int]
 

@@ -16,7 +16,7 @@ import lowbit as lb
 from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure
 from lowbit.machine import provenance
-from lowbit.ops.samples import large_matrix
+from lowbit.testing.inputs import large_matrix
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp4_e2m1", "int8", "int4", "nf4")
 

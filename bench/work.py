@@ -12,7 +12,7 @@ from lowbit.backends import cpu, registry
 from lowbit.bench import peers, probe
 from lowbit.bench.timing import CACHES, Case, Group, rotating
 from lowbit.ops import OPS, Cost, OpSpec
-from lowbit.ops.spec import Workload
+from lowbit.testing import WORKLOADS, Workload
 
 
 class Item(NamedTuple):
@@ -27,7 +27,7 @@ class Item(NamedTuple):
 def items(rows: int, cols: int) -> Iterator[Item]:
     """Everything there is to measure, on matrices ``[rows, cols]``."""
     for spec in OPS.values():
-        yield from (item(spec, work) for work in spec.workloads(rows, cols))
+        yield from (item(spec, work) for work in WORKLOADS[spec.name](rows, cols))
 
 
 def item(spec: OpSpec, work: Workload) -> Item:

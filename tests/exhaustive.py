@@ -35,8 +35,9 @@ from variants import Kernel, forced_isa, isas, kernels  # noqa: E402
 
 import lowbit as lb  # noqa: E402
 from lowbit.machine import provenance  # noqa: E402
-from lowbit.ops.matmul import ScaledMM, make_call  # noqa: E402
-from lowbit.ops.samples import element_formats, random_matrix, schemes  # noqa: E402
+from lowbit.ops.matmul import ScaledMM  # noqa: E402
+from lowbit.testing.inputs import element_formats, random_matrix, schemes  # noqa: E402
+from lowbit.testing.matmul import make_call  # noqa: E402
 
 CHUNK = 1 << 24
 SHAPES = ((3, 17, 130), (16, 33, 64), (1, 9, 257))

@@ -20,7 +20,7 @@ from variants import ALL, Variant
 
 import lowbit as lb
 from lowbit.formats import FORMATS
-from lowbit.ops.samples import element_formats
+from lowbit.testing.inputs import element_formats
 
 #: Without mantissa the last bit kept is the hidden one, so every tie between normal numbers goes up.
 NO_MANTISSA = [lb.float_format(4, 0), lb.float_format(3, 0, bias=3)]

@@ -13,12 +13,14 @@ from cuda_emulator.library import Emulated, compiler, view
 from torch import Tensor
 
 from lowbit import formats, reference, scaling
-from lowbit.ops import OPS, Numerics, matmul
+from lowbit.ops import Numerics, matmul
 from lowbit.ops.codec import Encode
 from lowbit.ops.quantize import FakeQuantizeBackward, Quantize
-from lowbit.ops.samples import element_formats, random_matrix, schemes
 from lowbit.ops.spec import FLOATS, as_rows
 from lowbit.tensor import packing
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import element_formats, random_matrix, schemes
+from lowbit.testing.matmul import make_call
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -68,7 +70,7 @@ def test_encode_of_all_16_bit_patterns(cuda: Emulated, format: formats.Format, d
 
 
 @pytest.mark.parametrize(
-    "call", list(OPS["encode"].samples("cpu")), ids=lambda c: f"{c.format}-{list(c.x.shape)}-{c.rounding}"
+    "call", list(SAMPLES["encode"]("cpu")), ids=lambda c: f"{c.format}-{list(c.x.shape)}-{c.rounding}"
 )
 def test_encode(cuda: Emulated, call: Encode) -> None:
     expected = reference.encode(matrix(call.x), formats.find(call.format), reference_rng(call), call.saturate)
@@ -76,7 +78,7 @@ def test_encode(cuda: Emulated, call: Encode) -> None:
 
 
 def test_decode(cuda: Emulated) -> None:
-    for call in OPS["decode"].samples("cpu"):
+    for call in SAMPLES["decode"]("cpu"):
         format = formats.find(call.format)
         out = poison(*call.codes.shape, dtype=call.dtype)
         cuda("decode", view(call.codes), view(out), format.params())
@@ -84,7 +86,7 @@ def test_decode(cuda: Emulated) -> None:
 
 
 def test_pack_and_unpack(cuda: Emulated) -> None:
-    for call in OPS["pack"].samples("cpu"):
+    for call in SAMPLES["pack"]("cpu"):
         codes = matrix(call.codes)
         packed, back = poison(codes.shape[0], packing.packed_cols(codes.shape[1], call.bits)), poison(*codes.shape)
         cuda("pack", view(codes), view(packed, codes.shape[1]), call.bits)
@@ -234,13 +236,13 @@ def test_scaled_mm(cuda: Emulated, a_scheme: str | None, b_scheme: str | None) -
         a, b = random_matrix(m, k, seed=index), random_matrix(n, k, seed=index + 50)
         a, b = (x if scheme else x.bfloat16() for x, scheme in ((a, a_scheme), (b, b_scheme)))
         bias = random_matrix(1, n, seed=7)[0] if index % 2 == 0 else None
-        call = matmul.make_call(a, b, a_scheme, b_scheme, bias=bias, out_dtype=FLOATS[index])
+        call = make_call(a, b, a_scheme, b_scheme, bias=bias, out_dtype=FLOATS[index])
         for major in (8, 9):
             mm_oracle.check(product(cuda, call, major), call, Numerics("bf16", "fp32"), f"as on {major}.0")
 
 
 @pytest.mark.parametrize("scheme", ["uint8:row:affine", "nf4", "fp8_e4m3:group24"])
 def test_scaled_mm_refuses(cuda: Emulated, scheme: str) -> None:
-    call = matmul.make_call(random_matrix(4, 64).bfloat16(), random_matrix(4, 64), None, scheme)
+    call = make_call(random_matrix(4, 64).bfloat16(), random_matrix(4, 64), None, scheme)
     with pytest.raises(ValueError, match="scaled_mm on CUDA"):
         product(cuda, call, 9)

@@ -11,6 +11,7 @@ from watching import WatchDispatch
 import lowbit as lb
 from lowbit.backends import dispatch, native, registry
 from lowbit.ops import OPS
+from lowbit.testing import SAMPLES
 
 compiled = pytest.mark.skipif(native.loading_error() is not None, reason="no native library")
 ENTRIES = set() if native.loading_error() is not None else set(torch.ops.lowbit_native.entries())
@@ -117,7 +118,7 @@ def test_cpp_and_python_give_the_same_bits(chosen):
 def test_an_entry_gives_the_bits_of_its_kernel(op):
     """On the samples of the op, in any rank and stride: what C++ allocates and fills is what ``use_backend`` gives."""
     step = {"fake_quantize": 5, "quantize": 5, "quantize_static": 5, "dequantize": 5}.get(op, 3)
-    for call in list(OPS[op].samples("cpu"))[::step]:
+    for call in list(SAMPLES[op]("cpu"))[::step]:
         with lb.use_backend("cpu"):
             expected = getattr(torch.ops.lowbit, op)(*call)
         for _ in range(2):

@@ -16,7 +16,7 @@ from oracles import ML_DTYPES
 
 from lowbit import formats
 from lowbit.formats import FORMATS, Format, find, float_format
-from lowbit.ops.samples import element_formats
+from lowbit.testing.inputs import element_formats
 
 FLOATING = [f for f in FORMATS.values() if f.kind == "float"]
 CODED = [f for f in [*FORMATS.values(), *element_formats()] if f.bits <= 8]

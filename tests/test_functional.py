@@ -6,7 +6,7 @@ from bits import assert_same_bits
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.ops.samples import random_matrix
+from lowbit.testing.inputs import random_matrix
 
 
 def test_a_seed_is_drawn_on_the_cpu_whatever_the_default_device():

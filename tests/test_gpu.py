@@ -20,7 +20,9 @@ from lowbit import scaling
 from lowbit.backends import registry
 from lowbit.formats import Format
 from lowbit.ops import OPS, matmul
-from lowbit.ops.samples import element_formats, random_matrix, schemes
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import element_formats, random_matrix, schemes
+from lowbit.testing.matmul import make_call
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -80,7 +82,7 @@ def test_samples(backend: str, op: str) -> None:
     rows = [impl for impl in lb.impls(op, "cuda") if impl.backend == backend]
     if not rows:
         pytest.skip(f"{backend} has no kernel for {op}")
-    for call in OPS[op].samples("cpu"):
+    for call in SAMPLES[op]("cpu"):
         if any(impl.supports(moved(call, "cuda")) is None for impl in rows):
             compare(op, call, backend, f"{op} {describe(call)}")
 
@@ -128,7 +130,7 @@ def error_of(impl: registry.Impl, call: matmul.ScaledMM) -> None:
 
 def test_scaled_mm_samples() -> None:
     served = 0
-    for call in OPS["scaled_mm"].samples("cuda"):
+    for call in SAMPLES["scaled_mm"]("cuda"):
         for impl in lb.impls("scaled_mm", "cuda"):
             if impl.supports(call) is None:
                 error_of(impl, call)
@@ -147,7 +149,7 @@ def test_scaled_mm_of_many_tiles(a_scheme: str | None, b_scheme: str | None) -> 
     for m, n, k in ((515, 389, 1024), (1000, 130, 777)):
         a, b = random_matrix(m, k, "cuda", seed=1), random_matrix(n, k, "cuda", seed=2)
         a = a if a_scheme else a.bfloat16()
-        call = matmul.make_call(a, b, a_scheme, b_scheme, bias=random_matrix(1, n, "cuda")[0], out_dtype=torch.float32)
+        call = make_call(a, b, a_scheme, b_scheme, bias=random_matrix(1, n, "cuda")[0], out_dtype=torch.float32)
         for impl in lb.impls("scaled_mm", "cuda"):
             if impl.supports(call) is None:
                 error_of(impl, call)

@@ -16,7 +16,8 @@ import lowbit as lb
 from lowbit.backends import registry
 from lowbit.formats import FORMATS
 from lowbit.ops import OPS
-from lowbit.ops.samples import random_matrix
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import random_matrix
 
 EXACT = [spec for spec in OPS.values() if spec.tolerance is None]
 
@@ -27,7 +28,7 @@ def expected(op: str) -> list[tuple[Any, tuple[Tensor, ...]]]:
     """The samples of an op with what the reference makes of them."""
     reference = next(impl for impl in lb.impls(op, "cpu") if impl.name == "reference")
     made = []
-    for call in OPS[op].samples("cpu"):
+    for call in SAMPLES[op]("cpu"):
         outs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in OPS[op].outputs(call))
         reference.run(outs, call)
         made.append((call, outs))

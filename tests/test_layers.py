@@ -37,6 +37,7 @@ LAYERS = [
     {"demo"},
     {"evaluate"},
     {"cli"},
+    {"testing"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Imported by one backend file each, and by nothing else.

@@ -15,9 +15,11 @@ import lowbit as lb
 from lowbit.calls import call as run_op
 from lowbit.functional import linear
 from lowbit.ops import OPS
-from lowbit.ops.linear import Linear, make_call, quantized
-from lowbit.ops.samples import random_matrix
+from lowbit.ops.linear import Linear, quantized
 from lowbit.tensor import prepack
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import random_matrix
+from lowbit.testing.linear import make_call
 
 SPEC = OPS["linear"]
 everywhere = pytest.mark.parametrize("variant", ALL)
@@ -27,7 +29,7 @@ REFERENCE = Kernel("linear", next(i for i in lb.impls("linear") if i.name == "re
 
 @functools.cache
 def samples() -> list[Linear]:
-    return list(SPEC.samples("cpu"))
+    return list(SAMPLES[SPEC.name]("cpu"))
 
 
 def moved(call: Linear, device: str) -> Linear:

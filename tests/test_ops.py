@@ -18,8 +18,9 @@ import lowbit as lb
 from lowbit import backends
 from lowbit.backends import registry
 from lowbit.ops import OPS
-from lowbit.ops.matmul import make_call
-from lowbit.ops.samples import random_matrix
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import random_matrix
+from lowbit.testing.matmul import make_call
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 
@@ -32,7 +33,7 @@ def plain(call: Any) -> bool:
 
 def checked_samples(op: str, count: int) -> list[Any]:
     """Calls spread over the op's samples, which neither take nor return Inf or NaN."""
-    calls = list(OPS[op].samples("cpu") if op != "scaled_mm" else products())
+    calls = list(SAMPLES[op]("cpu") if op != "scaled_mm" else products())
     found: list[Any] = []
     for call in random.Random(0).sample(calls, len(calls)):
         results = getattr(torch.ops.lowbit, op)(*call)

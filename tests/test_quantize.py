@@ -11,7 +11,7 @@ from variants import ALL, Variant, flush_denormal, with_each
 
 import lowbit as lb
 from lowbit.formats import FORMATS
-from lowbit.ops.samples import random_matrix, schemes
+from lowbit.testing.inputs import random_matrix, schemes
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 every_scheme = pytest.mark.parametrize("variant, s", with_each(schemes()))

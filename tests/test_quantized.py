@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from variants import ALL, Variant
 
 import lowbit as lb
-from lowbit.ops.samples import element_formats, random_matrix, schemes
+from lowbit.testing.inputs import element_formats, random_matrix, schemes
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -18,9 +18,9 @@ from variants import ALL, Variant
 import lowbit as lb
 from lowbit import reference
 from lowbit.formats import find
-from lowbit.ops.samples import random_matrix
 from lowbit.reference.codec import integer_stochastic
 from lowbit.scaling import scheme
+from lowbit.testing.inputs import random_matrix
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 

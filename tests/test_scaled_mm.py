@@ -20,10 +20,12 @@ from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding, th
 
 import lowbit as lb
 from lowbit.ops import OPS, Numerics
-from lowbit.ops.matmul import ScaledMM, make_call
-from lowbit.ops.samples import element_formats, random_matrix
+from lowbit.ops.matmul import ScaledMM
 from lowbit.scaling import SCALINGS as TABLE
 from lowbit.scaling import Scheme
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import element_formats, random_matrix
+from lowbit.testing.matmul import make_call
 
 SPEC = OPS["scaled_mm"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -140,7 +142,7 @@ def test_every_pair_of_schemes_shapes_and_dtypes(kernel: Kernel):
 
 @functools.cache
 def samples() -> list[ScaledMM]:
-    return list(SPEC.samples("cpu"))[::4]
+    return list(SAMPLES[SPEC.name]("cpu"))[::4]
 
 
 @pytest.mark.parametrize("kernel", OF_FLOATS)

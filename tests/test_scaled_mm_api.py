@@ -9,7 +9,7 @@ from torch import Tensor
 from variants import ALL, Variant, best, serving
 
 import lowbit as lb
-from lowbit.ops.samples import random_matrix
+from lowbit.testing.inputs import random_matrix
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 

@@ -20,7 +20,7 @@ from variants import ALL, NATIVE, Variant, flush_denormal, with_each
 
 import lowbit as lb
 from lowbit.formats import find
-from lowbit.ops.samples import random_matrix, schemes, specials
+from lowbit.testing.inputs import random_matrix, schemes, specials
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 

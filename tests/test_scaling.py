@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lowbit import recipes, scaling
 from lowbit.formats import FORMATS
-from lowbit.ops.samples import element_formats, schemes
 from lowbit.scaling import SHORT_NAMES, Scheme, scheme
+from lowbit.testing.inputs import element_formats, schemes
 
 ELEMENTS = [f.name for f in element_formats()]
 SCALING_NAMES = st.sampled_from(["tensor", "row", "col", "mx", "nvfp4"]) | st.one_of(

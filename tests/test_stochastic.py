@@ -17,7 +17,7 @@ from variants import ALL, NATIVE, Variant, threads
 
 import lowbit as lb
 from lowbit import reference
-from lowbit.ops.samples import element_formats, random_matrix, specials
+from lowbit.testing.inputs import element_formats, random_matrix, specials
 
 everywhere = pytest.mark.parametrize("variant", ALL)
 ROUNDED = [f for f in element_formats() if f.kind != "codebook"]

@@ -20,8 +20,9 @@ import lowbit as lb
 from lowbit import reference, scaling
 from lowbit.kernels import launch, rng, scales, spec
 from lowbit.ops import OPS, matmul
-from lowbit.ops.samples import random_matrix
 from lowbit.tensor import packing
+from lowbit.testing.inputs import random_matrix
+from lowbit.testing.matmul import make_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAREST = launch.Rounding(False, 0, 0, 0, 0, 0)
@@ -218,7 +219,7 @@ def test_flushed_subnormals_are_refused_by_the_interpreter():
 
 # -- matrix product ----------------------------------------------------------------------------------------------------
 def product(m: int, n: int, k: int, a: str, b: str, **more):
-    call = matmul.make_call(random_matrix(m, k, DEVICE, 1), random_matrix(n, k, DEVICE, 2), a, b, **more)
+    call = make_call(random_matrix(m, k, DEVICE, 1), random_matrix(n, k, DEVICE, 2), a, b, **more)
     with lb.use_backend("triton"):
         return call, torch.ops.lowbit.scaled_mm(*call)
 
@@ -263,6 +264,6 @@ def test_products_take_codes_of_any_strides():
     ],
 )
 def test_products_refuse_with_a_reason(a, b, k, reason):
-    call = matmul.make_call(torch.ones(1, k, device=DEVICE), torch.ones(2, k, device=DEVICE), a, b)
+    call = make_call(torch.ones(1, k, device=DEVICE), torch.ones(2, k, device=DEVICE), a, b)
     with lb.use_backend("triton"), pytest.raises(RuntimeError, match=reason):
         torch.ops.lowbit.scaled_mm(*call)

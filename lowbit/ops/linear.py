@@ -6,9 +6,6 @@ Source: docs/numerics.md sections 3, 5 and 9.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -17,16 +14,13 @@ from torch import Tensor
 from lowbit import reference, scaling
 from lowbit.ops import matmul
 from lowbit.ops.matmul import ScaledMM
-from lowbit.ops.samples import large_matrix, random_matrix, schemes
 from lowbit.ops.spec import (
     FLOATS,
     Cost,
     Numerics,
     OpSpec,
     Out,
-    Workload,
     as_rows,
-    dtype_name,
     matrix_shape,
     require,
     require_codes,
@@ -35,7 +29,6 @@ from lowbit.ops.spec import (
     stored_outer,
     stored_scale,
 )
-from lowbit.recipes import RECIPES
 from lowbit.tensor import packing
 
 
@@ -165,58 +158,6 @@ def _check_given(call: Linear, out_cols: int) -> None:
     require_scales("linear", scheme, matrix_shape(call.x)[0], out_cols, call.out_scale, call.out_zero_point, None)  # type: ignore[arg-type]
 
 
-def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
-    """A call on the reference's quantization of a float weight ``[N, K]`` (tests, benchmarks)."""
-    b = matmul.make_call(weight, weight, None, scheme)
-    arguments = {"bias": None, "input": input, **more}
-    return Linear(x, b.b, scheme, b.b_scale, b.b_zero_point, b.b_outer_scale, **arguments)  # type: ignore[arg-type]
-
-
-def _samples(device: str) -> Iterator[Linear]:
-    """Every scheme as a weight's and as an input's; inputs of any rank."""
-    texts = [s.name for s in schemes()]
-    shapes = cycle([((1, 33), 5), ((2, 3, 64), 19), ((130,), 3), ((17, 7), 33), ((2, 2, 4, 96), 16)])
-    dtypes = cycle(FLOATS)
-    for step in (None, 0, 5, 44):
-        for index, scheme in enumerate(texts):
-            shape, n = next(shapes)
-            x = random_matrix(torch.Size(shape[:-1]).numel(), shape[-1], device, seed=index).reshape(shape)
-            weight = random_matrix(n, shape[-1], device, seed=index + 1000)
-            bias = random_matrix(1, n, device, seed=7)[0] if index % 2 else None
-            given = None if step is None else texts[(index + step) % len(texts)]
-            dtype = next(dtypes)
-            yield make_call(x.to(dtype), weight, given, scheme, bias=bias, out_dtype=dtype)
-
-
-#: Rows of x that benchmarks multiply: tokens as they are generated, and a batch of them.
-BENCHED_ROWS = (1, 4, 16, 512)
-
-
-def example(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Linear:
-    """A layer ``[n, k]`` on ``x [m, k]`` of ``dtype``, both Gaussian, for benchmarks."""
-    weight, kind = large_matrix(n, k), scaling.scheme(scheme)
-    outer = torch.ops.lowbit.outer_scale(weight, scheme) if kind.outer else None
-    codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, outer)
-    x = large_matrix(m, k, dtype)
-    return Linear(x, codes, scheme, scale, zero if kind.affine else None, outer, None, input, dtype)
-
-
-def workload(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Workload:
-    arrow = f" -> {input}" if input else ""
-    call = partial(example, m, n, k, input, scheme, dtype)
-    return Workload(f"{m}x{n}x{k}", f"{dtype_name(dtype)}{arrow} x {scheme}", call)
-
-
-def _workloads(rows: int, cols: int) -> Iterator[Workload]:
-    """Every recipe's layer with a weight ``[rows, cols]`` on bf16 input, and on fp32 where the input is quantized."""
-    pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
-    for m in BENCHED_ROWS:
-        for input, scheme in pairs:
-            for dtype in (torch.bfloat16, torch.float32):
-                if dtype == torch.bfloat16 or input is not None:
-                    yield workload(m, rows, cols, input, scheme, dtype)
-
-
 def _cost(call: Linear) -> Cost:
     m, n, k = call.x.shape[:-1].numel(), call.weight.shape[0], call.x.shape[-1]
     moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
@@ -229,4 +170,4 @@ def _tolerance(call: Linear, numerics: Numerics) -> Tensor:
     return bound.reshape(_outputs(call)[0][0]) if bound.dim() else bound
 
 
-SPECS = (OpSpec("linear", Linear, ("out",), _outputs, _check, _samples, _cost, _workloads, _tolerance),)
+SPECS = (OpSpec("linear", Linear, ("out",), _outputs, _check, _cost, _tolerance),)

@@ -6,25 +6,17 @@ point hold what a block's gradients differ by.  Source: docs/numerics.md section
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache, partial
-from itertools import cycle, product
+from functools import lru_cache
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lowbit import formats, reference, scaling
-from lowbit.ops.samples import large_matrix, random_matrix, specials
+from lowbit import formats, scaling
 from lowbit.ops.spec import (
-    FLOATS,
     Cost,
     OpSpec,
     Out,
-    Workload,
-    as_rows,
-    dtype_name,
     matrix_shape,
     require,
     require_codes,
@@ -32,7 +24,6 @@ from lowbit.ops.spec import (
     require_rounding,
     require_scales,
 )
-from lowbit.tensor import packing
 
 #: What the moments are kept in unless another scheme is asked for.
 STATE_SCHEME = "fp8_e4m3:group256"
@@ -145,52 +136,6 @@ def _outputs(call: AdamW) -> list[Out]:
     return [(tuple(t.shape), t.dtype) for t in (call.param, *call[2:6])]
 
 
-def _stored(moment: Tensor, text: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a moment that is given as numbers."""
-    scheme = scaling.scheme(text)
-    codes, scale, _ = reference.quantize(as_rows(moment), scheme, None, None)
-    return packing.pack(codes, scheme.format.bits).reshape(*moment.shape[:-1], -1), scale
-
-
-#: Schemes of both moments: narrow codes, codebooks, every format of scales, blocks that vectors do not divide.
-_SAMPLED = (
-    (STATE_SCHEME, STATE_SCHEME), ("fp8_e5m2:group32", "mxfp8"), ("int8:group64:bf16", "fp8_e4m3:group7"),
-    ("mxfp4", "mxfp6:ceil"), ("fp6_e3m2:group96:fp16", "int4:group33"), ("nf4", "fp8_e4m3:group2048"),
-)  # fmt: skip
-
-
-def _samples(device: str) -> Iterator[AdamW]:
-    dtypes = cycle(product(FLOATS, FLOATS))
-    rng: dict[str, Any] = {"rounding": "stochastic", "seed": 7, "step": 3, "stream": 11, "offset": 5, "pitch": 1000}
-    for index, (scheme, rms_scheme) in enumerate(_SAMPLED):
-        for shape in ((1, 5), (3, 130), (2, 2, 2100), (9, 512), (1, 1)):
-            rows = torch.Size(shape[:-1]).numel()
-            numbers = [random_matrix(rows, shape[-1], seed=10 * index + j).reshape(shape) for j in range(3)]
-            param, grad, avg = numbers
-            if shape == (3, 130):  # damage shows in its element of the parameter, and in its block of the moments
-                grad[1, : specials().numel()] = specials()[: shape[-1]]
-            kind, grad_kind = next(dtypes)
-            m, m_scale = (t.to(device) for t in _stored(avg, scheme))
-            r, r_scale = (t.to(device) for t in _stored((avg * 1.5).abs(), rms_scheme))
-            given = param.to(device, kind), grad.to(device, grad_kind)
-            call = AdamW(*given, m, m_scale, r, r_scale, scheme, rms_scheme)
-            yield call._replace(step=1 + 40 * index, weight_decay=0.1 * index)
-            if "nf4" not in scheme:
-                yield call._replace(**rng)
-                yield call._replace(**{**rng, "pitch": None})
-
-
-def _workloads(rows: int, cols: int) -> Iterator[Workload]:
-    def make(dtype: torch.dtype, rounding: str) -> AdamW:
-        grad = large_matrix(rows, cols, dtype)
-        avg, rms = (torch.ops.lowbit.quantize(x, STATE_SCHEME)[:2] for x in (grad, grad.abs()))
-        return AdamW(grad.clone(), grad, *avg, *rms)._replace(rounding=rounding)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        for rounding in ("nearest", "stochastic"):
-            yield Workload(rounding, f"{dtype_name(dtype)}, moments {STATE_SCHEME}", partial(make, dtype, rounding))
-
-
 def _cost(call: AdamW) -> Cost:
     sizes = [t.numel() * t.element_size() for t in call[:6]]
     return Cost(0, 2 * sum(sizes) - sizes[1])
@@ -199,7 +144,7 @@ def _cost(call: AdamW) -> Cost:
 SPECS = (
     OpSpec(
         "adamw", AdamW, ("new_param", "new_exp_avg", "new_exp_avg_scale", "new_exp_rms", "new_exp_rms_scale"),
-        _outputs, _check, _samples, _cost, _workloads,
+        _outputs, _check, _cost,
         in_place={f"new_{name}": name for name in ("param", *AdamW._fields[2:6])},
     ),
 )  # fmt: skip

@@ -6,24 +6,19 @@ matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit import reference, scaling
-from lowbit.ops.samples import large_matrix, random_matrix, recipe_schemes, sample_matrices, schemes
 from lowbit.ops.spec import (
     FLOATS,
     Cost,
     OpSpec,
     Out,
-    Workload,
     as_rows,
-    dtype_name,
     matrix_shape,
     require,
     require_codes,
@@ -32,7 +27,6 @@ from lowbit.ops.spec import (
     require_rounding,
     require_scales,
 )
-from lowbit.tensor import packing
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
@@ -187,107 +181,6 @@ def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
         )
 
 
-# -- samples ---------------------------------------------------------------------------------------------------------
-def _matrices(device: str) -> list[Tensor]:
-    return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, damage=True)]
-
-
-def _outer_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
-    return reference.outer_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.outer else None
-
-
-def _outer_samples(device: str) -> Iterator[OuterScale]:
-    for name in ("nvfp4", "nf4:e4m3", "int4:group32:e4m3:full", "nvfp4:global_row"):
-        for x in _matrices(device):
-            yield OuterScale(x, name)
-
-
-def _range_samples(device: str) -> Iterator[BlockRange]:
-    for call in _quantize_samples(device):
-        if call.rounding == "nearest":
-            yield BlockRange(call.x, call.scheme)
-
-
-def _quantize_samples(device: str) -> Iterator[Quantize]:
-    """Every scheme meets two matrices; over all schemes every matrix is met many times."""
-    matrices = _matrices(device)
-    for index, scheme in enumerate(schemes()):
-        for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
-            yield Quantize(x, scheme.name, _outer_of(x, scheme))
-            if scheme.format.kind != "codebook":
-                pitch = 4096 if index % 2 else None
-                yield Quantize(x, scheme.name, _outer_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, pitch)
-
-
-def _static_samples(device: str) -> Iterator[QuantizeStatic]:
-    for call in _quantize_samples(device):
-        scheme = scaling.scheme(call.scheme)
-        other = random_matrix(*matrix_shape(call.x), seed=77)  # scales of another tensor: some elements overflow
-        outer = call.outer_scale
-        scale, zero = reference.block_scales(other, scheme, None if outer is None else outer.cpu())
-        zero = None if zero is None else zero.to(device)
-        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, outer, *call[3:])
-
-
-def _dequantize_samples(device: str) -> Iterator[Dequantize]:
-    for index, call in enumerate(_quantize_samples(device)):
-        scheme, x = scaling.scheme(call.scheme), as_rows(call.x.cpu())
-        outer = None if call.outer_scale is None else call.outer_scale.cpu()
-        if call.rounding == "nearest":
-            codes, scale, zero = reference.quantize(x, scheme, outer, None)
-            stored = packing.pack(codes, scheme.format.bits)
-            zero = None if zero is None else zero.to(device)
-            dtype = FLOATS[index % 3]
-            yield Dequantize(
-                stored.to(device), call.scheme, x.shape[1], scale.to(device), zero, call.outer_scale, dtype
-            )
-
-
-def _fake_samples(device: str) -> Iterator[FakeQuantize]:
-    for call in _quantize_samples(device):
-        yield FakeQuantize(call.x, call.scheme, None, None, call.outer_scale, *call[3:])
-    for static in _static_samples(device):
-        yield FakeQuantize(*static)
-
-
-def _backward_samples(device: str) -> Iterator[FakeQuantizeBackward]:
-    for call in _fake_samples(device):
-        if call.rounding == "nearest":
-            grad = random_matrix(*matrix_shape(call.x), device, seed=3).reshape(call.x.shape).to(call.x.dtype)
-            yield FakeQuantizeBackward(grad, *call[:5])
-
-
-# -- workloads ---------------------------------------------------------------------------------------------------------
-def _large(
-    make: Callable[[Tensor, scaling.Scheme], Any], only: Callable[[scaling.Scheme], bool] = lambda scheme: True
-) -> Callable[[int, int], Iterator[Workload]]:
-    """Workloads of ``make(x, scheme)`` for fp32 and bf16 matrices and the schemes that recipes use."""
-
-    def workloads(rows: int, cols: int) -> Iterator[Workload]:
-        for scheme in filter(only, recipe_schemes()):
-            for dtype in (torch.float32, torch.bfloat16):
-                x = large_matrix(rows, cols, dtype)
-                yield Workload(dtype_name(dtype), scheme.name, partial(make, x, scheme))
-
-    return workloads
-
-
-def _large_outer(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
-    return torch.ops.lowbit.outer_scale(x, scheme.name) if scheme.outer else None
-
-
-def _large_parts(x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Codes, scale, zero point and outer scale of ``x``, by whatever kernel serves it."""
-    outer = _large_outer(x, scheme)
-    codes, scale, zero = torch.ops.lowbit.quantize(x, scheme.name, outer)
-    return codes, scale, zero if scheme.affine else None, outer
-
-
-def _large_stored(x: Tensor, scheme: scaling.Scheme) -> Dequantize:
-    codes, scale, zero_point, outer = _large_parts(x, scheme)
-    return Dequantize(codes, scheme.name, x.shape[1], scale, zero_point, outer, x.dtype)
-
-
 # -- cost ------------------------------------------------------------------------------------------------------------
 def _stored(x: Tensor, scheme: scaling.Scheme) -> int:
     return scheme.nbytes(tuple(x.shape))
@@ -326,39 +219,33 @@ def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
 
 SPECS = (
     OpSpec(
-        "outer_scale", OuterScale, ("out",), _outer_outputs, _check_outer, _outer_samples,
+        "outer_scale", OuterScale, ("out",), _outer_outputs, _check_outer,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
-        _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
     ),
     OpSpec(
         "block_range", BlockRange, ("low", "high"), _range_outputs,
-        lambda call: _check_x("block_range", call.x, scaling.scheme(call.scheme)), _range_samples,
-        lambda call: Cost(0, call.x.numel() * call.x.element_size()), _large(lambda x, s: BlockRange(x, s.name)),
+        lambda call: _check_x("block_range", call.x, scaling.scheme(call.scheme)),
+        lambda call: Cost(0, call.x.numel() * call.x.element_size()),
     ),
     OpSpec(
         "quantize", Quantize, ("codes", "scale", "zero_point"), _quantize_outputs, _check_quantize,
-        _quantize_samples, _quantize_cost,
-        _large(lambda x, s: Quantize(x, s.name, _large_outer(x, s))),
+        _quantize_cost,
     ),
     OpSpec(
         "quantize_static", QuantizeStatic, ("out",), lambda call: [_codes_out(call.x, scaling.scheme(call.scheme))],
-        _check_static, _static_samples, _quantize_cost,
-        _large(lambda x, s: QuantizeStatic(x, s.name, *_large_parts(x, s)[1:])),
+        _check_static, _quantize_cost,
     ),
     OpSpec(
         "dequantize", Dequantize, ("out",), lambda call: [((*call.codes.shape[:-1], call.cols), call.dtype)],
-        _check_dequantize, _dequantize_samples, _dequantize_cost,
-        _large(_large_stored),
+        _check_dequantize, _dequantize_cost,
     ),
     OpSpec(
         "fake_quantize", FakeQuantize, ("out",), lambda call: [(tuple(call.x.shape), call.x.dtype)], _check_fake,
-        _fake_samples, lambda call: Cost(0, 2 * call.x.numel() * call.x.element_size()),
-        _large(lambda x, s: FakeQuantize(x, s.name, outer_scale=_large_outer(x, s))),
+        lambda call: Cost(0, 2 * call.x.numel() * call.x.element_size()),
     ),
     OpSpec(
         "fake_quantize_backward", FakeQuantizeBackward, ("grad_x", "grad_scale"), _backward_outputs, _check_fake,
-        _backward_samples, lambda call: Cost(0, 3 * call.x.numel() * call.x.element_size()),
-        _large(lambda x, s: FakeQuantizeBackward(x, x, s.name, outer_scale=_large_outer(x, s))),
+        lambda call: Cost(0, 3 * call.x.numel() * call.x.element_size()),
         _backward_tolerance,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What an operation is: its arguments, checks, outputs, samples, cost and tolerance, in one row.
+"""What an operation is: its arguments, checks, outputs, cost and tolerance, in one row.
 
 The argument list of an op is a NamedTuple; the torch schema is derived from its annotations, and everything that
 concerns a call (checks, the fake rule, selection, kernels) receives that one tuple.
@@ -6,7 +6,7 @@ concerns a call (checks, the fake rule, selection, kernels) receives that one tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
@@ -43,14 +43,6 @@ class Cost(NamedTuple):
     bytes: int
 
 
-class Workload(NamedTuple):
-    """Something that a benchmark measures: what of the op it is ("" or, say, "stochastic"), of what, and the call."""
-
-    variant: str
-    subject: str
-    call: Callable[[], Any]
-
-
 class Numerics(NamedTuple):
     """What a kernel of a float matrix product computes in; its error bound follows."""
 
@@ -64,8 +56,7 @@ class OpSpec:
 
     ``args``: NamedTuple class of the arguments. ``outputs(call)``: shape and dtype of each output, which allocates
     them, is the fake rule, and checks what ``out=`` gives. ``check(call)``: raises for what no kernel could compute.
-    ``samples(device)``: small calls that tests run on every kernel. ``cost(call)``: for rooflines.
-    ``workloads(rows, cols)``: large calls that benchmarks measure.
+    ``cost(call)``: for rooflines.
     ``tolerance(call, numerics)``: elementwise bound on the error of the last output (the others are exact), or
     None where kernels agree in every bit. ``in_place``: outputs that may be the very tensor of an argument.
     """
@@ -75,9 +66,7 @@ class OpSpec:
     returns: tuple[str, ...]
     outputs: Callable[[Any], list[Out]]
     check: Callable[[Any], None]
-    samples: Callable[[str], Iterator[Any]]
     cost: Callable[[Any], Cost]
-    workloads: Callable[[int, int], Iterator[Workload]]
     tolerance: Callable[[Any, Numerics], Tensor] | None = None
     in_place: dict[str, str] = field(default_factory=dict)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from torch import Tensor
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, Scheme, find_scaling, scheme
+
+
+class Workload(NamedTuple):
+    """Something that a benchmark measures: what of the op it is ("" or, say, "stochastic"), of what, and the call."""
+
+    variant: str
+    subject: str
+    call: Callable[[], Any]
+
 
 #: What breaks numerics in any format: zeros, subnormals, values next to powers of two, the ends of fp32.
 SPECIALS = (

@@ -1,0 +1,139 @@
+"""Calls of the ops that quantize and dequantize: small ones for tests, large ones for benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import reference, scaling
+from lowbit.ops.quantize import (
+    BlockRange,
+    Dequantize,
+    FakeQuantize,
+    FakeQuantizeBackward,
+    OuterScale,
+    Quantize,
+    QuantizeStatic,
+)
+from lowbit.ops.spec import FLOATS, as_rows, dtype_name, matrix_shape
+from lowbit.tensor import packing
+from lowbit.testing.inputs import Workload, large_matrix, random_matrix, recipe_schemes, sample_matrices, schemes
+
+
+def _matrices(device: str) -> list[Tensor]:
+    return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, damage=True)]
+
+
+def _outer_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
+    return reference.outer_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.outer else None
+
+
+def _outer_samples(device: str) -> Iterator[OuterScale]:
+    for name in ("nvfp4", "nf4:e4m3", "int4:group32:e4m3:full", "nvfp4:global_row"):
+        for x in _matrices(device):
+            yield OuterScale(x, name)
+
+
+def _range_samples(device: str) -> Iterator[BlockRange]:
+    for call in _quantize_samples(device):
+        if call.rounding == "nearest":
+            yield BlockRange(call.x, call.scheme)
+
+
+def _quantize_samples(device: str) -> Iterator[Quantize]:
+    """Every scheme meets two matrices; over all schemes every matrix is met many times."""
+    matrices = _matrices(device)
+    for index, scheme in enumerate(schemes()):
+        for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
+            yield Quantize(x, scheme.name, _outer_of(x, scheme))
+            if scheme.format.kind != "codebook":
+                pitch = 4096 if index % 2 else None
+                yield Quantize(x, scheme.name, _outer_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, pitch)
+
+
+def _static_samples(device: str) -> Iterator[QuantizeStatic]:
+    for call in _quantize_samples(device):
+        scheme = scaling.scheme(call.scheme)
+        other = random_matrix(*matrix_shape(call.x), seed=77)  # scales of another tensor: some elements overflow
+        outer = call.outer_scale
+        scale, zero = reference.block_scales(other, scheme, None if outer is None else outer.cpu())
+        zero = None if zero is None else zero.to(device)
+        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, outer, *call[3:])
+
+
+def _dequantize_samples(device: str) -> Iterator[Dequantize]:
+    for index, call in enumerate(_quantize_samples(device)):
+        scheme, x = scaling.scheme(call.scheme), as_rows(call.x.cpu())
+        outer = None if call.outer_scale is None else call.outer_scale.cpu()
+        if call.rounding == "nearest":
+            codes, scale, zero = reference.quantize(x, scheme, outer, None)
+            stored = packing.pack(codes, scheme.format.bits)
+            zero = None if zero is None else zero.to(device)
+            dtype = FLOATS[index % 3]
+            yield Dequantize(
+                stored.to(device), call.scheme, x.shape[1], scale.to(device), zero, call.outer_scale, dtype
+            )
+
+
+def _fake_samples(device: str) -> Iterator[FakeQuantize]:
+    for call in _quantize_samples(device):
+        yield FakeQuantize(call.x, call.scheme, None, None, call.outer_scale, *call[3:])
+    for static in _static_samples(device):
+        yield FakeQuantize(*static)
+
+
+def _backward_samples(device: str) -> Iterator[FakeQuantizeBackward]:
+    for call in _fake_samples(device):
+        if call.rounding == "nearest":
+            grad = random_matrix(*matrix_shape(call.x), device, seed=3).reshape(call.x.shape).to(call.x.dtype)
+            yield FakeQuantizeBackward(grad, *call[:5])
+
+
+def _large(
+    make: Callable[[Tensor, scaling.Scheme], Any], only: Callable[[scaling.Scheme], bool] = lambda scheme: True
+) -> Callable[[int, int], Iterator[Workload]]:
+    """Workloads of ``make(x, scheme)`` for fp32 and bf16 matrices and the schemes that recipes use."""
+
+    def workloads(rows: int, cols: int) -> Iterator[Workload]:
+        for scheme in filter(only, recipe_schemes()):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = large_matrix(rows, cols, dtype)
+                yield Workload(dtype_name(dtype), scheme.name, partial(make, x, scheme))
+
+    return workloads
+
+
+def _large_outer(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
+    return torch.ops.lowbit.outer_scale(x, scheme.name) if scheme.outer else None
+
+
+def _large_parts(x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes, scale, zero point and outer scale of ``x``, by whatever kernel serves it."""
+    outer = _large_outer(x, scheme)
+    codes, scale, zero = torch.ops.lowbit.quantize(x, scheme.name, outer)
+    return codes, scale, zero if scheme.affine else None, outer
+
+
+def _large_stored(x: Tensor, scheme: scaling.Scheme) -> Dequantize:
+    codes, scale, zero_point, outer = _large_parts(x, scheme)
+    return Dequantize(codes, scheme.name, x.shape[1], scale, zero_point, outer, x.dtype)
+
+
+SAMPLES = {
+    "outer_scale": _outer_samples, "block_range": _range_samples, "quantize": _quantize_samples,
+    "quantize_static": _static_samples, "dequantize": _dequantize_samples, "fake_quantize": _fake_samples,
+    "fake_quantize_backward": _backward_samples,
+}  # fmt: skip
+WORKLOADS = {
+    "outer_scale": _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
+    "block_range": _large(lambda x, s: BlockRange(x, s.name)),
+    "quantize": _large(lambda x, s: Quantize(x, s.name, _large_outer(x, s))),
+    "quantize_static": _large(lambda x, s: QuantizeStatic(x, s.name, *_large_parts(x, s)[1:])),
+    "dequantize": _large(_large_stored),
+    "fake_quantize": _large(lambda x, s: FakeQuantize(x, s.name, outer_scale=_large_outer(x, s))),
+    "fake_quantize_backward": _large(lambda x, s: FakeQuantizeBackward(x, x, s.name, outer_scale=_large_outer(x, s))),
+}
