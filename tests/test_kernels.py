@@ -66,13 +66,6 @@ def test_every_kernel_equals_the_reference_in_every_bit(kernel: Kernel):
     check_kernel(kernel, every=23 if kernel.variant.interpreted else 1)
 
 
-@pytest.mark.parametrize("kernel", [k for spec in EXACT for k in kernels(spec.name) if k.variant.native], ids=str)
-def test_native_kernels_do_not_depend_on_the_number_of_threads(kernel: Kernel):
-    for count in (1, 2, 3):
-        with threads(count):
-            check_kernel(kernel, every=11)
-
-
 # -- gradients of scales -----------------------------------------------------------------------------------------------
 BACKWARD = next(impl for impl in lb.impls("fake_quantize_backward", "cpu") if impl.name == "reference")
 WITH_REFERENCE = [Kernel("fake_quantize_backward", BACKWARD, Variant("reference")), *kernels("fake_quantize_backward")]

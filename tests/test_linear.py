@@ -9,7 +9,7 @@ import torch
 from bits import assert_same_bits, describe
 from mm_oracle import Wanted, check
 from torch import Tensor
-from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding, threads
+from variants import ALL, NATIVE, Kernel, Variant, kernels, params, rounding
 
 import lowbit as lb
 from lowbit.calls import call as run_op
@@ -82,17 +82,6 @@ def test_rows_beyond_one_piece(variant: Variant, input: str):
     with variant.use():
         y = linear(x, w, None, input)
         assert_same_bits(y, lb.scaled_mm(lb.quantize(x, input), w, out_dtype=torch.float32), input)
-
-
-@native
-def test_threads_do_not_change_a_bit(variant: Variant):
-    x, w = random_matrix(70, 515, seed=1), lb.quantize(random_matrix(130, 515, seed=2), "int4:group32")
-    found = []
-    for count in (1, 2, 3):
-        with threads(count), variant.use():
-            found.append(linear(x, w, None, "int8:row"))
-    assert_same_bits(found[0], found[1])
-    assert_same_bits(found[0], found[2])
 
 
 @everywhere
