@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lowbit.evaluate import models
+from lowbit.evaluate.cell import FLOATS, Request
+from lowbit.evaluate.report import rows
+from lowbit.evaluate.run import Cell
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.recipes import RECIPES
@@ -124,7 +129,21 @@ def speed() -> str:
     return _markdown(head, (row(*shown) for shown in SHOWN))
 
 
-#: Of bench/results/evaluate/evaluate.csv: the figure of each model that the README shows, and how it is written.
+def _cells() -> list[Cell]:
+    """The records of ``lowbit evaluate`` in bench/results/evaluate, in the order of the recipes."""
+    found = []
+    for path in (ROOT / "bench" / "results" / "evaluate").glob("*/*.json"):
+        record, (name, layout, _) = json.loads(path.read_text()), path.name.split(".")
+        key, recipe = record["key"], re.sub(r"-(group\d+)$", r":\1", name)
+        request = Request(
+            path.parent.name, recipe, layout, key["dtype"], None, key["windows"], key["limit"], str(path), key
+        )
+        found.append(Cell(models.find(path.parent.name), request, record["result"]))
+    order = [*FLOATS, *RECIPES]
+    return sorted(found, key=lambda cell: (order.index(cell.request.recipe.split(":")[0]), cell.request.result))
+
+
+#: Of the records of ``lowbit evaluate``: the figure of each model that the README shows, and how it is written.
 EVALUATED = {
     "smollm2": ("SmolLM2-135M: perplexity", "change", "+.2%"),
     "minilm": ("MiniLM: 1 - cosine", "cosine to fp32", ".2g"),
@@ -134,14 +153,13 @@ EVALUATED = {
 
 def evaluate() -> str:
     """Quality by recipe; size and speed of the language model, relative to its bf16 baseline."""
-    with (ROOT / "bench" / "results" / "evaluate" / "evaluate.csv").open() as file:
-        cells = {(row["model"], row["recipe"], row["layout"]): row for row in csv.DictReader(file)}
+    cells = {(row["model"], row["recipe"], row["layout"]): row for row in rows(_cells())}
     base = cells["smollm2", "bf16", "plain"]
 
     def figure(name: str, model: str) -> str:
         _, column, style = EVALUATED[model]
         row = cells[model, name, "plain"]
-        if not row[column]:
+        if row[column] is None:
             return "-"
         value, error = float(row[column]), row[f"{column}, standard error"]
         if column.startswith("cosine"):

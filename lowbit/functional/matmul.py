@@ -67,7 +67,7 @@ def _check_out(out: Tensor | Quantized, shape: tuple[int, ...], out_scheme: Any,
 
 
 def _operand(x: Quantized | Tensor) -> tuple[Any, ...]:
-    """The matrix, its scheme, scale, zero point and outer scale."""
+    """The matrix, its scheme, scale, zero point and global scale."""
     if isinstance(x, Tensor):
         return as_rows(x), None, None, None, None
     return as_rows(x.codes), x.scheme.name, x.scale, x.zero_point, x.outer_scale

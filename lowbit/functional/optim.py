@@ -36,7 +36,7 @@ def adamw_(
 
     ``exp_avg`` is the first moment, ``exp_rms`` the root of the second, each of ``param``'s shape; zeros to begin with,
     ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do whose blocks are at most 2048
-    elements of one row, without zero points or outer scale, and meet those of the other moment within as many.
+    elements of one row, without zero points or global scale, and meet those of the other moment within as many.
     ``step`` counts from 1. ``rounding="stochastic"`` keeps moments that change by less than their codes' steps from
     standing still.
 

@@ -130,7 +130,7 @@ def stored_scale(scale: Tensor, name: str) -> Tensor:
 
 
 def stored_outer(outer: Tensor | None) -> Tensor | None:
-    """The same of an outer scale."""
+    """The same of a global scale."""
     return outer.view(torch.float32) if outer is not None and outer.dtype == torch.int32 else outer
 
 
@@ -143,7 +143,7 @@ def require_scales(
     zero_point: Tensor | None,
     outer: Tensor | None,
 ) -> None:
-    """Scale, zero point and outer scale have the dtype and shape that the scheme keeps them in, and are all there."""
+    """Scale, zero point and global scale have the dtype and shape that the scheme keeps them in, and are all there."""
     expected = scheme.scale_shape(rows, cols)
     dtype = scale_dtype(scheme)
     if scale.dtype != dtype or tuple(scale.shape) != expected:

@@ -2,7 +2,7 @@
 
 ``prepack`` makes it of a ``Quantized`` matrix ``[N, K]``, and ``unpack`` is its inverse in every bit. The vector
 describes itself: a header of ``HEADER`` bytes, 64-bit words at the places that ``Word`` names, then codes, scales, zero
-points and outer scale, each from a multiple of 64 bytes on.
+points and global scale, each from a multiple of 64 bytes on.
 
 Codes of 8 or 4 bits are ``[P, D, 32, 4]`` bytes: P panels of 32 rows, D dwords of depth, and in each the 4 bytes of
 every row. With 8 bits, byte ``i`` of dword ``d`` is code ``4d + i``; with 4 bits, its low half is code ``8d + i`` and
