@@ -34,7 +34,7 @@ def linear(
     """``x [..., K] @ weight [N, K].T + bias [N]`` for float ``x``, which ``input`` quantizes on the way: one op.
 
     The bits are those of ``scaled_mm(quantize(x, input), weight, bias, out_dtype)``; ``out_dtype`` is x's where not
-    given. With ``input_scale`` (and its zero point and global scale) x is quantized by these, else by scales made of it.
+    given. With ``input_scale`` (and its zero point and global scale) x is quantized by these, else by its own.
     With ``out_scheme`` the fp32 result is quantized, and Quantized is returned: by ``out_scale`` and
     ``out_zero_point`` in the same op, some rows at a time, or else by scales made of the result.
     The gradient of ``x`` passes straight through its rounding: ``grad @ weight.dequantize()``.

@@ -15,7 +15,7 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 def given_scales(
     kind: Scheme, x: Tensor, scale: Tensor | float | None, zero_point: Tensor | int | None, outer: Tensor | float | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Scale, zero point and global scale as ops take them; a two-level scheme's global scale is made where not given."""
+    """Scale, zero point and global scale as ops take them; a two-level scheme's is made where it is not given."""
     if scale is None and zero_point is None and outer is None and not kind.outer:
         return None, None, None
     shape = kind.scale_shape(*as_matrix(tuple(x.shape)))
