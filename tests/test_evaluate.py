@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import lowbit as lb
 from lowbit.cli import app
+from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.evaluate import cell, data, metrics, models, report, run
 from lowbit.evaluate.data import Wanted
 
@@ -203,6 +204,15 @@ def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_pat
     assert started.wait(20) != 0
     for path in (tmp_path / "out").rglob("*.json"):
         json.loads(path.read_text())
+
+
+def test_a_directory_of_ours_is_told_by_its_weights(tmp_path):
+    with pytest.raises(ValueError, match="holds no weights"):
+        models.fingerprint(models.Model("none", "", None, "fp32", str(tmp_path)))
+    lb.save_model(GPT(GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16)), tmp_path)
+    first = models.fingerprint(models.find(str(tmp_path)))
+    lb.save_model(GPT(GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16)), tmp_path)
+    assert models.fingerprint(models.find(str(tmp_path))) != first
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -140,10 +140,10 @@ def fingerprint(model: Model) -> str:
     location = model.location()
     if location.is_file() or model.weights:
         return sha256(location / model.weights)
-    files = sorted(path for pattern in (*WEIGHTS, "config.json") for path in location.glob(pattern))
-    if len(files) == 1:
+    files = sorted(path for pattern in WEIGHTS for path in location.glob(pattern))
+    if not files:
         raise ValueError(f"{location} holds no weights ({', '.join(WEIGHTS)}); save the model there first")
-    return " ".join(sha256(path)[:16] for path in files)
+    return " ".join(sha256(path)[:16] for path in (*files, *location.glob("config.json")))
 
 
 @cache
