@@ -209,10 +209,14 @@ def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_pat
 def test_a_directory_of_ours_is_told_by_its_weights(tmp_path):
     with pytest.raises(ValueError, match="holds no weights"):
         models.fingerprint(models.Model("none", "", None, "fp32", str(tmp_path)))
-    lb.save_model(GPT(GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16)), tmp_path)
-    first = models.fingerprint(models.find(str(tmp_path)))
-    lb.save_model(GPT(GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16)), tmp_path)
-    assert models.fingerprint(models.find(str(tmp_path))) != first
+    model = GPT(GPTConfig(vocab=32, context=8, layers=1, heads=2, dim=8, hidden=16))
+    found = []
+    for _ in range(2):
+        lb.save_model(model, tmp_path)
+        found.append(models.fingerprint(models.find(str(tmp_path))))
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+    assert found[0] != found[1]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
