@@ -6,6 +6,9 @@
 SHELL := /bin/sh
 BASE_PYTHON ?= python3
 TORCH ?= torch==2.13.0
+ENV ?= .venv
+export LOWBIT_ENV := $(ENV)
+OLDEST_PYTHON ?= python3.10
 JOBS ?= 2
 ARGS ?=
 CXX_SOURCES = find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh'
@@ -16,7 +19,7 @@ ifdef PYTHON
   RUN := $(PYTHON)
   setup = @:
 else
-  RUN := .venv/bin/python
+  RUN := $(ENV)/bin/python
   setup = @$(BASE_PYTHON) tools/setup_env.py --torch '$(TORCH)' $(1)
 endif
 native = LOWBIT_NATIVE=1 $(RUN) setup.py -q build_ext --inplace
@@ -26,7 +29,7 @@ cmake = PATH="$(dir $(RUN)):$$PATH" cmake
 native_test = -DPython_EXECUTABLE="$(interpreter)" -DLOWBIT_PYTHON=OFF -DLOWBIT_CUDA=OFF -DLOWBIT_NATIVE_TESTS=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help build test format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
+.PHONY: help build test test-oldest test-newest format exhaustive demo bench lint lint-format lint-python lint-types lint-native tables native-test emulated sanitize neon cuda-compile triton-compile clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +42,12 @@ test: ## Build, and run the tests
 	$(call setup,test)
 	$(native)
 	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(JOBS)) $(ARGS)
+
+test-oldest: ## The tests with the oldest Python and torch that are supported, in .venv-oldest
+	$(MAKE) test ENV=.venv-oldest BASE_PYTHON=$(OLDEST_PYTHON) TORCH="$(or $(TORCH_OLDEST),torch==2.10.0)"
+
+test-newest: ## The tests with the newest torch that pip finds, in .venv-newest
+	$(MAKE) test ENV=.venv-newest TORCH="$(or $(TORCH_NEWEST),torch)"
 
 exhaustive: ## Every fp32 pattern through every format, every pair of schemes (half an hour)
 	$(call setup,test)

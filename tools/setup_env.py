@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENV = ROOT / ".venv"
+#: The environment; another folder than .venv for other versions (make test-oldest).
+ENV = ROOT / os.environ.get("LOWBIT_ENV", ".venv")
 PYTHON = ENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 NO_NETWORK = (
     "if this machine has no network, use an interpreter that has the packages (make ... PYTHON=/path/to/python), "
