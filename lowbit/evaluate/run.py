@@ -93,7 +93,7 @@ def plan(
     cells = []
     for name, layout in [*wide, *((name, layout) for name in dict.fromkeys(names) for layout in (PLAIN, PACKED))]:
         path = directory / model.name / f"{name.replace(':', '-')}.{layout}.json"
-        told = name if name in FLOATS else repr(find_recipe(name))
+        told = name if name in FLOATS else find_recipe(name).to_dict()
         request = Request(
             model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
             text=str(wanted.text.resolve()) if wanted.text else None, windows=wanted.windows, limit=wanted.limit,
