@@ -17,6 +17,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import files
+from lowbit.backends import cpu_mm
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.nn import QuantConv2d, QuantLinear, QuantMultiheadAttention
 from lowbit.serialize import safetensors
@@ -101,6 +102,27 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match=r"the model shares one tensor where the file has two: 0.weight and 1.weight"):
         lb.load_model(tmp_path / "untied", tied)
+
+
+def test_tied_packed_layers_are_saved_once_and_load_as_plain_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_mm, "no_gain_by_packing", lambda weight, input, cols: None)
+
+    def build():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+        model[2].weight = model[1].weight
+        return model
+
+    model = build()
+    lb.quantize_(model, "int8", skip=())
+    plain = copy.deepcopy(model)
+    lb.prepack_(model)
+    assert model[1].packed is model[2].packed
+    lb.save_model(model, tmp_path)
+    config = json.loads((tmp_path / "lowbit.json").read_text())
+    assert config["tied"] == {"2.codes": "1.codes", "2.scale": "1.scale"}
+    other = lb.load_model(tmp_path, build())
+    assert other[1].codes is other[2].codes and same_state(other, plain)
 
 
 def test_meta_models_keep_their_ties_and_dtypes(tmp_path):

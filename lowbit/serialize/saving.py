@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import sync_directory, write_json
+from lowbit.nn.linear import PARTS
+from lowbit.nn.packed import PackedLinear
 from lowbit.serialize import safetensors
 from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, WEIGHTS, identity, our_config, rebuild_of
 
@@ -50,7 +52,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def _save(model: nn.Module, directory: Path) -> None:
     our_config(directory)  # refuses a directory of something else before anything is done
-    tensors, tied = _distinct({_plain(name): value for name, value in model.state_dict().items()})
+    tensors, tied = _distinct({_plain(name): value for name, value in _state(model).items()})
     safetensors.check_writable(tensors)
     rebuild = rebuild_of(model)
     config = {
@@ -80,6 +82,19 @@ def _save(model: nn.Module, directory: Path) -> None:
         raise
     with suppress(OSError):  # the new model is there; what stays behind takes room and no more
         _remove(directory, before)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """The model's state, in which layers that share a packed weight share its parts; unpacked ones are new tensors."""
+    state = model.state_dict()
+    first: dict[int, str] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, PackedLinear):
+            source = first.setdefault(layer.packed.data_ptr(), name)
+            for part in PARTS:
+                if f"{name}.{part}" in state:
+                    state[f"{name}.{part}"] = state[f"{source}.{part}"]
+    return state
 
 
 def _remove(directory: Path, before: tuple[Path, dict[str, Any]] | None) -> None:
