@@ -15,7 +15,7 @@
 namespace {
 
 void parallel_for(int64_t begin, int64_t end, int64_t grain, lowbit::cpu::Body body, void* context) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
+    TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
 }
 int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 

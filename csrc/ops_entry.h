@@ -35,12 +35,12 @@ bool chosen_elsewhere();
 class Text {
   public:
     explicit Text(StringHandle handle)
-        : handle_(handle, [](StringHandle h) { STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(h)); }) {}
+        : handle_(handle, [](StringHandle h) { TORCH_ERROR_CODE_CHECK(torch_delete_string(h)); }) {}
     std::string_view view() const {
         const char* data;
         size_t length;
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle_.get(), &data));
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle_.get(), &length));
+        TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle_.get(), &data));
+        TORCH_ERROR_CODE_CHECK(torch_string_length(handle_.get(), &length));
         return {data, length};
     }
 
@@ -100,7 +100,7 @@ struct Entry<function, Table> {
         STD_TORCH_CHECK(inputs == sizeof...(Arguments), "lowbit: the schema of ", Table::name(), " has ", inputs,
                         " arguments, its entry ", sizeof...(Arguments));
         if (!chosen_elsewhere() && served(stack)) return;
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Table::name(), "", stack, TORCH_ABI_VERSION));
+        TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Table::name(), "", stack, TORCH_ABI_VERSION));
         take<Result>(stack);
     }
 

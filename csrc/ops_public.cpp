@@ -154,8 +154,7 @@ bool precision_decides(const Tensor& x) {
     if (dtype != ScalarType::Float && dtype != ScalarType::Half) return false;
     if (mm::kernels_in_use().spin[static_cast<int>(mm::Kind::bf16)] == nullptr) return false;
     StableIValue stack[1];
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        torch_call_dispatcher("lowbit_table::may_round_to_bf16", "", stack, TORCH_ABI_VERSION));
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("lowbit_table::may_round_to_bf16", "", stack, TORCH_ABI_VERSION));
     return torch::stable::detail::to<bool>(stack[0]);
 }
 

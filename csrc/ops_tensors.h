@@ -105,9 +105,8 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType dtype) {
     for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
     AtenTensorHandle made;
     const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                           strides.data(), type, aoti_torch_device_type_cpu(), 0,
-                                                           &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                    type, aoti_torch_device_type_cpu(), 0, &made));
     return Tensor(made);
 }
 inline std::vector<int64_t> sizes_of(const Tensor& t) { return {t.sizes().begin(), t.sizes().end()}; }

@@ -31,7 +31,7 @@ void* current_stream(int32_t device) {
     }();
     STD_TORCH_CHECK(get != nullptr, "lowbit: this torch has no CUDA; install a CUDA build of torch, then lowbit again");
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+    TORCH_ERROR_CODE_CHECK(get(device, &stream));
     return stream;
 }
 
