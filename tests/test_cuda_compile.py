@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,8 @@ def test_machine_code(generated: Path) -> None:
     command = [sys.executable, ROOT / "csrc/cuda/check_sass.py", "--arch", "90", "--generated", generated]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    for source in (ROOT / "csrc/cuda").rglob("*.cu"):
+        assert re.search(rf"^{source.name} sm_90: \d+ kernels", done.stdout, re.MULTILINE), done.stdout
 
 
 BAD = """

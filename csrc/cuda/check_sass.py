@@ -1,6 +1,6 @@
 """Holds the machine code of the CUDA kernels to docs/numerics.md section 1, and to the instructions they are meant for.
 
-Usage: check_sass.py --generated DIR [--nvcc nvcc] [--cuobjdump cuobjdump] [--arch 90 ...] [--file codec.cu ...]
+Usage: check_sass.py --generated DIR [--nvcc nvcc] [--cuobjdump cuobjdump] [--arch 90 ...] [--file codec/codec.cu ...]
 
 For each file and architecture it compiles PTX and machine code, and reports every finding:
 
@@ -186,8 +186,9 @@ def main() -> int:
     if options.nvcc is None or options.cuobjdump is None:
         print("check_sass: NOT CHECKED: needs nvcc, and cuobjdump (CUDA toolkit, or the triton package)")
         return 0
-    sources = [HERE / name for name in options.file] if options.file else sorted(HERE.glob("*.cu"))
-    findings: list[str] = []
+    sources = [HERE / name for name in options.file] if options.file else sorted(HERE.rglob("*.cu"))
+    missing = sorted(PRODUCTS.keys() - {source.name for source in sources})
+    findings = [f"{name} is not below {HERE}" for name in missing if not options.file]
     with tempfile.TemporaryDirectory() as folder:
         for arch in options.arch:
             each = probe(arch, options, Path(folder))
