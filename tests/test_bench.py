@@ -11,7 +11,13 @@ from lowbit.cli import app
 from lowbit.ops import OPS
 
 adopt("bench")
-from lowbit.bench import timing  # noqa: E402
+from lowbit.bench import probe, timing  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def small_caches(monkeypatch):
+    """Operands of a few bytes need not exceed the caches in copies by the thousand."""
+    monkeypatch.setattr(probe, "CACHES", 1 << 16)
 
 
 def bench(*arguments):
