@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -32,3 +33,20 @@ def _clean_state():
     assert torch.get_num_threads() == threads, "the test left another number of threads behind"
     tiny = torch.full((1,), 1e-39)
     assert bool(tiny * 1 != 0), "the test left set_flush_denormal(True) behind"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command in this process, which is quicker: ``run("formats")`` gives what it prints, or complains of."""
+    import lowbit.cli as cli
+
+    def call(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["lowbit", *arguments])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        told = capsys.readouterr()
+        assert (stop.value.code or 0) == code, told.err
+        return told.err if code else told.out
+
+    return call
