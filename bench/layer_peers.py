@@ -40,7 +40,7 @@ def of(call: Linear) -> Iterator[Case]:
     if not offers:
         return
     weight = torch.ops.lowbit.dequantize(
-        call.weight, call.scheme, x.shape[1], call.scale, call.zero_point, call.outer_scale, x.dtype
+        call.weight, call.scheme, x.shape[1], call.scale, call.zero_point, call.global_scale, x.dtype
     )
     layer = Layer(x, weight, scaling.scheme(call.scheme).block[1] or x.shape[1])
     for offer in offers:

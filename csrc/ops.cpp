@@ -26,7 +26,7 @@ constexpr struct {
     {"decode", "(Tensor codes, Tensor(a!) out, int format)"},
     {"pack", "(Tensor codes, Tensor(a!) out, int bits)"},
     {"unpack", "(Tensor packed, Tensor(a!) out, int bits)"},
-    {"outer_scale", "(Tensor x, Tensor(a!) out, int scheme)"},
+    {"global_scale", "(Tensor x, Tensor(a!) out, int scheme)"},
     {"block_range", "(Tensor x, Tensor(a!) low, Tensor(b!) high, int scheme)"},
     {"quantize",
      "(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, int[] rng)"},

@@ -9,10 +9,11 @@ namespace lowbit {
 namespace {
 
 void check_outer(const MaybeTensor& t, cpu::Shape shape, const SchemeParams& s) {
-    STD_TORCH_CHECK((s.outer != 0) == t.has_value(), "schemes with a global scale, and no others, have an outer_scale");
+    STD_TORCH_CHECK((s.outer != 0) == t.has_value(),
+                    "schemes with a global scale, and no others, have an global_scale");
     const int64_t count = outer_count(s, shape.rows);
     STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == count && t->is_contiguous()),
-                    "outer_scale must be ", count, " numbers, float32 and contiguous");
+                    "global_scale must be ", count, " numbers, float32 and contiguous");
 }
 
 void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer, cpu::Shape shape,
@@ -109,11 +110,11 @@ void unpack(const Tensor& packed, const Tensor& out, int64_t bits) {
                 new_bytes_of(out, shape.rows, shape.cols, "out"));
 }
 
-void outer_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
+void global_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
     const cpu::Shape shape = shape_of(x, "x");
     const SchemeParams s = scheme_for(scheme, x);
     check_outer(out, shape, s);
-    cpu::outer_scale(values_of(x, "x"), shape, s, static_cast<float*>(out.mutable_data_ptr()));
+    cpu::global_scale(values_of(x, "x"), shape, s, static_cast<float*>(out.mutable_data_ptr()));
 }
 
 void block_range(const Tensor& x, const Tensor& low, const Tensor& high, int64_t scheme) {
@@ -170,7 +171,7 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
     m.impl("decode", TORCH_BOX(&native::decode));
     m.impl("pack", TORCH_BOX(&native::pack));
     m.impl("unpack", TORCH_BOX(&native::unpack));
-    m.impl("outer_scale", TORCH_BOX(&native::outer_scale));
+    m.impl("global_scale", TORCH_BOX(&native::global_scale));
     m.impl("block_range", TORCH_BOX(&native::block_range));
     m.impl("quantize", TORCH_BOX(&native::quantize));
     m.impl("quantize_static", TORCH_BOX(&native::quantize_static));

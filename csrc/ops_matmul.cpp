@@ -84,7 +84,7 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
     const int64_t outers = outer_count(s, x.rows);
     STD_TORCH_CHECK((s.outer != 0) == codes.outer.has_value() &&
                         (!codes.outer || (codes.outer->numel() == outers && codes.outer->element_size() == 4)),
-                    "lowbit: ", name, " needs ", outers, " outer scales if its scheme has a global scale, else none");
+                    "lowbit: ", name, " needs ", outers, " global scales if its scheme has a global scale, else none");
     x.outer = static_cast<const float*>(data_of(codes.outer));
     if (s.outer == kOuterRow) x.outer_row_stride = codes.outer->stride(0);
     return x;
@@ -110,7 +110,7 @@ void add_out(mm::Problem& p, int64_t rows, const Tensor& out) {
 cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
     const SchemeParams& s = r.scheme;
     if (!r.scale) {
-        STD_TORCH_CHECK(!r.zero_point && !r.outer, "lowbit: a zero point and an outer scale need their scale");
+        STD_TORCH_CHECK(!r.zero_point && !r.outer, "lowbit: a zero point and an global scale need their scale");
         return {};
     }
     check_scale(*r.scale, shape, s, false);
@@ -119,7 +119,7 @@ cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
     STD_TORCH_CHECK((s.outer != 0) == r.outer.has_value() &&
                         (!r.outer || (r.outer->scalar_type() == ScalarType::Float && r.outer->is_contiguous() &&
                                       r.outer->numel() == outer_count(s, shape.rows))),
-                    "lowbit: schemes with a global scale alone have an outer scale");
+                    "lowbit: schemes with a global scale alone have an global scale");
     return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.outer))};
 }
 

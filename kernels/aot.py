@@ -114,7 +114,7 @@ def _scheme_cases() -> Iterator[Case]:
         made = launch.fake_quantize_backward(y, x, scheme, scale, zero, outer, y, sums)
         yield Case(f"fake_quantize_backward {name}", made, index in (1, 6))
         if outer is not None:
-            yield Case(f"outer_scale {name}", launch.outer_scale(x, outer, scheme), fast)
+            yield Case(f"global_scale {name}", launch.global_scale(x, outer, scheme), fast)
 
 
 def _products() -> list[tuple[scaling.Scheme, scaling.Scheme]]:

@@ -166,7 +166,7 @@ def _extremes(x: Tensor, tiles: Tiling, both: bool, finite: bool) -> tuple[Launc
     return Launch(quantize.reduce_extremes, tiles.grid, arguments, tiles.warps), high, low
 
 
-def outer_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
+def global_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
     """The global scale of x into ``out`` fp32 ``[1, 1]``, or those of its rows into ``[rows, 1]``."""
     rows, cols = x.shape
     tiles = tiling(rows, cols, (1 if scheme.outer == "row" else rows, cols))

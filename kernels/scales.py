@@ -15,7 +15,7 @@ from lowbit.kernels import bits
 from lowbit.kernels.spec import format_spec
 from lowbit.scaling import SCALE_FORMATS
 
-#: FMT of the float format that block scales below an outer scale are stored in.
+#: FMT of the float format that block scales below an global scale are stored in.
 INNER = tl.constexpr(format_spec(find(next(row.name for row in SCALE_FORMATS.values() if row.id == 4))))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.backends.registry import forced, use_backend
 from lowbit.calls import below_autograd
 from lowbit.ops import OPS
-from lowbit.ops.spec import stored_outer, stored_scale
+from lowbit.ops.spec import stored_global, stored_scale
 
 __all__ = ["backend_now", "on_backend"]
 
@@ -48,10 +48,10 @@ def _refuse(op: str, **constants: Tensor | None) -> None:
 
 def _fake_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = OPS["fake_quantize"].args(*inputs)
-    _refuse("fake_quantize", outer_scale=call.outer_scale)
+    _refuse("fake_quantize", global_scale=call.global_scale)
     ctx.backend, ctx.scheme = forced(), call.scheme
     ctx.learned = _wanted(call.scale)
-    ctx.save_for_backward(call.x, call.scale, call.zero_point, call.outer_scale)
+    ctx.save_for_backward(call.x, call.scale, call.zero_point, call.global_scale)
 
 
 def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,11 +63,11 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     call = OPS["fake_quantize_backward"].args(*inputs)
-    _refuse("fake_quantize_backward", outer_scale=call.outer_scale)
+    _refuse("fake_quantize_backward", global_scale=call.global_scale)
     ctx.set_materialize_grads(False)
     ctx.backend, ctx.scheme = forced(), call.scheme
     ctx.wanted = (_wanted(call.grad), _wanted(call.x), _wanted(call.scale))
-    ctx.save_for_backward(call.x, call.scale, call.zero_point, call.outer_scale)
+    ctx.save_for_backward(call.x, call.scale, call.zero_point, call.global_scale)
 
 
 def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -91,15 +91,15 @@ def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Each operand is saved only for the gradient of the other: a frozen weight leaves the activation free."""
     call = OPS["scaled_mm"].args(*inputs)
     _refuse(
-        "scaled_mm", a_scale=call.a_scale, a_outer_scale=call.a_outer_scale,
-        b_scale=call.b_scale, b_outer_scale=call.b_outer_scale,
+        "scaled_mm", a_scale=call.a_scale, a_global_scale=call.a_global_scale,
+        b_scale=call.b_scale, b_global_scale=call.b_global_scale,
     )  # fmt: skip
     ctx.backend, ctx.cols = forced(), call.cols
     ctx.schemes = (call.a_scheme, call.b_scheme)
     ctx.dtypes = (call.a.dtype, call.b.dtype)
     ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
-    a = (call.a, call.a_scale, call.a_zero_point, call.a_outer_scale)
-    b = (call.b, call.b_scale, call.b_zero_point, call.b_outer_scale)
+    a = (call.a, call.a_scale, call.a_zero_point, call.a_global_scale)
+    b = (call.b, call.b_scale, call.b_zero_point, call.b_global_scale)
     ctx.save_for_backward(*(a if _wanted(call.b) else [None] * 4), *(b if _wanted(call.a) else [None] * 4))
 
 
@@ -119,7 +119,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves no activation: the gradient of ``x`` needs the weight alone, and passes straight through x's rounding."""
     call = OPS["linear"].args(*inputs)
-    _refuse("linear", scale=call.scale, outer_scale=call.outer_scale, input_scale=call.input_scale)
+    _refuse("linear", scale=call.scale, global_scale=call.global_scale, input_scale=call.input_scale)
     if call.out_scheme is not None:
         raise RuntimeError(
             "lowbit.linear: x or bias requires grad, and a result in codes carries none; leave out_scheme out, or run "
@@ -127,7 +127,7 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         )
     ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
     ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
-    weight = (call.weight, stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale))
+    weight = (call.weight, stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
     ctx.save_for_backward(*(weight if _wanted(call.x) else [None] * 4))
 
 

@@ -141,7 +141,7 @@ def scale_all(chunks: list[int]) -> Results:
                 for isa, tally in results[name].items():
                     begun = time.perf_counter()
                     with forced_isa(isa):
-                        scale = lb.quantize(x, name, outer_scale=given).scale.view(-1)
+                        scale = lb.quantize(x, name, global_scale=given).scale.view(-1)
                     tally.seconds += time.perf_counter() - begun
                     tally.compared += CHUNK
                     wrong = (scale != torch.from_numpy(expected)).nonzero()[:, 0]
@@ -162,7 +162,7 @@ class Side(NamedTuple):
 @cache
 def side(text: str | None, rows: int, cols: int, seed: int) -> Side:
     call = make_call(random_matrix(rows, cols, seed=seed), torch.zeros(1, cols), text, None)
-    names = ("", "_scheme", "_scale", "_zero_point", "_outer_scale")
+    names = ("", "_scheme", "_scale", "_zero_point", "_global_scale")
     return Side({name: getattr(call, f"a{name}") for name in names}, mm_oracle.operand(call, 0))
 
 

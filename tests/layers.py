@@ -44,5 +44,5 @@ def _sides(a: Any, b: Any) -> list[Any]:
         x.reshape(-1, x.shape[-1]) if isinstance(x, Tensor) else x.codes.reshape(-1, x.codes.shape[-1]) for x in (a, b)
     ]
     schemes = [None if isinstance(x, Tensor) else x.scheme.name for x in (a, b)]
-    scales = [[None] * 3 if isinstance(x, Tensor) else [x.scale, x.zero_point, x.outer_scale] for x in (a, b)]
+    scales = [[None] * 3 if isinstance(x, Tensor) else [x.scale, x.zero_point, x.global_scale] for x in (a, b)]
     return [*data, a.shape[-1], *schemes, *scales[0], *scales[1]]

@@ -72,7 +72,7 @@ def units_of(side: Any, s: Scheme, cols: int) -> np.ndarray:
 
 
 def scales(s: Scheme, side: Any) -> np.ndarray:
-    outer = [None] if side.outer_scale is None else [oracles.Fraction(f) for f in side.outer_scale.flatten().tolist()]
+    outer = [None] if side.global_scale is None else [oracles.Fraction(f) for f in side.global_scale.flatten().tolist()]
     stored = side.scale.cpu().contiguous()
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[stored.element_size()]
     patterns = stored.view(view).long() & ((1 << 8 * stored.element_size()) - 1)

@@ -343,7 +343,7 @@ def negative_scale(stored: int, scheme: Scheme) -> bool:
     return bool(stored >> (bits - 1))
 
 
-def outer_scale(patterns: list[int], scheme: Scheme) -> Fraction:
+def global_scale(patterns: list[int], scheme: Scheme) -> Fraction:
     """The fp32 scale over the block scales of what it spans: finite amax over (divisor * 448)."""
     finite = [abs(Fraction(from_bits(p))) for p in patterns if p & 0x7FFFFFFF < F32_INF]
     amax = max(finite, default=Fraction(0))
@@ -367,7 +367,7 @@ def quantize(bits: np.ndarray, scheme: Scheme) -> Expected:
     r, c = scheme.block[0] or max(rows, 1), scheme.block[1] or max(cols, 1)
     shape = (-(-rows // r), -(-cols // c))
     spans = {None: [], "tensor": [bits], "row": list(bits)}[scheme.outer]
-    outers = [outer_scale(span.ravel().tolist(), scheme) for span in spans]
+    outers = [global_scale(span.ravel().tolist(), scheme) for span in spans]
     codes, decoded = np.zeros(bits.shape, np.uint8), np.zeros(bits.shape, np.uint32)
     scale, zero = np.zeros(shape, np.uint32), np.zeros(shape, np.int64)
     for i in range(shape[0]):

@@ -179,7 +179,7 @@ def test_tied_linears_share_one_quantized():
     model.body[1].weight = model.body[0].weight
     lb.quantize_(model, "nvfp4")
     first, second = model.body
-    for name in ("codes", "scale", "outer_scale"):
+    for name in ("codes", "scale", "global_scale"):
         assert getattr(first, name) is getattr(second, name)
     assert first.bias is not second.bias
     assert len([n for n, _ in model.named_parameters() if n.endswith("codes")]) == 1

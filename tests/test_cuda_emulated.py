@@ -101,7 +101,7 @@ def quantize_calls(scheme: scaling.Scheme) -> Iterator[Quantize]:
     shapes = [(5, 67), (20, 70), (3, 1283)] + ([(290, 131)] if scheme.block == (None, None) else [])
     for index, (rows, cols) in enumerate(shapes):
         x = random_matrix(rows, cols, seed=index, damage=index != 1).to(FLOATS[(index + len(scheme.name)) % 3])
-        outer = reference.outer_scale(x, scheme) if scheme.outer else None
+        outer = reference.global_scale(x, scheme) if scheme.outer else None
         if index != 1 or scheme.format.kind == "codebook":
             yield Quantize(x, scheme.name, outer)
         else:
@@ -118,7 +118,7 @@ def numbers(scheme: scaling.Scheme, rows: int, cols: int) -> list[int]:
 def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """quantize, quantize_static, dequantize and fake_quantize, dynamic and static."""
     for call in quantize_calls(scheme):
-        x, outer = call.x, call.outer_scale
+        x, outer = call.x, call.global_scale
         rows, cols = x.shape
         what = f"{scheme} {x.dtype} [{rows}, {cols}] {call.rounding}"
         codes, scale, zero = reference.quantize(x, scheme, outer, reference_rng(call))
@@ -161,7 +161,7 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
 def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """Of x to the bit, dynamic and static; of given scales within the op's bound, over blocks in pieces too."""
     for index, call in enumerate(quantize_calls(scheme)):
-        x, outer = call.x, call.outer_scale
+        x, outer = call.x, call.global_scale
         grad = random_matrix(*x.shape, seed=5, damage=index == 1).to(FLOATS[(index + len(scheme.name)) // 2 % 3])
         scale, zero = reference.block_scales(x, scheme, outer)
         expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
@@ -178,7 +178,7 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nf4:e4m3", "nvfp4:global_row"])
-def test_outer_scale(cuda: Emulated, name: str) -> None:
+def test_global_scale(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)
     for x in (
         random_matrix(70, 131, seed=3, damage=True),
@@ -187,8 +187,8 @@ def test_outer_scale(cuda: Emulated, name: str) -> None:
         torch.full((2, 2), torch.nan),
     ):
         out = poison(*scheme.outer_shape(x.shape[0]), dtype=torch.float32)
-        cuda("outer_scale", view(x), out, numbers(scheme, *x.shape))
-        assert_same_bits(out, reference.outer_scale(x, scheme), name)
+        cuda("global_scale", view(x), out, numbers(scheme, *x.shape))
+        assert_same_bits(out, reference.global_scale(x, scheme), name)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def product(cuda: Emulated, call: matmul.ScaledMM, major: int) -> Tensor:
             sides += [view(side.data), None, None, None]
         else:
             params = numbers(scaling.scheme(side.scheme), side.data.shape[0], call.cols)
-            sides += [view(side.data, call.cols), params, side.scale, side.outer_scale]
+            sides += [view(side.data, call.cols), params, side.scale, side.global_scale]
     cuda("scaled_mm", *sides, view(out), view(call.bias), call.cols, major)
     return out
 

@@ -97,12 +97,12 @@ def test_large_ragged(backend: str, scheme: scaling.Scheme) -> None:
         x = random_matrix(rows, cols, seed=index, damage=index != 1).to(
             (torch.float32, torch.bfloat16, torch.float16)[index]
         )
-        outer = run("outer_scale", OPS["outer_scale"].args(x, scheme.name))[0] if scheme.outer else None
+        outer = run("global_scale", OPS["global_scale"].args(x, scheme.name))[0] if scheme.outer else None
         rounding = "nearest" if scheme.format.kind == "codebook" or index == 0 else "stochastic"
         more = {"rounding": rounding, "seed": 5, "step": 2, "stream": 3, "offset": 1 << 33, "pitch": 50_000}
         what = f"{scheme} [{rows}, {cols}] {rounding}"
         compare("quantize", OPS["quantize"].args(x, scheme.name, outer, **more), backend, what)
-        compare("fake_quantize", OPS["fake_quantize"].args(x, scheme.name, outer_scale=outer, **more), backend, what)
+        compare("fake_quantize", OPS["fake_quantize"].args(x, scheme.name, global_scale=outer, **more), backend, what)
         codes, scale, zero = run("quantize", OPS["quantize"].args(x, scheme.name, outer))
         zero = zero if scheme.affine else None
         call = OPS["dequantize"].args(codes, scheme.name, cols, scale, zero, outer, x.dtype)

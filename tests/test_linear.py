@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant):
 
 def weight_of(call: Linear) -> lb.Quantized:
     return lb.Quantized(
-        call.weight, call.scale, call.zero_point, call.outer_scale, lb.scheme(call.scheme),
+        call.weight, call.scale, call.zero_point, call.global_scale, lb.scheme(call.scheme),
         torch.Size((call.weight.shape[0], call.x.shape[-1])), torch.float32,
     )  # fmt: skip
 
@@ -263,7 +263,7 @@ def test_a_chain_of_layers_in_integers():
         ({"out_scale": 1.0}, "are those of an out_scheme; give that too"),
         ({"input": "int8:row", "input_scale": torch.ones(3)}, r"scale must have shape \[2, 1\], got \[3\]"),
         ({"out_scheme": "int8:tensor", "out": torch.zeros(2, 5)}, "out= is for a result in floats"),
-        ({"out_scheme": "nvfp4", "out_scale": 1.0}, "needs its outer_scale too"),
+        ({"out_scheme": "nvfp4", "out_scale": 1.0}, "needs its global_scale too"),
         ({"input": "int8:tensor", "input_zero_point": 3}, "a zero_point needs its scale"),
     ],
 )

@@ -358,9 +358,9 @@ def test_explain_of_given_scales(scheme):
 
 
 def test_explain_knows_every_op_that_has_a_public_function():
-    inner = {"outer_scale", "block_range", "quantize_static", "fake_quantize_backward", "linear_packed"}
-    with pytest.raises(ValueError, match="unknown op 'outer_scale'; expected one of") as caught:
-        lb.explain("outer_scale")
+    inner = {"global_scale", "block_range", "quantize_static", "fake_quantize_backward", "linear_packed"}
+    with pytest.raises(ValueError, match="unknown op 'global_scale'; expected one of") as caught:
+        lb.explain("global_scale")
     assert set(str(caught.value).split("one of ")[1].split(", ")) == set(OPS) - inner
 
 

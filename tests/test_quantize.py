@@ -35,7 +35,7 @@ def test_fake_quantize_is_quantize_then_dequantize(variant: Variant, s):
                 both = lb.fake_quantize(x, s, **rng), lb.quantize(x, s, **rng).dequantize()
                 assert_same_bits(*both, f"{s} {shape} stochastic", source=x)
             q = lb.quantize(random_matrix(*shape, seed=50).to(variant.device), s)
-            static = dict(scale=q.scale, zero_point=q.zero_point, outer_scale=q.outer_scale)
+            static = dict(scale=q.scale, zero_point=q.zero_point, global_scale=q.global_scale)
             both = lb.fake_quantize(x, s, **static), lb.quantize(x, s, **static).dequantize()
             assert_same_bits(*both, f"{s} {shape} static", source=x)
 
@@ -130,7 +130,7 @@ def test_out_is_filled_and_returned(variant: Variant, name):
         for part in wanted.parts:
             assert_same_bits(out.parts[part], wanted.parts[part], part)
             assert out.parts[part].data_ptr() == storages[part]
-        static = dict(scale=wanted.scale, zero_point=wanted.zero_point, outer_scale=wanted.outer_scale)
+        static = dict(scale=wanted.scale, zero_point=wanted.zero_point, global_scale=wanted.global_scale)
         again = lb.quantize(x, name)
         assert lb.quantize(y, name, **static, out=again) is again
         for part in wanted.parts:
@@ -227,9 +227,9 @@ def test_the_forms_in_which_users_give_scales():
     ):
         assert_same_bits(lb.quantize(x, "uint8:row:affine", scale=scales, zero_point=zero).codes, affine.codes)
     two = lb.quantize(x, "nvfp4")
-    again = lb.quantize(x, "nvfp4", scale=two.scale, outer_scale=float(two.outer_scale))
+    again = lb.quantize(x, "nvfp4", scale=two.scale, global_scale=float(two.global_scale))
     assert_same_bits(again.codes, two.codes)
-    dynamic = lb.quantize(x, "nvfp4", outer_scale=two.outer_scale)
+    dynamic = lb.quantize(x, "nvfp4", global_scale=two.global_scale)
     assert_same_bits(dynamic.scale, two.scale)
 
 
@@ -252,11 +252,11 @@ def test_the_forms_in_which_users_give_scales():
         (dict(scheme="int8:row:bf16", scale=0.3), ValueError, "stores scales as bf16, which cannot hold"),
         (dict(scheme="mxfp8", scale=-1.0), ValueError, "cannot hold the scale"),
         (dict(scheme="mxfp8", scale=0.0), ValueError, "cannot hold the scale"),
-        (dict(scheme="nvfp4", scale=1.0), ValueError, "needs its outer_scale too"),
-        (dict(scheme="int8:row", outer_scale=1.0), ValueError, "has no outer_scale"),
+        (dict(scheme="nvfp4", scale=1.0), ValueError, "needs its global_scale too"),
+        (dict(scheme="int8:row", global_scale=1.0), ValueError, "has no global_scale"),
         (dict(scheme="int8:row", scale=1 + 0j), TypeError, "a scale must be a real number, got a complex one"),
         (dict(scheme="int8:row", scale=torch.ones(6, 1) * 1j), TypeError, "a scale must be a real number"),
-        (dict(scheme="nvfp4", outer_scale=torch.tensor(1j)), TypeError, "a scale must be a real number"),
+        (dict(scheme="nvfp4", global_scale=torch.tensor(1j)), TypeError, "a scale must be a real number"),
         (dict(scheme="int9:row"), ValueError, "unknown format 'int9'"),
         (dict(scheme="int8:row", rounding="up"), ValueError, "rounding must be 'nearest' or 'stochastic', got 'up'"),
         (dict(scheme="nf4", rounding="stochastic"), ValueError, "codebook and rounds to nearest only"),
@@ -306,7 +306,7 @@ def test_formats_that_have_no_codes():
         ("int4:row:affine", {"scale": torch.rand(8, 1) + 0.5, "zero_point": torch.full((8, 1), 100, dtype=torch.int8)},
          "zero_point"),
         ("mxfp8:T", {"scale": torch.full((1, 32), 0.75)}, "cannot hold"),
-        ("nvfp4", {"outer_scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot hold"),
+        ("nvfp4", {"global_scale": torch.tensor(0.1, dtype=torch.float64)}, "cannot hold"),
     ],
 )  # fmt: skip
 def test_scales_that_do_not_fit_are_refused(scheme, arguments, message):

@@ -140,7 +140,7 @@ def test_shapes_of_everything(s, x):
     rows, cols = x.shape
     assert tuple(q.codes.shape) == (rows, s.packed_cols(cols)) and q.codes.dtype == torch.uint8
     assert tuple(q.scale.shape) == s.scale_shape(rows, cols)
-    assert (q.zero_point is not None) == s.affine and (q.outer_scale is not None) == bool(s.outer)
+    assert (q.zero_point is not None) == s.affine and (q.global_scale is not None) == bool(s.outer)
     assert_same_bits(lb.fake_quantize(x, s), q.dequantize(), f"{s} {list(x.shape)} {x.dtype} {x.stride()}")
 
 
@@ -149,7 +149,7 @@ def test_quantizing_what_was_decoded_with_the_same_scales_returns_the_codes(s, x
     """Where nothing is lost on the way: in fp32, and no scale so small that a product is rounded as a subnormal."""
     x = x.float() * 2.0 ** (-float(x.float().abs().max().log2().floor()) if x.any() and x.isfinite().all() else 0)
     q = lb.quantize(x, s)
-    again = lb.quantize(q.dequantize(), s, scale=q.scale, zero_point=q.zero_point, outer_scale=q.outer_scale)
+    again = lb.quantize(q.dequantize(), s, scale=q.scale, zero_point=q.zero_point, global_scale=q.global_scale)
     difference = q.codes != again.codes
     if s.format.kind == "codebook" or s.outer:  # -0 and zeros of blocks without scale
         assert_same_bits(again.dequantize(), q.dequantize(), str(s))

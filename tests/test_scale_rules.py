@@ -38,7 +38,7 @@ def test_a_row_under_its_own_global_scale_is_quantized_as_if_alone(variant: Vari
     with variant.use():
         q = lb.quantize(x, f"{name}:global_row")
         y, fake = q.dequantize(), lb.fake_quantize(x, q.scheme)
-        assert q.outer_scale is not None and q.outer_scale.shape == (7, 1)
+        assert q.global_scale is not None and q.global_scale.shape == (7, 1)
         for row in range(len(x)):
             alone = lb.quantize(x[row : row + 1], name)
             for part, value in alone.parts.items():
@@ -57,7 +57,7 @@ def test_rows_wider_than_one_pass_have_their_own_global_scales(variant: Variant)
         for row in range(3):
             alone = lb.quantize(x[row : row + 1], "int8:row:e4m3")
             assert_same_bits(q.codes[row : row + 1].cpu(), alone.codes.cpu(), f"row {row}")
-            assert_same_bits(q.outer_scale[row : row + 1].cpu(), alone.outer_scale.cpu(), f"row {row}")
+            assert_same_bits(q.global_scale[row : row + 1].cpu(), alone.global_scale.cpu(), f"row {row}")
 
 
 @everywhere
@@ -75,11 +75,11 @@ def test_a_global_scale_a_row_belongs_to_the_rows():
     assert q.nbytes == 4 * 16 + 4 * 2 + 4 * 4
     with pytest.raises(ValueError, match="'global_row' needs blocks of one row"):
         q.t()
-    with pytest.raises(ValueError, match=r"outer_scale must have shape \[4, 1\]"):
-        lb.quantize(torch.randn(4, 32), "nvfp4:global_row", outer_scale=torch.ones(3))
-    with pytest.raises(ValueError, match="int8:row has no outer_scale; add ':e4m3'"):
-        lb.quantize(torch.randn(4, 32), "int8:row", outer_scale=1.0)
-    with pytest.raises(ValueError, match=r"keeps the outer_scale of 4 rows as float32 \[4, 1\]"):
+    with pytest.raises(ValueError, match=r"global_scale must have shape \[4, 1\]"):
+        lb.quantize(torch.randn(4, 32), "nvfp4:global_row", global_scale=torch.ones(3))
+    with pytest.raises(ValueError, match="int8:row has no global_scale; add ':e4m3'"):
+        lb.quantize(torch.randn(4, 32), "int8:row", global_scale=1.0)
+    with pytest.raises(ValueError, match=r"keeps the global_scale of 4 rows as float32 \[4, 1\]"):
         torch.ops.lowbit.quantize(torch.randn(4, 32), "nvfp4:global_row", torch.ones(1, 1))
 
 
@@ -110,13 +110,13 @@ def test_any_global_scale_may_be_given(variant: Variant, name):
         sign = torch.tensor(-1.0) if str(outer).startswith("-") or torch.tensor(outer).signbit() else torch.tensor(1.0)
         level = torch.tensor(outer).abs().copysign(sign).reshape(1, 1).expand(scheme(name).outer_shape(4)).contiguous()
         with lb.use_backend("reference"):
-            wanted = lb.quantize(x, name, outer_scale=level)
-            static = lb.quantize(x, name, scale=wanted.scale, outer_scale=level)
+            wanted = lb.quantize(x, name, global_scale=level)
+            static = lb.quantize(x, name, scale=wanted.scale, global_scale=level)
             decoded = wanted.dequantize()
         with variant.use():
             there = level.to(variant.device)
-            got = lb.quantize(x.to(variant.device), name, outer_scale=there)
-            again = lb.quantize(x.to(variant.device), name, scale=got.scale, outer_scale=there)
+            got = lb.quantize(x.to(variant.device), name, global_scale=there)
+            again = lb.quantize(x.to(variant.device), name, scale=got.scale, global_scale=there)
             y = got.dequantize()
         assert_same_bits(got.scale.cpu(), wanted.scale, f"{name} scale under {outer}")
         assert_same_bits(got.codes.cpu(), wanted.codes, f"{name} codes under {outer}")
@@ -134,14 +134,14 @@ def test_the_sign_of_a_scale_is_that_of_the_product():
         assert value.isnan().tolist() == [[True, True, False, False]]
     zeros = torch.zeros(1, 16)
     for outer, code in ((0.0, 0x00), (-0.0, 0x80), (-1.0, 0x80), (float("nan"), 0x7F)):
-        assert lb.quantize(zeros, "nvfp4", outer_scale=torch.tensor([[outer]])).scale.tolist() == [[code]]
+        assert lb.quantize(zeros, "nvfp4", global_scale=torch.tensor([[outer]])).scale.tolist() == [[code]]
 
 
 # -- E4M3 rounded up ---------------------------------------------------------------------------------------------------
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=16, max_size=16), st.floats(2.0**-10, 1024, width=32))
 def test_e4m3_ceil_is_the_least_code_that_does_not_clip(values, outer):
     x = torch.tensor([values])
-    scale = int(lb.quantize(x, "nvfp4:ceil", outer_scale=outer).scale)
+    scale = int(lb.quantize(x, "nvfp4:ceil", global_scale=outer).scale)
     amax = max(abs(Fraction(v)) for v in values)
     inner = oracles.fp32(Fraction(oracles.fp32(amax / 6)) / Fraction(outer))
     above = [code for code in range(0x7F) if oracles.value_of(find("fp8_e4m3"), code) >= inner]
@@ -154,7 +154,7 @@ def test_stochastic_codes_below_a_scale_rounded_up_are_unbiased(name, unbiased):
     s = scheme(name)
     x = torch.randn(40, 16, generator=torch.Generator().manual_seed(2))
     q = lb.quantize(x, s)
-    scale = reference.scale_value(q.scale, s, q.outer_scale)
+    scale = reference.scale_value(q.scale, s, q.global_scale)
     quotient = reference.divide(x, scale, s)
     words = torch.arange(1 << 16)[:, None]
     mean = torch.empty(x.shape, dtype=torch.float64)

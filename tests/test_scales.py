@@ -90,7 +90,7 @@ def test_rounded_up_scales_never_clip(name):
 
 @pytest.mark.parametrize("variant, s", with_each(schemes()))
 def test_every_scheme_on_damaged_blocks_equals_rationals(variant: Variant, s):
-    """Codes, scales, zero points, outer scale and decoded bits of ragged matrices with 0, subnormals, Inf and NaN."""
+    """Codes, scales, zero points, global scale and decoded bits of ragged matrices with 0, subnormals, Inf and NaN."""
     for bits, expected in damaged(s.name):
         x = numbers(bits).to(variant.device)
         if reason := variant.refuses("quantize", x, s):
@@ -104,7 +104,7 @@ def test_every_scheme_on_damaged_blocks_equals_rationals(variant: Variant, s):
 
 def check(q: lb.Quantized, codes: torch.Tensor, y: torch.Tensor, expected: oracles.Expected, what: str, x) -> None:
     if expected.outer is not None:
-        assert pattern(q.outer_scale).flatten().tolist() == expected.outer, f"{what}: outer scale"
+        assert pattern(q.global_scale).flatten().tolist() == expected.outer, f"{what}: global scale"
     assert_same_bits(q.scale.cpu(), expected.scale.astype(np.int64), f"{what}: scale")
     if q.zero_point is not None:
         assert q.zero_point.cpu().long().tolist() == expected.zero_point.tolist(), f"{what}: zero point"
@@ -300,7 +300,7 @@ def test_damage_shows_and_only_in_its_block(variant: Variant, s):
 @everywhere
 @pytest.mark.parametrize("name", ["nvfp4", "nf4:e4m3", "int4:group32:e4m3", "fp4_e2m1:row:e4m3"])
 def test_two_levels(variant: Variant, name):
-    """A block far below the tensor's largest gets scale 0 and zeros with their signs; the outer scale is finite."""
+    """A block far below the tensor's largest gets scale 0 and zeros with their signs; the global scale is finite."""
     x = torch.full((2, 64), 3.0)
     x[0] *= 1e-9
     x[0, 1::2] *= -1
@@ -314,5 +314,5 @@ def test_two_levels(variant: Variant, name):
     with variant.use():
         empty = lb.quantize(torch.zeros(3, 32, device=variant.device), name)
         broken = lb.quantize(torch.full((1, 32), torch.nan, device=variant.device), name)
-    assert float(empty.outer_scale) == 1.0 and not empty.scale.any()
-    assert float(broken.outer_scale) == 1.0 and broken.scale.unique().tolist() == [find("fp8_e4m3").nan_code]
+    assert float(empty.global_scale) == 1.0 and not empty.scale.any()
+    assert float(broken.global_scale) == 1.0 and broken.scale.unique().tolist() == [find("fp8_e4m3").nan_code]

@@ -93,7 +93,7 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
         else random_matrix(40, 70, damage=True)
     )
     random = reference.Rng(2**63 - 5, 3, 2**32 - 1, -16, 1024) if stochastic else None
-    outer = reference.outer_scale(x, scheme) if scheme.outer else None
+    outer = reference.global_scale(x, scheme) if scheme.outer else None
     codes, scale, zero_point = reference.quantize(x, scheme, outer, random)
     stored = packing.pack(codes, scheme.format.bits)
     expected = reference.dequantize(codes, scheme, scale, zero_point, outer, x.dtype)
@@ -111,7 +111,7 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
     assert_same_bits(back.cpu(), expected, f"dequantize {name}")
     if outer is not None:
         out = torch.empty_like(outer, device=DEVICE)
-        launch.run(launch.outer_scale(x, out, scheme))
+        launch.run(launch.global_scale(x, out, scheme))
         assert_same_bits(out.cpu(), outer, f"outer {name}")
 
 

@@ -134,7 +134,7 @@ LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r,
 }
 
 // fp32 bits of a global scale, for the largest finite magnitude of what it spans.
-LOWBIT_HD uint32_t make_outer_scale(uint32_t amax, const ScaleRule& r) { return normal_scale(amax, r.outer_divisor); }
+LOWBIT_HD uint32_t make_global_scale(uint32_t amax, const ScaleRule& r) { return normal_scale(amax, r.outer_divisor); }
 
 // -- memory ----------------------------------------------------------------------------------------------------------
 

@@ -38,11 +38,11 @@ const char* launch_decode(const Codes& codes, const Matrix& out, const FormatPar
 const char* launch_pack(const Codes& codes, const Codes& packed, int bits, void* stream);
 const char* launch_unpack(const Codes& packed, const Codes& codes, int bits, void* stream);
 
-// Bytes of device memory that outer_scale, and quantize or fake_quantize with scales computed from x, need meanwhile.
-int64_t outer_scale_scratch(const SchemeParams& scheme, int64_t rows);
+// Bytes of device memory that global_scale, and quantize or fake_quantize with scales computed from x, need meanwhile.
+int64_t global_scale_scratch(const SchemeParams& scheme, int64_t rows);
 int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols);
 
-const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream);
+const char* launch_global_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream);
 
 // The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.
 int64_t block_range_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols);

@@ -101,7 +101,7 @@ lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, co
     STD_TORCH_CHECK(
         (scheme.outer != 0) == outer.has_value() &&
             (!outer.has_value() || (outer->numel() == lowbit::outer_count(scheme, rows) && outer->is_contiguous())),
-        "lowbit: schemes with a global scale, and no others, have outer scales, contiguous");
+        "lowbit: schemes with a global scale, and no others, have global scales, contiguous");
     void* zeros = data(zero_point, "zero_point");
     STD_TORCH_CHECK(!scale.has_value() || (scheme.affine != 0) == (zeros != nullptr),
                     "lowbit: affine schemes, and no others, have zero points");
@@ -152,14 +152,14 @@ void unpack(const Tensor& packed, Tensor out, int64_t bits) {
                            static_cast<int>(bits), on.stream()));
 }
 
-void outer_scale(const Tensor& x, Tensor out, int64_t scheme) {
+void global_scale(const Tensor& x, Tensor out, int64_t scheme) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
     STD_TORCH_CHECK(out.numel() == lowbit::outer_count(params, from.rows),
-                    "lowbit: one outer scale for each that x has");
-    const Tensor scratch = scratch_of(x, lb::outer_scale_scratch(params, from.rows));
-    done(lb::launch_outer_scale(from, static_cast<float*>(out.data_ptr()), params, scratch.data_ptr(), on.stream()));
+                    "lowbit: one global scale for each that x has");
+    const Tensor scratch = scratch_of(x, lb::global_scale_scratch(params, from.rows));
+    done(lb::launch_global_scale(from, static_cast<float*>(out.data_ptr()), params, scratch.data_ptr(), on.stream()));
 }
 
 void block_range(const Tensor& x, Tensor low, Tensor high, int64_t scheme) {
@@ -279,7 +279,7 @@ STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CUDA, m) {
     m.impl("decode", TORCH_BOX(&decode));
     m.impl("pack", TORCH_BOX(&pack));
     m.impl("unpack", TORCH_BOX(&unpack));
-    m.impl("outer_scale", TORCH_BOX(&outer_scale));
+    m.impl("global_scale", TORCH_BOX(&global_scale));
     m.impl("block_range", TORCH_BOX(&block_range));
     m.impl("quantize", TORCH_BOX(&quantize));
     m.impl("quantize_static", TORCH_BOX(&quantize_static));

@@ -50,7 +50,7 @@ def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Sca
     if given is None:
         return _quantize(parts, x, scaling.scheme(call.input))
     assert given.scale is not None
-    static = q.QuantizeStatic(x, call.input, given.scale, given.zero_point, given.outer_scale)
+    static = q.QuantizeStatic(x, call.input, given.scale, given.zero_point, given.global_scale)
     (codes,) = outs = _empty("quantize_static", static, x.device)
     parts["quantize_static"].run(outs, static)
     return codes, given
@@ -60,8 +60,8 @@ def _quantize(parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme) -> tupl
     outer = None
     if scheme.outer:
         asked = q.OuterScale(x, scheme.name)
-        (outer,) = _empty("outer_scale", asked, x.device)
-        parts["outer_scale"].run((outer,), asked)
+        (outer,) = _empty("global_scale", asked, x.device)
+        parts["global_scale"].run((outer,), asked)
     call = q.Quantize(x, scheme.name, outer)
     codes, scale, zero = outs = _empty("quantize", call, x.device)
     parts["quantize"].run(outs, call)
@@ -93,7 +93,7 @@ def _no_codes(parts: dict[str, Impl], call: Linear) -> str | None:
     x = as_rows(call.x)
     asked = []
     if call.input is not None and call.input_scale is not None:
-        asked.append(q.QuantizeStatic(x, call.input, call.input_scale, call.input_zero_point, call.input_outer_scale))
+        asked.append(q.QuantizeStatic(x, call.input, call.input_scale, call.input_zero_point, call.input_global_scale))
     if call.out_scheme is not None and call.out_scale is not None:
         y = torch.empty((x.shape[0], call.weight.shape[0]), device="meta")
         asked.append(q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point))

@@ -35,7 +35,7 @@ def _rows(data: Tensor, scheme: str | None) -> Tensor:
 def _scaled_mm(outs: tuple[Tensor, ...], call: ScaledMM) -> None:
     operands: list[Any] = []
     for side in matmul.sides(call):
-        scales = (side.scale, side.zero_point, side.outer_scale)
+        scales = (side.scale, side.zero_point, side.global_scale)
         operands += [_rows(side.data, side.scheme), scheme_number(side.scheme), *scales]
     torch.ops.lowbit_native.scaled_mm(*operands, call.bias, outs[0], call.cols)
 
@@ -45,11 +45,11 @@ def _x_rows(x: Tensor, quantized: bool) -> Tensor:
 
 
 def _linear(outs: tuple[Tensor, ...], call: Linear) -> None:
-    given = (call.input_scale, call.input_zero_point, call.input_outer_scale)
+    given = (call.input_scale, call.input_zero_point, call.input_global_scale)
     torch.ops.lowbit_native.linear(
         _x_rows(call.x, call.input is not None), scheme_number(call.input),
         *(None if t is None else t.contiguous() for t in given),
-        _rows(call.weight, call.scheme), scheme_number(call.scheme), call.scale, call.zero_point, call.outer_scale,
+        _rows(call.weight, call.scheme), scheme_number(call.scheme), call.scale, call.zero_point, call.global_scale,
         call.bias, scheme_number(call.out_scheme),
         *(None if t is None else t.contiguous() for t in (call.out_scale, call.out_zero_point)), outs[0],
     )  # fmt: skip

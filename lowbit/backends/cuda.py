@@ -33,7 +33,7 @@ def _supports(call: Any) -> str | None:
 
 def _operand(side: matmul.Side) -> list[object]:
     data = side.data if side.data.shape[1] <= 1 or side.data.stride(1) == 1 else side.data.contiguous()
-    parts = (side.scale, side.zero_point, side.outer_scale)
+    parts = (side.scale, side.zero_point, side.global_scale)
     return [
         data,
         native_ops.scheme_number(side.scheme),

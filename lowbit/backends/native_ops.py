@@ -83,7 +83,7 @@ class Argument:
 
 
 _X, _CODES = Argument("x", _matrix), Argument("codes", _dense_matrix)
-_SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("outer_scale", _dense))
+_SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("global_scale", _dense))
 _FORMAT, _SCHEME, _RNG = Argument("format", _format), Argument("scheme", scheme_number), Argument(None, _rng)
 _OUT = Argument(0, _filled)
 
@@ -93,10 +93,10 @@ _ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "decode": (_CODES, _OUT, _FORMAT),
     "pack": (_CODES, _OUT, Argument("bits")),
     "unpack": (Argument("packed", _dense_matrix), _OUT, Argument("bits")),
-    "outer_scale": (_X, Argument(0), _SCHEME),
+    "global_scale": (_X, Argument(0), _SCHEME),
     "block_range": (_X, Argument(0), Argument(1), _SCHEME),
     "quantize": (
-        _X, Argument("outer_scale", _dense), _OUT, Argument(1), Argument(2, lambda t: t if t.dim() == 2 else None),
+        _X, Argument("global_scale", _dense), _OUT, Argument(1), Argument(2, lambda t: t if t.dim() == 2 else None),
         _SCHEME, _RNG,
     ),
     "quantize_static": (_X, *_SCALES, _OUT, _SCHEME, _RNG),

@@ -40,8 +40,8 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
     outs[0].copy_(packing.unpack(call.packed, call.bits, call.cols))
 
 
-def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
-    outs[0].copy_(reference.outer_scale(call.x, scaling.scheme(call.scheme)))
+def _global_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+    outs[0].copy_(reference.global_scale(call.x, scaling.scheme(call.scheme)))
 
 
 def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
@@ -57,7 +57,7 @@ def _store(out: Tensor, codes: Tensor, scheme: scaling.Scheme) -> None:
 
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
-    codes, scale, zero_point = reference.quantize(as_rows(call.x), scheme, call.outer_scale, _rng(call))
+    codes, scale, zero_point = reference.quantize(as_rows(call.x), scheme, call.global_scale, _rng(call))
     _store(outs[0], codes, scheme)
     outs[1].copy_(scale)
     if zero_point is not None:
@@ -67,7 +67,7 @@ def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
 def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
     scheme = scaling.scheme(call.scheme)
     codes = reference.quantize_static(
-        as_rows(call.x), scheme, call.scale, call.zero_point, call.outer_scale, _rng(call)
+        as_rows(call.x), scheme, call.scale, call.zero_point, call.global_scale, _rng(call)
     )
     _store(outs[0], codes, scheme)
 
@@ -75,18 +75,18 @@ def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
 def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
     scheme = scaling.scheme(call.scheme)
     codes = reference.unpack(as_rows(call.codes), scheme, call.cols)
-    y = reference.dequantize(codes, scheme, call.scale, call.zero_point, call.outer_scale, call.dtype)
+    y = reference.dequantize(codes, scheme, call.scale, call.zero_point, call.global_scale, call.dtype)
     outs[0].copy_(y.reshape(outs[0].shape))
 
 
 def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
     scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
     if call.scale is None:
-        codes, scale, zero_point = reference.quantize(x, scheme, call.outer_scale, _rng(call))
+        codes, scale, zero_point = reference.quantize(x, scheme, call.global_scale, _rng(call))
     else:
         scale, zero_point = call.scale, call.zero_point
-        codes = reference.quantize_static(x, scheme, scale, zero_point, call.outer_scale, _rng(call))
-    y = reference.dequantize(codes, scheme, scale, zero_point, call.outer_scale, call.x.dtype)
+        codes = reference.quantize_static(x, scheme, scale, zero_point, call.global_scale, _rng(call))
+    y = reference.dequantize(codes, scheme, scale, zero_point, call.global_scale, call.x.dtype)
     outs[0].copy_(y.reshape(outs[0].shape))
 
 
@@ -94,9 +94,9 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
     scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
     scale, zero_point = call.scale, call.zero_point
     if scale is None:
-        scale, zero_point = reference.block_scales(x, scheme, call.outer_scale)
+        scale, zero_point = reference.block_scales(x, scheme, call.global_scale)
     grad_x, grad_scale = reference.fake_quantize_backward(
-        call.grad.reshape(matrix_shape(call.x)), x, scheme, scale, zero_point, call.outer_scale
+        call.grad.reshape(matrix_shape(call.x)), x, scheme, scale, zero_point, call.global_scale
     )
     outs[0].copy_(grad_x.reshape(outs[0].shape))
     if call.scale is not None:
@@ -134,7 +134,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "decode": _decode,
     "pack": _pack,
     "unpack": _unpack,
-    "outer_scale": _outer_scale,
+    "global_scale": _global_scale,
     "block_range": _block_range,
     "quantize": _quantize,
     "quantize_static": _quantize_static,

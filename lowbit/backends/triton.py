@@ -71,8 +71,8 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
     _start(_launch().unpack(as_rows(call.packed), as_rows(outs[0]), call.bits), call.packed.device)
 
 
-def _outer_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
-    _start(_launch().outer_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
+def _global_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+    _start(_launch().global_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
 
 
 def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
@@ -83,14 +83,14 @@ def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     codes, scale, zero_point = outs
     scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
     launches = _launch().quantize_dynamic(
-        x, scheme, call.outer_scale, as_rows(codes), scale, zero_point if scheme.affine else None, _rounding(call)
+        x, scheme, call.global_scale, as_rows(codes), scale, zero_point if scheme.affine else None, _rounding(call)
     )
     _start(launches, x.device)
 
 
 def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
     launches = _launch().quantize_static(
-        as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point, call.outer_scale,
+        as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point, call.global_scale,
         as_rows(outs[0]), _rounding(call),
     )  # fmt: skip
     _start(launches, call.x.device)
@@ -98,7 +98,7 @@ def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
 
 def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
     launches = _launch().dequantize(
-        as_rows(call.codes), scaling.scheme(call.scheme), call.scale, call.zero_point, call.outer_scale,
+        as_rows(call.codes), scaling.scheme(call.scheme), call.scale, call.zero_point, call.global_scale,
         as_rows(outs[0]),
     )  # fmt: skip
     _start(launches, call.codes.device)
@@ -107,10 +107,10 @@ def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
 def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
     scheme, x, out, rounding = scaling.scheme(call.scheme), as_rows(call.x), as_rows(outs[0]), _rounding(call)
     if call.scale is None:
-        launches = _launch().quantize_dynamic(x, scheme, call.outer_scale, out, None, None, rounding, fake=True)
+        launches = _launch().quantize_dynamic(x, scheme, call.global_scale, out, None, None, rounding, fake=True)
     else:
         launches = _launch().quantize_static(
-            x, scheme, call.scale, call.zero_point, call.outer_scale, out, rounding, fake=True
+            x, scheme, call.scale, call.zero_point, call.global_scale, out, rounding, fake=True
         )
     _start(launches, x.device)
 
@@ -118,7 +118,7 @@ def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
 def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackward) -> None:
     launches = _launch().fake_quantize_backward(
         as_rows(call.grad), as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point,
-        call.outer_scale, as_rows(outs[0]), None if call.scale is None else outs[1],
+        call.global_scale, as_rows(outs[0]), None if call.scale is None else outs[1],
     )  # fmt: skip
     _start(launches, call.x.device)
 
@@ -127,7 +127,7 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     operands = [
         value
         for side in matmul.sides(call)
-        for value in (side.data, scaling.scheme(str(side.scheme)), side.scale, side.outer_scale)
+        for value in (side.data, scaling.scheme(str(side.scheme)), side.scale, side.global_scale)
     ]
     _start(_launch().scaled_mm(*operands, call.bias, outs[0], call.cols), outs[0].device)
 
@@ -179,7 +179,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "decode": (_decode, _fits_first),
     "pack": (_pack, _fits_first),
     "unpack": (_unpack, _fits_cols),
-    "outer_scale": (_outer_scale, _fits_first),
+    "global_scale": (_global_scale, _fits_first),
     "block_range": (_block_range, _fits_first),
     "quantize": (_quantize, _fits_first),
     "quantize_static": (_quantize_static, _fits_first),

@@ -26,7 +26,7 @@ def linear(
     *,
     input_scale: Tensor | float | None = None,
     input_zero_point: Tensor | int | None = None,
-    input_outer_scale: Tensor | float | None = None,
+    input_global_scale: Tensor | float | None = None,
     out_scheme: str | Scheme | None = None,
     out_scale: Tensor | float | None = None,
     out_zero_point: Tensor | int | None = None,
@@ -50,9 +50,9 @@ def linear(
     of_input = None if input is None else find_scheme(input)
     of_output = None if out_scheme is None else find_scheme(out_scheme)
     args = (
-        x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.outer_scale, bias,
+        x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.global_scale, bias,
         None if of_input is None else of_input.name, dtype if of_output is None else torch.float32,
-        *_static("input", of_input, x, input_scale, input_zero_point, input_outer_scale),
+        *_static("input", of_input, x, input_scale, input_zero_point, input_global_scale),
     )  # fmt: skip
     if of_output is not None:
         if out is not None:

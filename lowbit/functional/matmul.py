@@ -70,4 +70,4 @@ def _operand(x: Quantized | Tensor) -> tuple[Any, ...]:
     """The matrix, its scheme, scale, zero point and global scale."""
     if isinstance(x, Tensor):
         return as_rows(x), None, None, None, None
-    return as_rows(x.codes), x.scheme.name, x.scale, x.zero_point, x.outer_scale
+    return as_rows(x.codes), x.scheme.name, x.scale, x.zero_point, x.global_scale

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.calls import call, fill
-from lowbit.functional.arguments import random_bits, refuse_tangents
+from lowbit.functional.arguments import random_bits, refuse_tangents, renamed
 from lowbit.functional.scales import given_scales
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme
@@ -22,7 +22,7 @@ def quantize(
     scheme: str | Scheme,
     scale: Tensor | float | None = ...,
     zero_point: Tensor | int | None = ...,
-    outer_scale: Tensor | float | None = ...,
+    global_scale: Tensor | float | None = ...,
     rounding: str | Rounding = ...,
     seed: int | None = ...,
     step: int = ...,
@@ -38,7 +38,7 @@ def quantize(
     scheme: str | Scheme,
     scale: Tensor | float | None = ...,
     zero_point: Tensor | int | None = ...,
-    outer_scale: Tensor | float | None = ...,
+    global_scale: Tensor | float | None = ...,
     rounding: str | Rounding = ...,
     seed: int | None = ...,
     step: int = ...,
@@ -49,12 +49,13 @@ def quantize(
     *,
     return_amax: Literal[True],
 ) -> tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]: ...
+@renamed
 def quantize(
     x: Tensor,
     scheme: str | Scheme,
     scale: Tensor | float | None = None,
     zero_point: Tensor | int | None = None,
-    outer_scale: Tensor | float | None = None,
+    global_scale: Tensor | float | None = None,
     rounding: str | Rounding = "nearest",
     seed: int | None = None,
     step: int = 0,
@@ -66,7 +67,7 @@ def quantize(
 ) -> Quantized | tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]:
     """``x`` in ``scheme``: packed codes with a scale for each block.
 
-    ``scale`` (and ``zero_point``, ``outer_scale``) given: used as they are, else made from the blocks' amax (affine:
+    ``scale`` (and ``zero_point``, ``global_scale``) given: used as they are, else made from the blocks' amax (affine:
     range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``rounding``, and ``seed`` to
     ``pitch``: as for ``encode``. ``out`` is filled and returned.
     Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
@@ -82,7 +83,7 @@ def quantize(
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
     word, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
     scales = tuple(
-        [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, outer_scale)]
+        [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, global_scale)]
     )
     parts = out.parts if out is not None else {}
     if out is not None and (out.scheme, out.shape, out.dtype) != (kind, x.shape, x.dtype):
@@ -119,7 +120,7 @@ def _quantize_dynamic(
         zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
     fill("quantize", *args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
     if outer is not None:
-        parts["outer_scale"].copy_(outer)
+        parts["global_scale"].copy_(outer)
     return parts["codes"], parts["scale"], zero
 
 
@@ -134,17 +135,18 @@ def _quantize_static(
 
 
 def _copy_given(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> None:
-    for name, value in zip(("scale", "zero_point", "outer_scale"), scales, strict=True):
+    for name, value in zip(("scale", "zero_point", "global_scale"), scales, strict=True):
         if value is not None and name in parts and parts[name] is not value:
             parts[name].copy_(value)
 
 
+@renamed
 def fake_quantize(
     x: Tensor,
     scheme: str | Scheme,
     scale: Tensor | float | None = None,
     zero_point: Tensor | int | None = None,
-    outer_scale: Tensor | float | None = None,
+    global_scale: Tensor | float | None = None,
     rounding: str | Rounding = "nearest",
     seed: int | None = None,
     step: int = 0,
@@ -158,14 +160,14 @@ def fake_quantize(
     ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
     grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
 
-    Raises RuntimeError where an ``outer_scale``, or a scale that is stored as codes, requires grad: it would get none;
+    Raises RuntimeError where an ``global_scale``, or a scale that is stored as codes, requires grad: it would get none;
     NotImplementedError for forward-mode derivatives.
     Source: docs/numerics.md section 10.
     """
     refuse_tangents("fake_quantize", x, scale)
     kind = find_scheme(scheme)
     matrix = x if x.dim() else x.reshape(1)
-    scales = given_scales(kind, matrix, scale, zero_point, outer_scale)
+    scales = given_scales(kind, matrix, scale, zero_point, global_scale)
     learned = isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled()
     if learned and scales[0] is not None and not scales[0].is_floating_point():
         raise RuntimeError(

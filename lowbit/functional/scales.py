@@ -28,12 +28,12 @@ def given_scales(
     level = None
     if outer is not None:
         if not kind.outer:
-            raise ValueError(f"{kind} has no outer_scale; add ':e4m3' for scales below a global one")
-        level = _stored_outer(outer, kind.outer_shape(as_matrix(tuple(x.shape))[0]), x.device)
+            raise ValueError(f"{kind} has no global_scale; add ':e4m3' for scales below a global one")
+        level = _stored_global(outer, kind.outer_shape(as_matrix(tuple(x.shape))[0]), x.device)
     elif kind.outer:
         if scale is not None:
-            raise ValueError(f"{kind}: a given scale needs its outer_scale too, since the two decode together")
-        level = call("outer_scale", x.detach(), kind.name)
+            raise ValueError(f"{kind}: a given scale needs its global_scale too, since the two decode together")
+        level = call("global_scale", x.detach(), kind.name)
     return made, zero, level
 
 
@@ -53,10 +53,10 @@ def _number(scale: Tensor | float, device: torch.device) -> Tensor:
     return scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32, device=device)
 
 
-def _stored_outer(outer: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
-    value = _shaped("outer_scale", _number(outer, device), shape)
+def _stored_global(outer: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
+    value = _shaped("global_scale", _number(outer, device), shape)
     if value.dtype != torch.float32 and not torch.equal(value.float().double(), value.double()):
-        raise ValueError(f"outer_scale is stored as fp32, which cannot hold the {value.dtype} given exactly")
+        raise ValueError(f"global_scale is stored as fp32, which cannot hold the {value.dtype} given exactly")
     return value.float()
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from lowbit.calls import call
 from lowbit.functional.arguments import refuse_tangents
-from lowbit.ops.spec import stored_outer, stored_scale
+from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.tensor.quantized import Quantized, scale_dtype, zero_dtype
 
-__all__ = ["PARTS", "QuantLinear", "empty", "misfits", "plain_state", "result_dtype"]
+__all__ = ["PARTS", "QuantLinear", "empty", "misfits", "plain_state", "rename_parts", "result_dtype"]
 
 #: The parameters that make up the weight.
-PARTS = ("codes", "scale", "zero_point", "outer_scale")
+PARTS = ("codes", "scale", "zero_point", "global_scale")
 
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -62,7 +62,7 @@ class QuantLinear(nn.Module):
     ``[..., in_features]`` fp32, bf16 or fp16; the result has its dtype (inside autocast: autocast's). The gradient of
     the input passes straight through its quantization: ``grad @ weight.dequantize()``.
 
-    Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``outer_scale`` (two-level schemes); floating
+    Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``global_scale`` (two-level schemes); floating
     scales are kept as the integers of their bits, and ``.weight`` shows them as the numbers they are. Integers have no
     gradient, so torch raises for ``model.requires_grad_(True)``; set it on the floating-point parameters instead. What
     averages parameters (``AveragedModel``) would average these integers too, which moves the scales a little at every
@@ -82,7 +82,7 @@ class QuantLinear(nn.Module):
     codes: nn.Parameter
     scale: nn.Parameter
     zero_point: nn.Parameter | None
-    outer_scale: nn.Parameter | None
+    global_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe) -> None:
@@ -106,7 +106,7 @@ class QuantLinear(nn.Module):
         shape = torch.Size((self.out_features, self.in_features))
         return Quantized(
             own["codes"], stored_scale(own["scale"], self.scheme.name), own["zero_point"],
-            stored_outer(own["outer_scale"]), self.scheme, shape, self.weight_dtype,
+            stored_global(own["global_scale"]), self.scheme, shape, self.weight_dtype,
         )  # fmt: skip
 
     def share_weight(self, other: QuantLinear) -> None:
@@ -122,7 +122,7 @@ class QuantLinear(nn.Module):
         bias = own["bias"]
         refuse_tangents("linear", x, bias)
         y: Tensor = call(
-            "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["outer_scale"], bias,
+            "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"], bias,
             self._input_name, dtype,
         )  # fmt: skip
         return y
@@ -149,6 +149,7 @@ class QuantLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        rename_parts(state_dict, prefix)
         own = {name: part for name in PARTS if (part := self._parameters[name]) is not None}
         wrong = misfits(own, self.scheme, state_dict, prefix)
         if wrong:  # nothing of this layer is written
@@ -169,6 +170,12 @@ def plain_state(weight: Quantized) -> dict[str, Tensor]:
     """The tensors of a weight as layers keep and save them: floating-point scales as the integers of their bits."""
     parts = {name: part.detach() for name, part in weight.parts.items()}
     return {name: part.view(_BITS[part.dtype]) if part.is_floating_point() else part for name, part in parts.items()}
+
+
+def rename_parts(state: dict[str, Any], prefix: str) -> None:
+    """The parts of a layer's weight by today's names, in place; lowbit 0.1 called the global scale ``outer_scale``."""
+    if prefix + "outer_scale" in state:
+        state[prefix + "global_scale"] = state.pop(prefix + "outer_scale")
 
 
 def misfits(own: Mapping[str, Tensor], scheme: Scheme, state_dict: Mapping[str, Any], prefix: str) -> list[str]:

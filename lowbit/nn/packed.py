@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
-from lowbit.nn.linear import QuantLinear, misfits, plain_state
-from lowbit.ops.spec import stored_outer, stored_scale
+from lowbit.nn.linear import QuantLinear, misfits, plain_state, rename_parts
+from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor import prepack
@@ -84,7 +84,7 @@ class PackedLinear(nn.Module):
     def weight(self) -> Quantized:
         """The weight, unpacked into new tensors."""
         q = prepack.unpack(self.packed)
-        return Quantized(q.codes, q.scale, q.zero_point, q.outer_scale, q.scheme, q.shape, self.weight_dtype)
+        return Quantized(q.codes, q.scale, q.zero_point, q.global_scale, q.scheme, q.shape, self.weight_dtype)
 
     @property
     def input(self) -> Scheme:
@@ -143,6 +143,7 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        rename_parts(state_dict, prefix)
         own = plain_state(self.weight)
         given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
         wrong = misfits(own, self.scheme, state_dict, prefix)
@@ -160,7 +161,7 @@ class PackedLinear(nn.Module):
         parts = {**own, **given}
         weight = Quantized(
             parts["codes"], stored_scale(parts["scale"], self.scheme.name), parts.get("zero_point"),
-            stored_outer(parts.get("outer_scale")), self.scheme,
+            stored_global(parts.get("global_scale")), self.scheme,
             torch.Size((self.out_features, self.in_features)), self.weight_dtype,
         )  # fmt: skip
         self.packed = prepack.prepack(weight, self.recipe.input)

@@ -26,7 +26,7 @@ from lowbit.ops.spec import (
     require_codes,
     require_float,
     require_scales,
-    stored_outer,
+    stored_global,
     stored_scale,
 )
 from lowbit.tensor import packing
@@ -46,13 +46,13 @@ class Linear(NamedTuple):
     scheme: str
     scale: Tensor
     zero_point: Tensor | None = None
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
     bias: Tensor | None = None
     input: str | None = None
     out_dtype: torch.dtype = torch.bfloat16
     input_scale: Tensor | None = None
     input_zero_point: Tensor | None = None
-    input_outer_scale: Tensor | None = None
+    input_global_scale: Tensor | None = None
     out_scheme: str | None = None
     out_scale: Tensor | None = None
     out_zero_point: Tensor | None = None
@@ -63,7 +63,7 @@ class Scales(NamedTuple):
 
     scale: Tensor | None = None
     zero_point: Tensor | None = None
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
 
 
 _NONE = Scales()
@@ -73,8 +73,8 @@ def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
     """The product that is left once ``x`` is ``a``: its rows, or with ``input`` their codes with scales."""
     return ScaledMM(
         a, call.weight, call.x.shape[-1], call.input, call.scheme,
-        scales.scale, scales.zero_point, scales.outer_scale,
-        stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale), call.bias,
+        scales.scale, scales.zero_point, scales.global_scale,
+        stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale), call.bias,
         call.out_dtype if call.out_scheme is None else torch.float32,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def given_scales(call: Linear) -> Scales | None:
     """The scales by which x is quantized, where they are given."""
     if call.input_scale is None:
         return None
-    return Scales(call.input_scale, call.input_zero_point, call.input_outer_scale)
+    return Scales(call.input_scale, call.input_zero_point, call.input_global_scale)
 
 
 def quantized(call: Linear) -> ScaledMM:
@@ -95,9 +95,9 @@ def quantized(call: Linear) -> ScaledMM:
     scales = given_scales(call)
     if scales is not None:
         assert scales.scale is not None
-        codes = reference.quantize_static(x, scheme, scales.scale, scales.zero_point, scales.outer_scale, None)
+        codes = reference.quantize_static(x, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
     else:
-        outer = reference.outer_scale(x, scheme) if scheme.outer else None
+        outer = reference.global_scale(x, scheme) if scheme.outer else None
         codes, scale, zero = reference.quantize(x, scheme, outer, None)
         scales = Scales(scale, zero, outer)
     return product(call, packing.pack(codes, scheme.format.bits), scales)
@@ -121,7 +121,7 @@ def _check(call: Linear) -> None:
             f"[out features, {scheme.packed_cols(cols)}] bytes, got {list(call.weight.shape)}"
         )
     rows = call.weight.shape[0]
-    scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_outer(call.outer_scale))
+    scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
     require_scales("linear", scheme, rows, cols, *scales)
     if call.out_dtype not in FLOATS:
         raise ValueError(f"lowbit.linear: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
@@ -134,13 +134,13 @@ def _check(call: Linear) -> None:
 
 def _check_given(call: Linear, out_cols: int) -> None:
     """Scales that are given belong to a scheme, and fit it."""
-    given = (call.input_scale, call.input_zero_point, call.input_outer_scale)
+    given = (call.input_scale, call.input_zero_point, call.input_global_scale)
     if call.input is not None and call.input_scale is not None:
         require_scales("linear", scaling.scheme(call.input), *matrix_shape(call.x), call.input_scale, *given[1:])
     else:
         require(
             all(one is None for one in given),
-            "lowbit.linear: input_scale, input_zero_point and input_outer_scale are those of an input scheme and come "
+            "lowbit.linear: input_scale, input_zero_point and input_global_scale are those of an input scheme and come "
             f"together; got input={call.input!r} and input_scale={'given' if call.input_scale is not None else None}",
         )
     if call.out_scheme is None:

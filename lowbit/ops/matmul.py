@@ -25,10 +25,10 @@ class ScaledMM(NamedTuple):
     b_scheme: str | None = None
     a_scale: Tensor | None = None
     a_zero_point: Tensor | None = None
-    a_outer_scale: Tensor | None = None
+    a_global_scale: Tensor | None = None
     b_scale: Tensor | None = None
     b_zero_point: Tensor | None = None
-    b_outer_scale: Tensor | None = None
+    b_global_scale: Tensor | None = None
     bias: Tensor | None = None
     out_dtype: torch.dtype = torch.bfloat16
 
@@ -41,13 +41,13 @@ class Side(NamedTuple):
     scheme: str | None
     scale: Tensor | None
     zero_point: Tensor | None
-    outer_scale: Tensor | None
+    global_scale: Tensor | None
 
 
 def sides(call: ScaledMM) -> tuple[Side, Side]:
     return (
-        Side("a", call.a, call.a_scheme, call.a_scale, call.a_zero_point, call.a_outer_scale),
-        Side("b", call.b, call.b_scheme, call.b_scale, call.b_zero_point, call.b_outer_scale),
+        Side("a", call.a, call.a_scheme, call.a_scale, call.a_zero_point, call.a_global_scale),
+        Side("b", call.b, call.b_scheme, call.b_scale, call.b_zero_point, call.b_global_scale),
     )
 
 
@@ -57,7 +57,7 @@ def operand(side: Side, cols: int) -> reference.Operand:
         return reference.Operand(side.data)
     scheme = scaling.scheme(side.scheme)
     codes = reference.unpack(side.data, scheme, cols)
-    return reference.Operand(codes, scheme, side.scale, side.zero_point, side.outer_scale)
+    return reference.Operand(codes, scheme, side.scale, side.zero_point, side.global_scale)
 
 
 def _check(call: ScaledMM) -> None:
@@ -67,7 +67,7 @@ def _check(call: ScaledMM) -> None:
         expected = call.cols if side.scheme is None else _check_codes(side, side.scheme, call.cols)
         if side.scheme is None:
             require_float("scaled_mm", side.name, side.data)
-            if side.scale is not None or side.zero_point is not None or side.outer_scale is not None:
+            if side.scale is not None or side.zero_point is not None or side.global_scale is not None:
                 raise ValueError(
                     f"lowbit.scaled_mm: {side.name} is a float matrix and takes no scales; give {side.name}_scheme"
                 )
@@ -90,7 +90,7 @@ def _check_codes(side: Side, name: str, cols: int) -> int:
     require_codes("scaled_mm", side.name, side.data)
     if side.scale is None:
         raise ValueError(f"lowbit.scaled_mm: {side.name} holds codes of {scheme} and needs its scales")
-    require_scales("scaled_mm", scheme, side.data.shape[0], cols, side.scale, side.zero_point, side.outer_scale)
+    require_scales("scaled_mm", scheme, side.data.shape[0], cols, side.scale, side.zero_point, side.global_scale)
     return scheme.packed_cols(cols)
 
 

@@ -35,7 +35,7 @@ def plain(call: LinearPacked) -> Linear:
     """The same product of the weight in rows."""
     q = prepack.unpack(call.packed)
     return Linear(
-        call.x, q.codes, q.scheme.name, q.scale, q.zero_point, q.outer_scale, call.bias,
+        call.x, q.codes, q.scheme.name, q.scale, q.zero_point, q.global_scale, call.bias,
         prepack.input_of(call.packed).name, _dtype(call),
     )  # fmt: skip
 

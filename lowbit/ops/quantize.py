@@ -1,4 +1,4 @@
-"""The ops with scales: outer_scale, block_range, quantize, quantize_static, dequantize, fake_quantize and its backward.
+"""Ops that quantize and dequantize: codes with scales for blocks, and what trains through them.
 
 Stored codes are packed rows: ``x.shape[:-1] + [packed cols]``, uint8. Scales are ``[R, C]``, one a block of the
 matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
@@ -43,7 +43,7 @@ class BlockRange(NamedTuple):
 class Quantize(NamedTuple):
     x: Tensor
     scheme: str
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
     rounding: str = "nearest"
     seed: int = 0
     step: int = 0
@@ -57,7 +57,7 @@ class QuantizeStatic(NamedTuple):
     scheme: str
     scale: Tensor
     zero_point: Tensor | None = None
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
     rounding: str = "nearest"
     seed: int = 0
     step: int = 0
@@ -72,7 +72,7 @@ class Dequantize(NamedTuple):
     cols: int
     scale: Tensor
     zero_point: Tensor | None = None
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
     dtype: torch.dtype = torch.float32
 
 
@@ -81,7 +81,7 @@ class FakeQuantize(NamedTuple):
     scheme: str
     scale: Tensor | None = None
     zero_point: Tensor | None = None
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
     rounding: str = "nearest"
     seed: int = 0
     step: int = 0
@@ -96,7 +96,7 @@ class FakeQuantizeBackward(NamedTuple):
     scheme: str
     scale: Tensor | None = None
     zero_point: Tensor | None = None
-    outer_scale: Tensor | None = None
+    global_scale: Tensor | None = None
 
 
 # -- outputs (also the fake rules) -----------------------------------------------------------------------------------
@@ -136,20 +136,20 @@ def _check_x(op: str, x: Tensor, scheme: scaling.Scheme, rounding: str = "neares
 
 def _check_outer(call: OuterScale) -> None:
     scheme = scaling.scheme(call.scheme)
-    _check_x("outer_scale", call.x, scheme)
-    require(bool(scheme.outer), f"lowbit.outer_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
+    _check_x("global_scale", call.x, scheme)
+    require(bool(scheme.outer), f"lowbit.global_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
 
 
 def _check_quantize(call: Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("quantize", call.x, scheme, call.rounding)
-    require_outer("quantize", scheme, matrix_shape(call.x)[0], call.outer_scale)
+    require_outer("quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
 
 
 def _check_static(call: QuantizeStatic) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("quantize_static", call.x, scheme, call.rounding)
-    require_scales("quantize_static", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.outer_scale)
+    require_scales("quantize_static", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.global_scale)
 
 
 def _check_dequantize(call: Dequantize) -> None:
@@ -163,17 +163,17 @@ def _check_dequantize(call: Dequantize) -> None:
         f"lowbit.dequantize: {call.cols} columns of {scheme} take {scheme.packed_cols(call.cols)} bytes a row, "
         f"got {stored}",
     )
-    require_scales("dequantize", scheme, rows, call.cols, call.scale, call.zero_point, call.outer_scale)
+    require_scales("dequantize", scheme, rows, call.cols, call.scale, call.zero_point, call.global_scale)
 
 
 def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("fake_quantize", call.x, scheme, getattr(call, "rounding", "nearest"))
     if call.scale is not None:
-        require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.outer_scale)
+        require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.global_scale)
     else:
         require(call.zero_point is None, "lowbit.fake_quantize: a zero_point needs its scale; give both or neither")
-        require_outer("fake_quantize", scheme, matrix_shape(call.x)[0], call.outer_scale)
+        require_outer("fake_quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
     if isinstance(call, FakeQuantizeBackward):
         require(
             call.grad.shape == call.x.shape,
@@ -209,7 +209,7 @@ def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
     block, each = scheme.block_of(*x.shape), replace(scheme, block=(1, 1))
     scale = reference.spread(call.scale, block, *x.shape)
     zero = None if call.zero_point is None else reference.spread(call.zero_point, block, *x.shape)
-    _, terms = reference.fake_quantize_backward(as_rows(call.grad), x, each, scale, zero, call.outer_scale)
+    _, terms = reference.fake_quantize_backward(as_rows(call.grad), x, each, scale, zero, call.global_scale)
     count, size = (reference.in_blocks(t.double().abs(), scheme).sum((1, 3)) for t in (torch.ones_like(terms), terms))
     roundings = (count + 1) * 2.0**-24
     bound = size * roundings / (1 - roundings) + count * 2.0**-150
@@ -219,7 +219,7 @@ def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
 
 SPECS = (
     OpSpec(
-        "outer_scale", OuterScale, ("out",), _outer_outputs, _check_outer,
+        "global_scale", OuterScale, ("out",), _outer_outputs, _check_outer,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
     ),
     OpSpec(

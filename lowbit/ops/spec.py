@@ -129,7 +129,7 @@ def stored_scale(scale: Tensor, name: str) -> Tensor:
     return scale.view(dtype) if same_bits else scale
 
 
-def stored_outer(outer: Tensor | None) -> Tensor | None:
+def stored_global(outer: Tensor | None) -> Tensor | None:
     """The same of a global scale."""
     return outer.view(torch.float32) if outer is not None and outer.dtype == torch.int32 else outer
 
@@ -166,11 +166,11 @@ def require_scales(
 
 def require_outer(op: str, scheme: scaling.Scheme, rows: int, outer: Tensor | None) -> None:
     if (outer is not None) != bool(scheme.outer):
-        raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.outer else 'has no'} outer_scale")
+        raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.outer else 'has no'} global_scale")
     expected = scheme.outer_shape(rows)
     if outer is not None and (outer.dtype != torch.float32 or tuple(outer.shape) != expected):
         raise ValueError(
-            f"lowbit.{op}: {scheme} keeps the outer_scale of {rows} rows as float32 {list(expected)}, "
+            f"lowbit.{op}: {scheme} keeps the global_scale of {rows} rows as float32 {list(expected)}, "
             f"got {outer.dtype} {list(outer.shape)}"
         )
 

@@ -108,7 +108,7 @@ def quotient(x: Tensor, scale: Tensor) -> Tensor:
     return from_bits(magnitude | ((to_bits(x) ^ to_bits(scale)) & F32_SIGN))
 
 
-def outer_scale(x: Tensor, scheme: Scheme) -> Tensor:
+def global_scale(x: Tensor, scheme: Scheme) -> Tensor:
     """The global scale, fp32 ``[1, 1]`` or ``[rows, 1]``: finite amax over the largest product of both levels."""
     magnitude = to_bits(x).reshape(as_matrix(tuple(x.shape)))
     magnitude = magnitude & F32_MAGNITUDE

@@ -12,7 +12,7 @@ from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, swap, uncompiled
 from lowbit.convert.quantize import replacements
 from lowbit.files import shown
-from lowbit.nn.linear import QuantLinear
+from lowbit.nn.linear import QuantLinear, rename_parts
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, safetensors
@@ -167,6 +167,8 @@ def _checked(path: Path, config: dict[str, Any]) -> Saved:
                 f"{path} is damaged: {shown(name)} is tied to {shown(source)}, which the weights do not hold"
             )
         tensors[name] = tensors[source]
+    for name in [name for name in tensors if name.endswith(".outer_scale")]:
+        rename_parts(tensors, name.removesuffix("outer_scale"))
     return Saved(path, layers, tensors, tied, described)
 
 

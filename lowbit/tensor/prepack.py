@@ -87,8 +87,8 @@ def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
     parts = {Word.CODES: panels, Word.SCALE: weight.scale}
     if weight.zero_point is not None:
         parts[Word.ZERO_POINT] = weight.zero_point
-    if weight.outer_scale is not None:
-        parts[Word.OUTER_SCALE] = weight.outer_scale
+    if weight.global_scale is not None:
+        parts[Word.OUTER_SCALE] = weight.global_scale
     names = [weight.scheme.name.encode(), input.name.encode()]
     words = [0] * _WORDS
     words[Word.MAGIC], words[Word.ROWS], words[Word.COLS] = _MAGIC, rows, cols

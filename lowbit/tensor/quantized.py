@@ -42,17 +42,22 @@ class Quantized:
 
     ``codes``: uint8, ``shape[:-1] + [packed cols]`` (a scalar: ``[1]``). ``scale``: ``[R, C]`` in the scheme's scale
     dtype (E8M0 and E4M3 scales are uint8 codes). ``zero_point``: ``[R, C]`` int8/uint8, affine schemes only.
-    ``outer_scale``: the global scale, fp32 ``[1, 1]`` or ``[rows, 1]``, of schemes that have one. ``dtype`` is that of
+    ``global_scale``: the global scale, fp32 ``[1, 1]`` or ``[rows, 1]``, of schemes that have one. ``dtype`` is that of
     the tensor that was quantized.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    outer_scale: Tensor | None
+    global_scale: Tensor | None
     scheme: Scheme
     shape: torch.Size
     dtype: torch.dtype
+
+    @property
+    def outer_scale(self) -> Tensor | None:
+        """``global_scale`` by the name that it had in lowbit 0.1."""
+        return self.global_scale
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +71,7 @@ class Quantized:
     def parts(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
         own = {
-            "codes": self.codes, "scale": self.scale, "zero_point": self.zero_point, "outer_scale": self.outer_scale,
+            "codes": self.codes, "scale": self.scale, "zero_point": self.zero_point, "global_scale": self.global_scale,
         }  # fmt: skip
         return {name: value for name, value in own.items() if value is not None}
 
@@ -88,7 +93,7 @@ class Quantized:
             raise ValueError(f"lowbit.dequantize: out must be of shape {list(self.shape)}, got {list(out.shape)}")
         made_in = dtype if dtype is not None else self.dtype if out is None else out.dtype
         args = (
-            self.codes, self.scheme.name, as_matrix(self.shape)[1], self.scale, self.zero_point, self.outer_scale,
+            self.codes, self.scheme.name, as_matrix(self.shape)[1], self.scale, self.zero_point, self.global_scale,
             made_in,
         )  # fmt: skip
         if out is None:
@@ -110,14 +115,14 @@ class Quantized:
         zero_point = None if self.zero_point is None else self.zero_point.t().contiguous()
         shape = torch.Size((self.shape[1], self.shape[0]))
         return Quantized(
-            codes, self.scale.t().contiguous(), zero_point, self.outer_scale, self.scheme.t(), shape, self.dtype
+            codes, self.scale.t().contiguous(), zero_point, self.global_scale, self.scheme.t(), shape, self.dtype
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Quantized:
         """The same number with each of its tensors (``parts``) changed (moved, detached, ...), shapes kept."""
         parts = {name: change(part) for name, part in self.parts.items()}
         return Quantized(
-            parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("outer_scale"),
+            parts["codes"], parts["scale"], parts.get("zero_point"), parts.get("global_scale"),
             self.scheme, self.shape, self.dtype,
         )  # fmt: skip
 
@@ -185,7 +190,7 @@ def _unflatten(parts: Any, context: tuple[Any, ...]) -> Quantized:
     names, scheme, shape, dtype = context
     named = dict(zip(names, parts, strict=True))
     return Quantized(
-        named["codes"], named["scale"], named.get("zero_point"), named.get("outer_scale"),
+        named["codes"], named["scale"], named.get("zero_point"), named.get("global_scale"),
         parse(scheme), torch.Size(shape), dtype,
     )  # fmt: skip
 

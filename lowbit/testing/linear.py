@@ -21,7 +21,7 @@ def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more:
     """A call on the reference's quantization of a float weight ``[N, K]`` (tests, benchmarks)."""
     b = matmul.make_call(weight, weight, None, scheme)
     arguments = {"bias": None, "input": input, **more}
-    return Linear(x, b.b, scheme, b.b_scale, b.b_zero_point, b.b_outer_scale, **arguments)  # type: ignore[arg-type]
+    return Linear(x, b.b, scheme, b.b_scale, b.b_zero_point, b.b_global_scale, **arguments)  # type: ignore[arg-type]
 
 
 def _samples(device: str) -> Iterator[Linear]:
@@ -47,7 +47,7 @@ BENCHED_ROWS = (1, 4, 16, 512)
 def example(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Linear:
     """A layer ``[n, k]`` on ``x [m, k]`` of ``dtype``, both Gaussian, for benchmarks."""
     weight, kind = large_matrix(n, k), scaling.scheme(scheme)
-    outer = torch.ops.lowbit.outer_scale(weight, scheme) if kind.outer else None
+    outer = torch.ops.lowbit.global_scale(weight, scheme) if kind.outer else None
     codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, outer)
     x = large_matrix(m, k, dtype)
     return Linear(x, codes, scheme, scale, zero if kind.affine else None, outer, None, input, dtype)

@@ -22,7 +22,7 @@ from lowbit.testing.inputs import Workload, random_matrix
 def make_call(x: Tensor, weight: Tensor, input: str, kind: str, **more: object) -> LinearPacked:
     """A call on the reference's quantization of a float weight ``[N, K]`` (tests, benchmarks)."""
     call = linear.make_call(x, weight, input, kind, **more)
-    made = (call.weight, call.scale, call.zero_point, call.outer_scale)
+    made = (call.weight, call.scale, call.zero_point, call.global_scale)
     q = Quantized(*made, scheme(kind), weight.shape, weight.dtype)
     return LinearPacked(x, prepack.prepack(q, scheme(input)), weight.shape[0], call.bias, call.out_dtype)
 
@@ -51,7 +51,7 @@ def _samples(device: str) -> Iterator[LinearPacked]:
 def example(m: int, n: int, k: int, input: Scheme, kind: Scheme, dtype: torch.dtype) -> LinearPacked:
     """A layer ``[n, k]`` on ``x [m, k]`` of ``dtype``, both Gaussian, for benchmarks."""
     call = linear.example(m, n, k, input.name, kind.name, dtype)
-    made = (call.weight, call.scale, call.zero_point, call.outer_scale)
+    made = (call.weight, call.scale, call.zero_point, call.global_scale)
     q = Quantized(*made, kind, torch.Size((n, k)), dtype)
     return LinearPacked(call.x, prepack.prepack(q, input), n, None, dtype)
 

@@ -29,7 +29,7 @@ def _matrices(device: str) -> list[Tensor]:
 
 
 def _outer_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
-    return reference.outer_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.outer else None
+    return reference.global_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.outer else None
 
 
 def _outer_samples(device: str) -> Iterator[OuterScale]:
@@ -59,7 +59,7 @@ def _static_samples(device: str) -> Iterator[QuantizeStatic]:
     for call in _quantize_samples(device):
         scheme = scaling.scheme(call.scheme)
         other = random_matrix(*matrix_shape(call.x), seed=77)  # scales of another tensor: some elements overflow
-        outer = call.outer_scale
+        outer = call.global_scale
         scale, zero = reference.block_scales(other, scheme, None if outer is None else outer.cpu())
         zero = None if zero is None else zero.to(device)
         yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, outer, *call[3:])
@@ -68,20 +68,20 @@ def _static_samples(device: str) -> Iterator[QuantizeStatic]:
 def _dequantize_samples(device: str) -> Iterator[Dequantize]:
     for index, call in enumerate(_quantize_samples(device)):
         scheme, x = scaling.scheme(call.scheme), as_rows(call.x.cpu())
-        outer = None if call.outer_scale is None else call.outer_scale.cpu()
+        outer = None if call.global_scale is None else call.global_scale.cpu()
         if call.rounding == "nearest":
             codes, scale, zero = reference.quantize(x, scheme, outer, None)
             stored = packing.pack(codes, scheme.format.bits)
             zero = None if zero is None else zero.to(device)
             dtype = FLOATS[index % 3]
             yield Dequantize(
-                stored.to(device), call.scheme, x.shape[1], scale.to(device), zero, call.outer_scale, dtype
+                stored.to(device), call.scheme, x.shape[1], scale.to(device), zero, call.global_scale, dtype
             )
 
 
 def _fake_samples(device: str) -> Iterator[FakeQuantize]:
     for call in _quantize_samples(device):
-        yield FakeQuantize(call.x, call.scheme, None, None, call.outer_scale, *call[3:])
+        yield FakeQuantize(call.x, call.scheme, None, None, call.global_scale, *call[3:])
     for static in _static_samples(device):
         yield FakeQuantize(*static)
 
@@ -108,11 +108,11 @@ def _large(
 
 
 def _large_outer(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
-    return torch.ops.lowbit.outer_scale(x, scheme.name) if scheme.outer else None
+    return torch.ops.lowbit.global_scale(x, scheme.name) if scheme.outer else None
 
 
 def _large_parts(x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Codes, scale, zero point and outer scale of ``x``, by whatever kernel serves it."""
+    """Codes, scale, zero point and global scale of ``x``, by whatever kernel serves it."""
     outer = _large_outer(x, scheme)
     codes, scale, zero = torch.ops.lowbit.quantize(x, scheme.name, outer)
     return codes, scale, zero if scheme.affine else None, outer
@@ -124,16 +124,16 @@ def _large_stored(x: Tensor, scheme: scaling.Scheme) -> Dequantize:
 
 
 SAMPLES = {
-    "outer_scale": _outer_samples, "block_range": _range_samples, "quantize": _quantize_samples,
+    "global_scale": _outer_samples, "block_range": _range_samples, "quantize": _quantize_samples,
     "quantize_static": _static_samples, "dequantize": _dequantize_samples, "fake_quantize": _fake_samples,
     "fake_quantize_backward": _backward_samples,
 }  # fmt: skip
 WORKLOADS = {
-    "outer_scale": _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
+    "global_scale": _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
     "block_range": _large(lambda x, s: BlockRange(x, s.name)),
     "quantize": _large(lambda x, s: Quantize(x, s.name, _large_outer(x, s))),
     "quantize_static": _large(lambda x, s: QuantizeStatic(x, s.name, *_large_parts(x, s)[1:])),
     "dequantize": _large(_large_stored),
-    "fake_quantize": _large(lambda x, s: FakeQuantize(x, s.name, outer_scale=_large_outer(x, s))),
-    "fake_quantize_backward": _large(lambda x, s: FakeQuantizeBackward(x, x, s.name, outer_scale=_large_outer(x, s))),
+    "fake_quantize": _large(lambda x, s: FakeQuantize(x, s.name, global_scale=_large_outer(x, s))),
+    "fake_quantize_backward": _large(lambda x, s: FakeQuantizeBackward(x, x, s.name, global_scale=_large_outer(x, s))),
 }

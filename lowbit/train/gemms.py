@@ -185,7 +185,7 @@ def _parts_of(product: Backward) -> int:
 def _kept(product: Backward, side: Side) -> tuple[Tensor, ...]:
     if product.save != "codes" or isinstance(side, Tensor):
         return ()
-    return tuple(part for part in (side.codes, side.scale, side.zero_point, side.outer_scale) if part is not None)
+    return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
 
 
 def _restored(

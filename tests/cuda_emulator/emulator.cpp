@@ -93,10 +93,10 @@ LOWBIT_C lowbit_unpack(View from, View out, int64_t bits) {
     return lb::launch_unpack(codes(from), codes(out), static_cast<int>(bits), nullptr);
 }
 
-LOWBIT_C lowbit_outer_scale(View x, void* out, const int64_t* scheme) {
+LOWBIT_C lowbit_global_scale(View x, void* out, const int64_t* scheme) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
-    auto memory = scratch(lb::outer_scale_scratch(params, matrix(x).rows));
-    return lb::launch_outer_scale(matrix(x), static_cast<float*>(out), params, memory.data(), nullptr);
+    auto memory = scratch(lb::global_scale_scratch(params, matrix(x).rows));
+    return lb::launch_global_scale(matrix(x), static_cast<float*>(out), params, memory.data(), nullptr);
 }
 
 LOWBIT_C lowbit_block_range(View x, void* low, void* high, const int64_t* scheme) {

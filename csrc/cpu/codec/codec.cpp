@@ -1,4 +1,4 @@
-// Codecs without scales: encode, decode, pack, unpack, and the outer scale's maximum.
+// Codecs without scales: encode, decode, pack, unpack, and the global scale's maximum.
 #include "cpu/codec/codec.h"
 
 #include <algorithm>
@@ -55,7 +55,7 @@ void unpack(const uint8_t* packed, Shape matrix, int bits, uint8_t* codes) {
     });
 }
 
-void outer_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out) {
+void global_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out) {
     const RowKernels& kernels = row_kernels();
     const bool by_row = scheme.outer == kOuterRow;
     const size_t count = static_cast<size_t>(outer_count(scheme, shape.rows));
@@ -65,7 +65,7 @@ void outer_scale(const Values& x, Shape shape, const SchemeParams& scheme, float
         raise(amax[by_row ? static_cast<size_t>(run.row) : 0], kernels.finite_amax(at_run(x, run), x.dtype, run.count));
     });
     const ScaleRule rule = scale_rule(scheme);
-    for (size_t i = 0; i < count; ++i) out[i] = float_of(make_outer_scale(amax[i].load(), rule));
+    for (size_t i = 0; i < count; ++i) out[i] = float_of(make_global_scale(amax[i].load(), rule));
 }
 
 }  // namespace lowbit::cpu

@@ -52,7 +52,7 @@ void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes);
 
 // Global scales, outer_count() of them: the finite amax of what each spans over the product of the largest values of
 // both levels; 1 where nothing is finite and non-zero.
-void outer_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out);
+void global_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out);
 
 // The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.
 void block_range(const Values& x, Shape shape, const SchemeParams& scheme, float* low, float* high);

@@ -144,7 +144,7 @@ class TileProduct {
         });
     }
 
-    // Whether an operand leaves a scale to the epilogue: one that is constant along K, or the outer scale of folded
+    // Whether an operand leaves a scale to the epilogue: one that is constant along K, or the global scale of folded
     // ones.
     bool in_epilogue(const Operand& x, bool folded) const {
         if (!x.has_codes() || plan_.scaled) return false;

@@ -117,7 +117,7 @@ void quantized(const Input& in, Product& product) {
     Scales all = in.given;
     if (!given && s.outer) {
         outer.resize(static_cast<size_t>(outer_count(s, in.shape.rows)));
-        outer_scale(in.x, in.shape, s, outer.data());
+        global_scale(in.x, in.shape, s, outer.data());
         all.outer = outer.data();
     }
     const int64_t most = std::max(std::min(piece_rows(in), product.most()) / s.block_rows, int64_t{1}) * s.block_rows;

@@ -168,7 +168,7 @@ void Loader::decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_
     }
 }
 
-// The outer scale, if there is one, is left to the epilogue: with it, products would not be bf16 numbers.
+// The global scale, if there is one, is left to the epilogue: with it, products would not be bf16 numbers.
 void Loader::fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const {
     Operand inner = operand;
     inner.outer = nullptr;

@@ -36,7 +36,7 @@ bool moderate_scales(const Operand& x, int64_t depth) {
     return all;
 }
 
-// Whether values times the scales of their blocks (not the outer scale) are bf16 numbers.
+// Whether values times the scales of their blocks (not the global scale) are bf16 numbers.
 bool folds_into_bf16(const Operand& x, int64_t depth) {
     if (block_along_k(x, depth) == 0) return true;
     if (!x.table->exact_bf16 || !x.table->moderate || x.zero_point != nullptr) return false;

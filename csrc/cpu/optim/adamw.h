@@ -7,7 +7,7 @@
 namespace lowbit::cpu {
 
 // A moment as it comes and as it goes; both may be the same memory. Blocks are of one row, kMaxMomentBlock columns at
-// most, without zero points or outer scale.
+// most, without zero points or global scale.
 struct Moment {
     const SchemeParams& scheme;
     const uint8_t* codes;

@@ -40,13 +40,13 @@ struct ScaleCodes {
     const U limit, outer_sign;  // and what is divided by for it, as divisor_of() has it; its sign
     const FloatNearest encode;
     const FloatValues decode;
-    ScaleCodes(const ScaleRule& r, const float* outer_scale)
+    ScaleCodes(const ScaleRule& r, const float* global_scale)
         : rule(r),
-          outer(outer_scale),
+          outer(global_scale),
           divisor(splat(float_of(r.divisor))),
-          outside(splat(outer_scale ? *outer_scale : 1.0f)),
-          limit(splat(bits_of(divisor_of(outer_scale ? *outer_scale : 1.0f)) & kMagnitude)),
-          outer_sign(splat(bits_of(outer_scale ? *outer_scale : 1.0f) & kSign)),
+          outside(splat(global_scale ? *global_scale : 1.0f)),
+          limit(splat(bits_of(divisor_of(global_scale ? *global_scale : 1.0f)) & kMagnitude)),
+          outer_sign(splat(bits_of(global_scale ? *global_scale : 1.0f) & kSign)),
           encode(inner_encoder()),
           decode(inner_decoder()) {}
 

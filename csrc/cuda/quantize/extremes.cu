@@ -1,4 +1,4 @@
-// Maxima of blocks of any shape, scales from them, and the outer scale: the first of two passes.
+// Maxima of blocks of any shape, scales from them, and the global scale: the first of two passes.
 #include "cuda/quantize/quantize.cuh"
 
 namespace lowbit {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     outer_kernel(const Extremes* __restrict__ extremes, const ScaleRule rule, float* __restrict__ out, uint32_t count) {
     for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
-        out[i] = float_of(make_outer_scale(extremes[i].amax(), rule));
+        out[i] = float_of(make_global_scale(extremes[i].amax(), rule));
     }
 }
 

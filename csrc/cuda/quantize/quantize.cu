@@ -1,5 +1,5 @@
-// quantize, quantize_static, fake_quantize, its gradient, outer_scale and block_range: which kernels run, and with what
-// scratch.
+// quantize, quantize_static, fake_quantize, its gradient, global_scale and block_range: which kernels run, and with
+// what scratch.
 #include "cuda/quantize/quantize.cuh"
 
 namespace lowbit {
@@ -48,7 +48,7 @@ const char* make_args(const Matrix& x, const Scales& scales, const Sink& sink, c
 
 }  // namespace
 
-int64_t outer_scale_scratch(const SchemeParams& scheme, int64_t rows) {
+int64_t global_scale_scratch(const SchemeParams& scheme, int64_t rows) {
     return outer_count(scheme, rows) * static_cast<int64_t>(sizeof(Extremes));
 }
 
@@ -58,7 +58,7 @@ int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols)
     return scratch_of(blocks).bytes;
 }
 
-const char* launch_outer_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream) {
+const char* launch_global_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream) {
     SchemeParams whole = scheme;  // its blocks are what global scales span
     whole.block_rows = scheme.outer == kOuterRow ? 1 : x.rows;
     whole.block_cols = x.cols;
