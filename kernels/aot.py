@@ -28,13 +28,13 @@ from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
 from lowbit.ops.optim import STATE_SCHEME, Factors
-from lowbit.ops.samples import element_formats, schemes
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
+from lowbit.testing.inputs import element_formats, schemes
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 
 #: A scheme for each path through the kernels, which a quick run compiles: kinds of format, scale formats, blocks,
-#: levels, packing. A full run compiles those of ``lowbit.ops.samples`` after them.
+#: levels, packing. A full run compiles those of ``lowbit.testing.inputs`` after them.
 QUICK_SCHEMES = (
     "fp8_e4m3:row", "int8:row", "mxfp4", "nvfp4", "nf4", "uint4:group128:affine", "fp8_e4m3:tensor",
     "fp8_e5m2:block128x128", "mxfp6:ceil",

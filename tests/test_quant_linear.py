@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layers import bound, exact
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from variants import serving
+from variants import not_2_10, serving
 
 import lowbit as lb
 from lowbit.nn import QuantLinear
@@ -391,6 +391,7 @@ dist.destroy_process_group()
 """
 
 
+@not_2_10("FSDP2 makes shards of integer parameters require grad, which raises")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_fsdp2_shards_rows_and_keeps_bits():
     import socket
