@@ -188,7 +188,9 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "eps must be 0 or more, got nan", param, grad, avg, rms, eps=float("nan"))
     refused(ValueError, r"betas must be in \[0, 1\)", param, grad, avg, rms, betas=(0.9, 1.0))
     refused(TypeError, "exp_avg must be a Quantized, got Tensor; begin with", param, grad, grad, rms)
-    refused(ValueError, r"exp_rms is \[4, 32\], param is \[4, 64\]", param, grad, avg, moments(param[:, :32])[0])
+    refused(
+        ValueError, r"exp_avg_sq_root is \[4, 32\], param is \[4, 64\]", param, grad, avg, moments(param[:, :32])[0]
+    )
     refused(ValueError, r"grad is \[4, 32\]", param, grad[:, :32], avg, rms)
     refused(TypeError, "param must be float32, bfloat16 or float16", param.double(), grad, avg, rms)
     for scheme, why in (
@@ -203,7 +205,7 @@ def test_what_does_not_fit_is_refused():
     lb.adamw_(param.clone(), grad, odd, odd.map(torch.clone), step=1)
     nf4 = lb.quantize(param, "nf4")
     refused(ValueError, "codebook and rounds to nearest only", param, grad, nf4, rms, rounding="stochastic", seed=1)
-    refused(ValueError, "new_exp_avg shares memory with exp_rms", param, grad, avg, avg)
+    refused(ValueError, "new_exp_avg shares memory with exp_avg_sq_root", param, grad, avg, avg)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -237,7 +239,7 @@ def test_outputs_may_be_the_inputs_that_they_replace_and_no_others():
     param, grad = torch.randn(4, 64), torch.randn(4, 64)
     avg, rms = moments(param)
     state = (avg.codes, avg.scale, rms.codes, rms.scale)
-    names = ("new_exp_avg", "new_exp_avg_scale", "new_exp_rms", "new_exp_rms_scale")
+    names = ("new_exp_avg", "new_exp_avg_scale", "new_exp_avg_sq_root", "new_exp_avg_sq_root_scale")
     outs = dict(zip(names, state, strict=True))
     expected = torch.ops.lowbit.adamw(param, grad, *state)
     with pytest.raises(ValueError, match="new_param shares memory with grad"):

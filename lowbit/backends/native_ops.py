@@ -110,7 +110,7 @@ _ARGUMENTS: dict[str, tuple[Argument, ...]] = {
 _ADAMW = (
     Argument("param", _matrix), Argument("grad", _matrix),
     Argument("exp_avg", _dense_matrix), Argument("exp_avg_scale", _dense),
-    Argument("exp_rms", _dense_matrix), Argument("exp_rms_scale", _dense),
+    Argument("exp_avg_sq_root", _dense_matrix), Argument("exp_avg_sq_root_scale", _dense),
     _OUT, Argument(1, _filled), Argument(2), Argument(3, _filled), Argument(4),
     _SCHEME, Argument("rms_scheme", scheme_number), Argument(None, lambda call: list(optim.factors(call))),
     _RNG,

@@ -119,7 +119,7 @@ def _adamw(outs: tuple[Tensor, ...], call: optim.AdamW) -> None:
         param,
         as_rows(call.grad),
         moment(call.scheme, call.exp_avg, call.exp_avg_scale),
-        moment(call.rms_scheme, call.exp_rms, call.exp_rms_scale),
+        moment(call.rms_scheme, call.exp_avg_sq_root, call.exp_avg_sq_root_scale),
         optim.factors(call),
         _rng(call),
     )

@@ -136,7 +136,9 @@ def _adamw(outs: tuple[Tensor, ...], call: optim.AdamW) -> None:
     param, made, avg, avg_scale, rms, rms_scale = (as_rows(t) for t in (call.param, *outs))
     moments = [
         _launch().Moment(scaling.scheme(call.scheme), as_rows(call.exp_avg), call.exp_avg_scale, avg, avg_scale),
-        _launch().Moment(scaling.scheme(call.rms_scheme), as_rows(call.exp_rms), call.exp_rms_scale, rms, rms_scale),
+        _launch().Moment(
+            scaling.scheme(call.rms_scheme), as_rows(call.exp_avg_sq_root), call.exp_avg_sq_root_scale, rms, rms_scale
+        ),
     ]
     launches = _launch().adamw(param, as_rows(call.grad), moments, optim.factors(call)._asdict(), made, _rounding(call))
     _start(launches, param.device)

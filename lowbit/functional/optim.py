@@ -19,7 +19,7 @@ def adamw_(
     param: Tensor,
     grad: Tensor,
     exp_avg: Quantized,
-    exp_rms: Quantized,
+    exp_avg_sq_root: Quantized,
     *,
     step: int,
     lr: float = 1e-3,
@@ -34,16 +34,16 @@ def adamw_(
 ) -> None:
     """One step of AdamW in place: on ``param``, and on the moments, which are kept quantized.
 
-    ``exp_avg`` is the first moment, ``exp_rms`` the root of the second, each of ``param``'s shape; zeros to begin with,
-    ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do whose blocks are at most 2048
-    elements of one row, without zero points or global scale, and meet those of the other moment within as many.
-    ``step`` counts from 1. ``rounding="stochastic"`` keeps moments that change by less than their codes' steps from
-    standing still.
+    ``exp_avg`` is the first moment, ``exp_avg_sq_root`` the root of the second, each of ``param``'s shape; zeros to
+    begin with, ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do
+    whose blocks are at most 2048 elements of one row, without zero points or global scale, and meet those of the other
+    moment within as many. ``step`` counts from 1. ``rounding="stochastic"`` keeps moments that change by less than
+    their codes' steps from standing still.
 
     Raises TypeError and ValueError for dtypes, shapes, schemes and numbers that do not fit.
     Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861; docs/numerics.md section 11.
     """
-    for name, moment in (("exp_avg", exp_avg), ("exp_rms", exp_rms)):
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq_root", exp_avg_sq_root)):
         if not isinstance(moment, Quantized):
             raise TypeError(
                 f"adamw_: {name} must be a Quantized, got {type(moment).__name__}; begin with "
@@ -62,10 +62,10 @@ def adamw_(
     rounding, *rng = random_bits(rounding, seed, loose, stream, offset, pitch)
     rng[1] = step  # also where no random bits are drawn: the correction of the moments' bias depends on it
     matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
-    parts = (exp_avg.codes, exp_avg.scale, exp_rms.codes, exp_rms.scale)
+    parts = (exp_avg.codes, exp_avg.scale, exp_avg_sq_root.codes, exp_avg_sq_root.scale)
     outs = dict(zip(OPS["adamw"].returns, (matrix, *parts), strict=True))
     fill(
-        "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_rms.scheme.name, rounding, *rng,
+        "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_avg_sq_root.scheme.name, rounding, *rng,
         lr, *betas, eps, weight_decay, **outs,
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)

@@ -42,8 +42,8 @@ class AdamW(NamedTuple):
     grad: Tensor
     exp_avg: Tensor
     exp_avg_scale: Tensor
-    exp_rms: Tensor
-    exp_rms_scale: Tensor
+    exp_avg_sq_root: Tensor
+    exp_avg_sq_root_scale: Tensor
     scheme: str = STATE_SCHEME
     rms_scheme: str = STATE_SCHEME
     rounding: str = "nearest"
@@ -108,7 +108,7 @@ def _check(call: AdamW) -> None:
     require(call.param.dim() >= 1, "lowbit.adamw: param needs at least one axis; give a scalar as param.reshape(1)")
     moments = (
         ("exp_avg", call.scheme, call.exp_avg, call.exp_avg_scale),
-        ("exp_rms", call.rms_scheme, call.exp_rms, call.exp_rms_scale),
+        ("exp_avg_sq_root", call.rms_scheme, call.exp_avg_sq_root, call.exp_avg_sq_root_scale),
     )
     for name, text, codes, scale in moments:
         scheme = scaling.scheme(text)
@@ -143,7 +143,8 @@ def _cost(call: AdamW) -> Cost:
 
 SPECS = (
     OpSpec(
-        "adamw", AdamW, ("new_param", "new_exp_avg", "new_exp_avg_scale", "new_exp_rms", "new_exp_rms_scale"),
+        "adamw", AdamW,
+        ("new_param", "new_exp_avg", "new_exp_avg_scale", "new_exp_avg_sq_root", "new_exp_avg_sq_root_scale"),
         _outputs, _check, _cost,
         in_place={f"new_{name}": name for name in ("param", *AdamW._fields[2:6])},
     ),
