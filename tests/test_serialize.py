@@ -123,6 +123,8 @@ def test_tied_packed_layers_are_saved_once_and_load_as_plain_ones(tmp_path, monk
     assert config["tied"] == {"2.codes": "1.codes", "2.scale": "1.scale"}
     other = lb.load_model(tmp_path, build())
     assert other[1].codes is other[2].codes and same_state(other, plain)
+    packed = lb.load_model(tmp_path, build(), prepack=True)
+    assert packed[1].packed is packed[2].packed and same_state(packed, plain)
 
 
 def test_meta_models_keep_their_ties_and_dtypes(tmp_path):

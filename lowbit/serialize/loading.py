@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, swap, uncompiled
+from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import shown
 from lowbit.nn.linear import QuantLinear, rename_parts
@@ -42,7 +43,7 @@ class Saved(NamedTuple):
     model: dict[str, Any] | None
 
 
-def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
+def load_model(directory: str | Path, model: nn.Module | None = None, prepack: bool = False) -> nn.Module:
     """Load what ``save_model`` wrote into ``model`` and return it; the layers that were quantized become so.
 
     ``model``: of the architecture that was saved, with layers in high precision (on any device, meta included) or
@@ -51,6 +52,7 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
     theirs again, and others must have them elsewhere, as models built within ``serialize.empty_weights()`` do.
     None: the model is built from the file, without drawing weights, and gets the file's dtypes. This works for models
     of transformers (of its own classes) and for the demo's GPT.
+    ``prepack``: call ``prepack_`` on the model, for inference on a CPU.
     No parameter shares memory with the file, which may be replaced afterwards. The whole file is read before the model
     is touched: a model that has weights needs its memory twice meanwhile, none or one on the meta device once.
     Raises, with the model untouched: FileNotFoundError for a missing file; ValueError for a truncated, altered or
@@ -67,6 +69,8 @@ def load_model(directory: str | Path, model: nn.Module | None = None) -> nn.Modu
     if wrapped:
         raise ValueError(f"modules inside the model are compiled ({wrapped[0]}); load first, then compile them")
     _load_into(inner, saved, built)
+    if prepack:
+        prepack_(model)
     return model
 
 
