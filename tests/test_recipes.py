@@ -69,7 +69,9 @@ def test_every_recipe_computes_the_bits_that_are_recorded(name):
             y = layer(x.requires_grad_())
             y.backward(g / 64)
             trained = digest(y, x.grad, layer.weight.grad)
-    assert (forward, trained) == DIGESTS[name]
+    assert DIGESTS.get(name) == (forward, trained), (
+        f"recipe {name!r} computes {(forward, trained)}, and DIGESTS has {DIGESTS.get(name)}; write it there if it is new"
+    )
 
 
 # -- made by hand ------------------------------------------------------------------------------------------------------
@@ -178,7 +180,9 @@ def test_the_fields_names_are_aliases():
     ],
 )
 def test_near_misses_name_what_was_meant(name, meant):
-    with pytest.raises(ValueError, match=rf"unknown recipe '{name}' \(did you mean {meant}\?\); expected one of int8"):
+    with pytest.raises(
+        ValueError, match=rf"unknown recipe '{name}' \(did you mean {meant}\?\); expected one of .*int8"
+    ):
         lb.recipe(name)
     assert lb.recipe(meant)
 
@@ -209,8 +213,8 @@ def test_the_last_pattern_that_matches_decides():
         ({}, ValueError, "no pattern is given"),
         ({3: "int8"}, TypeError, "a pattern is a string"),
         ({"*": "int9"}, ValueError, "unknown recipe 'int9'"),
-        ({"*": 3}, TypeError, "a recipe is a Recipe or one of int8"),
-        (None, TypeError, "a recipe is a Recipe or one of int8"),
+        ({"*": 3}, TypeError, "a recipe is a Recipe or one of .*int8"),
+        (None, TypeError, "a recipe is a Recipe or one of .*int8"),
     ],
 )
 def test_plans_are_checked(given, error, message):

@@ -219,7 +219,7 @@ def test_recipes_are_rows_with_real_schemes(name):
 def test_recipe_options():
     assert recipes.recipe("int4-weight-only", group=32).weight.name == "int4:group32"
     assert recipes.recipe("int4-weight-only:group32") == recipes.recipe("int4-weight-only", group=32)
-    with pytest.raises(ValueError, match=r"unknown recipe 'int9' \(did you mean int8\?\); expected one of int8"):
+    with pytest.raises(ValueError, match=r"unknown recipe 'int9' \(did you mean int8\?\); expected one of .*int8"):
         recipes.recipe("int9")
     with pytest.raises(ValueError, match="already says"):
         recipes.recipe("int4-weight-only:group32", group=64)
