@@ -70,7 +70,7 @@ def test_every_recipe_computes_the_bits_that_are_recorded(name):
             y.backward(g / 64)
             trained = digest(y, x.grad, layer.weight.grad)
     assert DIGESTS.get(name) == (forward, trained), (
-        f"recipe {name!r} computes {(forward, trained)}, and DIGESTS has {DIGESTS.get(name)}; write it there if it is new"
+        f"recipe {name!r} computes {(forward, trained)}, and DIGESTS has {DIGESTS.get(name)}; write it there if new"
     )
 
 
