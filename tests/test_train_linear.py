@@ -221,7 +221,7 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
     parameters = dict(model.named_parameters())
     model.up.register_forward_hook(lambda *args: seen.append(1))
     report = lb.train.prepare_(model, recipe)
-    assert report.converted == ("up", "down") and report.skipped == ("lm_head",)
+    assert report.converted == ("up", "down") and list(report.left) == ["lm_head"]
     assert type(model.up) is TrainLinear and type(model.lm_head) is nn.Linear
     assert all(parameters[name] is p for name, p in model.named_parameters())
     assert f"recipe={recipe}" in repr(model.up)

@@ -37,7 +37,9 @@ def evaluate(
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text; perplexity needs one.")] = None,
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens for perplexity.")] = 12,
     limit: Annotated[int, typer.Option(help="Texts or photographs, at most.")] = 128,
-    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16, for what recipes leave alone.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 or bf16, for what recipes leave alone; else the model's own.")
+    ] = None,
     directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/evaluate"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is finished.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

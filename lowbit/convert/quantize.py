@@ -70,7 +70,7 @@ def quantize_(
     )
     report, found = convert(model, task, chosen, names, protect)
     notes = _untied(model, found)
-    small = _small_effect(model, found, asked=names is not DEFAULT_SKIP)
+    small = _small_effect(model, found)
     for note in (*notes, *([small] if small else [])):
         warnings.warn(note, stacklevel=2)
     if prepack:
@@ -228,17 +228,17 @@ def _untied(model: nn.Module, found: Selection) -> tuple[str, ...]:
     )
 
 
-def _small_effect(model: nn.Module, found: Selection, asked: bool) -> str | None:
+def _small_effect(model: nn.Module, found: Selection) -> str | None:
     """A warning where less than half of the bytes of the weights were converted, with the largest that were not.
 
-    ``asked``: the caller chose what is skipped, and need not be told of it.
+    What the caller skipped does not count.
     """
     converted = tensor_bytes(p for chosen in found.chosen.values() for p in matrices(chosen.module))
     others: dict[str, tuple[int, str]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
         own = [p for p in matrices(module, recurse=False) if id(p) not in seen]
-        if kind(module) is not None or not own or (asked and any(matches(one, name) for one in found.skipped)):
+        if kind(module) is not None or not own or any(matches(one, name) for one in found.skipped):
             continue
         seen |= {id(p) for p in own}
         others[name] = (tensor_bytes(own), _what(module))
@@ -255,4 +255,5 @@ def _small_effect(model: nn.Module, found: Selection, asked: bool) -> str | None
 
 
 def _what(module: nn.Module) -> str:
-    return f"{type(module).__name__}, an embedding" if is_table(module) else type(module).__name__
+    name = type(module).__name__
+    return f"{name}, an embedding" if is_table(module) and "Embedding" not in name else name

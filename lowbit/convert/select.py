@@ -274,17 +274,16 @@ def protections(
     """The names to skip, and what stays unless a pattern of ``plan`` names it.
 
     Always protected: adapters. ``unties``: the conversion gives a layer a weight of its own, so that output layers
-    tied to an embedding are protected as well, unless ``skip`` is empty. Where ``plan`` has patterns of its own, the
-    default ``skip`` is a protection too: a pattern may name ``lm_head``.
+    tied to an embedding are protected as well, unless ``skip`` is empty. The default ``skip`` is a protection too: a
+    pattern may name ``lm_head``, and the report gives the reason.
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
     skip = skip if isinstance(skip, str) else tuple(skip)
-    by_layer = [pattern for pattern, _ in plan.patterns] != ["*"]
     guards = [_adapters(model)]
     if unties and skip:
         guards.append(_tied(model))
-    if default and by_layer:
+    if default:
         skip = ()
         guards.append(_output_layer)
 
@@ -296,7 +295,7 @@ def protections(
 
 def _output_layer(name: str, module: nn.Module) -> Protection | None:
     word = next((word for word in DEFAULT_SKIP if matches(word, name)), None)
-    reason = f"an output layer stays in high precision; a recipe for '*{word}' converts it"
+    reason = f"an output layer stays in high precision; skip=(), or a recipe for '*{word}', converts it"
     return None if word is None else Protection(word, reason)
 
 
