@@ -87,3 +87,31 @@ def test_quantize_without_transformers_says_what_to_install(run, llama, monkeypa
     monkeypatch.setitem(sys.modules, "transformers", None)
     told = run("quantize", str(directory), "int8", code=1)
     assert f"loading {directory} needs transformers: {sys.executable} -m pip install 'transformers>=4.56'" in told
+
+
+def test_a_quantized_directory_is_refused_and_configs_say_the_dtype(run, llama, tmp_path):
+    run("quantize", str(llama[0]), "int8", "--out", str(tmp_path / "q"))
+    assert lb.load_model(tmp_path / "q").config.dtype == torch.bfloat16
+    told = run("quantize", str(tmp_path / "q"), "int8", "--out", str(tmp_path / "r"), code=1)
+    assert "quantized already (int8); give the one that it was made of" in told
+
+
+@pytest.mark.filterwarnings("ignore:quantize_ converted", "ignore:lm_head shared its weight")
+def test_a_tied_model_that_was_quantized_and_dequantized_loads_again(llama, tmp_path):
+    model, x = llama[1], torch.arange(6)[None]
+    lb.quantize_(model, "nf4", skip=())
+    lb.dequantize_(model)
+    lb.save_model(model, tmp_path / "again")
+    loaded = lb.load_model(tmp_path / "again")
+    assert not loaded.config.tie_word_embeddings and model.config.tie_word_embeddings
+    assert torch.equal(loaded(x).logits, model(x).logits)
+
+
+def test_a_model_in_training_is_saved_as_a_plain_one_with_a_warning(llama, tmp_path):
+    model = llama[1]
+    lb.train.prepare_(model, "fp8")
+    with pytest.warns(UserWarning, match="train in low precision, and are saved as plain ones"):
+        lb.save_model(model, tmp_path / "plain")
+    assert type(lb.load_model(tmp_path / "plain").model.layers[0].mlp.up_proj) is torch.nn.Linear
+    with pytest.raises(ValueError, match=r"being trained in low precision .*; call lowbit\.train\.convert_"):
+        lb.quantize_(model, "int8")

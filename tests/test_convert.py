@@ -121,7 +121,7 @@ def broken(change) -> Nested:
         (Nested(), {"skip": ("boddy",)}, ValueError, "'boddy' matches no module; names are such as 'body.0'"),
         (Nested(), {"skip": "lm_head"}, TypeError, r"write skip=\('lm_head',\)"),
         (Nested(), {"recipe": "int7"}, ValueError, "unknown recipe 'int7'"),
-        (Nested(), {"calibration": [torch.zeros(2, 16)]}, ValueError, "needs no calibration; leave calibration out"),
+        (Nested(), {"calibration": [torch.zeros(2, 16)]}, TypeError, "what lowbit.calibrate returned, got list"),
         (Nested(), {"calibration": ("body.0",)}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
         (Nested(), {"calibration": "body.0"}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
         (Nested(), {"recipe": {"*": "int8"}, "group": 8}, ValueError, "by layer, write for instance 'nf4:group8'"),

@@ -237,3 +237,33 @@ def test_a_layer_compiled_in_place_is_refused():
     model[1].compile(backend="eager")
     with pytest.raises(ValueError, match=r"1 is compiled by itself.*quantize first, then compile"):
         lb.quantize_(model, "int8")
+
+
+def test_skip_that_is_no_collection():
+    with pytest.raises(TypeError, match="skip must be a collection of patterns, got NoneType"):
+        lb.quantize_(nn.Sequential(nn.Linear(4, 4)), "int8", skip=None)
+
+
+@pytest.mark.parametrize("convert", [lambda m: lb.quantize_(m, "int8"), lambda m: lb.train.prepare_(m, "fp8")])
+def test_a_weight_in_float64_is_refused_with_its_name(convert):
+    with pytest.raises(TypeError, match=r"layer '0': the weight is torch.float64.*call model.float\(\)"):
+        convert(nn.Sequential(nn.Linear(4, 4).double()))
+
+
+def test_attention_with_biases_of_key_and_value_shares_nothing(recwarn):
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(64, 4, add_bias_kv=True)})
+    lb.quantize_(model, "int8")
+    assert not [w for w in recwarn if "shared its weight" in str(w.message)]
+
+
+def test_dequantize_unpacks_and_unpack_leaves_what_is_not_packed():
+    model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 8))
+    lb.quantize_(model, {"0": "int8", "1": "nf4"})
+    expected = [layer.weight.dequantize() for layer in model]
+    lb.prepack_(model)
+    assert list(lb.unpack_(copy.deepcopy(model)).converted) in (["0"], [])
+    lb.dequantize_(model)
+    assert all(torch.equal(layer.weight, w) for layer, w in zip(model, expected, strict=True))
+    plain = nn.Sequential(nn.Linear(8, 8))
+    lb.quantize_(plain, "nf4")
+    assert lb.unpack_(plain).converted == () and type(plain[0]) is QuantLinear

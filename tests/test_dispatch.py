@@ -142,8 +142,8 @@ def test_errors_keep_their_type_and_text():
     for _ in range(2):
         with pytest.raises(TypeError, match="must be float32, bfloat16 or float16") as raised:
             lb.encode(x, "fp8_e4m3")
-        # Of an op that is called by itself the type is that of the text alone.
-        with pytest.raises((TypeError, ValueError), match="must be float32, bfloat16 or float16"):
+        # Of an op that is called by itself the type is torch's choice; the text is ours.
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="must be float32, bfloat16 or float16"):
             torch.ops.lowbit.encode(x, "fp8_e4m3")
     assert raised.value.__cause__ is None
     with lb.use_backend("reference"), pytest.raises(ValueError, match="unknown format"):
@@ -151,7 +151,7 @@ def test_errors_keep_their_type_and_text():
 
 
 def test_an_error_of_another_call_is_not_raised_again():
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
         torch.ops.lowbit.encode(torch.ones(3, dtype=torch.float64), "fp8_e4m3")
     with pytest.raises(RuntimeError, match="out requires grad"):
         lb.decode(torch.zeros(3, dtype=torch.uint8), "fp8_e4m3", out=torch.ones(3, requires_grad=True))

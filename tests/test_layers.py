@@ -34,6 +34,7 @@ LAYERS = [
     {"convert"},
     {"serialize"},
     {"train", "memory"},
+    {"calibrate"},
     {"demo"},
     {"evaluate"},
     {"cli"},

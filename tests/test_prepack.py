@@ -79,7 +79,7 @@ def test_other_bytes_are_refused(change):
     buffer = packed("int8", 64).packed
     with pytest.raises(ValueError, match="packed weight"):
         prepack.unpack(change(buffer))
-    with pytest.raises((ValueError, TypeError), match="packed"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="packed"):
         torch.ops.lowbit.linear_packed(torch.randn(1, 64), change(buffer), 40)
 
 
@@ -159,8 +159,7 @@ def test_what_stays_plain_has_its_reason():
     assert report.converted == ("0",) and "integer weights" in report.left["2"]
     none = mlp("nf4")
     assert not lb.prepack_(none).layers and type(none[0]) is QuantLinear
-    with pytest.raises(ValueError, match="found nothing to convert"):
-        lb.unpack_(none)
+    assert lb.unpack_(none).left == {"0": "not packed", "2": "not packed"}
     with pytest.raises(ValueError, match="found nothing to convert"):
         lb.prepack_(nn.Sequential(nn.Linear(4, 4)))
 

@@ -406,3 +406,30 @@ def test_fsdp2_shards_rows_and_keeps_bits():
     for rank in ranks:
         _, error = rank.communicate(timeout=120)
         assert rank.returncode == 0, error
+
+
+# -- widths that bytes of codes do not tell ----------------------------------------------------------------------------
+@pytest.mark.parametrize("recipe", ["nf4", "int4-weight-only", "w4a8", "mxfp6", "int8"])
+def test_an_input_of_another_width_is_refused(recipe):
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4))
+    lb.quantize_(model, recipe, skip=())
+    with pytest.raises(ValueError, match=r"in_features=64; got an input \[2, 63\]"):
+        model(torch.randn(2, 63))
+
+
+@pytest.mark.parametrize("recipe", ["nf4", "int8"])
+def test_a_state_of_another_width_is_refused(recipe, tmp_path):
+    def made(width):
+        model = nn.Sequential(nn.Linear(width, 4, bias=False))
+        lb.quantize_(model, recipe, skip=())
+        return model
+
+    with pytest.raises(RuntimeError, match="63"):
+        made(64).load_state_dict(made(63).state_dict())
+    for saved, other in ((63, 64), (64, 63)):
+        lb.save_model(made(saved), tmp_path / str(saved))
+        with pytest.raises(ValueError, match=str(saved)):
+            lb.load_model(tmp_path / str(saved), nn.Sequential(nn.Linear(other, 4, bias=False)))
+        assert (
+            lb.load_model(tmp_path / str(saved), nn.Sequential(nn.Linear(saved, 4, bias=False)))[0].in_features == saved
+        )

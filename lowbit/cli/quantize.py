@@ -15,6 +15,7 @@ from torch import nn
 
 from lowbit.cli.console import errors, out, print_json
 from lowbit.convert import quantize_
+from lowbit.convert.engine import quantized_layers
 from lowbit.files import check_regular
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
@@ -73,6 +74,12 @@ def quantize(
         raise FileExistsError(f"{target} exists; remove it or choose another with --out")
     with errors.status(Text(f"loading {directory}")) as status:
         model = _load(directory)
+        already = {layer.recipe.name for layer in quantized_layers(model).values()}
+        if already:
+            raise ValueError(
+                f"{directory} holds a model that is quantized already ({', '.join(sorted(already))}); give the one "
+                "that it was made of"
+            )
         _cast_(model, dtype)
         status.update(Text(f"quantizing with {chosen.name}"))
         report = quantize_(model, chosen)
@@ -110,6 +117,8 @@ def _cast_(model: nn.Module, dtype: Dtype) -> None:
             parameter.data = parameter.data.to(_DTYPES[dtype])
         elif parameter.dtype == torch.float32:
             parameter.data = parameter.data.bfloat16()
+    if hasattr(getattr(model, "config", None), "dtype"):  # transformers' configs say what the weights are in
+        model.config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _copy_others(directory: Path, target: Path) -> None:

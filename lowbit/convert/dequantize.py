@@ -9,7 +9,8 @@ from torch import nn
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.engine import Origin, Task, convert, origin, shell, swap
-from lowbit.convert.quantize import measured
+from lowbit.convert.maker import measured
+from lowbit.convert.prepack import unpack_
 from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
@@ -24,11 +25,13 @@ def dequantize_(model: nn.Module) -> Report:
     Weights are what the codes stand for, in the dtype that they had (or that the model was cast to since); what
     quantization lost stays lost. Biases stay the same Parameters. Layers that shared a weight share one again, and
     weights require grad if they did. Names, hooks, train/eval mode and checkpointing are kept. What merges adapters
-    into plain weights, such as peft's ``merge_and_unload``, works after this.
+    into plain weights, such as peft's ``merge_and_unload``, works after this. Packed layers are unpacked first.
 
-    Raises, with the model untouched: ValueError for a model without quantized layers, that is one itself, or with
-    packed layers; TypeError for what is no model.
+    Raises, with the model untouched: ValueError for a model without quantized layers, or that is one itself; TypeError
+    for what is no model.
     """
+    if isinstance(model, nn.Module) and any(kind(module) == "packed" for module in model.modules()):
+        unpack_(model)
     plain = _PlainWeights()
     task = Task(
         "dequantize_", "QuantLinear, QuantConv2d, QuantMultiheadAttention", _judge, plain.restore, plain.measure, swap
@@ -38,8 +41,6 @@ def dequantize_(model: nn.Module) -> Report:
 
 def _judge(names: list[str], module: nn.Module) -> Verdict:
     found = kind(module)
-    if found == "packed":
-        return Verdict(error="is packed; call lowbit.unpack_(model) first")
     if found != "quantized":
         return Verdict(inside=True)
     was = _origin(module)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, swap
-from lowbit.convert.quantize import measured
+from lowbit.convert.maker import measured
 from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
@@ -42,11 +42,12 @@ def prepack_(model: nn.Module) -> Report:
 def unpack_(model: nn.Module) -> Report:
     """Turn the layers of ``model`` that ``prepack_`` packed back, in place, into QuantLinears with the same bits.
 
-    Raises, with the model untouched: ValueError for a model without packed layers or that is one itself; TypeError for
-    what is no model.
+    Quantized layers that are not packed stay as they are.
+    Raises, with the model untouched: ValueError for a model without quantized layers or that is one itself; TypeError
+    for what is no model.
     """
     packer = _Packer()
-    task = Task("unpack_", "PackedLinear", _to_unpack, packer.unpack, _measure, _put_plain)
+    task = Task("unpack_", "PackedLinear", _to_unpack, packer.unpack, _measure, _put_plain, optional=True)
     return convert(model, task)[0]
 
 
@@ -60,7 +61,9 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
 
 
 def _to_unpack(names: list[str], module: nn.Module) -> Verdict:
-    return Verdict(adapter=_EVERY) if kind(module) == "packed" else Verdict(inside=True)
+    if kind(module) == "packed":
+        return Verdict(adapter=_EVERY)
+    return Verdict(reason="not packed") if isinstance(module, QuantLinear) else Verdict(inside=True)
 
 
 def _put_packed(model: nn.Module, made: dict[int, Any]) -> None:

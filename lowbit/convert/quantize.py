@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -12,21 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.casts import refuse_beyond
-from lowbit.convert.adapters import Adapter, find
+from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
+from lowbit.convert.maker import QuantMaker, allocated, energies, quantized, require_numbers
 from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers, protections
-from lowbit.functional import quantize
-from lowbit.nn.base import kind
-from lowbit.nn.linear import QuantLinear, empty
+from lowbit.nn.base import KINDS, kind
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Maker", "measured", "quantize_", "replacements"]
-
-#: Weights are compared with what they decode to in pieces of this many elements, which stay in cache.
-_PIECE = 1 << 17
+__all__ = ["quantize_", "replacements"]
 
 
 def quantize_(
@@ -44,6 +39,8 @@ def quantize_(
     None}``: the last pattern that matches a layer's full name decides, and None leaves the layer.
     Converted: nn.Linear, nn.Conv2d (``groups=1``), nn.MultiheadAttention, transformers' Conv1D, their subclasses that
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
+    ``calibration``: what ``lowbit.calibrate`` found for this model and recipe; None: each weight is rounded to the
+    nearest code.
     ``skip``: names of modules to leave, with wildcards; ``"lm_head"`` also means ``"model.lm_head"`` and all inside.
     ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
     result, for inference.
@@ -59,12 +56,12 @@ def quantize_(
     by itself) compiled, a weight with NaN or Inf or without a shape yet, a pattern without a match, an unknown recipe.
     TypeError for weights that are no plain fp32, bf16 or fp16, and for a model or a recipe that is none.
     """
-    _refuse_calibration(calibration)
+    fill = _fill(calibration)
     if prepack:
         from lowbit.convert.prepack import prepack_
     chosen = _plan(recipe, group)
     names, protect = protections(model, skip, chosen, unties=True)
-    maker = Maker(_quantized)
+    maker = QuantMaker(model, fill)
     task = Task(
         "quantize_", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, maker.measure, swap
     )
@@ -78,17 +75,27 @@ def quantize_(
     return replace(report, notes=notes)
 
 
-def _refuse_calibration(calibration: Any) -> None:
+def _fill(calibration: Any) -> Callable[[str, Tensor, Recipe], tuple[Quantized, Tensor | None]]:
+    """What makes the weights: rounding to nearest, or what calibration found."""
     if calibration is None:
-        return
+        return quantized
     if isinstance(calibration, str) or (
         isinstance(calibration, tuple | list | set) and calibration and all(isinstance(one, str) for one in calibration)
     ):
         names = (calibration,) if isinstance(calibration, str) else tuple(calibration)
         raise TypeError(f"quantize_: the third argument is calibration; for modules to leave, write skip={names!r}")
-    raise ValueError(
-        "quantize_: every recipe is dynamic or weight-only, and needs no calibration; leave calibration out"
-    )
+    if not hasattr(calibration, "weight"):
+        raise TypeError(
+            f"quantize_: calibration must be what lowbit.calibrate returned, got {type(calibration).__name__}; to "
+            f"calibrate with batches, call lowbit.calibrate(model, batches, recipe) first"
+        )
+
+    def calibrated(name: str, weight: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
+        require_numbers(weight)
+        made = calibration.weight(name, weight, recipe)
+        return made, energies(weight, made.dequantize(torch.float32))
+
+    return calibrated
 
 
 def _plan(recipe: Any, group: int | None) -> Plan:
@@ -98,98 +105,6 @@ def _plan(recipe: Any, group: int | None) -> Plan:
     for one in chosen.recipes:
         refuse_beyond(one, "quantize_", ("output.a", "output.b"))
     return chosen
-
-
-# -- making -----------------------------------------------------------------------------------------------------------
-class Maker:
-    """Makes the QuantLinears of one conversion; weights that are one tensor, with one recipe, become one Quantized.
-
-    The model keeps each ``parameter`` alive meanwhile, so its storage tells it apart. A ``matrix`` may be a temporary
-    copy, whose storage the next one can get; it only says which part of the parameter is meant, and which way round.
-    """
-
-    def __init__(self, fill: Callable[[Tensor, Recipe], tuple[Quantized, Tensor | None]]) -> None:
-        self.fill = fill
-        self.made: dict[tuple[Any, ...], QuantLinear] = {}
-        self.energies: dict[int, Tensor] = {}  # of weight and error, by the id of the layer's codes
-
-    def convert(self, layer: Any, adapter: Adapter, recipe: Recipe) -> nn.Module:
-        def make(parameter: Tensor, matrix: Tensor, bias: Any) -> QuantLinear:
-            return self._linear(recipe, parameter, matrix, bias)
-
-        return adapter.convert(layer, make)
-
-    def _linear(self, recipe: Recipe, parameter: Tensor, matrix: Tensor, bias: Any) -> QuantLinear:
-        whole = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.stride())
-        key = (recipe, *whole, matrix.storage_offset(), matrix.shape, matrix.stride())
-        twin = self.made.get(key)
-        if twin is not None:
-            layer = QuantLinear(twin.weight, bias, recipe)
-            for name, held in twin._parameters.items():
-                if name != "bias":
-                    layer._parameters[name] = held
-            return layer
-        weight, energies = self.fill(matrix.detach(), recipe)
-        self.made[key] = layer = QuantLinear(weight, bias, recipe)
-        if energies is not None:
-            self.energies[id(layer.codes)] = energies
-        return layer
-
-    def measure(self, layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
-        """What the report says of a layer."""
-        inner = [module for module in made.modules() if isinstance(module, QuantLinear)]
-        weights = sum(module.weight.numel() for module in inner)
-        bits = sum(module.weight.nbytes for module in inner) * 8 / weights if weights else math.nan
-        energies = [self.energies[id(module.codes)] for module in inner if id(module.codes) in self.energies]
-        return measured(layer, made, weights, bits, _decibel(energies) if energies else None)
-
-
-def measured(layer: nn.Module, made: nn.Module, weights: int, bits: float, sqnr: float | None = None) -> dict[str, Any]:
-    """The fields of a LayerReport besides its name, class and recipe."""
-    before, after = (tensor_bytes((*module.parameters(), *module.buffers())) for module in (layer, made))
-    return {"weights": weights, "bits": bits, "bytes_before": before, "bytes_after": after, "sqnr": sqnr}
-
-
-def _quantized(weight: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
-    if type(weight) is not Tensor:
-        raise TypeError(
-            f"the weight is a {type(weight).__name__}, not a plain tensor; quantize the model before it is sharded or "
-            f"wrapped"
-        )
-    if weight.is_meta:
-        raise ValueError("the weight is on the meta device and holds no numbers; load the model first")
-    broken = int((~weight.isfinite()).sum())
-    if broken:
-        raise ValueError(
-            f"{broken} of the weight's {weight.numel()} elements are NaN or Inf, and would spoil every element that "
-            f"shares a scale with one; repair the weight, or name the layer in skip=..."
-        )
-    made = quantize(weight, recipe.weight)
-    return made, _energies(weight, made.dequantize(torch.float32))
-
-
-def _allocated(weight: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
-    return empty(tuple(weight.shape), recipe.weight, weight.dtype, weight.device), None
-
-
-def _energies(weight: Tensor, decoded: Tensor) -> Tensor:
-    """The sums of squares of ``weight`` and of its difference to ``decoded``, both ``[out, in]``.
-
-    Overwrites ``decoded``. A piece is summed in fp32, whose dot products are faster; the pieces in fp64.
-    """
-    rows = max(1, _PIECE // max(1, weight.shape[1]))
-    total = torch.zeros(2, dtype=torch.float64, device=weight.device)
-    for w, d in zip(weight.split(rows), decoded.split(rows), strict=True):
-        w, d = w.float().reshape(-1), d.sub_(w).reshape(-1)
-        total += torch.stack([w.dot(w), d.dot(d)])
-    return total
-
-
-def _decibel(energies: list[Tensor]) -> float:
-    signal, noise = torch.stack(energies).sum(0).tolist()
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.Module]:
@@ -203,6 +118,8 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
         layer = modules.get(name)
         if layer is None:
             raise ValueError(f"the model has no module {name!r}")
+        if kind(layer) is not None:
+            raise ValueError(f"{name!r} {KINDS[str(kind(layer))]}")
         adapter, listed, reason = find(layer)
         if listed is None:
             raise ValueError(f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart")
@@ -210,7 +127,7 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
         if adapter is None or reason is not None:
             raise ValueError(f"{name!r} cannot be replaced by a quantized layer: {reason}")
         chosen[name] = Chosen(layer, adapter, recipe)
-    return make_all(chosen, Maker(_allocated).convert)
+    return make_all(chosen, QuantMaker(model, allocated).convert)
 
 
 # -- what is worth knowing --------------------------------------------------------------------------------------------
@@ -224,7 +141,7 @@ def _untied(model: nn.Module, found: Selection) -> tuple[str, ...]:
         f"quantized copy now (skip it to keep the two tied)"
         for name, chosen in found.chosen.items()
         for p in chosen.module._parameters.values()
-        if p is not None and p.dim() > 1 and id(p) in keepers
+        if p is not None and p.dim() > 1 and keepers.get(id(p), name) != name
     )
 
 

@@ -176,6 +176,8 @@ def _named(patterns: Iterable[str], word: str) -> bool:
 def _checked(skip: Iterable[str], names: list[str]) -> tuple[str, ...]:
     if isinstance(skip, str):
         raise TypeError(f"skip must be a collection of patterns, got the string {skip!r}; write skip=({skip!r},)")
+    if not isinstance(skip, Iterable):
+        raise TypeError(f"skip must be a collection of patterns, got {type(skip).__name__}; skip=() leaves nothing out")
     patterns = tuple(skip)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -279,7 +281,7 @@ def protections(
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
-    skip = skip if isinstance(skip, str) else tuple(skip)
+    skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
     guards = [_adapters(model)]
     if unties and skip:
         guards.append(_tied(model))

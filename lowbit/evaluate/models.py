@@ -126,7 +126,13 @@ def find(name: str) -> Model:
             f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or a directory that transformers can load"
         )
     path = str(directory.resolve())
-    if our_config(directory) is not None:
+    saved = our_config(directory)
+    if saved is not None:
+        if (saved[1].get("model") or {}).get("class") == "transformers":
+            raise ValueError(
+                f"{name} was written by lowbit.save_model, and lowbit evaluate quantizes models itself; give the "
+                "directory of transformers that it was made of"
+            )
         return replace(MODELS["gpt"], name=directory.resolve().name, path=path)
     causal = loaders.causal(directory)
     return Model(

@@ -21,6 +21,7 @@ KINDS = {
         "is quantized and packed already; call lowbit.unpack_(model) and lowbit.dequantize_(model) first, or name the "
         "layers to leave in skip=..."
     ),
+    "observed": "is being calibrated; call lowbit.calibrate on a model of plain layers",
     "training": "is being trained in low precision; call lowbit.train.convert_(model) first",
 }
 

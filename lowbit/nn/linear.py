@@ -19,7 +19,17 @@ from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.tensor.quantized import Quantized, scale_dtype, zero_dtype
 
-__all__ = ["PARTS", "QuantLinear", "empty", "misfits", "plain_state", "rename_parts", "result_dtype"]
+__all__ = [
+    "PARTS",
+    "QuantLinear",
+    "empty",
+    "misfits",
+    "plain_state",
+    "rename_parts",
+    "result_dtype",
+    "scheme_state",
+    "wrong_width",
+]
 
 #: The parameters that make up the weight.
 PARTS = ("codes", "scale", "zero_point", "global_scale")
@@ -69,7 +79,8 @@ class QuantLinear(nn.Module):
     update: average the floating-point ones only, for instance with
     ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
     ``state_dict`` also holds the scheme's name, as ``_extra_state``: ASCII in a uint8 tensor, which every container of
-    tensors keeps (safetensors, distributed checkpoints). ``load_state_dict`` refuses codes of another scheme, since
+    tensors keeps (safetensors, distributed checkpoints); with ``in_features`` where rows of codes end within a byte.
+    ``load_state_dict`` refuses codes of another scheme, since
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
     call chooses anew.
 
@@ -118,6 +129,8 @@ class QuantLinear(nn.Module):
         dtype = result_dtype(x)
         if self._input_name is None and x.dtype != dtype:
             x = x.to(dtype)
+        if x.shape[-1:] != (self.in_features,):
+            raise wrong_width(self, x)
         own: dict[str, Any] = self._parameters
         bias = own["bias"]
         refuse_tangents("linear", x, bias)
@@ -134,7 +147,7 @@ class QuantLinear(nn.Module):
         )
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(list(self.scheme.name.encode()), dtype=torch.uint8, device="cpu")
+        return scheme_state(self.scheme, self.in_features)
 
     def set_extra_state(self, state: Any) -> None:
         """``_load_from_state_dict`` has compared it already, before any parameter was written."""
@@ -151,7 +164,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         rename_parts(state_dict, prefix)
         own = {name: part for name in PARTS if (part := self._parameters[name]) is not None}
-        wrong = misfits(own, self.scheme, state_dict, prefix)
+        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix)
         if wrong:  # nothing of this layer is written
             error_msgs.extend(wrong)
             return
@@ -178,11 +191,29 @@ def rename_parts(state: dict[str, Any], prefix: str) -> None:
         state[prefix + "global_scale"] = state.pop(prefix + "outer_scale")
 
 
-def misfits(own: Mapping[str, Tensor], scheme: Scheme, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+def wrong_width(layer: Any, x: Tensor) -> ValueError:
+    """The error for an input whose last axis is not what the layer takes: codes padded to whole bytes would hide it."""
+    return ValueError(
+        f"{type(layer).__name__}: the input and the weight must end in the same K, here in_features="
+        f"{layer.in_features}; got an input {list(x.shape)}"
+    )
+
+
+def scheme_state(scheme: Scheme, cols: int) -> Tensor:
+    """What a state says of a weight besides its tensors: the scheme, and the columns where bytes of codes hide them."""
+    text = f"{scheme.name} {cols}" if cols * scheme.format.bits % 8 else scheme.name
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def misfits(
+    own: Mapping[str, Tensor], scheme: Scheme, cols: int, state_dict: Mapping[str, Any], prefix: str
+) -> list[str]:
     """Why codes and scales of ``state_dict`` mean something else than a layer with ``own`` would read in them."""
-    name_given = state_dict.get(f"{prefix}_extra_state")
-    if isinstance(name_given, Tensor) and not name_given.is_meta:
-        name = bytes(name_given.tolist()).decode(errors="replace")
+    told = state_dict.get(f"{prefix}_extra_state")
+    if isinstance(told, Tensor) and not told.is_meta:
+        name, _, width = bytes(told.tolist()).decode(errors="replace").partition(" ")
+        if width.isdigit() and int(width) != cols:
+            return [f"{prefix}codes: the state has a weight with {width} columns, and this layer one with {cols}"]
         if not scheme.is_named(name):
             return [
                 f"{prefix}codes: the state has a weight in scheme {name!r}, and this layer one in "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
-from lowbit.nn.linear import QuantLinear, misfits, plain_state, rename_parts
+from lowbit.nn.linear import QuantLinear, misfits, plain_state, rename_parts, scheme_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme
@@ -123,7 +123,7 @@ class PackedLinear(nn.Module):
 
     # -- what leaves the layer, and what comes to it -------------------------------------------------------------------
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(list(self.scheme.name.encode()), dtype=torch.uint8, device="cpu")
+        return scheme_state(self.scheme, self.in_features)
 
     def set_extra_state(self, state: Any) -> None:
         """``_load_from_state_dict`` has compared it already."""
@@ -146,7 +146,7 @@ class PackedLinear(nn.Module):
         rename_parts(state_dict, prefix)
         own = plain_state(self.weight)
         given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
-        wrong = misfits(own, self.scheme, state_dict, prefix)
+        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix)
         wrong += [
             f"{prefix}{name}: the state has shape {list(part.shape)}, and this layer {list(own[name].shape)}"
             for name, part in given.items()

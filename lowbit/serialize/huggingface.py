@@ -45,11 +45,21 @@ def is_pretrained(model: nn.Module) -> bool:
 def describe(model: Any) -> dict[str, Any]:
     """The class and the config of a model, and how it generates if it does, as JSON has them."""
     generation = getattr(model, "generation_config", None)
+    config = json.loads(model.config.to_json_string())
+    if config.get("tie_word_embeddings") and not _tied(model):
+        config["tie_word_embeddings"] = False
     return {
         "architecture": type(model).__name__,
-        "config": json.loads(model.config.to_json_string()),
+        "config": config,
         "generation": None if generation is None else json.loads(generation.to_json_string()),
     }
+
+
+def _tied(model: Any) -> bool:
+    """Whether the output layer has the weight of the embedding, or none of its own that is plain."""
+    output, table = model.get_output_embeddings(), model.get_input_embeddings()
+    weights = [layer._parameters.get("weight") if isinstance(layer, nn.Module) else None for layer in (output, table)]
+    return any(weight is None for weight in weights) or weights[0] is weights[1]
 
 
 def build(described: dict[str, Any]) -> nn.Module:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lowbit.files import read_json
+from lowbit.nn.linear import QuantLinear
+from lowbit.nn.packed import PackedLinear
 from lowbit.serialize import huggingface
 
-__all__ = ["CONFIG", "FORMAT", "REBUILD", "VERSION", "WEIGHTS", "identity", "our_config", "rebuild_of"]
+__all__ = ["CONFIG", "FORMAT", "REBUILD", "VERSION", "WEIGHTS", "identity", "in_features", "our_config", "rebuild_of"]
 
 FORMAT, VERSION = "lowbit-model", 1
 
@@ -74,6 +76,11 @@ def our_config(directory: Path) -> tuple[Path, dict[str, Any]] | None:
         if name == CONFIG:
             raise ValueError(f"{path} was not written by lowbit.save_model; give, or save to, another directory")
     return None
+
+
+def in_features(layer: nn.Module) -> list[int]:
+    """The columns of each matrix of a quantized layer, which bytes of narrow codes do not tell."""
+    return [int(inner.in_features) for inner in layer.modules() if isinstance(inner, QuantLinear | PackedLinear)]
 
 
 def identity(value: Tensor) -> Any:

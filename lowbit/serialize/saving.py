@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,10 +15,21 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import sync_directory, write_json
+from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS
 from lowbit.nn.packed import PackedLinear
 from lowbit.serialize import safetensors
-from lowbit.serialize.layout import CONFIG, FORMAT, REBUILD, VERSION, WEIGHTS, identity, our_config, rebuild_of
+from lowbit.serialize.layout import (
+    CONFIG,
+    FORMAT,
+    REBUILD,
+    VERSION,
+    WEIGHTS,
+    identity,
+    in_features,
+    our_config,
+    rebuild_of,
+)
 
 __all__ = ["save_model"]
 
@@ -28,12 +40,20 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     Writes ``lowbit.json`` and one safetensors file, and leaves other files alone, such as a tokenizer and the config of
     transformers. Tensors that several names share are written once. A compiled model is saved as the one that was
     compiled, and loaded before it is compiled again. Models of transformers (of its own classes) and the demo's GPT can
-    be loaded without giving one; others are loaded into a model of the same architecture, quantized or not.
+    be loaded without giving one; others are loaded into a model of the same architecture, quantized or not. Layers that
+    ``train.prepare_`` made are saved as plain ones, with a warning: call ``train.prepare_`` again after loading.
     Of several processes that save to one directory at once, the last one wins.
     Raises ValueError for a directory that holds another program's ``lowbit.json``, or a damaged one; TypeError for
     state that is no plain dense tensor (sharded tensors: gather them first; extra state); OSError where the directory
     cannot be written.
     """
+    training = [name for name, layer in model.named_modules() if kind(layer) == "training"]
+    if training:
+        warnings.warn(
+            f"save_model: {training[0]} and {len(training) - 1} more layers train in low precision, and are saved as "
+            f"plain ones; after loading, call train.prepare_ to go on, or quantize_ to deploy",
+            stacklevel=2,
+        )
     with _writing(Path(directory)):
         _save(uncompiled(model), Path(directory))
 
@@ -157,4 +177,4 @@ def _describe_model(rebuild: str, model: nn.Module) -> dict[str, Any]:
 
 def _describe(layer: Any) -> dict[str, Any]:
     dtypes = {str(m.weight_dtype).removeprefix("torch.") for m in layer.modules() if hasattr(m, "weight_dtype")}
-    return {"recipe": layer.recipe.to_dict(), "dtype": sorted(dtypes)[0]}
+    return {"recipe": layer.recipe.to_dict(), "dtype": sorted(dtypes)[0], "in_features": in_features(layer)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit import recipes
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, sync_fused_kernels
-from lowbit.convert.quantize import measured
+from lowbit.convert.maker import measured, require_float
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
 from lowbit.nn.base import forget_bound_forward, replaced_forward
@@ -95,13 +95,15 @@ def prepare_(
     and optimizers that hold them stay as they are. Subclasses that compute what nn.Linear does are taken as well.
     ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding.
     Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
-    prepared or quantized already or whose weight has no shape yet, a pattern without a match.
+    prepared or quantized already or whose weight has no shape yet, a pattern without a match. TypeError for a weight
+    in another dtype than fp32, bf16 and fp16.
     """
     chosen = recipes.plan(recipe)
     products = {one: Products.of(one) for one in chosen.recipes}
     names, protect = protections(model, skip, chosen, unties=False)
 
     def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
+        require_float(layer.weight)
         return layer, recipe
 
     def measure(layer: nn.Linear, made: Any, recipe: Recipe | None) -> dict[str, Any]:

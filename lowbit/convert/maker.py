@@ -1,0 +1,165 @@
+"""Makes what takes the place of the weights of layers: each weight once, however many layers share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.convert.adapters import Adapter
+from lowbit.convert.engine import tensor_bytes
+from lowbit.convert.select import plain_name
+from lowbit.functional import quantize
+from lowbit.nn.linear import QuantLinear, empty
+from lowbit.recipes import Recipe
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["Maker", "QuantMaker", "allocated", "measured", "quantized", "require_float", "require_numbers"]
+
+Made = TypeVar("Made", bound=nn.Module)
+
+#: Weights are compared with what they decode to in pieces of this many elements, which stay in cache.
+_PIECE = 1 << 17
+
+
+class Maker(Generic[Made]):
+    """Makes the inner layers of one conversion; for weights that are one tensor, with one recipe, twins of one layer.
+
+    ``layer`` and ``twin`` are a subclass's. A weight's name is that of the layer that has it, and for the second and
+    further weights of a layer ``name#1`` and so on, in the order in which its adapter makes them.
+
+    The model keeps each ``parameter`` alive meanwhile, so its storage tells it apart. A ``matrix`` may be a temporary
+    copy, whose storage the next one can get; it only says which part of the parameter is meant, and which way round.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(module): plain_name(name) for name, module in model.named_modules()}
+        self.made: dict[tuple[Any, ...], Made] = {}
+
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> Made:
+        """A new layer for ``matrix`` [out, in]."""
+        raise NotImplementedError
+
+    def twin(self, first: Made, bias: Any) -> Made:
+        """A layer with the weight of ``first`` and a bias of its own."""
+        raise NotImplementedError
+
+    def convert(self, layer: Any, adapter: Adapter, recipe: Recipe) -> nn.Module:
+        """What takes the place of ``layer``."""
+        count = 0
+
+        def make(parameter: Tensor, matrix: Tensor, bias: Any) -> Any:
+            nonlocal count
+            name = self.names[id(layer)] + (f"#{count}" if count else "")
+            count += 1
+            whole = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.stride())
+            key = (recipe, *whole, matrix.storage_offset(), matrix.shape, matrix.stride())
+            first = self.made.get(key)
+            if first is not None:
+                return self.twin(first, bias)
+            self.made[key] = made = self.layer(name, matrix.detach(), bias, recipe)
+            return made
+
+        return adapter.convert(layer, make)
+
+
+class QuantMaker(Maker[QuantLinear]):
+    """Makes QuantLinears. ``fill(name, matrix, recipe)``: the quantized weight, and where they are known the energies
+    of weight and error.
+    """
+
+    def __init__(
+        self, model: nn.Module, fill: Callable[[str, Tensor, Recipe], tuple[Quantized, Tensor | None]]
+    ) -> None:
+        super().__init__(model)
+        self.fill = fill
+        self.energies: dict[int, Tensor] = {}  # by the id of the layer's codes
+
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> QuantLinear:
+        weight, energies = self.fill(name, matrix, recipe)
+        made = QuantLinear(weight, bias, recipe)
+        if energies is not None:
+            self.energies[id(made.codes)] = energies
+        return made
+
+    def twin(self, first: QuantLinear, bias: Any) -> QuantLinear:
+        made = QuantLinear(first.weight, bias, first.recipe)
+        made.share_weight(first)
+        return made
+
+    def measure(self, layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
+        """What the report says of a layer."""
+        inner = [module for module in made.modules() if isinstance(module, QuantLinear)]
+        weights = sum(module.weight.numel() for module in inner)
+        bits = sum(module.weight.nbytes for module in inner) * 8 / weights if weights else math.nan
+        energies = [self.energies[id(module.codes)] for module in inner if id(module.codes) in self.energies]
+        return measured(layer, made, weights, bits, _decibel(energies) if energies else None)
+
+
+def measured(layer: nn.Module, made: nn.Module, weights: int, bits: float, sqnr: float | None = None) -> dict[str, Any]:
+    """The fields of a LayerReport besides its name, class and recipe."""
+    before, after = (tensor_bytes((*module.parameters(), *module.buffers())) for module in (layer, made))
+    return {"weights": weights, "bits": bits, "bytes_before": before, "bytes_after": after, "sqnr": sqnr}
+
+
+def quantized(name: str, weight: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
+    """The weight, rounded to nearest. Raises as ``require_numbers``."""
+    require_numbers(weight)
+    made = quantize(weight, recipe.weight)
+    return made, energies(weight, made.dequantize(torch.float32))
+
+
+def require_numbers(weight: Tensor) -> None:
+    """Raises TypeError for a weight that is no plain fp32, bf16 or fp16 tensor, ValueError for one without numbers or
+    with NaN or Inf.
+    """
+    if type(weight) is not Tensor:
+        raise TypeError(
+            f"the weight is a {type(weight).__name__}, not a plain tensor; quantize the model before it is sharded or "
+            f"wrapped"
+        )
+    require_float(weight)
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and holds no numbers; load the model first")
+    broken = int((~weight.isfinite()).sum())
+    if broken:
+        raise ValueError(
+            f"{broken} of the weight's {weight.numel()} elements are NaN or Inf, and would spoil every element that "
+            f"shares a scale with one; repair the weight, or name the layer in skip=..."
+        )
+
+
+def require_float(weight: Tensor) -> None:
+    """Raises TypeError for a weight in another dtype than fp32, bf16 and fp16."""
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"the weight is {weight.dtype}, and must be float32, bfloat16 or float16; call model.float() first"
+        )
+
+
+def allocated(name: str, weight: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
+    """An unfilled weight."""
+    return empty(tuple(weight.shape), recipe.weight, weight.dtype, weight.device), None
+
+
+def energies(weight: Tensor, decoded: Tensor) -> Tensor:
+    """The sums of squares of ``weight`` and of its difference to ``decoded``, both ``[out, in]``.
+
+    Overwrites ``decoded``. A piece is summed in fp32, whose dot products are faster; the pieces in fp64.
+    """
+    rows = max(1, _PIECE // max(1, weight.shape[1]))
+    total = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for w, d in zip(weight.split(rows), decoded.split(rows), strict=True):
+        w, d = w.float().reshape(-1), d.sub_(w).reshape(-1)
+        total += torch.stack([w.dot(w), d.dot(d)])
+    return total
+
+
+def _decibel(energies: list[Tensor]) -> float:
+    signal, noise = torch.stack(energies).sum(0).tolist()
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
