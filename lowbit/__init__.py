@@ -8,6 +8,7 @@ from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.low
 from lowbit import convert, memory, nn, train
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
+from lowbit.calibrate import Calibration, calibrate
 from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, linear, pack, quantize, scaled_mm, unpack
@@ -21,6 +22,7 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "BackendError",
+    "Calibration",
     "Cast",
     "Format",
     "Gemm",
@@ -30,6 +32,7 @@ __all__ = [
     "Scheme",
     "__version__",
     "adamw_",
+    "calibrate",
     "convert",
     "decode",
     "dequantize_",

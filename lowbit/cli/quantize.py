@@ -117,8 +117,9 @@ def _cast_(model: nn.Module, dtype: Dtype) -> None:
             parameter.data = parameter.data.to(_DTYPES[dtype])
         elif parameter.dtype == torch.float32:
             parameter.data = parameter.data.bfloat16()
-    if hasattr(getattr(model, "config", None), "dtype"):  # transformers' configs say what the weights are in
-        model.config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "dtype"):  # transformers' configs say what the weights are in
+        config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _copy_others(directory: Path, target: Path) -> None:

@@ -1,0 +1,175 @@
+"""What calibrating a model found out, in memory and on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit._version import __version__
+from lowbit.files import read_json, write_json
+from lowbit.nn.linear import PARTS, plain_state
+from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.recipes import Recipe
+from lowbit.serialize import safetensors
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["Calibration", "Row", "digest"]
+
+CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One weight: its recipe, the method that chose its codes, the digest of the weight that it was.
+
+    ``sqnr``: of the weight, in dB. ``output_sqnr``: of what the layer computes of its inputs, where they were seen.
+    """
+
+    recipe: Recipe
+    method: str
+    digest: str
+    sqnr: float
+    output_sqnr: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data."""
+        return {
+            "recipe": self.recipe.to_dict(), "method": self.method, "digest": self.digest, "sqnr": self.sqnr,
+            "output_sqnr": self.output_sqnr,
+        }  # fmt: skip
+
+
+@dataclass
+class Calibration:
+    """Codes and scales for the weights of one model, to be given to ``quantize_(model, recipe, calibration=...)``.
+
+    ``weights``, ``rows``: by the name of the layer; a layer's second and further weights are ``name#1`` and so on.
+    ``data``: the digest of the batches, None without any. ``seconds``: what it took.
+    """
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    weights: dict[str, Quantized] = field(default_factory=dict)
+    data: str | None = None
+    seconds: float = 0.0
+
+    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> Quantized:
+        """The quantized weight for ``matrix``. Raises ValueError for another weight or recipe than was calibrated."""
+        row = self.rows.get(name)
+        if row is None:
+            raise ValueError(
+                f"the calibration has no {name!r}, but {', '.join(list(self.rows)[:3])} and others; calibrate and "
+                f"quantize with the same skip=..., or name the layer in skip=..."
+            )
+        if row.recipe != recipe:
+            raise ValueError(
+                f"the calibration of {name!r} is for {_described(row.recipe)}, and quantize_ is to use "
+                f"{_described(recipe)}; give the recipe that was calibrated"
+            )
+        if row.digest != digest(matrix):
+            raise ValueError(
+                f"the weight {name!r} is not the one that was calibrated; calibrate this model, or load that one"
+            )
+        return replace(self.weights[name], dtype=matrix.dtype).to(matrix.device)
+
+    def save(self, directory: str | Path) -> None:
+        """Write ``calibration.json``, which says what was found, and a safetensors file with codes and scales.
+
+        Raises OSError where the directory cannot be written.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {f"{name}.{part}": t for name, q in self.weights.items() for part, t in plain_state(q).items()}
+        file = f"weights-{self._key()[:16]}.safetensors"
+        sha256, size = safetensors.write(directory / file, tensors)
+        config = {
+            "format": FORMAT, "version": VERSION, "lowbit": __version__, "data": self.data, "seconds": self.seconds,
+            "weights": {"file": file, "sha256": sha256, "bytes": size},
+            "layers": {name: {**row.to_dict(), **_shape(self.weights[name])} for name, row in self.rows.items()},
+        }  # fmt: skip
+        write_json(directory / CONFIG, config)
+
+    def _key(self) -> str:
+        return _hash(f"{name} {row.to_dict()}".encode() for name, row in self.rows.items())
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Calibration:
+        """What ``save`` wrote. Raises FileNotFoundError; ValueError for damaged files and those of something else."""
+        path = Path(directory) / CONFIG
+        config = read_json(path)
+        if config.get("format") != FORMAT or config.get("version") != VERSION:
+            raise ValueError(f"{path} was not written by this version of lowbit's Calibration.save")
+        try:
+            return cls._read(Path(directory), config)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); copy or save it again") from None
+
+    @classmethod
+    def _read(cls, directory: Path, config: dict[str, Any]) -> Calibration:
+        stored = config["weights"]
+        if Path(stored["file"]).name != stored["file"]:
+            raise ValueError(f"{directory / CONFIG} names a file outside of its directory: {stored['file']!r}")
+        tensors = safetensors.read(directory / stored["file"], stored["sha256"], stored["bytes"])
+        made = cls(data=config["data"], seconds=config["seconds"])
+        for name, row in config["layers"].items():
+            recipe = Recipe.from_dict(row["recipe"])
+            made.rows[name] = Row(recipe, row["method"], row["digest"], row["sqnr"], row["output_sqnr"])
+            parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
+            made.weights[name] = Quantized(
+                parts["codes"], stored_scale(parts["scale"], recipe.weight.name), parts.get("zero_point"),
+                stored_global(parts.get("global_scale")), recipe.weight, torch.Size(row["shape"]),
+                getattr(torch, row["dtype"]),
+            )  # fmt: skip
+        return made
+
+    def __repr__(self) -> str:
+        return f"<Calibration of {len(self.rows)} weights; print it for a table>"
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':<44}{'recipe':<24}{'method':<12}{'SQNR dB':>8}{'of output':>11}"]
+        for name, row in self.rows.items():
+            output = "" if row.output_sqnr is None else f"{row.output_sqnr:.1f}"
+            lines.append(f"{name:<44}{row.recipe.name:<24}{row.method:<12}{row.sqnr:>8.1f}{output:>11}")
+        return "\n".join(lines)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a tensor, or of tensors in mappings, tuples and lists, with their dtypes and shapes."""
+    return _hash(_bytes_of(value))
+
+
+def _bytes_of(value: Any) -> Iterable[bytes]:
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        yield f"{plain.dtype} {list(plain.shape)}".encode()
+        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    elif hasattr(value, "items"):
+        for name, one in sorted(value.items()):
+            yield str(name).encode()
+            yield from _bytes_of(one)
+    elif isinstance(value, tuple | list):
+        yield str(len(value)).encode()
+        for one in value:
+            yield from _bytes_of(one)
+    else:
+        yield repr(value).encode()
+
+
+def _hash(pieces: Iterable[bytes]) -> str:
+    total = hashlib.sha256()
+    for piece in pieces:
+        total.update(piece)
+    return total.hexdigest()
+
+
+def _shape(q: Quantized) -> dict[str, Any]:
+    return {"shape": list(q.shape), "dtype": str(q.dtype).removeprefix("torch.")}
+
+
+def _described(recipe: Recipe) -> str:
+    return f"{recipe.name} ({recipe.output})"

@@ -1,0 +1,84 @@
+"""What a method is, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowbit.calibrate.methods import gptq, hqq, rounding
+from lowbit.calibrate.statistics import Statistics
+from lowbit.scaling import Scheme
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["METHODS", "Method", "default_method", "find"]
+
+
+class Method(NamedTuple):
+    """How the weight of a layer is quantized.
+
+    ``solve(weight, scheme, statistics)``: ``weight`` fp32 [out, in]; ``statistics`` of the layer's inputs, or None
+    without data. ``need``: what of them it cannot do without, one of ``statistics.NEEDS``; ``uses``: what it takes
+    where there is data. ``refuses(scheme)``: why it has nothing to offer for weights of this scheme, or None.
+    """
+
+    name: str
+    about: str
+    solve: Callable[[Tensor, Scheme, Statistics | None], Quantized]
+    need: str = "nothing"
+    uses: str = "nothing"
+    refuses: Callable[[Scheme], str | None] = lambda scheme: None
+
+
+#: Every method. Names are API.
+METHODS: dict[str, Method] = {
+    row.name: row
+    for row in (
+        Method("nearest", "each weight to the nearest code, scales from the largest magnitude", rounding.nearest),
+        Method(
+            "signed", "integers: the element of largest magnitude takes the least code, scales of either sign",
+            rounding.signed, refuses=rounding.unsigned,
+        ),
+        Method("mse", "the scale of each block with the least squared error of the weights", rounding.mse),
+        Method(
+            "search", "the same, weighted with E[x^2] of the inputs where there is data", rounding.search,
+            uses="squares",
+        ),
+        Method(
+            "hqq", "zero points by half-quadratic splitting (Badri and Shaji 2023)", hqq.solve, refuses=hqq.unfit
+        ),
+        Method(
+            "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
+            gptq.solve, "gram", "gram",
+        ),
+        Method(
+            "ls-gptq", "GPTQ of the weights that fit best what the unquantized model computes", gptq.solve_corrected,
+            "cross", "cross",
+        ),
+    )
+}  # fmt: skip
+
+
+def find(name: str | Method) -> Method:
+    """The method of that name. Raises ValueError, listing the known ones, and TypeError."""
+    if isinstance(name, Method):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"a method is named by a string, one of {', '.join(METHODS)}; got {type(name).__name__}")
+    found = METHODS.get(name.lower().replace("_", "-"))
+    if found is None:
+        close = get_close_matches(name.lower(), METHODS, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"unknown method {name!r}{meant}; expected one of {', '.join(METHODS)}")
+    return found
+
+
+def default_method(scheme: Scheme, data: bool) -> Method:
+    """The best known method for weights of this scheme, with data or without."""
+    return METHODS["gptq" if data else "nearest" if signed_is_worse(scheme) else "signed"]
+
+
+def signed_is_worse(scheme: Scheme) -> bool:
+    return rounding.unsigned(scheme) is not None

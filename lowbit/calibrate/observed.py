@@ -1,0 +1,49 @@
+"""Layers that compute what they computed before, and tell what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit.calibrate.statistics import Statistics
+from lowbit.convert.maker import Maker
+from lowbit.recipes import Recipe
+
+__all__ = ["Observed", "Observer"]
+
+
+class Observed(nn.Module):
+    """``x @ weight.T + bias`` in floats, in the place of a layer that will be a QuantLinear.
+
+    ``name``: what the layer's codes are called in a Calibration. ``statistics``: where its inputs are counted, shared
+    with the layers that are given the same tensor; None: nowhere. ``last``: the input of the last call, where it is
+    ``kept``.
+    """
+
+    lowbit_kind = "observed"
+    bias: nn.Parameter | None
+
+    def __init__(self, name: str, weight: Tensor, bias: nn.Parameter | None, recipe: Recipe) -> None:
+        super().__init__()
+        self.name, self.weight, self.recipe = name, weight, recipe
+        self.register_parameter("bias", bias)
+        self.statistics: Statistics | None = None
+        self.keeps = False
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.last = x
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Observer(Maker[Observed]):
+    """Makes the Observed layers of a model; those that share a weight share its name."""
+
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> Observed:
+        return Observed(name, matrix.detach(), bias, recipe)
+
+    def twin(self, first: Observed, bias: Any) -> Observed:
+        return Observed(first.name, first.weight, bias, first.recipe)

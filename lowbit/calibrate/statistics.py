@@ -1,0 +1,77 @@
+"""What calibration keeps of a layer's inputs: sums, whose size does not depend on how many batches were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["NEEDS", "Statistics"]
+
+#: What a method may ask for, from cheap to dear: nothing, E[x^2] of each column, E[x x^T], and that with the inputs
+#: that the unquantized model has.
+NEEDS = ("nothing", "squares", "gram", "cross")
+
+
+class Statistics:
+    """Sums over all rows ``x`` [features] that a layer was given.
+
+    ``need``: one of ``NEEDS``; what comes before it in ``NEEDS`` is there too. ``rows``: how many were seen.
+    """
+
+    def __init__(self, features: int, need: str, device: torch.device | str = "cpu") -> None:
+        level = NEEDS.index(need)
+        self.need, self.rows = need, 0
+        self._squares = torch.zeros(features, dtype=torch.float64, device=device) if level >= 1 else None
+        self._gram = torch.zeros(features, features, device=device) if level >= 2 else None
+        self._cross = torch.zeros(features, features, device=device) if level >= 3 else None
+
+    def update(self, x: Tensor, plain: Tensor | None = None) -> None:
+        """Add rows ``x`` [..., features]; ``plain``: what the unquantized model has in their place.
+
+        Raises ValueError for NaN and Inf.
+        """
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        squares = x.square().sum(0, dtype=torch.float64)
+        if not bool(squares.isfinite().all()):
+            raise ValueError("an input holds NaN or Inf; look for them in the calibration data, or in the model")
+        self.rows += x.shape[0]
+        if self._squares is not None:
+            self._squares += squares
+        if self._gram is not None:
+            self._gram.addmm_(x.t(), x)
+        if self._cross is not None:
+            assert plain is not None
+            self._cross.addmm_(plain.detach().reshape(-1, x.shape[1]).float().t(), x)
+
+    @property
+    def squares(self) -> Tensor:
+        """E[x^2] of each column, fp32 [features]."""
+        assert self._squares is not None
+        return (self._squares / max(self.rows, 1)).float()
+
+    @property
+    def gram(self) -> Tensor:
+        """E[x x^T], fp32 [features, features]."""
+        assert self._gram is not None
+        return self._gram / max(self.rows, 1)
+
+    @property
+    def cross(self) -> Tensor:
+        """E[p x^T] with p the inputs of the unquantized model, fp32 [features, features]."""
+        assert self._cross is not None
+        return self._cross / max(self.rows, 1)
+
+    @staticmethod
+    def reduce(several: Iterable[Statistics]) -> None:
+        """Make each the sum over the processes of ``torch.distributed``, where there are several of these."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        for one in several:
+            rows = torch.tensor(one.rows, dtype=torch.int64)
+            for total in (rows, one._squares, one._gram, one._cross):
+                if total is not None:
+                    dist.all_reduce(total)
+            one.rows = int(rows)
