@@ -18,8 +18,8 @@ class Observed(nn.Module):
     """``x @ weight.T + bias`` in floats, in the place of a layer that will be a QuantLinear.
 
     ``name``: what the layer's codes are called in a Calibration. ``statistics``: where its inputs are counted, shared
-    with the layers that are given the same tensor; None: nowhere. ``last``: the input of the last call, where it is
-    ``kept``.
+    with the layers that are given the same tensor; None: nowhere. ``inputs``: those of the calls since it was emptied,
+    where the layer ``keeps`` them.
     """
 
     lowbit_kind = "observed"
@@ -31,11 +31,11 @@ class Observed(nn.Module):
         self.register_parameter("bias", bias)
         self.statistics: Statistics | None = None
         self.keeps = False
-        self.last: Tensor | None = None
+        self.inputs: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.keeps:
-            self.last = x
+            self.inputs.append(x)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 

@@ -146,8 +146,7 @@ class _Run:
             plain = None
             if need == "cross":
                 assert self.plain is not None
-                twins = {layer.name: layer for layer in _layers(self.plain.blocks[index])}
-                plain = _inputs(list(twins.values()), self.plain, index, number)
+                plain = _inputs(_layers(self.plain.blocks[index]), self.plain, index, number)
             self.chain.run(index, number)
             recorder.count(number, plain)
         recorder.finish()
@@ -194,32 +193,45 @@ class _Run:
 
 
 class _Recorder:
-    """Counts the inputs of layers; those that are given one tensor have one Statistics."""
+    """Counts the inputs of layers; those that are given the same tensors have one Statistics."""
 
     def __init__(self, layers: Sequence[Observed], need: str) -> None:
         self.layers, self.need = layers, need
-        self.leads: dict[str, Statistics] = {}
         for layer in layers:
-            layer.keeps, layer.last = True, None
+            layer.keeps, layer.inputs = True, []
 
-    def count(self, number: int, plain: dict[str, Tensor] | None) -> None:
+    def count(self, number: int, plain: dict[str, list[Tensor]] | None) -> None:
         """Add the inputs of batch ``number``, which the layers have just had."""
-        seen: dict[int, Statistics] = {}
-        for layer in self.layers:
-            x, layer.last = layer.last, None
-            if x is None:
-                continue
+        for layer, inputs in self._owners().values():
             found = layer.statistics
-            if found is None:
-                found = seen.get(id(x)) or Statistics(x.shape[-1], self.need, x.device)
-                layer.statistics = found
-            if id(x) in seen and seen[id(x)] is found:
+            assert found is not None
+            for x, before in zip(inputs, [None] * len(inputs) if plain is None else plain[layer.name], strict=True):
+                try:
+                    found.update(x, before)
+                except ValueError as error:
+                    raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
+
+    def _owners(self) -> dict[tuple[int, ...], tuple[Observed, list[Tensor]]]:
+        """Give each layer the Statistics that it shares with those that had the same inputs, in all batches so far; and
+        take the inputs: of each Statistics once, with one of its layers.
+        """
+        owners: dict[tuple[int, ...], tuple[Observed, list[Tensor]]] = {}
+        taken: set[int] = set()
+        for layer in self.layers:
+            inputs, layer.inputs = layer.inputs, []
+            if layer.statistics is None and not inputs:
                 continue
-            seen[id(x)] = found
-            try:
-                found.update(x, None if plain is None else plain[layer.name])
-            except ValueError as error:
-                raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
+            key = (id(layer.statistics), *map(id, inputs))
+            if key in owners:
+                layer.statistics = owners[key][0].statistics
+                continue
+            owners[key] = layer, inputs
+            if layer.statistics is None:
+                layer.statistics = Statistics(inputs[0].shape[-1], self.need, inputs[0].device)
+            elif id(layer.statistics) in taken:  # until now the two layers had the same inputs
+                layer.statistics = copy.deepcopy(layer.statistics)
+            taken.add(id(layer.statistics))
+        return owners
 
     def finish(self) -> None:
         """Sum up what other processes counted, and let go of the layers."""
@@ -231,18 +243,14 @@ class _Recorder:
         Statistics.reduce({id(one): one for one in found}.values())
 
 
-def _inputs(layers: Sequence[Observed], chain: Chain, index: int, number: int) -> dict[str, Tensor]:
+def _inputs(layers: Sequence[Observed], chain: Chain, index: int, number: int) -> dict[str, list[Tensor]]:
     """What the layers of a block are given in one batch."""
     for layer in layers:
-        layer.keeps = True
+        layer.keeps, layer.inputs = True, []
     chain.run(index, number)
-    given: dict[str, Tensor] = {}
     for layer in layers:
         layer.keeps = False
-        if layer.last is not None:
-            given[layer.name] = layer.last
-        layer.last = None
-    return given
+    return {layer.name: layer.inputs for layer in layers}
 
 
 def _observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:

@@ -17,7 +17,7 @@ from lowbit.reference import in_blocks, spread
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Scales", "nearest", "rescaled", "search", "signed_extreme"]
+__all__ = ["Scales", "nearest", "rescaled", "search", "signed", "signed_extreme"]
 
 #: Elements that are worked on at a time: with the error beside it this stays in a second-level cache.
 _PIECE = 1 << 17
@@ -51,6 +51,11 @@ class Scales(NamedTuple):
 def nearest(weight: Tensor, scheme: Scheme) -> Scales:
     """The scales that ``quantize`` makes."""
     return Scales.of(quantize(weight, scheme))
+
+
+def signed(weight: Tensor, scheme: Scheme) -> Scales:
+    """Scales of either sign, by which the element of largest magnitude of each block takes an integer's least code."""
+    return rescaled(nearest(weight, scheme), signed_extreme(weight, scheme) / float(scheme.format.qmin))
 
 
 def signed_extreme(weight: Tensor, scheme: Scheme) -> Tensor:
