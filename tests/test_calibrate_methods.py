@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.calibrate import METHODS, scales
-from lowbit.calibrate.methods import default_method, find
+from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS, scales
+from lowbit.calibrate.choice import choose
+from lowbit.calibrate.methods import default_method
 from lowbit.calibrate.methods.gptq import damped
 from lowbit.calibrate.statistics import Statistics
 
@@ -178,13 +179,23 @@ def test_every_method_serves_or_says_why_not(method, name):
     assert not default_method(scheme, data=False).refuses(scheme)
 
 
-def test_methods_are_found_by_name():
-    assert find("LS_GPTQ") is METHODS["ls-gptq"]
-    assert find(METHODS["mse"]) is METHODS["mse"]
+def test_names_of_methods():
+    assert choose(None).weights is None
+    assert choose("LS_GPTQ").weights is METHODS["ls-gptq"]
+    assert choose(METHODS["hqq"]).weights is METHODS["hqq"]
+    several = choose(("smoothquant", "awq", "search", "entropy"))
+    assert several == (METHODS["search"], OBSERVERS["entropy"], (TRANSFORMS["smoothquant"], TRANSFORMS["awq"]))
+    assert choose("mse")[:2] == (METHODS["mse"], OBSERVERS["mse"])
+    assert choose(("mse", "gptq"))[:2] == (METHODS["gptq"], OBSERVERS["mse"])
+    assert choose(("mse", "minmax"))[:2] == (METHODS["mse"], OBSERVERS["minmax"])
     with pytest.raises(ValueError, match=r"unknown method 'gtpq' \(did you mean gptq\?\)"):
-        find("gtpq")
-    with pytest.raises(TypeError, match="named by a string"):
-        find(3)
+        choose("gtpq")
+    with pytest.raises(ValueError, match="one method chooses the scales of weights, got gptq and hqq"):
+        choose(("gptq", "hqq"))
+    with pytest.raises(ValueError, match="only percentile takes a share"):
+        choose("entropy:3")
+    with pytest.raises(TypeError, match=r"a method is a name.*got int"):
+        choose([3])
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

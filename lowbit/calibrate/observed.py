@@ -11,23 +11,25 @@ from lowbit.calibrate.statistics import Statistics
 from lowbit.convert.maker import Maker
 from lowbit.recipes import Recipe
 
-__all__ = ["Observed", "Observer"]
+__all__ = ["Observed", "ObservedMaker"]
 
 
 class Observed(nn.Module):
     """``x @ weight.T + bias`` in floats, in the place of a layer that will be a QuantLinear.
 
-    ``name``: what the layer's codes are called in a Calibration. ``statistics``: where its inputs are counted, shared
-    with the layers that are given the same tensor; None: nowhere. ``inputs``: those of the calls since it was emptied,
-    where the layer ``keeps`` them.
+    ``name``: what the layer is called in a Calibration; ``weight_name``: what its codes are called, which is the name
+    of the first layer with this weight. ``plain``: the weight as the model has it, where a transform has changed
+    ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
+    None: nowhere. ``inputs``: those of the calls since it was emptied, where the layer ``keeps`` them.
     """
 
     lowbit_kind = "observed"
     bias: nn.Parameter | None
 
-    def __init__(self, name: str, weight: Tensor, bias: nn.Parameter | None, recipe: Recipe) -> None:
+    def __init__(self, name: str, weight_name: str, weight: Tensor, bias: nn.Parameter | None, recipe: Recipe) -> None:
         super().__init__()
-        self.name, self.weight, self.recipe = name, weight, recipe
+        self.name, self.weight_name, self.recipe = name, weight_name, recipe
+        self.weight = self.plain = weight
         self.register_parameter("bias", bias)
         self.statistics: Statistics | None = None
         self.keeps = False
@@ -39,11 +41,11 @@ class Observed(nn.Module):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class Observer(Maker[Observed]):
+class ObservedMaker(Maker[Observed]):
     """Makes the Observed layers of a model; those that share a weight share its name."""
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> Observed:
-        return Observed(name, matrix.detach(), bias, recipe)
+        return Observed(name, name, matrix, bias, recipe)
 
-    def twin(self, first: Observed, bias: Any) -> Observed:
-        return Observed(first.name, first.weight, bias, first.recipe)
+    def twin(self, first: Observed, name: str, matrix: Tensor, bias: Any) -> Observed:
+        return Observed(name, first.weight_name, first.weight, bias, first.recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from lowbit.calibrate.statistics import Statistics
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["METHODS", "Method", "default_method", "find"]
+__all__ = ["METHODS", "Method", "default_method"]
 
 
 class Method(NamedTuple):
@@ -59,20 +58,6 @@ METHODS: dict[str, Method] = {
         ),
     )
 }  # fmt: skip
-
-
-def find(name: str | Method) -> Method:
-    """The method of that name. Raises ValueError, listing the known ones, and TypeError."""
-    if isinstance(name, Method):
-        return name
-    if not isinstance(name, str):
-        raise TypeError(f"a method is named by a string, one of {', '.join(METHODS)}; got {type(name).__name__}")
-    found = METHODS.get(name.lower().replace("_", "-"))
-    if found is None:
-        close = get_close_matches(name.lower(), METHODS, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
-        raise ValueError(f"unknown method {name!r}{meant}; expected one of {', '.join(METHODS)}")
-    return found
 
 
 def default_method(scheme: Scheme, data: bool) -> Method:

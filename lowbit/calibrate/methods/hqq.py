@@ -14,7 +14,7 @@ from lowbit.calibrate.statistics import Statistics
 from lowbit.functional import fake_quantize, quantize
 from lowbit.reference import in_blocks, spread
 from lowbit.scaling import Scheme
-from lowbit.tensor.quantized import Quantized
+from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["solve", "unfit"]
 
@@ -34,7 +34,7 @@ def solve(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) 
     rows, cols = weight.shape
     block = scheme.block_of(rows, cols)
 
-    def norm(given: scales.Scales) -> Tensor:
+    def norm(given: Scales) -> Tensor:
         return in_blocks((weight - fake_quantize(weight, scheme, *given)).abs() ** _P, scheme).sum((1, 3))
 
     best = current = scales.nearest(weight, scheme) if scheme.affine else scales.signed(weight, scheme)
@@ -56,7 +56,7 @@ def solve(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) 
     return quantize(weight, scheme, *best)
 
 
-def _fitted(codes: Tensor, target: Tensor, current: scales.Scales, scheme: Scheme) -> scales.Scales:
+def _fitted(codes: Tensor, target: Tensor, current: Scales, scheme: Scheme) -> Scales:
     """Scales and zero points by which ``codes``, which are without the zero points of ``current``, fit ``target`` best
     by least squares.
     """
