@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import lowbit as lb
 from lowbit.calibrate import METHODS
 from lowbit.calibrate.blocks import Chain
 from lowbit.calibrate.statistics import Statistics
+
+ROOT = os.path.dirname(os.path.dirname(lb.__file__))
 
 
 class Block(nn.Module):
@@ -62,7 +66,8 @@ def test_the_inputs_of_a_block_are_those_that_quantized_blocks_before_it_give():
     model, batches = Stack(), tokens()
     calibration = lb.calibrate(model, batches, "int4-weight-only:group32", "gptq", skip=())
     reference = copy.deepcopy(model).eval()
-    stages = [[f"blocks.{i}.{n}" for n in ("up", "gate", "down")] for i in range(3)] + [["out"]]
+    called = (("gate", "up"), ("down",))  # in this order, those together that are given the same
+    stages = [[f"blocks.{i}.{n}" for n in names] for i in range(3) for names in called] + [["out"]]
     for names in stages:
         layers = {name: reference.get_submodule(name) for name in names}
         found = {name: Statistics(layer.in_features, "gram") for name, layer in layers.items()}
@@ -109,6 +114,24 @@ def test_batches_are_passed_as_the_model_takes_them(form):
     plain = lb.calibrate(model, given, "int4-weight-only:group32", skip=())
     assert torch.equal(made.weights["blocks.0.up"].codes, plain.weights["blocks.0.up"].codes)
     assert torch.equal(made.weights["blocks.1.up"].codes, plain.weights["blocks.1.up"].codes) != blended
+
+
+def test_padding_does_not_count():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model, x = Masked(), torch.randn(3, 40, 16)
+    mask = torch.arange(40) < torch.tensor([[40], [10], [25]])
+    made = lb.calibrate(model, [{"x": x, "attention_mask": mask.long()}], "int4-weight-only:group16")
+    statistics = Statistics(16, "gram")
+    statistics.update(x[mask])
+    expected = METHODS["gptq"].solve(model.linear.weight.detach(), lb.scheme("int4:group16"), statistics)
+    assert torch.equal(made.weights["linear"].codes, expected.codes)
 
 
 def test_a_model_without_blocks_is_taken_whole():
@@ -337,3 +360,93 @@ def test_two_processes_with_half_of_the_batches_find_what_one_does(tmp_path):
         assert torch.equal(first.weights[name].codes, second.weights[name].codes)
         one, other = (made.dequantize(torch.float32) for made in (first.weights[name], q))
         assert float(((one - other).abs() < 1e-5).double().mean()) > 0.99  # sums in another order
+
+
+# -- a run that is stopped --------------------------------------------------------------------------------------------
+_KILLED = """
+import os, sys, lowbit as lb
+sys.path.insert(0, {tests!r})
+from test_calibrate import half_done
+half_done({directory!r}, 2, lambda: os.kill(os.getpid(), 9))
+"""
+
+
+def half_done(directory: str, stop: int, end) -> lb.Calibration:
+    """A run with every kind of result, in which ``end`` is called before block ``stop``."""
+    from test_calibrate_transforms import gpt
+
+    torch.manual_seed(0)
+    model, batches, calls = gpt(), [torch.randint(60, (2, 32)) for _ in range(2)], []
+
+    def progress(what, done, total):
+        calls.append(done)
+        if len(calls) == stop:
+            end()
+
+    recipe = {"*": "int8-static", "*.down": "int4-weight-only:group32"}
+    return lb.calibrate(model, batches, recipe, ("smoothquant", "gptq"), directory=directory, progress=progress)
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    whole = half_done(str(tmp_path / "whole"), 0, None)
+    script = _KILLED.format(tests=os.path.dirname(__file__), directory=str(tmp_path / "2"))
+    killed = subprocess.run([sys.executable, "-c", script], check=False, env={**os.environ, "PYTHONPATH": ROOT})
+    assert killed.returncode == -9
+    for stop in (1, 3):  # before the first block, before what is outside of blocks
+        with pytest.raises(KeyboardInterrupt):
+            half_done(str(tmp_path / f"{stop}"), stop, interrupt)
+    for stop in (1, 2, 3):
+        assert len(list((tmp_path / f"{stop}").glob("blocks/*"))) == stop - 1
+        again = half_done(str(tmp_path / f"{stop}"), 0, None)
+        assert again.rows == whole.rows
+        for name, q in whole.weights.items():
+            other = again.weights[name].parts
+            assert all(torch.equal(part, other[key]) for key, part in q.parts.items())
+        assert {name: float(one.scale) for name, (one, _) in again.inputs.items()} == {
+            name: float(one.scale) for name, (one, _) in whole.inputs.items()
+        }
+        assert [edit.name for edit in again.edits] == [edit.name for edit in whole.edits]
+        assert all(torch.equal(a.value, b.value) for a, b in zip(again.edits, whole.edits, strict=True))
+        assert not (tmp_path / f"{stop}" / "blocks").exists()
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path):
+    model, batches = Stack(2), tokens(2)
+    first = lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "a")
+    again = lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "a")
+    assert again.rows == first.rows
+    for name, (m, b, r, how) in {
+        "model": (Stack(2), batches, "int8", "gptq"), "data": (model, tokens(2), "int8", "gptq"),
+        "recipe": (model, batches, "nf4", "gptq"), "method": (model, batches, "int8", "search"),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=rf"holds a calibration of another run: its {name} is"):
+            lb.calibrate(m, b, r, how, directory=tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="not empty and holds no run"):
+        lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "b")
+
+
+def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
+    from lowbit.serialize import safetensors
+
+    model, batches, write = Stack(3), tokens(2), safetensors.write
+    written = []
+
+    def full(path, tensors):
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        return write(path, tensors)
+
+    monkeypatch.setattr(safetensors, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path)
+    monkeypatch.undo()
+    done = []
+    made = lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path, progress=lambda *row: done.append(row))
+    plain = lb.calibrate(model, batches, "int8", "gptq")
+    assert made.rows == plain.rows

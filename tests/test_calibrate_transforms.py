@@ -57,7 +57,7 @@ def transformed(model: nn.Module, x: Tensor, transform: str) -> tuple[nn.Module,
     layers = [layer for layer in work.modules() if isinstance(layer, Observed)]
     recorder = Recorder(layers, "gram", None)
     work(x)
-    recorder.count(0, None)
+    recorder.count(0, x, None)
     recorder.finish()
     edits = transform_(work, TRANSFORMS[transform], {id(m): n for n, m in work.named_modules()})
     return work, edits, layers

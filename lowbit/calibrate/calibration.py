@@ -98,6 +98,28 @@ class Calibration:
             )
         return replace(self.weights[name], dtype=matrix.dtype).to(matrix.device)
 
+    def names(self) -> set[str]:
+        """Of all that is in it: weights, input scales and edits."""
+        return {*self.rows, *(f"{name}.input" for name in self.inputs), *(f"edit {one.name}" for one in self.edits)}
+
+    def since(self, before: Collection[str]) -> Calibration:
+        """What came after ``names()`` was ``before``."""
+        rows = {name: row for name, row in self.rows.items() if name not in before}
+        return Calibration(
+            rows,
+            {name: self.weights[name] for name in rows},
+            {name: one for name, one in self.inputs.items() if f"{name}.input" not in before},
+            [one for one in self.edits if f"edit {one.name}" not in before],
+            self.data,
+        )
+
+    def add(self, other: Calibration) -> None:
+        """Add what another one has."""
+        self.rows.update(other.rows)
+        self.weights.update(other.weights)
+        self.inputs.update(other.inputs)
+        self.add_edits(other.edits)
+
     def add_edits(self, edits: Iterable[Edit]) -> None:
         """Add what a transform changed, which earlier ones may have changed before."""
         own = {edit.name: edit for edit in self.edits}

@@ -20,7 +20,7 @@ class Observed(nn.Module):
     ``name``: what the layer is called in a Calibration; ``weight_name``: what its codes are called, which is the name
     of the first layer with this weight. ``plain``: the weight as the model has it, where a transform has changed
     ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
-    None: nowhere. ``inputs``: those of the calls since it was emptied, where the layer ``keeps`` them.
+    None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere.
     """
 
     lowbit_kind = "observed"
@@ -32,12 +32,11 @@ class Observed(nn.Module):
         self.weight = self.plain = weight
         self.register_parameter("bias", bias)
         self.statistics: Statistics | None = None
-        self.keeps = False
-        self.inputs: list[Tensor] = []
+        self.journal: list[tuple[Observed, Tensor]] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.keeps:
-            self.inputs.append(x)
+        if self.journal is not None:
+            self.journal.append((self, x))
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 

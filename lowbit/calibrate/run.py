@@ -8,17 +8,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowbit._version import __version__
 from lowbit.calibrate.blocks import Chain, feed
 from lowbit.calibrate.calibration import Calibration, Row, digest
 from lowbit.calibrate.choice import Choice, choose
 from lowbit.calibrate.methods import METHODS, Method, default_method
-from lowbit.calibrate.observe import Recorder, inputs_of
+from lowbit.calibrate.observe import Recorder, inputs_of, stages
 from lowbit.calibrate.observed import Observed, ObservedMaker
+from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
 from lowbit.calibrate.transforms import transform_
 from lowbit.casts import refuse_beyond
@@ -28,7 +31,6 @@ from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
 from lowbit.memory.checkpoint import find_blocks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan, Recipe, plan
-from lowbit.tensor.quantized import Scales
 
 __all__ = ["calibrate"]
 
@@ -41,23 +43,29 @@ def calibrate(
     method: str | Method | Iterable[str | Method] | None = None,
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
+    directory: str | Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
 
     ``batches``: what the model is called with: a tensor as it is, a tuple by position, a dict by keyword. A few
-    thousand tokens, or some hundred images, of what the model will see. None, or none: only for methods that need no
-    data. ``recipe``, ``skip``: as for ``quantize_``.
+    thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
+    tokens are padding and do not count. None, or none: only for methods that need no data. ``recipe``, ``skip``: as for
+    ``quantize_``.
     ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known for each weight.
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
-    given: ``("smoothquant", "gptq")``. ``progress(what, done, total)`` is called before each block.
+    given: ``("smoothquant", "gptq")``.
+    ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
+    recipe, method and data goes on after the last finished block, and finds the same bits.
+    ``progress(what, done, total)`` is called before each block.
 
     A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
     by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
     whole.
 
-    Raises ValueError: as ``quantize_``; for a method or static scales that need data without any; for a method that has
-    nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for batches of other types.
+    Raises ValueError: as ``quantize_``; for a directory of another run; for a method or static scales that need data
+    without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
+    batches of other types.
     Warns of layers that no batch reaches; their weights are chosen without data.
     """
     started = time.perf_counter()
@@ -67,17 +75,38 @@ def calibrate(
         refuse_beyond(one, "calibrate", ("output.b",))
     data = [] if batches is None else list(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
-    run = _Run(uncompiled(model), data, chosen, choose(method), skip)
+    choice, model = choose(method), uncompiled(model)
+    finished = None
+    if directory is not None:
+        about = {
+            "model": digest(model.state_dict()), "recipe": str(chosen.to_dict()), "method": str(choice),
+            "skip": " ".join(sorted(skip)), "data": digest(data), "lowbit": __version__,
+        }  # fmt: skip
+        finished = Finished(directory, about)
+        whole = finished.whole()
+        if whole is not None:
+            return whole
+    run = _Run(model, data, chosen, choice, skip, finished)
     run.all(progress or (lambda what, done, total: None))
     run.found.seconds = time.perf_counter() - started
+    if finished is not None:
+        finished.finish(run.found)
     return run.found
 
 
 class _Run:
     """One call of ``calibrate``. ``work``: a copy of the model, sharing its tensors, that is quantized on the way."""
 
-    def __init__(self, model: nn.Module, data: list[Any], plan: Plan, choice: Choice, skip: Iterable[str]) -> None:
-        self.data, self.choice = data, choice
+    def __init__(
+        self,
+        model: nn.Module,
+        data: list[Any],
+        plan: Plan,
+        choice: Choice,
+        skip: Iterable[str],
+        finished: Finished | None,
+    ) -> None:
+        self.data, self.choice, self.finished = data, choice, finished
         self.work = _observed(model, plan, skip)
         self.names = {id(module): name for name, module in self.work.named_modules()}
         self.found = Calibration(data=digest(data) if data else None)
@@ -129,27 +158,50 @@ class _Run:
         for index, block in enumerate(blocks):
             assert chain is not None
             progress("block", index, len(blocks))
-            self._quantize(block, index)
+            part = None if self.finished is None else self.finished.load(index)
+            if part is not None:
+                self._restore(block, part)
+            else:
+                self._quantize(block, index)
             chain.advance(index)
             if self.plain is not None:
                 self.plain.advance(index)
         progress("block", len(blocks), len(blocks))
         self._quantize(self.work, None)
 
+    def _restore(self, block: nn.Module, part: Calibration) -> None:
+        """Put what an earlier run found for a block in its place."""
+        self.found.add(part)
+        for edit in part.edits:
+            owner, _, name = edit.name.rpartition(".")
+            self.work.get_submodule(owner).register_parameter(name, nn.Parameter(edit.value, requires_grad=False))
+        self._put(block, _layers(block))
+
     def _quantize(self, root: nn.Module, index: int | None) -> None:
         """Quantize the layers of block ``index``, or those that are left."""
         layers = _layers(root)
         if not layers:
             return
+        before = self.found.names()
         if index is not None or self.chain is None:
             for transform in self.choice.transforms:
                 self._observe(layers, index, transform.need, None)
                 self.found.add_edits(transform_(root, transform, self.names))
-        need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
-        if index is None and need == "cross":
-            need = "gram"
-        self._observe(layers, index, need, self.choice.inputs.histogram)
-        self._replace(root, layers)
+        for stage in self._stages(layers, index):
+            need = max((self._uses(layer) for layer in stage), key=NEEDS.index)
+            if index is None and need == "cross":
+                need = "gram"
+            self._observe(stage, index, need, self.choice.inputs.histogram)
+            self._replace(root, stage)
+        if self.finished is not None and index is not None:
+            self.finished.save(index, self.found.since(before))
+
+    def _stages(self, layers: Sequence[Observed], index: int | None) -> list[list[Observed]]:
+        """The layers of a block in the order of their calls; outside of blocks all at once."""
+        chain = self.chain
+        if index is None or chain is None or all(self._uses(layer) == "nothing" for layer in layers):
+            return [list(layers)]
+        return stages(layers, lambda: chain.run(index, 0))
 
     def _observe(self, layers: Sequence[Observed], index: int | None, need: str, histogram: bool | None) -> None:
         """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs."""
@@ -159,7 +211,7 @@ class _Run:
         for number in range(len(self.data)):
             if index is None:
                 self._run_outside(number)
-                recorder.count(number, None)
+                recorder.count(number, self.data[number], None)
                 continue
             assert self.chain is not None
             plain = None
@@ -167,7 +219,7 @@ class _Run:
                 assert self.plain is not None
                 plain = inputs_of(_layers(self.plain.blocks[index]), self.plain, index, number)
             self.chain.run(index, number)
-            recorder.count(number, plain)
+            recorder.count(number, self.data[number], plain)
         recorder.finish()
 
     def _run_outside(self, number: int) -> None:
@@ -180,16 +232,22 @@ class _Run:
     # -- a layer ------------------------------------------------------------------------------------------------------
     def _replace(self, root: nn.Module, layers: Sequence[Observed]) -> None:
         """Solve the layers of ``root`` and put quantized ones in their place."""
-        made: dict[int, nn.Module] = {}
         for layer in layers:
             try:
                 if layer.weight_name not in self.found.rows:
                     self._solve(layer)
-                scales = self._input_scales(layer)
+                self._choose_input_scales(layer)
             except (ValueError, TypeError) as error:
                 raise type(error)(f"layer {layer.name!r}: {error}") from error
-            made[id(layer)] = QuantLinear(self.found.weights[layer.weight_name], layer.bias, layer.recipe, scales)
-            layer.statistics = None
+        self._put(root, layers)
+
+    def _put(self, root: nn.Module, layers: Sequence[Observed]) -> None:
+        """Quantized layers in the place of ``layers``, of what was found."""
+        found = self.found
+        made: dict[int, nn.Module] = {}
+        for layer in layers:
+            scales = found.input_scales(layer.name, layer.recipe)
+            made[id(layer)] = QuantLinear(found.weights[layer.weight_name], layer.bias, layer.recipe, scales)
         swap(root, made)
 
     def _solve(self, layer: Observed) -> None:
@@ -215,9 +273,9 @@ class _Run:
             else decibel(_energy(weight, statistics), _energy(wrong, statistics)),
         )  # fmt: skip
 
-    def _input_scales(self, layer: Observed) -> Scales | None:
+    def _choose_input_scales(self, layer: Observed) -> None:
         if not layer.recipe.static:
-            return None
+            return
         ranges = None if layer.statistics is None else layer.statistics.ranges
         if ranges is None or not bool((ranges.low <= ranges.high).all()):
             raise ValueError(
@@ -225,9 +283,7 @@ class _Run:
                 f"give batches that reach it, or leave it out with skip=..."
             )
         observer = self.choice.inputs
-        scales = ranges.scales(*observer.range(ranges))
-        self.found.inputs[layer.name] = scales, observer.name
-        return scales
+        self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
 
 
 def _observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
