@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.calibrate import METHODS
 from lowbit.calibrate.blocks import Chain
+from lowbit.calibrate.methods import signround
 from lowbit.calibrate.statistics import Statistics
 
 ROOT = os.path.dirname(os.path.dirname(lb.__file__))
@@ -157,6 +159,31 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("recipe", ["int4-weight-only:group16", "nf4", "mxfp4", "nvfp4"])
+def test_learned_rounding_comes_closer_to_the_outputs_of_blocks(recipe):
+    model, batches = Stack(2).eval(), tokens(4)
+    method = METHODS["signround"]._replace(tune=partial(signround.tune, iterations=30))
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        targets = [model.blocks[0](model.embed(batch))[0] for batch in batches]
+
+    def error(how):
+        other = copy.deepcopy(model)
+        made = lb.calibrate(model, batches, recipe, how, skip=())
+        lb.quantize_(other, recipe, made, skip=())
+        with torch.no_grad():
+            found = [other.blocks[0](other.embed(batch))[0] for batch in batches]
+        return sum(float((a - b).square().sum()) for a, b in zip(found, targets, strict=True)), made
+
+    learned, made = error(method)
+    assert learned < 0.9 * error("search")[0]
+    assert made.rows["blocks.0.up"].method == "signround"
+    assert same_state(model, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    again = lb.calibrate(model, batches, recipe, method, skip=())
+    assert all(torch.equal(q.codes, again.weights[name].codes) for name, q in made.weights.items())
+
+
 def test_blocks_that_are_no_chain_are_taken_whole():
     model, x = Twice(), torch.randn(30, 16)
     assert not Chain(model.blocks).record(model, [x])
@@ -170,8 +197,9 @@ def test_blocks_that_are_no_chain_are_taken_whole():
     weight = model.blocks[0].up.weight.detach()
     expected = METHODS["gptq"].solve(weight, lb.scheme("int4:group16"), inputs)
     assert torch.equal(calibration.weights["blocks.0.up"].codes, expected.codes)
-    with pytest.raises(ValueError, match=r"ls-gptq compares blocks.*use method='gptq'"):
-        lb.calibrate(model, [x], "int4-weight-only:group16", "ls-gptq")
+    for method in ("ls-gptq", "signround"):
+        with pytest.raises(ValueError, match=rf"{method} compares blocks.*use method='gptq'"):
+            lb.calibrate(model, [x], "int4-weight-only:group16", method)
 
 
 def test_layers_of_every_class_are_calibrated():

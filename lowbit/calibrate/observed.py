@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.statistics import Statistics
 from lowbit.convert.maker import Maker
+from lowbit.functional import fake_quantize
 from lowbit.recipes import Recipe
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Observed", "ObservedMaker"]
 
@@ -20,7 +23,9 @@ class Observed(nn.Module):
     ``name``: what the layer is called in a Calibration; ``weight_name``: what its codes are called, which is the name
     of the first layer with this weight. ``plain``: the weight as the model has it, where a transform has changed
     ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
-    None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere.
+    None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere. ``rounding``:
+    gives the weight to compute with while a method learns it, and ``tuned`` is what it has learned. ``factors``: what
+    transforms have multiplied the weight's columns with.
     """
 
     lowbit_kind = "observed"
@@ -33,11 +38,17 @@ class Observed(nn.Module):
         self.register_parameter("bias", bias)
         self.statistics: Statistics | None = None
         self.journal: list[tuple[Observed, Tensor]] | None = None
+        self.rounding: Callable[[], Tensor] | None = None
+        self.tuned: Quantized | None = None
+        self.factors: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.journal is not None:
             self.journal.append((self, x))
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        weight = self.weight if self.rounding is None else self.rounding()
+        if self.rounding is not None and self.recipe.input is not None and not self.recipe.static:
+            x = fake_quantize(x, self.recipe.input)
+        return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class ObservedMaker(Maker[Observed]):

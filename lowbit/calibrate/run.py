@@ -118,12 +118,13 @@ class _Run:
         if need == "nothing" and not self.static and not choice.transforms:
             return
         self.chain = _chain(self.work, data)
-        if need == "cross":
+        comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
+        if comparing:
             self.plain = _chain(_observed(model, plan, skip), data)
             if self.chain is None or self.plain is None:
                 raise ValueError(
-                    "ls-gptq compares blocks that follow one another with those of the unquantized model, and this "
-                    "model is no such stack; use method='gptq'"
+                    f"{comparing[0].name} compares blocks that follow one another with those of the unquantized model, "
+                    f"and this model is no such stack; use method='gptq'"
                 )
 
     def _uses(self, layer: Observed) -> str:
@@ -187,6 +188,8 @@ class _Run:
             for transform in self.choice.transforms:
                 self._observe(layers, index, transform.need, None)
                 self.found.add_edits(transform_(root, transform, self.names))
+        if index is not None:
+            self._tune(layers, index)
         for stage in self._stages(layers, index):
             need = max((self._uses(layer) for layer in stage), key=NEEDS.index)
             if index is None and need == "cross":
@@ -195,6 +198,21 @@ class _Run:
             self._replace(root, stage)
         if self.finished is not None and index is not None:
             self.finished.save(index, self.found.since(before))
+
+    def _tune(self, layers: Sequence[Observed], index: int) -> None:
+        """Let the methods that learn do so, on the block's outputs in the unquantized model."""
+        chain, plain = self.chain, self.plain
+        for method in {m for layer in layers if (m := self.method_for(layer)).tune is not None}:
+            assert chain is not None and plain is not None and method.tune is not None
+            self._observe(layers, index, method.uses, None)
+            own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
+            targets = [plain.run(index, number) for number in range(len(self.data))]
+            with torch.enable_grad():
+                method.tune(own, lambda number: chain.run(index, number), targets)
+
+    @staticmethod
+    def _reached(layer: Observed) -> bool:
+        return layer.statistics is not None and layer.statistics.rows > 0
 
     def _stages(self, layers: Sequence[Observed], index: int | None) -> list[list[Observed]]:
         """The layers of a block in the order of their calls; outside of blocks all at once."""
@@ -218,6 +236,9 @@ class _Run:
             if need == "cross":
                 assert self.plain is not None
                 plain = inputs_of(_layers(self.plain.blocks[index]), self.plain, index, number)
+                for layer in layers:
+                    if layer.factors is not None:
+                        plain[layer.name] = [x.float() / layer.factors for x in plain[layer.name]]
             self.chain.run(index, number)
             recorder.count(number, self.data[number], plain)
         recorder.finish()
@@ -264,7 +285,7 @@ class _Run:
             method = METHODS["gptq"]
         require_numbers(layer.weight)
         weight = layer.weight.float()
-        q = method.solve(weight, scheme, statistics)
+        q = method.solve(weight, scheme, statistics) if layer.tuned is None else layer.tuned
         wrong = q.dequantize(torch.float32).sub_(weight)
         self.found.weights[layer.weight_name] = replace(q, dtype=layer.plain.dtype)
         self.found.rows[layer.weight_name] = Row(

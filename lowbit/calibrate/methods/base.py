@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lowbit.calibrate.methods import gptq, hqq, rounding
+from lowbit.calibrate.methods import gptq, hqq, rounding, signround
+from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
@@ -21,6 +22,8 @@ class Method(NamedTuple):
     ``solve(weight, scheme, statistics)``: ``weight`` fp32 [out, in]; ``statistics`` of the layer's inputs, or None
     without data. ``need``: what of them it cannot do without, one of ``statistics.NEEDS``; ``uses``: what it takes
     where there is data. ``refuses(scheme)``: why it has nothing to offer for weights of this scheme, or None.
+    ``tune(layers, run, targets)``: of methods that learn the layers of a block together; ``solve`` is for the layers
+    outside of blocks.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Method(NamedTuple):
     need: str = "nothing"
     uses: str = "nothing"
     refuses: Callable[[Scheme], str | None] = lambda scheme: None
+    tune: Callable[[Sequence[Observed], Callable[[int], Tensor], Sequence[Tensor]], None] | None = None
 
 
 #: Every method. Names are API.
@@ -55,6 +59,10 @@ METHODS: dict[str, Method] = {
         Method(
             "ls-gptq", "GPTQ of the weights that fit best what the unquantized model computes", gptq.solve_corrected,
             "cross", "cross",
+        ),
+        Method(
+            "signround", f"rounding learned by {signround.ITERATIONS} steps of signed descent (arXiv 2309.05516)",
+            rounding.search, "squares", "squares", tune=signround.tune,
         ),
     )
 }  # fmt: skip

@@ -104,6 +104,7 @@ def _scale_(one: Map, before: nn.Module, after: list[Observed], factors: Tensor,
         parts = [("weight", slice(None)), ("bias", slice(None))]
     for layer in after:
         layer.weight = layer.weight.float() * factors
+        layer.factors = factors if layer.factors is None else layer.factors * factors
     name = before.name if isinstance(before, Observed) else names[id(before)]
     return [_divide_(before, part, rows, factors, name, weights) for part, rows in parts if part in _own(before)]
 
