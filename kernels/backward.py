@@ -1,10 +1,10 @@
-"""Kernels: the gradients of fake quantization, straight through for x and LSQ for scales.
+"""Kernels: the gradients of fake quantization, straight through for x, LSQ for scales and LSQ+ for zero points.
 
 ``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its
-block of ``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point. Tiles
-write their sums, and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
+block of ``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point, and a
+zero point's that of ``-scale * grad`` out of range; of all scales first, then of all zero points. Tiles write their sums, and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
 
-Source: docs/numerics.md section 10; LSQ, arXiv 1902.08153.
+Source: docs/numerics.md section 10; LSQ, arXiv 1902.08153; LSQ+, arXiv 2004.09576.
 """
 
 import triton
@@ -16,23 +16,25 @@ from lowbit.kernels.spec import GENERAL
 
 
 @triton.jit
-def in_range(magnitude, sign, zero_point, FMT: tl.constexpr, MAX: tl.constexpr):
-    """Whether quotients were encoded without clamping; NaN was not."""
+def in_range(magnitude, sign, zero_point, FMT: tl.constexpr, REACH: tl.constexpr):
+    """Whether quotients are encoded without clamping; NaN was not."""
     if FMT[0] == 1:
         q = bits.round_integer(sign, magnitude) + zero_point
         return (q >= FMT[9]) & (q <= FMT[10]) & (magnitude <= 0x7F800000)
     else:
-        return magnitude.to(tl.float32, bitcast=True) <= MAX
+        return magnitude.to(tl.float32, bitcast=True) <= REACH
 
 
 @triton.jit(do_not_specialize=GENERAL)
 def fake_quantize_backward(
     grad_ptr, grad_stride_r, grad_stride_c, x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, outer_ptr,
     out_ptr, out_pitch, sums_ptr, rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
-    FMT: tl.constexpr, SCALE: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    FMT: tl.constexpr, SCALE: tl.constexpr, REACH: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of grad_x; with GIVEN (scales are read, not made) also the sums of its blocks, ``[blocks, pieces]``."""
+    """A tile of grad_x; with GIVEN (scales are read, not made) also the sums of its blocks, ``[blocks, pieces]``, and
+    with zero points as many of theirs.
+    """
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
@@ -48,9 +50,10 @@ def fake_quantize_backward(
     else:
         high, low = tiles.extremes(sign, magnitude, SCALE[2] or SCALE[6], TILE)
         _, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
-    sign, magnitude = scales.divide(sign, magnitude, tiles.spread(scale, TILE), SCALE)
+    step = tiles.spread(scale, TILE)
+    sign, magnitude = scales.divide(sign, magnitude, step, SCALE)
     zero_point = tiles.spread(zero_point, TILE)
-    kept = in_range(magnitude, sign, zero_point, FMT, MAX)
+    kept = in_range(magnitude, sign, zero_point, FMT, REACH)
 
     grad_at = (row.to(tl.int64) * grad_stride_r)[:, None] + (col.to(tl.int64) * grad_stride_c)[None, :]
     pattern = tl.load(grad_ptr + grad_at, here, 0)
@@ -65,7 +68,13 @@ def fake_quantize_backward(
         slope = tl.where(here, tl.where(kept, level - quotient, level) * grad, 0.0)
         cut = tl.reshape(slope, [TILE[0], TILE[1], TILE[3], TILE[4]])
         piece = (pid_r % pieces_r) * pieces_c + pid_c % pieces_c
-        tl.store(sums_ptr + at * (pieces_r * pieces_c) + piece, tl.sum(tl.sum(cut, axis=3), axis=1), ok)
+        sums_ptr += at * (pieces_r * pieces_c) + piece
+        tl.store(sums_ptr, tl.sum(tl.sum(cut, axis=3), axis=1), ok)
+        if SCALE[2]:
+            moved = tl.where(here & (kept == 0), -step.to(tl.float32, bitcast=True) * grad, 0.0)
+            cut = tl.reshape(moved, [TILE[0], TILE[1], TILE[3], TILE[4]])
+            of_scales = blocks_r.to(tl.int64) * blocks_c * (pieces_r * pieces_c)
+            tl.store(sums_ptr + of_scales, tl.sum(tl.sum(cut, axis=3), axis=1), ok)
 
 
 @triton.jit(do_not_specialize=GENERAL)

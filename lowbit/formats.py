@@ -172,6 +172,17 @@ class Format:
         return self.value(self.max_code)
 
     @property
+    def reach(self) -> float:
+        """The largest fp32 magnitude that rounds to a value of the format without being clamped.
+
+        Of floats the midpoint between the maximum and the next number of its grid, a tie going to the even one; of
+        integers (``qmin`` aside) and codebooks the maximum.
+        """
+        if self.kind != "float":
+            return self.max
+        return fp32_value(fp32_bits(self.max) + (1 << (22 - self.mantissa)) - (self.max_code & 1))
+
+    @property
     def emin(self) -> int:
         """The exponent of the least normal value."""
         return 1 - self.bias
@@ -266,6 +277,10 @@ FORMATS: dict[str, Format] = {
         _integer(8, False),
         _integer(4, True),
         _integer(4, False),
+        _integer(3, True),
+        _integer(3, False),
+        _integer(2, True),
+        _integer(2, False),
         Format("nf4", "codebook", 4, codebook=_NF4, source="QLoRA, arXiv 2305.14314, appendix E"),
         _float("fp16", 5, 10, 15, "ieee", torch_dtype="float16", source="IEEE 754 binary16"),
         _float("bf16", 8, 7, 127, "ieee", torch_dtype="bfloat16", source="Google Brain bfloat16"),

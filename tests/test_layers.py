@@ -35,6 +35,7 @@ LAYERS = [
     {"serialize"},
     {"train", "memory"},
     {"calibrate"},
+    {"qat"},
     {"demo"},
     {"evaluate"},
     {"cli"},

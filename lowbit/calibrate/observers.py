@@ -18,13 +18,13 @@ from lowbit.functional import fake_quantize, quantize
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Scales
 
-__all__ = ["OBSERVERS", "Observer", "Ranges", "find_observer", "processes"]
+__all__ = ["MOMENTUM", "OBSERVERS", "Observer", "Ranges", "find_observer", "processes"]
 
 #: Bins of a histogram over [-R, R], R a power of two: when R doubles, bins are merged by twos, and nothing is lost.
 _BINS = 8192
 
 #: How much of a batch's extremes a moving average takes.
-_MOMENTUM = 0.01
+MOMENTUM = 0.01
 
 #: The fractions of the whole range that are tried, and the share of numbers that a percentile keeps.
 _FRACTIONS, _PERCENT = tuple(k / 128 for k in range(8, 129)), 99.99
@@ -60,7 +60,7 @@ class Ranges:
 
     def _average(self, ends: Tensor) -> None:
         for one in _gathered(ends):
-            self.average = one if self.average is None else self.average + _MOMENTUM * (one - self.average)
+            self.average = one if self.average is None else self.average + MOMENTUM * (one - self.average)
 
     def _count(self, x: Tensor) -> None:
         assert self.counts is not None
