@@ -1,4 +1,4 @@
-"""prepare_ and convert_: layers that learn to be quantized, in place of plain ones, and quantized ones in their place."""
+"""prepare_ and convert_: layers that learn to be quantized, and the quantized layers that they become."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _PIECE = 1 << 20
 
 
 def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student) of the distributions that logits ``[..., classes]`` stand for, in nats, the mean over rows.
+    """KL(teacher || student) of the distributions that logits ``[..., classes]`` are of, in nats, the mean over rows.
 
     Logits are divided by ``temperature``, and the loss is multiplied with its square, which keeps the size of gradients
     (Hinton et al., arXiv 1503.02531). Computed in fp32 some rows at a time: besides the logits one tensor of their
@@ -27,7 +27,7 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperatur
     """
     if student_logits.shape != teacher_logits.shape or student_logits.dim() < 1 or not student_logits.numel():
         raise ValueError(
-            f"distillation_loss: student and teacher must have the same shape [..., classes] with one row at least, got "
+            f"distillation_loss: student and teacher must have the same shape [..., classes] and one row at least, got "
             f"{list(student_logits.shape)} and {list(teacher_logits.shape)}"
         )
     if not 0 < temperature < math.inf:

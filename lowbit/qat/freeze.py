@@ -32,15 +32,13 @@ def freeze_observers_(model: nn.Module) -> tuple[str, ...]:
 
 
 def freeze_batchnorm_(model: nn.Module) -> tuple[str, ...]:
-    """Let the BatchNorm layers of ``model`` normalize by their running statistics from now on, in training too, and keep
-    these; returns their names. Weights and biases go on learning.
+    """Let the BatchNorm layers of ``model`` normalize by their running statistics from now on, in training too, and
+    keep these; returns their names. Weights and biases go on learning.
 
     What the layer computes in training is then what it computes deployed, as for quantized layers.
     Raises ValueError for a model without BatchNorm layers that have running statistics.
     """
-    found = {
-        name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None
-    }
+    found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
     if not found:
         raise ValueError("qat.freeze_batchnorm_: the model has no BatchNorm layers with running statistics")
     for layer in found.values():

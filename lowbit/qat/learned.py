@@ -88,7 +88,7 @@ class Learned(NamedTuple):
         return Scales(stored, zero, self.global_scale)
 
     def gradients(self, scheme: Scheme, grad: Tensor, factor: float) -> tuple[Tensor, Tensor | None]:
-        """The gradients of the learned numbers, of what ``fake_quantize_backward`` says of the scales; times ``factor``.
+        """The gradients of the learned numbers, of what ``fake_quantize_backward`` says of scales; times ``factor``.
 
         Rounding is passed straight through.
         """

@@ -46,6 +46,9 @@ class FakeQuantLinear(nn.Module):
     bias: nn.Parameter | None
     input_range: Tensor
     observations_left: Tensor
+    input_scale: Any
+    input_zero_point: Any
+    weight_global_scale: Tensor | None
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class FakeQuantLinear(nn.Module):
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
-        """Move the average of the extremes by one batch, and make the input's scales of it. Inf and NaN do not count."""
+        """Move the average of the extremes by one batch, and make the input's scales of it, without Inf and NaN."""
         scheme = self.recipe.input
         assert scheme is not None
         low, high = call("block_range", x.reshape(-1, self.in_features), scheme.name)
