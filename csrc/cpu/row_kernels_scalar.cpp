@@ -232,9 +232,8 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const RowKernels& row_kernels_scalar() {
-    static constexpr RowKernels table{encode,       in_range,    quotients,   slopes,      decode, block_stats,
-                                      column_stats, finite_amax, make_scales, read_scales, noise,  adamw,
-                                      pack,         unpack};
+    static constexpr RowKernels table{encode,      in_range,    quotients,   slopes, decode, block_stats, column_stats,
+                                      finite_amax, make_scales, read_scales, noise,  adamw,  pack,        unpack};
     return table;
 }
 

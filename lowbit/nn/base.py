@@ -2,7 +2,8 @@
 
 A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property where it is
 what the layers inside are. Rooms above this one ask ``kind(module)`` and need not import the class. A function that
-runs the forward of a layer's class in place of the layer's own ``forward`` says so by the attribute ``lowbit_runs_class_forward`` (gradient checkpointing does).
+runs the forward of a layer's class in place of the layer's own ``forward`` says so by the attribute
+``lowbit_runs_class_forward`` (gradient checkpointing does).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ struct Job {
     const uint8_t* stored = nullptr;  // packed; null: they are made from x
     const Decoder* decoder = nullptr;
     Results out{};
-    Values grad{};            // null: out is not gradients
+    Values grad{};  // null: out is not gradients
     // Of each tile, the sums of `slots` blocks for the gradient of their scales, and where they have zero points for
     // that of these; null: nobody asks.
     float* slopes = nullptr;
