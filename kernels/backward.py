@@ -1,8 +1,9 @@
 """Kernels: the gradients of fake quantization, straight through for x, LSQ for scales and LSQ+ for zero points.
 
-``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its
-block of ``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point, and a
-zero point's that of ``-scale * grad`` out of range; of all scales first, then of all zero points. Tiles write their sums, and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
+``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its block of
+``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point, and a zero
+point's that of ``-scale * grad`` out of range; of all scales first, then of all zero points. Tiles write their sums,
+and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
 
 Source: docs/numerics.md section 10; LSQ, arXiv 1902.08153; LSQ+, arXiv 2004.09576.
 """
@@ -16,20 +17,20 @@ from lowbit.kernels.spec import GENERAL
 
 
 @triton.jit
-def in_range(magnitude, sign, zero_point, FMT: tl.constexpr, REACH: tl.constexpr):
-    """Whether quotients are encoded without clamping; NaN was not."""
+def in_range(magnitude, sign, zero_point, FMT: tl.constexpr, MAX: tl.constexpr):
+    """Whether quotients were encoded without clamping; NaN was not."""
     if FMT[0] == 1:
         q = bits.round_integer(sign, magnitude) + zero_point
         return (q >= FMT[9]) & (q <= FMT[10]) & (magnitude <= 0x7F800000)
     else:
-        return magnitude.to(tl.float32, bitcast=True) <= REACH
+        return magnitude.to(tl.float32, bitcast=True) <= MAX
 
 
 @triton.jit(do_not_specialize=GENERAL)
 def fake_quantize_backward(
     grad_ptr, grad_stride_r, grad_stride_c, x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, outer_ptr,
     out_ptr, out_pitch, sums_ptr, rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
-    FMT: tl.constexpr, SCALE: tl.constexpr, REACH: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+    FMT: tl.constexpr, SCALE: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of grad_x; with GIVEN (scales are read, not made) also the sums of its blocks, ``[blocks, pieces]``, and
@@ -53,7 +54,7 @@ def fake_quantize_backward(
     step = tiles.spread(scale, TILE)
     sign, magnitude = scales.divide(sign, magnitude, step, SCALE)
     zero_point = tiles.spread(zero_point, TILE)
-    kept = in_range(magnitude, sign, zero_point, FMT, REACH)
+    kept = in_range(magnitude, sign, zero_point, FMT, MAX)
 
     grad_at = (row.to(tl.int64) * grad_stride_r)[:, None] + (col.to(tl.int64) * grad_stride_c)[None, :]
     pattern = tl.load(grad_ptr + grad_at, here, 0)

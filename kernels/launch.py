@@ -291,7 +291,7 @@ def fake_quantize_backward(
         "scale_ptr": None if scale is None else _pattern(scale.contiguous()),
         "zero_ptr": _dense(zero_point), "outer_ptr": _dense(outer),
         "out_ptr": _pattern(out), "out_pitch": x.shape[1], "sums_ptr": sums, "rows": x.shape[0], "cols": x.shape[1],
-        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "REACH": scheme.format.reach, "DTYPE": _dtype(x),
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "MAX": scheme.format.max, "DTYPE": _dtype(x),
         "GRAD_DTYPE": _dtype(grad), "TILE": tiles.constexpr(), "GIVEN": scale is not None,
     }  # fmt: skip
     arguments = _input(x) | tiles.arguments() | more

@@ -172,17 +172,6 @@ class Format:
         return self.value(self.max_code)
 
     @property
-    def reach(self) -> float:
-        """The largest fp32 magnitude that rounds to a value of the format without being clamped.
-
-        Of floats the midpoint between the maximum and the next number of its grid, a tie going to the even one; of
-        integers (``qmin`` aside) and codebooks the maximum.
-        """
-        if self.kind != "float":
-            return self.max
-        return fp32_value(fp32_bits(self.max) + (1 << (22 - self.mantissa)) - (self.max_code & 1))
-
-    @property
     def emin(self) -> int:
         """The exponent of the least normal value."""
         return 1 - self.bias

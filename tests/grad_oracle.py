@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import boundaries
 import numpy as np
 import oracles
@@ -13,7 +11,6 @@ from mm_oracle import scales, spread
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.formats import Format
 from lowbit.ops import OPS, Numerics
 from lowbit.ops.quantize import FakeQuantizeBackward
 from lowbit.ops.spec import as_rows
@@ -38,17 +35,7 @@ def levels(v: np.ndarray, zero: np.ndarray, s: Scheme) -> tuple[np.ndarray, np.n
         return np.where(np.isnan(q), 0.0, np.clip(q, low, high).astype(np.float64) - zero), (low <= q) & (q <= high)
     table = np.array([float(oracles.value_of(f, code)) for code in range(1 << f.bits)])
     codes = boundaries.expected_codes(f, True, np.ascontiguousarray(v).view(np.uint32))
-    return table[codes], inside(np.abs(v).astype(np.float64), f)
-
-
-def inside(v: np.ndarray, f: Format) -> np.ndarray:
-    """Magnitudes that are not clamped: of floats those that round to a value where the grid goes on without an end."""
-    last = float(oracles.largest(f))
-    if f.kind != "float":
-        return v <= last
-    middle = last + 2.0 ** (math.floor(math.log2(last)) - f.mantissa) / 2
-    even = len(oracles.magnitudes(f)) % 2 == 1  # the code of the largest one
-    return (v <= middle) if even else (v < middle)
+    return table[codes], np.abs(v) <= float(oracles.largest(f))
 
 
 def over_blocks(values: np.ndarray, s: Scheme) -> np.ndarray:

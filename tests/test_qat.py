@@ -95,8 +95,7 @@ def formulas(x: Tensor, scheme: str, scale: Tensor, zero: Tensor | None, grad: T
     else:
         values = torch.tensor(sorted({one for one in format.table if math.isfinite(one)}), dtype=torch.float64)
         level = values[(v[..., None] - values).abs().argmin(-1)]
-        above = float(values[-1] - values[-2]) / 2 if format.kind == "float" else 0.0
-        inside = v.abs() <= float(values[-1]) + above
+        inside = v.abs() <= float(values[-1])
     of_scale = grad.double() * torch.where(inside, level - v, level)
     of_zero = torch.where(inside, 0.0, -step * grad.double())
     of_scale, of_zero = (t.view(rows, -1, width).sum(2) for t in (of_scale, of_zero))

@@ -9,7 +9,6 @@ namespace lowbit {
 // What a scheme's scales are computed with, worked out once a call.
 struct ScaleRule {
     uint32_t divisor, outer_divisor;                      // fp32 bits of Scheme.amax_divisor and outer_divisor
-    uint32_t reach;                                       // reach_of() the format
     uint32_t raise_above;                                 // Scheme.raise_above, of E8M0 scales
     float qmin, qmax;                                     // of zero points
     int32_t scale_format, ceil, affine, full, is_signed;  // `ceil`: of E4M3 scales
@@ -36,13 +35,6 @@ static inline float largest_value(const FormatParams& f) {
     return row ? float_of(row->values[f.max_code]) : 1.0f;
 }
 
-// Format.reach: the largest magnitude, as fp32 bits, that is encoded without being clamped.
-static inline uint32_t reach_of(const FormatParams& f) {
-    const uint32_t largest = bits_of(largest_value(f));
-    if (f.kind != kKindFloat) return largest;
-    return largest + (1u << (22 - f.mantissa)) - (static_cast<uint32_t>(f.max_code) & 1u);
-}
-
 static inline ScaleRule scale_rule(const SchemeParams& s) {
     constexpr uint32_t kNever = 0x7fffffu, kSevenAndAQuarter = 0x680000u;  // fractions: of no number, of 7.25
     const FormatParams &f = s.format, inner = inner_format();
@@ -52,7 +44,6 @@ static inline ScaleRule scale_rule(const SchemeParams& s) {
     ScaleRule r = {};
     r.divisor = bits_of(divisor);
     r.outer_divisor = bits_of(outer);
-    r.reach = reach_of(f);
     r.raise_above = s.scale_rounding == kScaleFloor  ? kNever
                     : s.scale_rounding == kScaleCeil ? r.divisor & 0x7fffffu
                                                      : kSevenAndAQuarter;

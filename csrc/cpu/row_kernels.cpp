@@ -11,7 +11,6 @@ namespace lowbit::cpu {
 Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
     constexpr uint32_t kCoarse = 0x2f800000u, kHuge = 0x5f000000u;  // 2^-32, 2^63
     Encoder e{f, saturate, stochastic};
-    e.reach = reach_of(f);
     if (f.kind == kKindCodebook) {
         const FormatRow* row = find_format(f);
         if (!row) throw std::invalid_argument("this build knows no codebook with these parameters; rebuild lowbit");

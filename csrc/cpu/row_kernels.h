@@ -25,7 +25,6 @@ struct Encoder {
     uint32_t canonical = 0;  // the code that fills a block with Inf or NaN
     uint32_t limit = kInf;   // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
                              // saturating, the largest value (not of integers)
-    uint32_t reach = kInf;   // reach_of() the format
     bool vector = true;      // whether vector code can: not for formats that reach the ends of fp32's range, nor for
                              // codebooks of more than 16 entries
     bool coarse = true;      // whether quotients below 2^-33 are encoded like zero, and those from 2^63 on like Inf:

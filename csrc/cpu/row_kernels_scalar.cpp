@@ -82,7 +82,7 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
 void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Factors& f, const void*, uint8_t* kept) {
     with_quotients(x, dtype, n, f, [&e, kept](int64_t i, uint32_t q, float zero) {
         kept[i] =
-            e.format.kind == kKindInteger ? integer_in_range(float_of(q), e.format, zero) : (q & kMagnitude) <= e.reach;
+            e.format.kind == kKindInteger ? integer_in_range(float_of(q), e.format, zero) : (q & kMagnitude) <= e.limit;
     });
 }
 

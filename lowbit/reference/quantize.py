@@ -71,7 +71,7 @@ def fake_quantize_backward(
     if format.kind == "integer":
         kept = (v.round() + zero >= format.qmin) & (v.round() + zero <= format.qmax)
     else:
-        kept = v.abs() <= format.reach
+        kept = v.abs() <= format.max
     level = decode(encode(v, format, None, True, zero), format) - zero
     slope = torch.where(kept, level - v, level) * grad.float()
     grad_scale = in_blocks(slope, scheme).sum((1, 3))

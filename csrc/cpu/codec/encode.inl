@@ -178,7 +178,7 @@ struct IntegerInRange : IntegerCodes {
 struct ValueInRange {
     static constexpr bool kRandom = false;
     const U limit;
-    explicit ValueInRange(const Encoder& e) : limit(splat(e.reach)) {}
+    explicit ValueInRange(const Encoder& e) : limit(splat(e.limit)) {}
 
     template <bool>
     LOWBIT_INLINE U codes(const Quotient& q, F, U) const {

@@ -77,11 +77,11 @@ LOWBIT_HD uint32_t decode_any(uint32_t code, const Codec& codec) {
     }
 }
 
-// Whether v = x / scale is encoded without clamping; `reach`: reach_of() the format.
+// Whether v = x / scale is encoded without clamping; `largest` is the format's largest value, as fp32 bits.
 template <int Kind>
-LOWBIT_HD bool in_range(float v, const Codec& codec, float zero_point, uint32_t reach) {
+LOWBIT_HD bool in_range(float v, const Codec& codec, float zero_point, uint32_t largest) {
     if (Kind == kKindInteger) return integer_in_range(v, codec.format, zero_point);
-    return (bits_of(v) & kMagnitude) <= reach;
+    return (bits_of(v) & kMagnitude) <= largest;
 }
 
 // What the elements of a block with Inf or NaN become (docs/numerics.md section 5).

@@ -43,7 +43,7 @@ __device__ __forceinline__ Slope slope(const QuantizeArgs& args, const BlockScal
     const float v = quotient(from, divisor_of(scale.value));
     const uint32_t code = encode_element<Kind, false>(v, b.codec, scale.zero_point, true, 0);
     const float level = float_of(decode_element<Kind>(code, b.codec)) - scale.zero_point;
-    const bool kept = in_range<Kind>(v, b.codec, scale.zero_point, b.rule.reach);
+    const bool kept = in_range<Kind>(v, b.codec, scale.zero_point, b.rule.divisor);
     const float from_above = float_of(load_bits(grad.data, grad.dtype, row * grad.pitch + col));
     return {(kept ? level - v : level) * from_above, kept ? 0.0f : -scale.value * from_above};
 }

@@ -77,7 +77,7 @@ __device__ __forceinline__ void gradient_octet(const uint32_t (&bits)[8], const 
         if (j >= count) continue;
         const BlockScale scale = scale_at(j);
         const float v = quotient(float_of(bits[j]), divisor_of(scale.value));
-        kept |= static_cast<uint32_t>(in_range<Kind>(v, b.codec, scale.zero_point, b.rule.reach)) << j;
+        kept |= static_cast<uint32_t>(in_range<Kind>(v, b.codec, scale.zero_point, b.rule.divisor)) << j;
     }
     const Sink& sink = args.sink;
     if (sink.grad.dtype == Dtype::kFloat32) {
