@@ -35,6 +35,7 @@ LAYERS = [
     {"serialize"},
     {"train", "memory"},
     {"calibrate"},
+    {"integrations"},
     {"demo"},
     {"evaluate"},
     {"cli"},
