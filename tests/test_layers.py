@@ -36,6 +36,7 @@ LAYERS = [
     {"train", "memory"},
     {"calibrate"},
     {"qat"},
+    {"integrations"},
     {"demo"},
     {"evaluate"},
     {"cli"},

@@ -174,7 +174,12 @@ class QuantLinear(nn.Module):
         return scheme_state(self.scheme, self.in_features)
 
     def set_extra_state(self, state: Any) -> None:
-        """``_load_from_state_dict`` has compared it already, before any parameter was written."""
+        """Raises ValueError for codes of another scheme or width; ``_load_from_state_dict`` has compared them already,
+        other libraries call this alone.
+        """
+        wrong = misfits({}, self.scheme, self.in_features, {"_extra_state": state}, "")
+        if wrong:
+            raise ValueError(wrong[0])
 
     def _load_from_state_dict(
         self,
