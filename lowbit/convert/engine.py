@@ -20,7 +20,7 @@ from lowbit.recipes import Plan, Recipe
 
 __all__ = [
     "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "model_bytes", "origin", "quantized_layers",
-    "shell", "swap", "sync_fused_kernels", "tensor_bytes", "uncompiled",
+    "shell", "swap", "sync_fused_kernels", "take_over", "tensor_bytes", "uncompiled",
 ]  # fmt: skip
 
 #: Where nn.Module keeps the hooks on a layer's calls.
@@ -125,12 +125,12 @@ def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]
         except (ValueError, TypeError) as error:
             raise type(error)(f"layer {name!r}: {error}") from error
         if isinstance(new, nn.Module) and new is not layer:
-            _take_over(new, layer)
+            take_over(new, layer)
         made[id(layer)] = new
     return made
 
 
-def _take_over(new: nn.Module, layer: nn.Module) -> None:
+def take_over(new: nn.Module, layer: nn.Module) -> None:
     """Give ``new`` the mode, hooks, checkpointing and origin of the layer that it replaces."""
     new.train(layer.training)
     # The very dictionaries, because the handles that remove a hook refer to them.
