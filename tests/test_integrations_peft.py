@@ -137,9 +137,10 @@ def test_merging_quantizes_the_sum_and_unmerging_gives_every_bit_back(recipe, do
     model.merge_adapter()
     merged = layer.base_layer.weight
     assert merged.scheme == lb.recipe(recipe).weight
-    expected = lb.quantize(eye.float(), merged.scheme).dequantize()
-    wrong = (merged.dequantize() != expected).float().mean()
-    assert wrong < 0.01, "but for numbers at the border of two codes, fp64 gives the codes that fp32 gave"
+    expected = lb.quantize(eye.float(), merged.scheme)
+    wrong = (merged.codes != expected.codes).float().mean()
+    assert wrong < 0.02, "but for numbers at the border of two codes, fp64 gives the codes that fp32 gave"
+    assert close(merged.dequantize(), expected.dequantize().double(), 0.02)
     assert torch.equal(model(x), layer.base_layer(x))
     model.unmerge_adapter()
     assert all(torch.equal(v, state[k]) for k, v in layer.base_layer.state_dict().items())
@@ -266,7 +267,7 @@ def test_what_cannot_have_adapters_says_so():
     lb.quantize_(model, "int8")
     with pytest.raises(ValueError, match="first is a convolution"):
         get_peft_model(model, peft.LoraConfig(**config))
-    for init in ("pissa", "loftq", "olora"):
+    for init in ("pissa", "olora"):
         with pytest.raises(ValueError, match=f"'{init}' changes the weight of first"):
             net("nf4", init_lora_weights=init)
     with pytest.raises(ValueError, match="variant"):

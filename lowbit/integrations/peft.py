@@ -23,7 +23,7 @@ from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 
 from lowbit.convert.engine import take_over
-from lowbit.convert.maker import quantized
+from lowbit.convert.maker import Nearest
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv2d
 from lowbit.nn.linear import QuantLinear
@@ -140,6 +140,9 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
     all is as in peft's own layer.
     """
 
+    base_layer: Any
+    merged_adapters: list[str]
+
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
         layer = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
         name = kwargs.get("target_name") or type(layer).__name__
@@ -174,11 +177,13 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
 
     @contextmanager
     def plain_base(self) -> Iterator[nn.Module]:
-        """Within, the base is a plain layer, which changes for good what a caller changes in it."""
+        """Within, the base is a Linear layer; what is done to its weight, is done to that of a base that is plain."""
         base = self.base_layer
-        self.base_layer = _plain(base)
+        self.base_layer = plain = _plain(base)
         try:
-            yield self.base_layer
+            yield plain
+            if kind(base) is None and plain is not base:
+                base.weight.data.copy_(plain.weight.t())
         finally:
             self.base_layer = base
 
@@ -187,7 +192,8 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
         base, found = self.base_layer, kind(self.base_layer)
         names = check_adapters_to_merge(self, adapter_names)
         if found is None:
-            super().merge(safe_merge, names)
+            with self.plain_base():
+                super().merge(safe_merge, names)
             return
         if found == "packed":
             raise ValueError(f"merge: the layer {_REFUSED[PackedLinear]}")
@@ -208,7 +214,8 @@ class LoraQuantLinear(LoraLinear):  # type: ignore[misc]
     def unmerge(self) -> None:
         """Put the base back that was there before ``merge``."""
         if not self._before or kind(self.base_layer) is None:
-            super().unmerge()
+            with self.plain_base():
+                super().unmerge()
             return
         self.base_layer = self._before[0].to(self.base_layer.codes.device)
         self._before, self.merged_adapters = (), []
@@ -219,18 +226,20 @@ def _plain(base: Any) -> nn.Linear:
     if isinstance(base, nn.Linear):
         return base
     weight = base.weight.t() if kind(base) is None else base.weight.dequantize(torch.float32)
-    plain = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    rows, cols = weight.shape
+    plain = nn.Linear(cols, rows, bias=base.bias is not None, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
-    plain.bias = None if base.bias is None else nn.Parameter(base.bias.detach().clone(), requires_grad=False)
+    if base.bias is not None:
+        plain.bias = nn.Parameter(base.bias.detach().clone(), requires_grad=False)
     return plain
 
 
 def _requantized(plain: Any, base: QuantLinear) -> QuantLinear:
     """The layer that ``base`` becomes with the weight and bias of ``plain``. Raises ValueError for NaN and Inf."""
-    weight, _ = quantized("", plain.weight.detach(), base.recipe)
+    weight, _ = Nearest().weight("", plain.weight.detach(), base.recipe)
     bias = plain.bias
     if bias is not None and base.bias is not None:
         bias = nn.Parameter(bias.detach().to(base.bias.dtype), base.bias.requires_grad)
-    new = QuantLinear(replace(weight, dtype=base.weight_dtype), bias, base.recipe)
+    new = QuantLinear(replace(weight, dtype=base.weight_dtype), bias, base.recipe, base.input_scales)
     take_over(new, base)
     return new
