@@ -1,0 +1,219 @@
+"""Quantization-aware training of the demo's GPT: how much of what rounding lost does training bring back?
+
+``lowbit bench qat`` writes qat.md. Needs the model of ``lowbit train`` (``make demo``), in out/demo/model.
+
+For each weight scheme: rounding to nearest, the scales that ``lb.calibrate`` searches, and models trained with
+``lb.qat`` on the same tokens and steps, with cross-entropy and with distillation from the full-precision model; and
+torchao's QAT where it has the scheme and is installed. Losses are those of the deployed models, after ``convert_``.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.demo.data import Corpus
+from lowbit.demo.experiment import load
+from lowbit.demo.gpt import GPT
+from lowbit.demo.loop import TrainConfig, evaluate
+from lowbit.machine import provenance
+
+#: Weights alone, a scale for 32: int4, fp4 (MX), 2 bits.
+SCHEMES = ("int4:group32", "mxfp4", "int2:group32")
+
+#: What torchao is compared on.
+TORCHAO = "int4:group32"
+
+#: The model, and how every row is trained: tokens come in batches of so many sequences.
+MODEL = Path("out/demo/model")
+STEPS, LR, BATCH, CLIP, WARMUP = 150, 1e-3, 4, 1.0, 10
+
+#: How many held-out windows losses are of.
+WINDOWS = 48
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: what was done to it, its held-out loss in nats a token, and the seconds of training."""
+
+    scheme: str
+    what: str
+    loss: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all training here shares."""
+
+    corpus: Corpus
+    windows: Tensor
+    teacher: GPT
+
+    def train(self, model: nn.Module, distil: bool) -> float:
+        """Train ``model`` in place; the seconds that it took. Scales get a tenth of the learning rate, and no decay."""
+        start = time.perf_counter()
+        weights = [p for name, p in model.named_parameters() if not _is_scale(name)]
+        scales = [p for name, p in model.named_parameters() if _is_scale(name)]
+        groups = [{"params": weights, "factor": 1.0}, {"params": scales, "factor": 0.1}]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.0)
+        schedule = TrainConfig(steps=STEPS, lr=LR, warmup=WARMUP, final_lr=0.0)
+        model.train()
+        for step in range(STEPS):
+            inputs, targets = self.corpus.batch(step, BATCH, self.teacher.config.context, seed=1)
+            logits = model(inputs)
+            if distil:
+                with torch.no_grad():
+                    taught = self.teacher(inputs)
+                loss = lb.qat.distillation_loss(logits, taught)
+            else:
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.lr_at(step) * group["factor"]
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        return time.perf_counter() - start
+
+    def student(self) -> GPT:
+        """A copy of the teacher, to be trained."""
+        return copy.deepcopy(self.teacher).requires_grad_(True)
+
+    def loss(self, model: nn.Module) -> float:
+        return evaluate(model, self.windows)
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith(("_scale", "_zero_point"))
+
+
+def untrained(run: Run, recipe: lb.Recipe) -> list[Row]:
+    """Without training: nearest codes, and searched scales."""
+    rows = []
+    for method in ("nearest", "search"):
+        model = run.student()
+        lb.quantize_(model, recipe, lb.calibrate(model, None, recipe, method))
+        rows.append(Row(recipe.weight.name, method, run.loss(model)))
+    return rows
+
+
+def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool) -> Row:
+    """With ``lb.qat``."""
+    model = run.student()
+    lb.qat.prepare_(model, recipe, learn_scale=learn_scale)
+    seconds = run.train(model, distil)
+    prepared = run.loss(model)
+    lb.qat.convert_(model)
+    loss = run.loss(model)
+    assert loss == prepared, f"deployed {loss}, prepared {prepared}"
+    what = "QAT" + (", learned scales" if learn_scale else "") + (", distillation" if distil else "")
+    return Row(recipe.weight.name, what, loss, seconds)
+
+
+def torchao(run: Run, distil: bool) -> Row | None:
+    """With torchao's QAT: int4 weights in groups of 32, symmetric, prepared and converted by its own calls."""
+    try:
+        from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+        from torchao.quantization.qat import QATConfig
+    except ImportError:
+        return None
+
+    def blocks(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and "lm_head" not in name
+
+    model = run.student()
+    base = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    quantize_(model, QATConfig(base, step="prepare"), filter_fn=blocks)
+    seconds = run.train(model, distil)
+    quantize_(model, QATConfig(base, step="convert"), filter_fn=blocks)
+    return Row(TORCHAO, "torchao QAT" + (", distillation" if distil else ""), run.loss(model), seconds)
+
+
+def teacher() -> tuple[GPT, Corpus]:
+    """The model of ``lowbit train`` and its text. Raises ValueError where there is none."""
+    if not (MODEL / "lowbit.json").exists():
+        raise ValueError(f"there is no model to train on in {MODEL}; run `lowbit train` (`make demo`) first")
+    model, tokenizer = load(MODEL)
+    corpus = Corpus.load(None, tokenizer.vocab)
+    if corpus.tokenizer.merges != tokenizer.merges:
+        raise ValueError(
+            f"{MODEL} was trained on another text than Python's documentation; run `lowbit train --overwrite`"
+        )
+    return model.float().requires_grad_(False), corpus
+
+
+def measure(run: Run) -> list[Row]:
+    """Every row, in order."""
+    rows: list[Row] = []
+
+    def add(row: Row | None) -> None:
+        if row is not None:
+            rows.append(row)
+
+    add(Row("fp32", "the teacher", run.loss(run.teacher)))
+    more = run.student()
+    seconds = run.train(more, distil=False)
+    add(Row("fp32", "trained on, without quantization", run.loss(more), seconds))
+    for scheme in SCHEMES:
+        recipe = lb.Recipe(lb.Gemm(None, scheme))
+        for row in untrained(run, recipe):
+            add(row)
+        for learn_scale, distil in ((False, False), (True, False), (False, True), (True, True)):
+            add(trained(run, recipe, learn_scale, distil))
+        if scheme == TORCHAO:
+            for distil in (False, True):
+                add(torchao(run, distil))
+    return rows
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The rows as Markdown. ``recovered``: of what the teacher's loss is below that of nearest, or of search."""
+    full = rows[0].loss
+    lines = [
+        "| weights | | held-out loss | recovered of nearest | recovered of search | s |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        parts = []
+        for method in ("nearest", "search"):
+            base = next((r.loss for r in rows if (r.scheme, r.what) == (row.scheme, method)), None)
+            known = base is not None and row.what not in ("nearest", "search")
+            parts.append(f"{(base - row.loss) / (base - full):.0%}" if known else "")
+        took = f"{row.seconds:.0f}" if row.seconds else ""
+        scheme = f"`{row.scheme}`" if row.scheme != "fp32" else row.scheme
+        lines.append(f"| {scheme} | {row.what} | {row.loss:.4f} | {parts[0]} | {parts[1]} | {took} |")
+    return lines
+
+
+def run(directory: Path) -> Path:
+    """Train, measure, and write ``qat.md``. Raises ValueError where there is no model."""
+    plain, corpus = teacher()
+    context = plain.config.context
+    rows = measure(Run(corpus, corpus.held_out_windows(WINDOWS, context), plain))
+    parameters = sum(p.numel() for p in plain.parameters())
+    text = [
+        "# Quantization-aware training\n",
+        f"The demo's GPT ({parameters:,} parameters), {STEPS} steps of {BATCH} x {context} tokens "
+        f"({STEPS * BATCH * context:,}), the same for every row. Losses are of the deployed models, in nats a token, "
+        f"on {WINDOWS} held-out windows; lowbit's are those of the prepared models, to the last bit.\n",
+        *(f"- {name}: {value}" for name, value in provenance(packages=("torchao",)).items()),
+        "",
+        *table(rows),
+        "",
+        "Recovered: the share of what nearest rounding (or search) adds to the teacher's loss that the row takes back. "
+        "Cross-entropy goes on training the teacher, so that it can take back more than was lost; the row in fp32 "
+        "shows what the same steps do without quantization. Distillation learns from the teacher alone.",
+    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "qat.md"
+    path.write_text("\n".join(text) + "\n")
+    return path
