@@ -14,12 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from typer.testing import CliRunner
 
 import lowbit as lb
 from lowbit.cli import app
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.evaluate import cell, data, metrics, models, report, run
+from lowbit.evaluate import cell, data, metrics, models, peers, report, run
 from lowbit.evaluate.data import Wanted
 
 transformers = pytest.importorskip("transformers")
@@ -193,6 +194,42 @@ def test_a_failure_spoils_no_other_cell(llama, text, tmp_path, monkeypatch):
     assert first.note == "failed: no memory" and second.result is not None
 
 
+def test_peers_are_measured_like_recipes(llama, text, tmp_path, monkeypatch):
+    """One that halves the weights has the loss of such a model; one that is absent says how to get it."""
+
+    def halve(model: nn.Module) -> None:
+        for _, _, layer in peers._linears(model):
+            layer.weight.data.mul_(0.5)
+
+    monkeypatch.setitem(peers.PEERS, "half", peers.Peer("half", "half of each weight", (), halve))
+    monkeypatch.setitem(peers.PEERS, "gone", peers.Peer("gone", "", ("no_such_package",), halve))
+    cells = run.plan(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["half"])
+    whole, _, half = in_process(cells)
+    assert half.request.recipe == "half" and half.result["bytes"] == whole.result["bytes"]
+    model = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
+    loaded = models.find(str(llama)).load(llama, cells[0].request.wanted)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.weight"):
+            parameter.data.mul_(0.5)
+    with torch.no_grad():
+        logits = [model(batch.inputs).logits.double() for batch in loaded.batches]
+    expected = [
+        float(torch.nn.functional.cross_entropy(out.flatten(0, 1), batch.targets.flatten()))
+        for out, batch in zip(logits, loaded.batches, strict=True)
+    ]
+    assert half.result["values"]["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ImportError, match="gone is not installed; get it with: pip install no_such_package"):
+        run.plan(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["gone"])
+
+
+def test_bytes_of_a_peer_are_those_inside_of_its_tensors():
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
+    model[0].weight = nn.Parameter(two_tensor.TwoTensor(torch.zeros(4, 8), torch.zeros(4, 8)))
+    model[1].scales = {"first": torch.zeros(3, dtype=torch.uint8)}
+    assert peers.bytes_of(model) == 2 * 4 * 8 * 4 + (2 * 4 + 2) * 4 + 3
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_path):
     command = [sys.executable, "-m", "lowbit.cli", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
@@ -262,6 +299,7 @@ def test_a_model_that_is_not_installed_is_named_with_its_command(monkeypatch):
         (("LLAMA",), "perplexity needs a text"),
         (("LLAMA", "--text", "absent.txt"), "absent.txt does not exist"),
         (("LLAMA", "--text", "TEXT", "--recipes", "int5"), "int5"),
+        (("LLAMA", "--text", "TEXT", "--peers", "torchao"), "unknown peer 'torchao'; expected one of torchao:int8"),
         (("LLAMA", "--text", "TEXT", "--windows", "0"), "--windows and --limit must be 1 or more"),
         (("LLAMA", "--text", "TEXT", "--dtype", "fp8"), "unknown --dtype 'fp8'; expected one of fp32, bf16"),
     ],

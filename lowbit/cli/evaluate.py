@@ -47,6 +47,9 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="UTF-8 text that methods look at; not that of --text.")
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Windows (16), texts or photographs (128) of it.")] = None,
+    peers: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Other packages to compare with; `all` for those installed.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16, for what recipes leave alone; else the model's own.")
     ] = None,
@@ -68,6 +71,7 @@ def evaluate(
     wanted = Wanted(text, windows, limit)
     chosen = None if recipes is None else [name.strip() for name in recipes.split(",") if name.strip()]
     named = () if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip())
+    others = _peers(peers)
     cells = [
         cell
         for row in rows
@@ -78,6 +82,7 @@ def evaluate(
             directory,
             dtype,
             run.Methods(named, calibrate, samples or (16 if row.needs_text else 128)),
+            others,
         )
     ]
     for row in rows:
@@ -110,6 +115,15 @@ def evaluate(
 
 
 evaluate.__doc__ = f"{evaluate.__doc__}\n{EPILOG}"
+
+
+def _peers(asked: str | None) -> list[str]:
+    """The names of peers; of ``all`` those that are installed."""
+    from lowbit.evaluate.peers import PEERS
+
+    if asked != "all":
+        return [name.strip() for name in (asked or "").split(",") if name.strip()]
+    return [name for name, peer in PEERS.items() if peer.missing() is None]
 
 
 def _named(cell: Any) -> str:

@@ -24,6 +24,7 @@ from lowbit.convert import model_bytes
 from lowbit.evaluate import models
 from lowbit.evaluate.data import Wanted, digest
 from lowbit.evaluate.loaders import Loaded
+from lowbit.evaluate.peers import PEERS, bytes_of
 from lowbit.evaluate.tasks import TASKS
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
@@ -44,9 +45,9 @@ PROMPT, NEW_TOKENS = 16, 24
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, and where the result goes. ``dtype``: of what a recipe leaves alone. ``method``: of calibration,
-    several joined by ``+``; None: rounding to nearest. ``calibration``: the text it is on, where the model needs one;
-    ``samples``: how many windows or texts of it.
+    """What to measure, and where the result goes. ``recipe``: one of lowbit's, a float format, or a peer. ``dtype``: of
+    what a recipe leaves alone. ``method``: of calibration, several joined by ``+``; None: rounding to nearest.
+    ``calibration``: the text it is on, where the model needs one; ``samples``: how many windows or texts of it.
     """
 
     model: str
@@ -112,6 +113,8 @@ def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | N
     if request.recipe in FLOATS:
         model.to(FLOATS[request.recipe])
         return {"bytes": model_bytes(model), "converted": 0, "left": []}
+    if request.recipe in PEERS:
+        return _convert_by_peer(model.to(FLOATS[request.dtype]), request.recipe)
     weights = {name: value.detach() for name, value in model.named_parameters()}
     start = time.perf_counter()
     try:
@@ -134,6 +137,13 @@ def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | N
         if [type(module) for module in model.modules()] == before:
             return {"refused": f"no layer of {request.recipe} has a packed layout"}
     return {**told, "bytes": model_bytes(model)}
+
+
+def _convert_by_peer(model: nn.Module, name: str) -> dict[str, Any]:
+    """Let another package quantize ``model`` in place."""
+    start = time.perf_counter()
+    PEERS[name].quantize(model)
+    return {"seconds_to_quantize": time.perf_counter() - start, "bytes": bytes_of(model)}
 
 
 def weight_error(model: nn.Module, weights: Mapping[str, Tensor]) -> float | None:
@@ -162,7 +172,8 @@ def _evaluate(loaded: Loaded, request: Request) -> dict[str, Any]:
     fresh = reset_peak()
     values: dict[str, list[float]] = {}
     outputs, rates = [], []
-    with torch.inference_mode():
+    # Some peers' tensors cannot be made in inference mode.
+    with torch.no_grad() if request.recipe in PEERS else torch.inference_mode():
         loaded.call(model, _as(loaded.batches[0].inputs, dtype))  # the first call plans and allocates
         for index, batch in enumerate(loaded.batches):
             start = time.perf_counter()

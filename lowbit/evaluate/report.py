@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.backends.cpu import processor
-from lowbit.evaluate.cell import PACKED
+from lowbit.evaluate.cell import FLOATS, PACKED
 from lowbit.evaluate.metrics import Estimate
+from lowbit.evaluate.peers import PEERS
 from lowbit.evaluate.run import Cell
 from lowbit.evaluate.tasks import TASKS, Figure, Task
 from lowbit.files import write_atomically
@@ -182,7 +183,7 @@ def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
             _line(
                 [
                     cell.request.recipe,
-                    (cell.request.method or _RECIPE_ALONE) if calibrated else cell.request.layout,
+                    _how(cell) if calibrated else cell.request.layout,
                     *(_written(figure, found.get(figure.title), cell.baseline) for figure in task.figures),
                     _number(size and size / _MIB, ".1f"),
                     _number(size and size / baseline.result["bytes"], ".0%"),
@@ -203,6 +204,13 @@ def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
             )
         )  # fmt: skip
     return lines
+
+
+def _how(cell: Cell) -> str:
+    """By what a row's weights were chosen."""
+    if cell.request.recipe in PEERS or cell.request.recipe in FLOATS:
+        return ""
+    return cell.request.method or _RECIPE_ALONE
 
 
 def _line(parts: Sequence[str]) -> str:

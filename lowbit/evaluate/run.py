@@ -19,6 +19,8 @@ from lowbit.calibrate.choice import choose
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request
 from lowbit.evaluate.data import Wanted, require
 from lowbit.evaluate.models import Model, fingerprint, sha256
+from lowbit.evaluate.peers import PEERS
+from lowbit.evaluate.peers import find as find_peer
 from lowbit.evaluate.tasks import TASKS
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
@@ -64,7 +66,7 @@ class Cell:
     def _not_meaningful(self) -> str | None:
         """The reason where the stored weights lie on the recipe's grid, so that quantizing loses nothing."""
         assert self.result is not None
-        if self.request.recipe in FLOATS:
+        if self.request.recipe in FLOATS or self.request.recipe in PEERS:
             return None
         chosen, error = find_recipe(self.request.recipe), self.result.get("weight_error")
         if error is not None and error < 2.0 ** -(chosen.weight.format.bits + EXACT):
@@ -89,13 +91,15 @@ def plan(
     directory: Path,
     dtype: str | None = None,
     methods: Methods = Methods(),  # noqa: B008 (a tuple)
+    peers: Iterable[str] = (),
 ) -> list[Cell]:
     """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, rounded to
-    nearest and by each method.
+    nearest and by each method; then each of ``peers``.
 
-    Raises: ValueError for an unknown recipe, method or dtype, and where the model needs a text to calibrate on; as
-    ``Model.location`` where the model is not installed.
+    Raises: ValueError for an unknown recipe, method, peer or dtype, and where the model needs a text to calibrate on;
+    ImportError for a peer that is not installed, and as ``Model.location`` where the model is not.
     """
+    others = [find_peer(name) for name in dict.fromkeys(peers)]
     for one in methods.names:
         choose(one.split("+"))
     if methods.names:
@@ -124,10 +128,12 @@ def plan(
         static = find_recipe(name).static
         rows += [(name, layout, None) for layout in layouts if not static]
         rows += [(name, PLAIN, method) for method in methods.names]
+    rows += [(peer.name, PLAIN, None) for peer in others]
+    versions = {peer.name: {"peer": peer.name, **{name: _installed(name) for name in peer.packages}} for peer in others}
     cells = []
     for name, layout, method in rows:
         path = directory / model.name / f"{name.replace(':', '-')}.{method or layout}.json"
-        told = name if name in FLOATS else find_recipe(name).to_dict()
+        told = versions.get(name) or (name if name in FLOATS else find_recipe(name).to_dict())
         more = {} if method is None else {"method": method, "seen": seen}
         request = Request(
             model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
