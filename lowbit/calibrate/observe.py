@@ -35,11 +35,15 @@ class Recorder:
         for layer, inputs in self._owners().values():
             found = layer.statistics
             assert found is not None
-            for x, before in zip(inputs, [None] * len(inputs) if plain is None else plain[layer.name], strict=True):
+            none = [None] * len(inputs)
+            plains = none if plain is None else plain[layer.name]
+            weights = none if layer.importance is None else layer.importance[number]
+            for x, before, weight in zip(inputs, plains, weights, strict=True):
                 if mask is not None and x.shape[:-1] == mask.shape:
-                    x, before = x[mask], None if before is None else before[mask]
+                    x = x[mask]
+                    before, weight = (None if one is None else one[mask] for one in (before, weight))
                 try:
-                    found.update(x, before)
+                    found.update(x, before, weight)
                 except ValueError as error:
                     raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
 
@@ -55,7 +59,7 @@ class Recorder:
             inputs = given.get(layer, [])
             if layer.statistics is None and not inputs:
                 continue
-            key = (id(layer.statistics), layer.recipe.output.a, *map(id, inputs))
+            key = (id(layer.statistics), layer.recipe.output.a, id(layer.importance), *map(id, inputs))
             if key in owners:
                 layer.statistics = owners[key][0].statistics
                 continue

@@ -25,7 +25,8 @@ class Observed(nn.Module):
     ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
     None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere. ``rounding``:
     gives the weight to compute with while a method learns it, and ``tuned`` is what it has learned. ``factors``: what
-    transforms have multiplied the weight's columns with.
+    transforms have multiplied the weight's columns with. ``importance``: for each batch and call how much each row of
+    the inputs counts; None: all the same. ``watch``: what outputs go through while that is found.
     """
 
     lowbit_kind = "observed"
@@ -41,6 +42,8 @@ class Observed(nn.Module):
         self.rounding: Callable[[], Tensor] | None = None
         self.tuned: Quantized | None = None
         self.factors: Tensor | None = None
+        self.importance: list[list[Tensor]] | None = None
+        self.watch: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.journal is not None:
@@ -48,7 +51,8 @@ class Observed(nn.Module):
         weight = self.weight if self.rounding is None else self.rounding()
         if self.rounding is not None and self.recipe.input is not None and not self.recipe.static:
             x = fake_quantize(x, self.recipe.input)
-        return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        y = F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return y if self.watch is None else self.watch(y)
 
 
 class ObservedMaker(Maker[Observed]):

@@ -18,6 +18,7 @@ from lowbit._version import __version__
 from lowbit.calibrate.blocks import Chain, feed
 from lowbit.calibrate.calibration import Calibration, Row, digest
 from lowbit.calibrate.choice import Choice, choose
+from lowbit.calibrate.importance import Loss, weigh
 from lowbit.calibrate.methods import METHODS, Method, default_method
 from lowbit.calibrate.observe import Recorder, inputs_of, stages
 from lowbit.calibrate.observed import Observed, ObservedMaker
@@ -44,6 +45,7 @@ def calibrate(
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
     directory: str | Path | None = None,
+    loss: Loss | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
@@ -57,11 +59,13 @@ def calibrate(
     given: ``("smoothquant", "gptq")``.
     ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
     recipe, method and data goes on after the last finished block, and finds the same bits.
+    ``loss(output, batch)``: what ``guided-gptq`` differentiates, a scalar; by default the cross-entropy of the next
+    token where the model answers with logits of token ids, else a random projection of its outputs.
     ``progress(what, done, total)`` is called before each block.
 
     A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
     by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
-    whole.
+    whole. ``guided-gptq`` first runs the whole model forward and backward, one batch at a time.
 
     Raises ValueError: as ``quantize_``; for a directory of another run; for a method or static scales that need data
     without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
@@ -86,7 +90,7 @@ def calibrate(
         whole = finished.whole()
         if whole is not None:
             return whole
-    run = _Run(model, data, chosen, choice, skip, finished)
+    run = _Run(model, data, chosen, choice, skip, finished, loss)
     run.all(progress or (lambda what, done, total: None))
     run.found.seconds = time.perf_counter() - started
     if finished is not None:
@@ -105,6 +109,7 @@ class _Run:
         choice: Choice,
         skip: Iterable[str],
         finished: Finished | None,
+        loss: Loss | None = None,
     ) -> None:
         self.data, self.choice, self.finished = data, choice, finished
         self.work = _observed(model, plan, skip)
@@ -114,9 +119,14 @@ class _Run:
         self.plain: Chain | None = None  # of the model as it was, where a method compares with it
         layers = _layers(self.work)
         need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
+        guided = [layer for layer in layers if self.method_for(layer).guided]
+        if loss is not None and not guided:
+            raise ValueError("calibrate: only method='guided-gptq' looks at a loss; give that method, or no loss")
         self.static = any(layer.recipe.static for layer in layers)
         if need == "nothing" and not self.static and not choice.transforms:
             return
+        if guided:
+            weigh(self.work, guided, data, loss)
         self.chain = _chain(self.work, data)
         comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
         if comparing:

@@ -35,13 +35,16 @@ class Statistics:
         self._gram = torch.zeros(features, features, device=device) if level >= 2 else None
         self._cross = torch.zeros(features, features, device=device) if level >= 3 else None
 
-    def update(self, x: Tensor, plain: Tensor | None = None) -> None:
-        """Add rows ``x`` [..., features]; ``plain``: what the unquantized model has in their place.
+    def update(self, x: Tensor, plain: Tensor | None = None, importance: Tensor | None = None) -> None:
+        """Add rows ``x`` [..., features]; ``plain``: what the unquantized model has in their place; ``importance``
+        [...]: how often each row counts, in sums of products.
 
         Raises ValueError for NaN and Inf.
         """
         x = x.detach().reshape(-1, x.shape[-1]).float()
-        squares = x.square().sum(0, dtype=torch.float64)
+        weight = None if importance is None else importance.reshape(-1, 1).sqrt()
+        counted = x if weight is None else x * weight
+        squares = counted.square().sum(0, dtype=torch.float64)
         if not bool(squares.isfinite().all()):
             raise ValueError("an input holds NaN or Inf; look for them in the calibration data, or in the model")
         self.rows += x.shape[0]
@@ -54,10 +57,11 @@ class Statistics:
             if x.shape[0]:
                 self._largest = torch.maximum(self._largest, magnitude.amax(0))
         if self._gram is not None:
-            self._gram.addmm_(x.t(), x)
+            self._gram.addmm_(counted.t(), counted)
         if self._cross is not None:
             assert plain is not None
-            self._cross.addmm_(plain.detach().reshape(-1, x.shape[1]).float().t(), x)
+            before = plain.detach().reshape(-1, x.shape[1]).float()
+            self._cross.addmm_((before if weight is None else before * weight).t(), counted)
 
     @property
     def squares(self) -> Tensor:

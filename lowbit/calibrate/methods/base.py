@@ -22,6 +22,7 @@ class Method(NamedTuple):
     ``solve(weight, scheme, statistics)``: ``weight`` fp32 [out, in]; ``statistics`` of the layer's inputs, or None
     without data. ``need``: what of them it cannot do without, one of ``statistics.NEEDS``; ``uses``: what it takes
     where there is data. ``refuses(scheme)``: why it has nothing to offer for weights of this scheme, or None.
+    ``guided``: whether rows of the inputs count by what they do to the model's loss (``importance``).
     ``tune(layers, run, targets)``: of methods that learn the layers of a block together; ``solve`` is for the layers
     outside of blocks.
     """
@@ -32,6 +33,7 @@ class Method(NamedTuple):
     need: str = "nothing"
     uses: str = "nothing"
     refuses: Callable[[Scheme], str | None] = lambda scheme: None
+    guided: bool = False
     tune: Callable[[Sequence[Observed], Callable[[int], Tensor], Sequence[Tensor]], None] | None = None
 
 
@@ -55,6 +57,10 @@ METHODS: dict[str, Method] = {
         Method(
             "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
             gptq.solve, "gram", "gram",
+        ),
+        Method(
+            "guided-gptq", "GPTQ, with tokens weighted by the gradient of the model's loss (arXiv 2505.07004)",
+            gptq.solve, "gram", "gram", guided=True,
         ),
         Method(
             "ls-gptq", "GPTQ of the weights that fit best what the unquantized model computes", gptq.solve_corrected,

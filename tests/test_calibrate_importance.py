@@ -1,0 +1,142 @@
+"""Weights of rows by the gradient of the loss: against autograd in float64, and what guided-gptq makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.calibrate.importance import weigh
+from lowbit.calibrate.run import _layers, _observed
+from lowbit.calibrate.statistics import Statistics
+from lowbit.recipes import plan
+
+RECIPE = "int4-weight-only:group32"
+
+
+class Model(nn.Module):
+    """Tokens that look at one another; ``shared`` is called twice, and ``idle`` not at all."""
+
+    def __init__(self, width: int = 32, words: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.first, self.shared, self.idle = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.first(self.embed(tokens)))
+        x = self.shared(x + x.mean(1, keepdim=True))
+        return self.out(torch.tanh(self.shared(x)))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(16, (2, length), generator=generator) for length in (9, 12)]
+
+
+def expected(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, list[list[Tensor]]]:
+    """What autograd says in float64, layer by layer, batch by batch, call by call, with a mean of 1."""
+    model = copy.deepcopy(model).double()
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    found: dict[str, list[list[Tensor]]] = {name: [] for name in layers}
+    for batch in batches():
+        outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+        handles = [
+            layer.register_forward_hook(lambda m, a, y, of=outputs[name]: of.append(y))
+            for name, layer in layers.items()
+        ]
+        value = loss(model(batch), batch)
+        for handle in handles:
+            handle.remove()
+        for name, of in outputs.items():
+            grads = torch.autograd.grad(value, of, retain_graph=True) if of else ()
+            found[name].append([g.square().sum(-1) for g in grads])
+    for name, of in found.items():
+        rows = [row for batch in of for row in batch]
+        if rows:
+            mean = torch.cat([row.flatten() for row in rows]).mean()
+            found[name] = [[row / mean for row in batch] for batch in of]
+    return found
+
+
+def next_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("loss", [None, lambda y, x: y[..., 0].square().sum()], ids=["default", "given"])
+def test_rows_count_by_the_squared_gradient_of_the_loss(loss):
+    torch.manual_seed(0)
+    model = Model()
+    weigh_model = _observed(model, plan(RECIPE), ())
+    layers = {layer.name: layer for layer in _layers(weigh_model)}
+    weigh(weigh_model, list(layers.values()), batches(), loss)
+    for name, rows in expected(model, loss or next_tokens).items():
+        found = layers[name].importance
+        if name == "idle":
+            assert found is None
+            continue
+        for of, exact in zip(found, rows, strict=True):
+            for one, other in zip(of, exact, strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=1e-6)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_sums_of_products_count_rows_by_their_weights():
+    torch.manual_seed(0)
+    x, plain, weight = torch.randn(3, 5, 8), torch.randn(3, 5, 8), torch.rand(3, 5)
+    statistics = Statistics(8, "cross")
+    for part in range(3):
+        statistics.update(x[part], plain[part], weight[part])
+    x, plain, weight = (t.double().reshape(15, -1) for t in (x, plain, weight))
+    for found, exact in (
+        (statistics.gram, x.T @ (weight * x)),
+        (statistics.cross, plain.T @ (weight * x)),
+        (statistics.squares, (weight * x * x).sum(0)),
+    ):
+        torch.testing.assert_close(found.double(), exact / 15, rtol=1e-5, atol=1e-6)
+
+
+def test_what_no_loss_depends_on_does_not_count():
+    """Only the first half of each row is looked at; guided-gptq spends the codes on it, and gptq on both."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    data = [torch.randn(1, 32, 64) * torch.linspace(1, 3, 64) for _ in range(8)]
+    for x in data:
+        x[:, 16:] = x[:, 16:].flip(-1)  # what is not looked at uses the columns otherwise
+
+    def looked_at(y: Tensor, x: Tensor) -> Tensor:
+        return y[:, :16].square().sum()
+
+    lost: dict[str, float] = {}
+    for method in ("gptq", "guided-gptq"):
+        options = {"loss": looked_at} if method == "guided-gptq" else {}
+        found = copy.deepcopy(model)
+        lb.quantize_(found, RECIPE, lb.calibrate(model, data, RECIPE, method, **options))
+        with torch.no_grad():
+            lost[method] = sum(float((found(x) - model(x))[:, :16].square().sum()) for x in data)
+    assert lost["guided-gptq"] < 0.9 * lost["gptq"]
+
+
+def test_a_run_that_saves_its_blocks_finds_the_same_bits(tmp_path):
+    torch.manual_seed(0)
+    model = Model()
+    whole = lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
+    again = lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=(), directory=tmp_path)
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight.codes, again.weights[name].codes)
+        assert torch.equal(weight.scale, again.weights[name].scale)
+
+
+def test_what_is_refused():
+    model = Model()
+    with pytest.raises(ValueError, match="only method='guided-gptq' looks at a loss"):
+        lb.calibrate(model, batches(), RECIPE, "gptq", loss=next_tokens)
+    with pytest.raises(ValueError, match=r"gradient of the loss at layer 'first' holds NaN or Inf in batch 0"):
+        lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=(), loss=lambda y, x: (y.sum() - y.sum()).sqrt())
+    with pytest.raises(ValueError, match="needs data"):
+        lb.calibrate(model, None, RECIPE, "guided-gptq")
