@@ -112,6 +112,10 @@ ALIASES: dict[str, str] = {
 }
 
 
+#: What the name of a recipe ends with that leaves activations as they are.
+_WEIGHT_ONLY = "-weight-only"
+
+
 def _spelled(name: str) -> str:
     """A name as the table has it: upper case and ``_`` make no other one."""
     return name.lower().replace("_", "-")
@@ -124,6 +128,8 @@ _KNOWN: dict[str, str] = {_spelled(alias): name for alias, name in ALIASES.items
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
 
+    ``SCHEME-weight-only`` is one for every scheme: ``mxfp4-weight-only``, ``int3-weight-only:group128``.
+
     Raises ValueError for an unknown name, listing the known ones, and for another scaling of a recipe that trains or
     whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format). TypeError for what is neither.
     """
@@ -133,6 +139,8 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
         raise TypeError(f"a recipe is a Recipe or one of {', '.join(_TABLE)}; got {type(name).__name__}")
     base, _, scaling = name.partition(":")
     known = _KNOWN.get(_spelled(base))
+    if known is None and _spelled(base).endswith(_WEIGHT_ONLY):
+        return _weight_only(base.lower()[: -len(_WEIGHT_ONLY)], f"group{group}" if group is not None else scaling)
     if known is None:
         raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(_TABLE)}")
     if group is not None:
@@ -140,6 +148,16 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
             raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
         scaling = f"group{group}"
     return _rescaled(_TABLE[known], scaling) if scaling else _TABLE[known]
+
+
+def _weight_only(weight: str, scaling: str) -> Recipe:
+    """The recipe, without a row of its own, that quantizes nothing but weights, by the scheme ``weight:scaling``."""
+    suffix = f":{scaling}" if scaling else ""
+    name = f"{weight}{_WEIGHT_ONLY}{suffix}"
+    try:
+        return Recipe(Gemm(None, scheme(weight + suffix)), name=name)
+    except ValueError as error:
+        raise ValueError(f"recipe {name!r} names no scheme of a weight: {error}") from None
 
 
 def _rescaled(base: Recipe, scaling: str) -> Recipe:

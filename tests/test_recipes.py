@@ -169,6 +169,23 @@ def test_the_fields_names_are_aliases():
 
 
 @pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("mxfp4-weight-only", "mxfp4"),
+        ("INT3_weight_only:group128", "int3:group128"),
+        ("fp6_e3m2-weight-only:row", "fp6_e3m2:row"),
+        ("uint2-weight-only:group32:affine", "uint2:group32:affine"),
+    ],
+)
+def test_every_scheme_has_a_recipe_of_weights_alone(name, weight):
+    found = lb.recipe(name)
+    assert found.weight == lb.scheme(weight) and found.input is None and not found.trains
+    assert lb.recipe(found.name) == found
+    with pytest.raises(ValueError, match="'int3-weight-only' names no scheme of a weight: format 'int3' without"):
+        lb.recipe("int3-weight-only")
+
+
+@pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("int4", "int4-weight-only"),
