@@ -12,7 +12,19 @@ from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.calibrate import Calibration, calibrate
 from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
-from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, linear, pack, quantize, scaled_mm, unpack
+from lowbit.functional import (
+    adamw_,
+    decode,
+    encode,
+    explain,
+    fake_quantize,
+    hadamard,
+    linear,
+    pack,
+    quantize,
+    scaled_mm,
+    unpack,
+)
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
@@ -41,6 +53,7 @@ __all__ = [
     "explain",
     "fake_quantize",
     "float_format",
+    "hadamard",
     "impls",
     "linear",
     "load_model",

@@ -12,13 +12,13 @@ No torch is needed here. The table of named recipes is ``lowbit.recipes``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast
 
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
-__all__ = ["Cast", "Gemm", "Recipe", "refuse_beyond"]
+__all__ = ["HADAMARD", "Cast", "Gemm", "Recipe", "refuse_beyond"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "scale": ("current", "static", "delayed"),
     "rule": ("amax", "search"),
 }
+#: What the name of a recipe ends with whose operands are transformed, and the sizes of the blocks that can be.
+HADAMARD = ":hadamard"
+_ROTATIONS = (16, 32, 64, 128)
+
 _SAVE = ("codes", "recompute", "high")
 _TREATMENTS = ("reuse", "fold")
 
@@ -200,6 +204,11 @@ class Recipe:
             raise ValueError(f"{self._what}: output.b is the weight, and needs a scheme, got {output.b!r}")
         if not name:
             _set(self, name=str(output) if output.a else str(output.b))
+        if output.a is not None and output.a.transform != output.b.transform:
+            raise ValueError(
+                f"{self._what}: a transform of one operand of output needs the same of the other; got "
+                f"{output.a.transform!r} and {output.b.transform!r}"
+            )
         if output.save != "codes":
             raise ValueError(f"{self._what}: save belongs to backward products, and output has {output.save!r}")
         if (grad_input is None) != (grad_weight is None):
@@ -249,6 +258,25 @@ class Recipe:
     def static(self) -> bool:
         """Whether the input's scales in forward are given, by calibration, and not made of each input."""
         return self.output.a is not None and self.output.a.scale == "static"
+
+    @property
+    def rotation(self) -> int | None:
+        """The block of the Hadamard transform that weight and input go through in forward; None: there is none.
+
+        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
+        """
+        if cast(Cast, self.output.b).transform is None:
+            return None
+        group = self.weight.block[1]
+        return group if group in _ROTATIONS else _ROTATIONS[-1]
+
+    def rotated(self) -> Recipe:
+        """This recipe with a Hadamard transform of weight and input, for inference: without backward products."""
+        a, b = (
+            replace(side, transform="hadamard") if isinstance(side, Cast) else None
+            for side in (self.output.a, self.output.b)
+        )
+        return Recipe(Gemm(a, b), about=self.about, name=f"{self.name.removesuffix(HADAMARD)}{HADAMARD}")
 
     @property
     def trains(self) -> bool:

@@ -6,13 +6,13 @@ name, and the names that llm-compressor and compressed-tensors use are aliases (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lowbit.casts import Cast, Gemm, Recipe
+from lowbit.casts import HADAMARD, Cast, Gemm, Recipe
 from lowbit.scaling import find_scaling, scheme
 
 __all__ = ["ALIASES", "RECIPES", "STATIC_RECIPES", "Cast", "Gemm", "Plan", "Recipe", "plan", "recipe"]
@@ -129,6 +129,7 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
 
     ``SCHEME-weight-only`` is one for every scheme: ``mxfp4-weight-only``, ``int3-weight-only:group128``.
+    ``NAME:hadamard`` transforms weights and inputs before they are quantized (``lowbit.hadamard``): ``nvfp4:hadamard``.
 
     Raises ValueError for an unknown name, listing the known ones, and for another scaling of a recipe that trains or
     whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format). TypeError for what is neither.
@@ -137,6 +138,8 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
         return name if group is None else _rescaled(name, f"group{group}")
     if not isinstance(name, str):
         raise TypeError(f"a recipe is a Recipe or one of {', '.join(_TABLE)}; got {type(name).__name__}")
+    if name.lower().endswith(HADAMARD):
+        return recipe(name[: -len(HADAMARD)], group=group).rotated()
     base, _, scaling = name.partition(":")
     known = _KNOWN.get(_spelled(base))
     if known is None and _spelled(base).endswith(_WEIGHT_ONLY):
@@ -207,6 +210,10 @@ class Plan:
         """The recipe of the layer with that full dotted name; None: it is left as it is."""
         matching = [chosen for pattern, chosen in self.patterns if fnmatchcase(name, pattern)]
         return matching[-1] if matching else None
+
+    def map(self, change: Callable[[Recipe], Recipe]) -> Plan:
+        """The plan with other recipes in the place of these."""
+        return Plan(tuple((pattern, chosen and change(chosen)) for pattern, chosen in self.patterns))
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that match none of ``names``."""

@@ -184,7 +184,8 @@ def test_names_of_methods():
     assert choose("LS_GPTQ").weights is METHODS["ls-gptq"]
     assert choose(METHODS["hqq"]).weights is METHODS["hqq"]
     several = choose(("smoothquant", "awq", "search", "entropy"))
-    assert several == (METHODS["search"], OBSERVERS["entropy"], (TRANSFORMS["smoothquant"], TRANSFORMS["awq"]))
+    assert several[:3] == (METHODS["search"], OBSERVERS["entropy"], (TRANSFORMS["smoothquant"], TRANSFORMS["awq"]))
+    assert not several.rotated and choose(("hadamard", "gptq"))[::3] == (METHODS["gptq"], True)
     assert choose("mse")[:2] == (METHODS["mse"], OBSERVERS["mse"])
     assert choose(("mse", "gptq"))[:2] == (METHODS["gptq"], OBSERVERS["mse"])
     assert choose(("mse", "minmax"))[:2] == (METHODS["mse"], OBSERVERS["minmax"])

@@ -13,14 +13,20 @@ from lowbit.calibrate.transforms import TRANSFORMS, Transform
 __all__ = ["Choice", "choose"]
 
 
+#: The transform that is a part of the recipe.
+_HADAMARD = "hadamard"
+
+
 class Choice(NamedTuple):
     """``weights``: how codes are chosen; None: the best known for each scheme. ``inputs``: what makes static ranges of
-    activations. ``transforms``: what is done to the model before, in this order.
+    activations. ``transforms``: what is done to the model before, in this order; ``rotated``: whether weights and
+    inputs go through a Hadamard transform, as recipes ``NAME:hadamard`` say.
     """
 
     weights: Method | None = None
     inputs: Observer = OBSERVERS["minmax"]
     transforms: tuple[Transform, ...] = ()
+    rotated: bool = False
 
     def __str__(self) -> str:
         names = [*(one.name for one in self.transforms), self.weights.name if self.weights else "default"]
@@ -39,6 +45,7 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
     inputs: list[Observer] = []
     transforms: list[Transform] = []
     both = 0
+    rotated = False
     for one in given:
         if isinstance(one, Method):
             weights.append(one)
@@ -53,10 +60,12 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
             weights.append(METHODS[name])
         elif observer is not None:
             inputs.append(observer)
+        elif name == _HADAMARD:
+            rotated = True
         elif name in TRANSFORMS:
             transforms.append(TRANSFORMS[name])
         else:
-            close = get_close_matches(name, [*METHODS, *TRANSFORMS, *OBSERVERS], n=1)
+            close = get_close_matches(name, [*METHODS, *TRANSFORMS, _HADAMARD, *OBSERVERS], n=1)
             meant = f" (did you mean {close[0]}?)" if close else ""
             raise ValueError(f"unknown method {one!r}{meant}; expected one of {_known()}")
     if both:
@@ -66,8 +75,10 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
         if len(found) > 1:
             names = " and ".join(row.name for row in found)
             raise ValueError(f"one method chooses the scales of {what}, got {names}; give one of them")
-    return Choice(weights[0] if weights else None, inputs[0] if inputs else Choice().inputs, tuple(transforms))
+    chosen = inputs[0] if inputs else Choice().inputs
+    return Choice(weights[0] if weights else None, chosen, tuple(transforms), rotated)
 
 
 def _known() -> str:
-    return f"{', '.join(METHODS)} (weights), {', '.join(TRANSFORMS)} (before), {', '.join(OBSERVERS)} (activations)"
+    before = ", ".join([*TRANSFORMS, _HADAMARD])
+    return f"{', '.join(METHODS)} (weights), {before} (before), {', '.join(OBSERVERS)} (activations)"

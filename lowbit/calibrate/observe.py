@@ -20,11 +20,11 @@ class Recorder:
     """Counts the inputs of ``layers``; those that are given the same tensors have one Statistics.
 
     ``need``: of what the Statistics are to tell. ``histogram``: whether static ranges need one; None where no layer's
-    range is asked for.
+    range is asked for. ``rotated``: whether they are counted after the transform of the layer's recipe.
     """
 
-    def __init__(self, layers: Sequence[Observed], need: str, histogram: bool | None) -> None:
-        self.layers, self.need, self.histogram = layers, need, histogram
+    def __init__(self, layers: Sequence[Observed], need: str, histogram: bool | None, rotated: bool = True) -> None:
+        self.layers, self.need, self.histogram, self.rotated = layers, need, histogram, rotated
         self.journal: list[tuple[Observed, Tensor]] = []
         for layer in layers:
             layer.journal, layer.statistics = self.journal, None
@@ -42,6 +42,8 @@ class Recorder:
                 if mask is not None and x.shape[:-1] == mask.shape:
                     x = x[mask]
                     before, weight = (None if one is None else one[mask] for one in (before, weight))
+                if self.rotated:
+                    x, before = layer.rotated(x), None if before is None else layer.rotated(before)
                 try:
                     found.update(x, before, weight)
                 except ValueError as error:
@@ -59,7 +61,8 @@ class Recorder:
             inputs = given.get(layer, [])
             if layer.statistics is None and not inputs:
                 continue
-            key = (id(layer.statistics), layer.recipe.output.a, id(layer.importance), *map(id, inputs))
+            how = (layer.recipe.output.a, layer.recipe.rotation, id(layer.importance))
+            key = (id(layer.statistics), *how, *map(id, inputs))
             if key in owners:
                 layer.statistics = owners[key][0].statistics
                 continue

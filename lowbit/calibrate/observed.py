@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.statistics import Statistics
 from lowbit.convert.maker import Maker
-from lowbit.functional import fake_quantize
+from lowbit.functional import fake_quantize, hadamard
 from lowbit.recipes import Recipe
 from lowbit.tensor.quantized import Quantized
 
@@ -45,10 +45,16 @@ class Observed(nn.Module):
         self.importance: list[list[Tensor]] | None = None
         self.watch: Callable[[Tensor], Tensor] | None = None
 
+    def rotated(self, x: Tensor) -> Tensor:
+        """Inputs, or the weight, after the transform of the recipe: what is quantized."""
+        return x if self.recipe.rotation is None else hadamard(x, self.recipe.rotation)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.journal is not None:
             self.journal.append((self, x))
-        weight = self.weight if self.rounding is None else self.rounding()
+        weight = self.weight
+        if self.rounding is not None:
+            weight, x = self.rounding(), self.rotated(x)
         if self.rounding is not None and self.recipe.input is not None and not self.recipe.static:
             x = fake_quantize(x, self.recipe.input)
         y = F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))

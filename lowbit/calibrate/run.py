@@ -73,13 +73,15 @@ def calibrate(
     Warns of layers that no batch reaches; their weights are chosen without data.
     """
     started = time.perf_counter()
-    chosen = plan(recipe)
+    choice, chosen = choose(method), plan(recipe)
+    if choice.rotated:
+        chosen = chosen.map(Recipe.rotated)
     for one in chosen.recipes:
-        refuse_beyond(one, "calibrate", ("output.a",), scale=("static",))
-        refuse_beyond(one, "calibrate", ("output.b",))
+        refuse_beyond(one, "calibrate", ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(one, "calibrate", ("output.b",), transform=("hadamard",))
     data = [] if batches is None else list(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
-    choice, model = choose(method), uncompiled(model)
+    model = uncompiled(model)
     finished = None
     if directory is not None:
         about = {
@@ -196,7 +198,7 @@ class _Run:
         before = self.found.names()
         if index is not None or self.chain is None:
             for transform in self.choice.transforms:
-                self._observe(layers, index, transform.need, None)
+                self._observe(layers, index, transform.need, None, rotated=False)
                 self.found.add_edits(transform_(root, transform, self.names))
         if index is not None:
             self._tune(layers, index)
@@ -231,11 +233,20 @@ class _Run:
             return [list(layers)]
         return stages(layers, lambda: chain.run(index, 0))
 
-    def _observe(self, layers: Sequence[Observed], index: int | None, need: str, histogram: bool | None) -> None:
-        """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs."""
+    def _observe(
+        self,
+        layers: Sequence[Observed],
+        index: int | None,
+        need: str,
+        histogram: bool | None,
+        rotated: bool = True,
+    ) -> None:
+        """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs;
+        ``rotated``: as they are after the transform of the layer's recipe.
+        """
         if need == "nothing" and (histogram is None or not self.static):
             return
-        recorder = Recorder(layers, need, histogram)
+        recorder = Recorder(layers, need, histogram, rotated)
         for number in range(len(self.data)):
             if index is None:
                 self._run_outside(number)
@@ -294,7 +305,7 @@ class _Run:
         if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):
             method = METHODS["gptq"]
         require_numbers(layer.weight)
-        weight = layer.weight.float()
+        weight = layer.rotated(layer.weight.float())
         q = method.solve(weight, scheme, statistics) if layer.tuned is None else layer.tuned
         wrong = q.dequantize(torch.float32).sub_(weight)
         self.found.weights[layer.weight_name] = replace(q, dtype=layer.plain.dtype)

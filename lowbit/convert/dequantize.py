@@ -70,7 +70,7 @@ class _PlainWeights:
     ) -> nn.Parameter:
         key = (*(id(layer.codes) for layer in layers), shape, transposed)
         if key not in self.made:
-            parts = [layer.weight.dequantize() for layer in layers]
+            parts = [layer.plain_weight() for layer in layers]
             weight = parts[0] if len(parts) == 1 else torch.cat(parts)
             weight = weight.t().contiguous() if transposed else weight
             self.made[key] = nn.Parameter(weight if shape is None else weight.reshape(shape))

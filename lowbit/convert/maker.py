@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import tensor_bytes
 from lowbit.convert.select import plain_name
-from lowbit.functional import quantize
+from lowbit.functional import hadamard, quantize
 from lowbit.nn.linear import QuantLinear, empty, empty_scales
-from lowbit.recipes import Recipe
+from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = [
@@ -71,6 +72,9 @@ class Maker(Generic[Made]):
 class Source(Protocol):
     """Where the weights of quantized layers come from, and the static scales of their inputs."""
 
+    def plan(self, chosen: Plan) -> Plan:
+        """The recipes that it has weights for, where ``chosen`` is asked for."""
+
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor | None]:
         """The quantized weight, and where they are known the energies of weight and error."""
 
@@ -84,11 +88,19 @@ class Source(Protocol):
 class Nearest:
     """Weights are rounded to the nearest code."""
 
+    def plan(self, chosen: Plan) -> Plan:
+        """As it is."""
+        return chosen
+
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
         """The quantized weight. Raises as ``require_numbers``."""
         require_numbers(matrix)
-        made = quantize(matrix, recipe.weight)
-        return made, energies(matrix, made.dequantize(torch.float32))
+        if recipe.rotation is None:
+            made = quantize(matrix, recipe.weight)
+            return made, energies(matrix, made.dequantize(torch.float32))
+        rotated = hadamard(matrix.float(), recipe.rotation)
+        made = replace(quantize(rotated, recipe.weight), dtype=matrix.dtype)
+        return made, energies(rotated, made.dequantize(torch.float32))
 
     def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> None:
         """Raises ValueError where the recipe needs static ones."""
@@ -105,6 +117,10 @@ class Nearest:
 
 class Allocated:
     """Weights and scales are allocated, and not filled."""
+
+    def plan(self, chosen: Plan) -> Plan:
+        """As it is."""
+        return chosen
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
         """An unfilled weight."""

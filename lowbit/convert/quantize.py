@@ -59,7 +59,7 @@ def quantize_(
     source = _source(calibration)
     if prepack:
         from lowbit.convert.prepack import prepack_
-    chosen = _plan(recipe, group)
+    chosen = source.plan(_plan(recipe, group))
     names, protect = protections(model, skip, chosen, unties=True)
     maker = QuantMaker(model, source)
 
@@ -113,6 +113,11 @@ class _Calibrated:
         row = self.calibration.rows[name]
         return made, torch.tensor([row.signal, row.noise], dtype=torch.float64)
 
+    def plan(self, chosen: Plan) -> Plan:
+        """The plan, with the transforms that calibration added to recipes (``method="hadamard"``)."""
+        found = {row.recipe for row in self.calibration.rows.values()}
+        return chosen.map(lambda one: one.rotated() if one not in found and one.rotated() in found else one)
+
     def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
         found: Scales | None = self.calibration.input_scales(name, recipe)
         if found is None:
@@ -130,8 +135,8 @@ def _plan(recipe: Any, group: int | None) -> Plan:
         raise ValueError(f"quantize_: group={group} is for one recipe; by layer, write for instance 'nf4:group{group}'")
     chosen = plan(recipe if group is None else find_recipe(recipe, group=group))
     for one in chosen.recipes:
-        refuse_beyond(one, "quantize_", ("output.a",), scale=("static",))
-        refuse_beyond(one, "quantize_", ("output.b",))
+        refuse_beyond(one, "quantize_", ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(one, "quantize_", ("output.b",), transform=("hadamard",))
     return chosen
 
 

@@ -14,7 +14,9 @@ from lowbit.functional.linear import linear
 from lowbit.functional.matmul import scaled_mm
 from lowbit.functional.optim import adamw_
 from lowbit.functional.quantize import fake_quantize, quantize
+from lowbit.functional.rotation import hadamard
 
 __all__ = [
-    "adamw_", "decode", "encode", "explain", "fake_quantize", "linear", "pack", "quantize", "scaled_mm", "unpack",
+    "adamw_", "decode", "encode", "explain", "fake_quantize", "hadamard", "linear", "pack", "quantize", "scaled_mm",
+    "unpack",
 ]  # fmt: skip

@@ -225,7 +225,7 @@ def _plain(base: Any) -> nn.Linear:
     """A Linear layer with the weight ``[out, in]`` of ``base``, of which it is fp32 where codes stand for it."""
     if isinstance(base, nn.Linear):
         return base
-    weight = base.weight.t() if kind(base) is None else base.weight.dequantize(torch.float32)
+    weight = base.weight.t() if kind(base) is None else base.plain_weight(torch.float32)
     rows, cols = weight.shape
     plain = nn.Linear(cols, rows, bias=base.bias is not None, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)

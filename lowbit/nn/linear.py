@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.calls import call
+from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
@@ -38,6 +39,9 @@ PARTS = ("codes", "scale", "zero_point", "global_scale")
 
 #: What quantizes inputs, where the recipe's input scales are static.
 INPUT_PARTS = ("input_scale", "input_zero_point")
+
+#: Before the block of a Hadamard transform, in what states say of a weight.
+_ROTATION = "hadamard"
 
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -73,6 +77,9 @@ def empty(
 class QuantLinear(nn.Module):
     """``y = x @ weight.T + bias`` with a quantized weight, and with ``recipe.input`` a quantized input: by scales that
     are made of each input, or where the recipe says ``scale="static"``, by ``input_scales``.
+
+    ``rotation``: the block of the Hadamard transform that inputs go through first (``recipe.rotation``); ``weight`` is
+    that of the transformed inputs then, and ``plain_weight`` that of the layer's.
 
     ``weight``: Quantized ``[out_features, in_features]``; ``bias [out_features]`` stays in high precision. Input
     ``[..., in_features]`` fp32, bf16 or fp16; the result has its dtype (inside autocast: autocast's). The gradient of
@@ -112,7 +119,7 @@ class QuantLinear(nn.Module):
         if weight.ndim != 2:
             raise ValueError(f"QuantLinear needs a weight [out, in], got shape {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape
-        self.recipe, self.scheme = recipe, weight.scheme
+        self.recipe, self.scheme, self.rotation = recipe, weight.scheme, recipe.rotation
         self.weight_dtype = weight.dtype
         if recipe.static != (input_scales is not None):
             raise ValueError(
@@ -144,6 +151,13 @@ class QuantLinear(nn.Module):
             return None
         return Scales(stored_scale(own["input_scale"], self._input_name), own["input_zero_point"])
 
+    def plain_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The matrix ``[out_features, in_features]`` that the layer stands for, in ``dtype`` or that of ``weight``."""
+        weight = self.weight
+        if self.rotation is None:
+            return weight.dequantize(dtype)
+        return hadamard(weight.dequantize(torch.float32), self.rotation).to(dtype or weight.dtype)
+
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
         for name in PARTS:
@@ -155,6 +169,8 @@ class QuantLinear(nn.Module):
             x = x.to(dtype)
         if x.shape[-1:] != (self.in_features,):
             raise wrong_width(self, x)
+        if self.rotation is not None:
+            x = hadamard(x, self.rotation)
         own: dict[str, Any] = self._parameters
         bias = own["bias"]
         refuse_tangents("linear", x, bias)
@@ -171,13 +187,13 @@ class QuantLinear(nn.Module):
         )
 
     def get_extra_state(self) -> Tensor:
-        return scheme_state(self.scheme, self.in_features)
+        return scheme_state(self.scheme, self.in_features, self.rotation)
 
     def set_extra_state(self, state: Any) -> None:
         """Raises ValueError for codes of another scheme or width; ``_load_from_state_dict`` has compared them already,
         other libraries call this alone.
         """
-        wrong = misfits({}, self.scheme, self.in_features, {"_extra_state": state}, "")
+        wrong = misfits({}, self.scheme, self.in_features, {"_extra_state": state}, "", self.rotation)
         if wrong:
             raise ValueError(wrong[0])
 
@@ -193,7 +209,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         rename_parts(state_dict, prefix)
         own = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
-        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix)
+        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)
         if wrong:  # nothing of this layer is written
             error_msgs.extend(wrong)
             return
@@ -244,20 +260,39 @@ def wrong_width(layer: Any, x: Tensor) -> ValueError:
     )
 
 
-def scheme_state(scheme: Scheme, cols: int) -> Tensor:
-    """What a state says of a weight besides its tensors: the scheme, and the columns where bytes of codes hide them."""
-    text = f"{scheme.name} {cols}" if cols * scheme.format.bits % 8 else scheme.name
+def scheme_state(scheme: Scheme, cols: int, rotation: int | None = None) -> Tensor:
+    """What a state says of a weight besides its tensors: the scheme, the columns where bytes of codes hide them, and
+    the block of its Hadamard transform where it has one.
+    """
+    width = [str(cols)] if cols * scheme.format.bits % 8 else []
+    text = " ".join([scheme.name, *width, *([] if rotation is None else [f"{_ROTATION}{rotation}"])])
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
+def _transform(block: object) -> str:
+    return "without a Hadamard transform" if block is None else f"with a Hadamard transform in blocks of {block}"
+
+
 def misfits(
-    own: Mapping[str, Tensor], scheme: Scheme, cols: int, state_dict: Mapping[str, Any], prefix: str
+    own: Mapping[str, Tensor],
+    scheme: Scheme,
+    cols: int,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    rotation: int | None = None,
 ) -> list[str]:
     """Why codes and scales of ``state_dict`` mean something else than a layer with ``own`` would read in them."""
     told = state_dict.get(f"{prefix}_extra_state")
     if isinstance(told, Tensor) and not told.is_meta:
-        name, _, width = bytes(told.tolist()).decode(errors="replace").partition(" ")
-        if width.isdigit() and int(width) != cols:
+        name, *words = bytes(told.tolist()).decode(errors="replace").split(" ")
+        width = next((word for word in words if word.isdigit()), "")
+        block = next((word.removeprefix(_ROTATION) for word in words if word.startswith(_ROTATION)), None)
+        if block != (None if rotation is None else str(rotation)):
+            return [
+                f"{prefix}codes: the state has a weight {_transform(block)}, and this layer one "
+                f"{_transform(rotation)}; quantize the model with the recipe that the state was saved with"
+            ]
+        if width and int(width) != cols:
             return [f"{prefix}codes: the state has a weight with {width} columns, and this layer one with {cols}"]
         if not scheme.is_named(name):
             return [

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
+from lowbit.functional import hadamard
 from lowbit.nn.linear import QuantLinear, misfits, plain_state, rename_parts, scheme_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
@@ -62,7 +63,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.recipe, self.scheme = recipe, weight.scheme
+        self.recipe, self.scheme, self.rotation = recipe, weight.scheme, recipe.rotation
         self.weight_dtype = weight.dtype
         self.trains_bias = False  # whether the bias requires grad once it is unpacked
         self.register_buffer("packed", prepack.prepack(weight, recipe.input), persistent=False)
@@ -109,6 +110,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         packed, bias = self._buffers["packed"], self._parameters["bias"]
+        if self.rotation is not None:
+            x = hadamard(x, self.rotation)
         if x.requires_grad and torch.is_grad_enabled():
             return _no_backward(x, call("linear_packed", x.detach(), packed, self.out_features, bias, dtype))
         try:  # without another Python function in between, which would take a tenth of a small layer's time
@@ -125,7 +128,7 @@ class PackedLinear(nn.Module):
 
     # -- what leaves the layer, and what comes to it -------------------------------------------------------------------
     def get_extra_state(self) -> Tensor:
-        return scheme_state(self.scheme, self.in_features)
+        return scheme_state(self.scheme, self.in_features, self.rotation)
 
     def set_extra_state(self, state: Any) -> None:
         """``_load_from_state_dict`` has compared it already."""
@@ -148,7 +151,7 @@ class PackedLinear(nn.Module):
         rename_parts(state_dict, prefix)
         own = plain_state(self.weight)
         given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
-        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix)
+        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)
         wrong += [
             f"{prefix}{name}: the state has shape {list(part.shape)}, and this layer {list(own[name].shape)}"
             for name, part in given.items()

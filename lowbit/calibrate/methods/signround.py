@@ -85,7 +85,7 @@ class _Rounding:
     def __init__(self, layer: Observed) -> None:
         statistics = layer.statistics
         importance = statistics.squares if statistics is not None and statistics.rows else None
-        self.weight, self.scheme = layer.weight.float(), layer.recipe.weight
+        self.weight, self.scheme = layer.rotated(layer.weight.float()), layer.recipe.weight
         self.start = scales.search(self.weight, self.scheme, importance)
         self.gaps = _gaps(self.weight, self.scheme, self.start)
         self.shift = torch.zeros_like(self.weight, requires_grad=True)

@@ -36,5 +36,6 @@ def factors(layers: list[Observed], statistics: Statistics) -> Tensor:
 
 def _loss(layer: Observed, scale: Tensor, gram: Tensor) -> float:
     weight = layer.weight.float()
-    wrong = fake_quantize(weight * scale, layer.recipe.weight) / scale - weight
+    rounded = layer.rotated(fake_quantize(layer.rotated(weight * scale), layer.recipe.weight))
+    wrong = rounded / scale - weight
     return float(((wrong @ gram) * wrong).sum(dtype=torch.float64))
