@@ -1,0 +1,105 @@
+#include "cpu/matmul/patches.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace lowbit::cpu::mm {
+
+bool Window::is_pointwise() const {
+    for (int i = 0; i < 3; ++i) {
+        if (kernel[i] != 1 || stride[i] != 1 || before[i] != 0 || out[i] != size[i]) return false;
+    }
+    return true;
+}
+
+Patches::Place Patches::place_of(int64_t row) const {
+    const Window& w = window;
+    Place place{};
+    int64_t index = row + first;
+    for (int i = 2; i >= 0; --i) {
+        if (w.out[i] == 1) {
+            place.at[i] = -w.before[i];
+            continue;
+        }
+        place.at[i] = index % w.out[i] * w.stride[i] - w.before[i];
+        index /= w.out[i];
+    }
+    place.image = index;
+    return place;
+}
+
+const uint8_t* Patches::pixel(const Place& place, int64_t d, int64_t h, int64_t w) const {
+    const int64_t step[3] = {d, h, w};
+    int64_t at = place.image;
+    bool inside = true;
+    for (int i = 0; i < 3; ++i) {
+        const int64_t along = place.at[i] + step[i] * window.dilation[i];
+        inside &= along >= 0 && along < window.size[i];
+        at = at * window.size[i] + along;
+    }
+    return (inside ? data + at * window.channels * bytes : padding) + group * window.group_channels() * bytes;
+}
+
+void Patches::locate(int64_t row, int64_t count, const uint8_t** taps) const {
+    const Window& w = window;
+    const int64_t reach = (w.kernel[2] - 1) * w.dilation[2], all = w.taps();
+    const uint8_t* outside = padding + group * w.group_channels() * bytes;
+    bool was_inside = false;  // along the last axis
+    for (int64_t i = 0; i < count; ++i, taps += all) {
+        const Place place = place_of(row + i);
+        const bool inside = place.at[2] >= 0 && place.at[2] + reach < w.size[2];
+        if (was_inside && inside && place.at[2] + w.before[2] > 0) {  // to the right of the row before
+            const int64_t step = w.stride[2] * w.channels * bytes;
+            for (int64_t t = 0; t < all; ++t) taps[t] = taps[t - all] == outside ? outside : taps[t - all] + step;
+            continue;
+        }
+        was_inside = inside;
+        int64_t t = 0;
+        for (int64_t d = 0; d < w.kernel[0]; ++d) {
+            for (int64_t h = 0; h < w.kernel[1]; ++h) {
+                for (int64_t x = 0; x < w.kernel[2]; ++x) taps[t++] = pixel(place, d, h, x);
+            }
+        }
+    }
+}
+
+void Patches::fetch(int64_t row, int64_t begin, int64_t end, uint8_t* out) const {
+    const Place place = place_of(row);
+    if (by_tap) return fetch_by_tap(place, begin, end, out);
+    if (bytes == 1) return fetch_by_channel(place, begin, end, out);
+    if (bytes == 2) return fetch_by_channel(place, begin, end, reinterpret_cast<uint16_t*>(out));
+    return fetch_by_channel(place, begin, end, reinterpret_cast<uint32_t*>(out));
+}
+
+void Patches::fetch_by_tap(const Place& place, int64_t begin, int64_t end, uint8_t* out) const {
+    const int64_t channels = window.group_channels(), wide = window.kernel[2];
+    // Taps next to each other along the last axis are one run of memory.
+    const bool joins = window.groups == 1 && window.dilation[2] == 1 && place.at[2] >= 0 &&
+                       place.at[2] + wide <= window.size[2];
+    const int64_t run = joins ? channels * wide : channels;
+    for (int64_t k = begin; k < end;) {
+        const int64_t tap = k / run * (joins ? wide : 1), from = k % run, count = std::min(run - from, end - k);
+        const int64_t line = tap / wide;
+        const uint8_t* source = pixel(place, line / window.kernel[1], line % window.kernel[1], tap % wide);
+        std::memcpy(out, source + from * bytes, static_cast<size_t>(count * bytes));
+        out += count * bytes;
+        k += count;
+    }
+}
+
+template <class T>
+void Patches::fetch_by_channel(const Place& place, int64_t begin, int64_t end, T* out) const {
+    const int64_t taps = window.taps();
+    int64_t tap = 0;
+    for (int64_t d = 0; d < window.kernel[0]; ++d) {
+        for (int64_t h = 0; h < window.kernel[1]; ++h) {
+            for (int64_t w = 0; w < window.kernel[2]; ++w, ++tap) {
+                const T* from = reinterpret_cast<const T*>(pixel(place, d, h, w));
+                const int64_t skip = begin > tap ? (begin - tap + taps - 1) / taps : 0;
+                for (int64_t c = skip, k = c * taps + tap; k < end; ++c, k += taps) out[k - begin] = from[c];
+            }
+        }
+    }
+}
+
+}  // namespace lowbit::cpu::mm
