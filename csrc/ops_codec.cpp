@@ -154,8 +154,8 @@ void fake_quantize_backward(const Tensor& grad, const Tensor& x, MaybeTensor sca
     STD_TORCH_CHECK(grad.scalar_type() == grad_x.scalar_type(), "grad_x must have grad's dtype");
     check_scales(scale, zero_point, outer, shape, s);
     STD_TORCH_CHECK(!grad_scale || (scale && grad_scale->scalar_type() == ScalarType::Float &&
-                                    grad_scale->numel() == scale->numel()),
-                    "grad_scale must be float32, one for each scale given");
+                                    grad_scale->numel() == (s.affine ? 2 : 1) * scale->numel()),
+                    "grad_scale must be float32, one for each scale and zero point given");
     results_of(grad, "grad", shape);
     cpu::fake_quantize_backward(values_of(grad, "grad"), values_of(x, "x"), shape, s,
                                 scales_of(scale, zero_point, outer), results_of(grad_x, "grad_x", shape),

@@ -110,7 +110,7 @@ def _scheme_cases() -> Iterator[Case]:
         yield Case(f"quantize_static {name}", made, index in (1, 3))
         made = launch.quantize_dynamic(x, scheme, outer, y, None, None, near, fake=True)
         yield Case(f"fake_quantize {name}", made, index in (1, 5))
-        sums = _meta(*scale.shape, dtype=torch.float32)
+        sums = _meta(*([2] if scheme.affine else []), *scale.shape, dtype=torch.float32)
         made = launch.fake_quantize_backward(y, x, scheme, scale, zero, outer, y, sums)
         yield Case(f"fake_quantize_backward {name}", made, index in (1, 6))
         if outer is not None:

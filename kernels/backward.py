@@ -1,10 +1,11 @@
-"""Kernels: the gradients of fake quantization, straight through for x and LSQ for scales.
+"""Kernels: the gradients of fake quantization, straight through for x, LSQ for scales and LSQ+ for zero points.
 
-``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its
-block of ``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point. Tiles
-write their sums, and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
+``grad_x = grad`` where the quotient was in range, and +0 elsewhere; a scale's gradient is the sum over its block of
+``(level - x / scale if in range else level) * grad``, with level the decoded code less its zero point, and a zero
+point's that of ``-scale * grad`` out of range; of all scales first, then of all zero points. Tiles write their sums,
+and where a block has several tiles ``sum_pieces`` adds them in one order: no sum depends on timing.
 
-Source: docs/numerics.md section 10; LSQ, arXiv 1902.08153.
+Source: docs/numerics.md section 10; LSQ, arXiv 1902.08153; LSQ+, arXiv 2004.09576.
 """
 
 import triton
@@ -32,7 +33,9 @@ def fake_quantize_backward(
     FMT: tl.constexpr, SCALE: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of grad_x; with GIVEN (scales are read, not made) also the sums of its blocks, ``[blocks, pieces]``."""
+    """A tile of grad_x; with GIVEN (scales are read, not made) also the sums of its blocks, ``[blocks, pieces]``, and
+    with zero points as many of theirs.
+    """
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
@@ -48,7 +51,8 @@ def fake_quantize_backward(
     else:
         high, low = tiles.extremes(sign, magnitude, SCALE[2] or SCALE[6], TILE)
         _, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
-    sign, magnitude = scales.divide(sign, magnitude, tiles.spread(scale, TILE), SCALE)
+    step = tiles.spread(scale, TILE)
+    sign, magnitude = scales.divide(sign, magnitude, step, SCALE)
     zero_point = tiles.spread(zero_point, TILE)
     kept = in_range(magnitude, sign, zero_point, FMT, MAX)
 
@@ -65,7 +69,13 @@ def fake_quantize_backward(
         slope = tl.where(here, tl.where(kept, level - quotient, level) * grad, 0.0)
         cut = tl.reshape(slope, [TILE[0], TILE[1], TILE[3], TILE[4]])
         piece = (pid_r % pieces_r) * pieces_c + pid_c % pieces_c
-        tl.store(sums_ptr + at * (pieces_r * pieces_c) + piece, tl.sum(tl.sum(cut, axis=3), axis=1), ok)
+        sums_ptr += at * (pieces_r * pieces_c) + piece
+        tl.store(sums_ptr, tl.sum(tl.sum(cut, axis=3), axis=1), ok)
+        if SCALE[2]:
+            moved = tl.where(here & (kept == 0), -step.to(tl.float32, bitcast=True) * grad, 0.0)
+            cut = tl.reshape(moved, [TILE[0], TILE[1], TILE[3], TILE[4]])
+            of_scales = blocks_r.to(tl.int64) * blocks_c * (pieces_r * pieces_c)
+            tl.store(sums_ptr + of_scales, tl.sum(tl.sum(cut, axis=3), axis=1), ok)
 
 
 @triton.jit(do_not_specialize=GENERAL)

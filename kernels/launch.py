@@ -275,7 +275,9 @@ def fake_quantize_backward(
     grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor | None, zero_point: Tensor | None, outer: Tensor | None,
     out: Tensor, grad_scale: Tensor | None,
 ) -> list[Launch]:  # fmt: skip
-    """Gradients of x into ``out``, of given scales into ``grad_scale`` fp32; scales of x itself are constants."""
+    """Gradients of x into ``out``, of given scales and zero points into ``grad_scale`` fp32; scales of x itself are
+    constants.
+    """
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
     launches: list[Launch] = []
     if scale is None and not tiles.one_pass:

@@ -5,7 +5,8 @@
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
-from lowbit import convert, memory, nn, train
+from lowbit import convert, memory, nn, qat, train
+from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.calibrate import Calibration, calibrate
@@ -47,6 +48,7 @@ __all__ = [
     "nn",
     "pack",
     "prepack_",
+    "qat",
     "quantize",
     "quantize_",
     "recipe",

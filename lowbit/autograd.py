@@ -58,7 +58,8 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point, outer = ctx.saved_tensors
     with on_backend(ctx.backend):
         grad_x, grad_scale = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)
-    return grad_x, None, grad_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
+    of_scale = grad_scale if zero_point is None else grad_scale[0]
+    return grad_x, None, of_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
 
 
 def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -246,6 +246,11 @@ class Recipe:
         return None if self.output.a is None else self.output.a.scheme
 
     @property
+    def static(self) -> bool:
+        """Whether the input's scales in forward are given, by calibration, and not made of each input."""
+        return self.output.a is not None and self.output.a.scale == "static"
+
+    @property
     def trains(self) -> bool:
         """Whether the recipe says how the backward products are computed."""
         return self.grad_input is not None
@@ -276,12 +281,20 @@ def _folds(scheme: Scheme) -> bool:
 
 
 def refuse_beyond(recipe: Recipe, what: str, roles: Iterable[str], **able: tuple[str | None, ...]) -> None:
-    """Raise ValueError where a Cast of ``recipe`` in one of ``roles`` asks for what ``what`` does not do.
+    """Raise ValueError where a Cast of ``recipe`` in one of ``roles`` asks for what ``what`` does not do, or for static
+    scales in a scheme that has scales for rows.
 
     ``able``: the values of a field that it does besides the default one.
     """
     casts = recipe.casts()
     for role in roles:
+        if role in casts and casts[role].scale == "static" and "static" in able.get("scale", ()):
+            found = casts[role].scheme
+            if found.block[0] is not None or found.outer:
+                raise ValueError(
+                    f"recipe {recipe.name!r}: static scales are the same for every row, and {role} is in {found}, "
+                    f"which has scales for rows; use {found.format.name}:tensor, or scale='current'"
+                )
         for name, value in casts[role]._chosen().items() if role in casts else ():
             if name != "history" and value not in able.get(name, ()):
                 can = _listed([*(f.default for f in fields(Cast) if f.name == name), *able.get(name, ())])

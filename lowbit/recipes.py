@@ -15,7 +15,7 @@ from typing import Any
 from lowbit.casts import Cast, Gemm, Recipe
 from lowbit.scaling import find_scaling, scheme
 
-__all__ = ["ALIASES", "RECIPES", "Cast", "Gemm", "Plan", "Recipe", "plan", "recipe"]
+__all__ = ["ALIASES", "RECIPES", "STATIC_RECIPES", "Cast", "Gemm", "Plan", "Recipe", "plan", "recipe"]
 
 #: Every named recipe. Names are API.
 RECIPES: dict[str, Recipe] = {
@@ -75,6 +75,25 @@ RECIPES: dict[str, Recipe] = {
     )
 }  # fmt: skip
 
+#: Recipes whose inputs have static scales: quantize_ needs the calibration that chose them. Names are API.
+STATIC_RECIPES: dict[str, Recipe] = {
+    row.name: row
+    for row in (
+        Recipe(
+            Gemm(Cast("int8:tensor", scale="static"), "int8:row"),
+            name="int8-static", about="8-bit weights and activations, one scale for all of a layer's activations",
+        ),
+        Recipe(
+            Gemm(Cast("uint8:tensor:affine", scale="static"), "int8:row"),
+            name="int8-static-affine", about="the same with a zero point, for activations that are seldom negative",
+        ),
+        Recipe(
+            Gemm(Cast("fp8_e4m3:tensor", scale="static"), "fp8_e4m3:row"),
+            name="fp8-static", about="FP8, one scale for all of a layer's activations",
+        ),
+    )
+}  # fmt: skip
+
 #: Names that llm-compressor and compressed-tensors give to these recipes. Their FP8 has static input scales, which come
 #: from calibration; here both FP8 and FP8_DYNAMIC are dynamic.
 ALIASES: dict[str, str] = {
@@ -98,7 +117,8 @@ def _spelled(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-_KNOWN: dict[str, str] = {_spelled(alias): name for alias, name in ALIASES.items()} | {name: name for name in RECIPES}
+_TABLE: dict[str, Recipe] = {**RECIPES, **STATIC_RECIPES}
+_KNOWN: dict[str, str] = {_spelled(alias): name for alias, name in ALIASES.items()} | {name: name for name in _TABLE}
 
 
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
@@ -110,16 +130,16 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     if isinstance(name, Recipe):
         return name if group is None else _rescaled(name, f"group{group}")
     if not isinstance(name, str):
-        raise TypeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}; got {type(name).__name__}")
+        raise TypeError(f"a recipe is a Recipe or one of {', '.join(_TABLE)}; got {type(name).__name__}")
     base, _, scaling = name.partition(":")
     known = _KNOWN.get(_spelled(base))
     if known is None:
-        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(RECIPES)}")
+        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(_TABLE)}")
     if group is not None:
         if scaling:
             raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
         scaling = f"group{group}"
-    return _rescaled(RECIPES[known], scaling) if scaling else RECIPES[known]
+    return _rescaled(_TABLE[known], scaling) if scaling else _TABLE[known]
 
 
 def _rescaled(base: Recipe, scaling: str) -> Recipe:
@@ -152,7 +172,7 @@ def _meant(name: str) -> str:
     try:
         weight = scheme(name)
     except ValueError:
-        spelled = {_spelled(alias): alias for alias in ALIASES} | {row: row for row in RECIPES}
+        spelled = {_spelled(alias): alias for alias in ALIASES} | {row: row for row in _TABLE}
         close = get_close_matches(_spelled(words[0]), spelled, n=1)
         return f" (did you mean {':'.join([spelled[close[0]], *words[1:]])}?)" if close else ""
     return f" (for weights of this scheme give Recipe(Gemm(None, {weight.name!r}), name='mine'))"

@@ -46,19 +46,30 @@ def over_blocks(values: np.ndarray, s: Scheme) -> np.ndarray:
 
 
 def scale_gradient(call: FakeQuantizeBackward) -> tuple[np.ndarray, np.ndarray]:
-    """fp64 ``[R, C]``: the exact sums, terms beyond fp32 being Inf, and how far fp32 sums in any order may be off."""
+    """fp64 ``[R, C]``, with zero points ``[2, R, C]``: the exact sums, terms beyond fp32 being Inf, and how far fp32
+    sums in any order may be off.
+    """
     s, x, grad = lb.scheme(call.scheme), as_rows(call.x).float().numpy(), as_rows(call.grad).double().numpy()
     zero = np.zeros(x.shape) if call.zero_point is None else spread(call.zero_point.double().numpy(), s, x.shape)
     with np.errstate(all="ignore"):
-        v = quotient(x, spread(scales(s, call), s, x.shape).astype(np.float32))
+        step = spread(scales(s, call), s, x.shape).astype(np.float32)
+        v = quotient(x, step)
         level, inside = levels(v, zero, s)
-        terms = grad * np.where(inside, level - v.astype(np.float64), level)
-        terms = np.where(np.abs(terms) > FP32_MAX, np.copysign(np.inf, terms), terms)
-        count, size = over_blocks(np.ones(x.shape), s), over_blocks(np.abs(terms), s)
-        unit = (count + 1) * 2.0**-24
-        bound = size * unit / (1 - unit) + count * 2.0**-150
-        bound = np.where(size + bound < FP32_MAX, bound, np.where(np.isfinite(size), np.inf, 0.0))
-        return over_blocks(terms, s), bound
+        of_scale = sums(grad * np.where(inside, level - v.astype(np.float64), level), s)
+        if not s.affine:
+            return of_scale
+        of_zero = sums(np.where(inside, 0.0, -step.astype(np.float64) * grad), s)
+        return np.stack([of_scale[0], of_zero[0]]), np.stack([of_scale[1], of_zero[1]])
+
+
+def sums(terms: np.ndarray, s: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """Over blocks, with the bound on their error in fp32."""
+    terms = np.where(np.abs(terms) > FP32_MAX, np.copysign(np.inf, terms), terms)
+    count, size = over_blocks(np.ones(terms.shape), s), over_blocks(np.abs(terms), s)
+    unit = (count + 1) * 2.0**-24
+    bound = size * unit / (1 - unit) + count * 2.0**-150
+    bound = np.where(size + bound < FP32_MAX, bound, np.where(np.isfinite(size), np.inf, 0.0))
+    return over_blocks(terms, s), bound
 
 
 def check(got: Tensor, call: FakeQuantizeBackward, what: str) -> None:

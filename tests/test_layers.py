@@ -35,6 +35,8 @@ LAYERS = [
     {"serialize"},
     {"train", "memory"},
     {"calibrate"},
+    {"qat"},
+    {"integrations"},
     {"demo"},
     {"evaluate"},
     {"cli"},

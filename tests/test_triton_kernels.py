@@ -125,7 +125,7 @@ def test_gradients_of_blocks_in_pieces(small_tiles, name):
     scale = torch.full(scheme.scale_shape(24, 40), 0.25)
     zero_point = torch.full(scale.shape, 5, dtype=torch.uint8) if scheme.affine else None
     expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero_point, None)
-    out, out_sums = torch.empty_like(x, device=DEVICE), torch.empty_like(scale, device=DEVICE)
+    out, out_sums = torch.empty_like(x, device=DEVICE), torch.empty_like(sums, device=DEVICE)
     there = [t if t is None else t.to(DEVICE) for t in (grad, x, scale, zero_point)]
     launch.run(launch.fake_quantize_backward(*there[:2], scheme, *there[2:], None, out, out_sums))
     assert_same_bits(out.cpu(), expected, name)

@@ -108,6 +108,11 @@ struct RowKernels {
     // x / factor as fp32.
     // With kReciprocal magnitudes below 2^-33 are no more than about as small.
     void (*quotients)(const void* x, Dtype dtype, int64_t n, const Factors& factors, float* out);
+    // What elements add to the gradient of their scale: (level - x / factor) * grad where `kept` is 1, else level *
+    // grad, with level the number of the element's code less its zero point. And `grad` where `kept` is 0, else +0, for
+    // that of their zero point; null: nobody asks. Not with kNone and kReciprocal.
+    void (*slopes)(const Encoder& encoder, const Decoder& decoder, const void* x, Dtype dtype, const float* grad,
+                   const uint8_t* kept, int64_t n, const Factors& factors, float* slopes, float* outside);
     // (value - zero) * factor; with factors every NaN is the positive canonical one, without it has its code's sign.
     void (*decode)(const Decoder& decoder, const uint8_t* codes, int64_t n, const Factors& factors, void* out,
                    Dtype dtype);

@@ -99,6 +99,7 @@ inline auto dispatch(Dtype dtype, Function function) {
 // The rest is in terms of those.
 #include "cpu/codec/decode.inl"
 #include "cpu/codec/encode.inl"
+#include "cpu/quantize/gradient.inl"
 #include "cpu/quantize/scales.inl"
 #include "cpu/quantize/stats.inl"
 // And this one in terms of them.
@@ -191,5 +192,5 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     row_kernels_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr RowKernels kTable{encode,      in_range,    quotients, decode, block_stats, column_stats, finite_amax,
-                            make_scales, read_scales, noise,     adamw,  pack,        unpack};
+constexpr RowKernels kTable{encode,      in_range,    quotients,   slopes, decode, block_stats, column_stats,
+                            finite_amax, make_scales, read_scales, noise,  adamw,  pack,        unpack};

@@ -1,4 +1,6 @@
 // Row kernels, one element at a time: the specification (common/numerics.h) without vectors.
+#include <vector>
+
 #include "common/numerics.h"
 #include "cpu/row_kernels.h"
 #include "format_table.h"
@@ -86,6 +88,18 @@ void in_range(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Fac
 
 void quotients(const void* x, Dtype dtype, int64_t n, const Factors& f, float* out) {
     with_quotients(x, dtype, n, f, [out](int64_t i, uint32_t q, float) { out[i] = float_of(q); });
+}
+
+void slopes(const Encoder& e, const Decoder& d, const void* x, Dtype dtype, const float* grad, const uint8_t* kept,
+            int64_t n, const Factors& f, float* slopes, float* outside) {
+    const uint32_t mask = (1u << d.format.bits) - 1;
+    std::vector<uint8_t> codes(static_cast<size_t>(n));
+    encode(e, x, dtype, n, f, nullptr, x, codes.data());
+    with_quotients(x, dtype, n, f, [&](int64_t i, uint32_t q, float zero) {
+        const float level = float_of(d.table[codes[static_cast<size_t>(i)] & mask]) - zero;
+        slopes[i] = (kept[i] ? level - float_of(q) : level) * grad[i];
+        if (outside) outside[i] = kept[i] ? 0.0f : grad[i];
+    });
 }
 
 void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out, Dtype dtype) {
@@ -218,9 +232,8 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const RowKernels& row_kernels_scalar() {
-    static constexpr RowKernels table{encode,       in_range,    quotients,   decode,      block_stats,
-                                      column_stats, finite_amax, make_scales, read_scales, noise,
-                                      adamw,        pack,        unpack};
+    static constexpr RowKernels table{encode,      in_range,    quotients,   slopes, decode, block_stats, column_stats,
+                                      finite_amax, make_scales, read_scales, noise,  adamw,  pack,        unpack};
     return table;
 }
 

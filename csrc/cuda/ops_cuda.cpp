@@ -228,8 +228,9 @@ void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, May
     float* slopes = nullptr;
     if (grad_scale.has_value()) {
         STD_TORCH_CHECK(scale.has_value() && grad_scale->is_contiguous() &&
-                            grad_scale->scalar_type() == ScalarType::Float && grad_scale->numel() == scale->numel(),
-                        "lowbit: grad_scale must be contiguous float32, one for each scale given");
+                            grad_scale->scalar_type() == ScalarType::Float &&
+                            grad_scale->numel() == (params.affine ? 2 : 1) * scale->numel(),
+                        "lowbit: grad_scale must be contiguous float32, one for each scale and zero point given");
         slopes = static_cast<float*>(grad_scale->data_ptr());
     }
     const Tensor scratch =

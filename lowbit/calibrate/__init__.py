@@ -1,7 +1,11 @@
-"""Calibration: codes and scales of weights, chosen by looking at what the layers are given."""
+"""Calibration: codes and scales of weights, and static scales of inputs, chosen by looking at what layers are given."""
 
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.methods import METHODS, Method
+from lowbit.calibrate.observers import OBSERVERS, Observer
 from lowbit.calibrate.run import calibrate
+from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
 
-__all__ = ["METHODS", "Calibration", "Method", "calibrate"]
+__all__ = [
+    "MAPS", "METHODS", "OBSERVERS", "TRANSFORMS", "Calibration", "Map", "Method", "Observer", "Transform", "calibrate",
+]  # fmt: skip

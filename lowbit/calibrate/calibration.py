@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.convert.maker import decibel
 from lowbit.files import read_json, write_json
-from lowbit.nn.linear import PARTS, plain_state
+from lowbit.nn.linear import INPUT_PARTS, PARTS, plain_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.serialize import safetensors
-from lowbit.tensor.quantized import Quantized
+from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["Calibration", "Row", "digest"]
+__all__ = ["Calibration", "Edit", "Row", "digest"]
 
 CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
 
@@ -28,21 +29,37 @@ CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
 class Row:
     """One weight: its recipe, the method that chose its codes, the digest of the weight that it was.
 
-    ``sqnr``: of the weight, in dB. ``output_sqnr``: of what the layer computes of its inputs, where they were seen.
+    ``signal``, ``noise``: the sums of squares of the weight, as transforms left it, and of its error. ``output_sqnr``:
+    of what the layer computes of its inputs, in dB, where they were seen.
     """
 
     recipe: Recipe
     method: str
     digest: str
-    sqnr: float
+    signal: float
+    noise: float
     output_sqnr: float | None = None
+
+    @property
+    def sqnr(self) -> float:
+        """Of the weight, in dB."""
+        return decibel(self.signal, self.noise)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data."""
-        return {
-            "recipe": self.recipe.to_dict(), "method": self.method, "digest": self.digest, "sqnr": self.sqnr,
-            "output_sqnr": self.output_sqnr,
-        }  # fmt: skip
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "recipe": self.recipe.to_dict()}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a transform made of a parameter: ``value`` in the place of that with ``digest``. ``weights``: the names of
+    the weights that were changed with it, without whose codes the model would compute something else.
+    """
+
+    name: str
+    value: Tensor
+    digest: str
+    weights: tuple[str, ...]
 
 
 @dataclass
@@ -50,11 +67,15 @@ class Calibration:
     """Codes and scales for the weights of one model, to be given to ``quantize_(model, recipe, calibration=...)``.
 
     ``weights``, ``rows``: by the name of the layer; a layer's second and further weights are ``name#1`` and so on.
+    ``inputs``: the static scales of inputs, with the observer that chose them, by the same names. ``edits``: what
+    transforms made of other parameters.
     ``data``: the digest of the batches, None without any. ``seconds``: what it took.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
     weights: dict[str, Quantized] = field(default_factory=dict)
+    inputs: dict[str, tuple[Scales, str]] = field(default_factory=dict)
+    edits: list[Edit] = field(default_factory=list)
     data: str | None = None
     seconds: float = 0.0
 
@@ -77,6 +98,73 @@ class Calibration:
             )
         return replace(self.weights[name], dtype=matrix.dtype).to(matrix.device)
 
+    def names(self) -> set[str]:
+        """Of all that is in it: weights, input scales and edits."""
+        return {*self.rows, *(f"{name}.input" for name in self.inputs), *(f"edit {one.name}" for one in self.edits)}
+
+    def since(self, before: Collection[str]) -> Calibration:
+        """What came after ``names()`` was ``before``."""
+        rows = {name: row for name, row in self.rows.items() if name not in before}
+        return Calibration(
+            rows,
+            {name: self.weights[name] for name in rows},
+            {name: one for name, one in self.inputs.items() if f"{name}.input" not in before},
+            [one for one in self.edits if f"edit {one.name}" not in before],
+            self.data,
+        )
+
+    def add(self, other: Calibration) -> None:
+        """Add what another one has."""
+        self.rows.update(other.rows)
+        self.weights.update(other.weights)
+        self.inputs.update(other.inputs)
+        self.add_edits(other.edits)
+
+    def add_edits(self, edits: Iterable[Edit]) -> None:
+        """Add what a transform changed, which earlier ones may have changed before."""
+        own = {edit.name: edit for edit in self.edits}
+        for edit in edits:
+            first = own.get(edit.name)
+            if first is not None:
+                edit = replace(edit, digest=first.digest, weights=tuple(dict.fromkeys((*first.weights, *edit.weights))))
+            own[edit.name] = edit
+        self.edits = list(own.values())
+
+    def check_edits(self, model: nn.Module, used: Collection[str]) -> dict[str, Tensor]:
+        """The values for parameters of ``model`` that transforms changed, by name. ``used``: the weights that are taken
+        from this calibration.
+
+        Raises ValueError for other parameters than were calibrated, and where weights are not used that were changed
+        with one.
+        """
+        own = dict(model.named_parameters(remove_duplicate=False))
+        for edit in self.edits:
+            missing = [name for name in edit.weights if name not in used]
+            if missing:
+                raise ValueError(
+                    f"the calibration changes {edit.name} together with the weight of {missing[0]}, which is not "
+                    f"quantized here; calibrate with the recipe and skip=... that quantize_ is given"
+                )
+            if edit.name not in own or digest(own[edit.name]) != edit.digest:
+                raise ValueError(
+                    f"the parameter {edit.name!r} is not the one that was calibrated; calibrate this model, or load "
+                    f"that one"
+                )
+        return {edit.name: edit.value for edit in self.edits}
+
+    def input_scales(self, name: str, recipe: Recipe) -> Scales | None:
+        """The scales by which the layer ``name`` quantizes its inputs; None where the recipe makes them of each input.
+
+        Raises ValueError for a layer that was not calibrated.
+        """
+        if not recipe.static:
+            return None
+        if name not in self.inputs:
+            raise ValueError(
+                f"the calibration has no input scales for {name!r}; calibrate with the same model and skip"
+            )
+        return self.inputs[name][0]
+
     def save(self, directory: str | Path) -> None:
         """Write ``calibration.json``, which says what was found, and a safetensors file with codes and scales.
 
@@ -85,17 +173,27 @@ class Calibration:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {f"{name}.{part}": t for name, q in self.weights.items() for part, t in plain_state(q).items()}
+        tensors.update(
+            (f"{name}.{part}", t)
+            for name, (given, _) in self.inputs.items()
+            for part, t in zip(INPUT_PARTS, given, strict=False)
+            if t is not None
+        )
+        tensors.update((f"edit.{edit.name}", edit.value) for edit in self.edits)
         file = f"weights-{self._key()[:16]}.safetensors"
         sha256, size = safetensors.write(directory / file, tensors)
         config = {
             "format": FORMAT, "version": VERSION, "lowbit": __version__, "data": self.data, "seconds": self.seconds,
             "weights": {"file": file, "sha256": sha256, "bytes": size},
             "layers": {name: {**row.to_dict(), **_shape(self.weights[name])} for name, row in self.rows.items()},
+            "inputs": {name: observer for name, (_, observer) in self.inputs.items()},
+            "edits": {edit.name: {"digest": edit.digest, "weights": list(edit.weights)} for edit in self.edits},
         }  # fmt: skip
         write_json(directory / CONFIG, config)
 
     def _key(self) -> str:
-        return _hash(f"{name} {row.to_dict()}".encode() for name, row in self.rows.items())
+        told = (f"{name} {row.to_dict()} {self.data}" for name, row in self.rows.items())
+        return _hash(line.encode() for line in (*told, str(self.inputs), str(self.edits)))
 
     @classmethod
     def load(cls, directory: str | Path) -> Calibration:
@@ -118,23 +216,35 @@ class Calibration:
         made = cls(data=config["data"], seconds=config["seconds"])
         for name, row in config["layers"].items():
             recipe = Recipe.from_dict(row["recipe"])
-            made.rows[name] = Row(recipe, row["method"], row["digest"], row["sqnr"], row["output_sqnr"])
+            made.rows[name] = Row(recipe, row["method"], row["digest"], row["signal"], row["noise"], row["output_sqnr"])
             parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
             made.weights[name] = Quantized(
                 parts["codes"], stored_scale(parts["scale"], recipe.weight.name), parts.get("zero_point"),
                 stored_global(parts.get("global_scale")), recipe.weight, torch.Size(row["shape"]),
                 getattr(torch, row["dtype"]),
             )  # fmt: skip
+        for name, observer in config["inputs"].items():
+            scale, zero = (tensors.get(f"{name}.{part}") for part in INPUT_PARTS)
+            if scale is None:
+                raise KeyError(f"{name}.{INPUT_PARTS[0]}")
+            made.inputs[name] = Scales(scale, zero), observer
+        made.edits = [
+            Edit(name, tensors[f"edit.{name}"], edit["digest"], tuple(edit["weights"]))
+            for name, edit in config["edits"].items()
+        ]
         return made
 
     def __repr__(self) -> str:
         return f"<Calibration of {len(self.rows)} weights; print it for a table>"
 
     def __str__(self) -> str:
-        lines = [f"{'layer':<44}{'recipe':<24}{'method':<12}{'SQNR dB':>8}{'of output':>11}"]
+        lines = [f"{'layer':<44}{'recipe':<24}{'method':<12}{'SQNR dB':>8}{'of output':>11}  inputs"]
         for name, row in self.rows.items():
             output = "" if row.output_sqnr is None else f"{row.output_sqnr:.1f}"
-            lines.append(f"{name:<44}{row.recipe.name:<24}{row.method:<12}{row.sqnr:>8.1f}{output:>11}")
+            inputs = self.inputs[name][1] if name in self.inputs else ""
+            lines.append(
+                f"{name:<44}{row.recipe.name:<24}{row.method:<12}{row.sqnr:>8.1f}{output:>11}  {inputs}".rstrip()
+            )
         return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,41 +10,52 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.statistics import Statistics
 from lowbit.convert.maker import Maker
+from lowbit.functional import fake_quantize
 from lowbit.recipes import Recipe
+from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Observed", "Observer"]
+__all__ = ["Observed", "ObservedMaker"]
 
 
 class Observed(nn.Module):
     """``x @ weight.T + bias`` in floats, in the place of a layer that will be a QuantLinear.
 
-    ``name``: what the layer's codes are called in a Calibration. ``statistics``: where its inputs are counted, shared
-    with the layers that are given the same tensor; None: nowhere. ``last``: the input of the last call, where it is
-    ``kept``.
+    ``name``: what the layer is called in a Calibration; ``weight_name``: what its codes are called, which is the name
+    of the first layer with this weight. ``plain``: the weight as the model has it, where a transform has changed
+    ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
+    None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere. ``rounding``:
+    gives the weight to compute with while a method learns it, and ``tuned`` is what it has learned. ``factors``: what
+    transforms have multiplied the weight's columns with.
     """
 
     lowbit_kind = "observed"
     bias: nn.Parameter | None
 
-    def __init__(self, name: str, weight: Tensor, bias: nn.Parameter | None, recipe: Recipe) -> None:
+    def __init__(self, name: str, weight_name: str, weight: Tensor, bias: nn.Parameter | None, recipe: Recipe) -> None:
         super().__init__()
-        self.name, self.weight, self.recipe = name, weight, recipe
+        self.name, self.weight_name, self.recipe = name, weight_name, recipe
+        self.weight = self.plain = weight
         self.register_parameter("bias", bias)
         self.statistics: Statistics | None = None
-        self.keeps = False
-        self.last: Tensor | None = None
+        self.journal: list[tuple[Observed, Tensor]] | None = None
+        self.rounding: Callable[[], Tensor] | None = None
+        self.tuned: Quantized | None = None
+        self.factors: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.keeps:
-            self.last = x
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        if self.journal is not None:
+            self.journal.append((self, x))
+        weight = self.weight if self.rounding is None else self.rounding()
+        if self.rounding is not None and self.recipe.input is not None and not self.recipe.static:
+            x = fake_quantize(x, self.recipe.input)
+        return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class Observer(Maker[Observed]):
+class ObservedMaker(Maker[Observed]):
     """Makes the Observed layers of a model; those that share a weight share its name."""
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> Observed:
-        return Observed(name, matrix.detach(), bias, recipe)
+        return Observed(name, name, matrix, bias, recipe)
 
-    def twin(self, first: Observed, bias: Any) -> Observed:
-        return Observed(first.name, first.weight, bias, first.recipe)
+    def twin(self, first: Observed, name: str, matrix: Tensor, bias: Any) -> Observed:
+        return Observed(name, first.weight_name, first.weight, bias, first.recipe)

@@ -8,19 +8,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowbit._version import __version__
 from lowbit.calibrate.blocks import Chain, feed
 from lowbit.calibrate.calibration import Calibration, Row, digest
-from lowbit.calibrate.methods import METHODS, Method, default_method, find
-from lowbit.calibrate.observed import Observed, Observer
+from lowbit.calibrate.choice import Choice, choose
+from lowbit.calibrate.methods import METHODS, Method, default_method
+from lowbit.calibrate.observe import Recorder, inputs_of, stages
+from lowbit.calibrate.observed import Observed, ObservedMaker
+from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
+from lowbit.calibrate.transforms import transform_
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import Task, convert, swap, uncompiled
-from lowbit.convert.maker import measured, require_numbers
+from lowbit.convert.maker import decibel, measured, require_numbers
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
 from lowbit.memory.checkpoint import find_blocks
 from lowbit.nn.linear import QuantLinear
@@ -34,34 +40,57 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[Any] | None,
     recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
-    method: str | Method | None = None,
+    method: str | Method | Iterable[str | Method] | None = None,
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
+    directory: str | Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
 
     ``batches``: what the model is called with: a tensor as it is, a tuple by position, a dict by keyword. A few
-    thousand tokens, or some hundred images, of what the model will see. None, or none: only for methods that need no
-    data. ``recipe``, ``skip``: as for ``quantize_``. ``method``: one of ``lowbit.calibrate.METHODS``; None: the best
-    one known for each weight. ``progress(what, done, total)`` is called before each block.
+    thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
+    tokens are padding and do not count. None, or none: only for methods that need no data. ``recipe``, ``skip``: as for
+    ``quantize_``.
+    ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known for each weight.
+    Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
+    given: ``("smoothquant", "gptq")``.
+    ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
+    recipe, method and data goes on after the last finished block, and finds the same bits.
+    ``progress(what, done, total)`` is called before each block.
 
     A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
     by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
     whole.
 
-    Raises ValueError: as ``quantize_``; for a method that needs data without any, or that has nothing to offer for a
-    weight; for NaN or Inf in a layer's inputs. TypeError for batches of other types.
+    Raises ValueError: as ``quantize_``; for a directory of another run; for a method or static scales that need data
+    without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
+    batches of other types.
     Warns of layers that no batch reaches; their weights are chosen without data.
     """
     started = time.perf_counter()
     chosen = plan(recipe)
     for one in chosen.recipes:
-        refuse_beyond(one, "calibrate", ("output.a", "output.b"))
+        refuse_beyond(one, "calibrate", ("output.a",), scale=("static",))
+        refuse_beyond(one, "calibrate", ("output.b",))
     data = [] if batches is None else list(batches)
-    run = _Run(uncompiled(model), data, chosen, None if method is None else find(method), skip)
+    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+    choice, model = choose(method), uncompiled(model)
+    finished = None
+    if directory is not None:
+        about = {
+            "model": digest(model.state_dict()), "recipe": str(chosen.to_dict()), "method": str(choice),
+            "skip": " ".join(sorted(skip)), "data": digest(data), "lowbit": __version__,
+        }  # fmt: skip
+        finished = Finished(directory, about)
+        whole = finished.whole()
+        if whole is not None:
+            return whole
+    run = _Run(model, data, chosen, choice, skip, finished)
     run.all(progress or (lambda what, done, total: None))
     run.found.seconds = time.perf_counter() - started
+    if finished is not None:
+        finished.finish(run.found)
     return run.found
 
 
@@ -69,25 +98,33 @@ class _Run:
     """One call of ``calibrate``. ``work``: a copy of the model, sharing its tensors, that is quantized on the way."""
 
     def __init__(
-        self, model: nn.Module, data: list[Any], plan: Plan, method: Method | None, skip: Iterable[str]
+        self,
+        model: nn.Module,
+        data: list[Any],
+        plan: Plan,
+        choice: Choice,
+        skip: Iterable[str],
+        finished: Finished | None,
     ) -> None:
-        skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
-        self.data, self.method = data, method
+        self.data, self.choice, self.finished = data, choice, finished
         self.work = _observed(model, plan, skip)
+        self.names = {id(module): name for name, module in self.work.named_modules()}
         self.found = Calibration(data=digest(data) if data else None)
         self.chain: Chain | None = None
         self.plain: Chain | None = None  # of the model as it was, where a method compares with it
         layers = _layers(self.work)
-        self.need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
-        if self.need == "nothing":
+        need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
+        self.static = any(layer.recipe.static for layer in layers)
+        if need == "nothing" and not self.static and not choice.transforms:
             return
         self.chain = _chain(self.work, data)
-        if self.need == "cross":
+        comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
+        if comparing:
             self.plain = _chain(_observed(model, plan, skip), data)
             if self.chain is None or self.plain is None:
                 raise ValueError(
-                    "ls-gptq compares blocks that follow one another with those of the unquantized model, and this "
-                    "model is no such stack; use method='gptq'"
+                    f"{comparing[0].name} compares blocks that follow one another with those of the unquantized model, "
+                    f"and this model is no such stack; use method='gptq'"
                 )
 
     def _uses(self, layer: Observed) -> str:
@@ -101,11 +138,18 @@ class _Run:
             return method.uses
         if method.need != "nothing":
             raise ValueError(f"method {method.name!r} needs data; give batches, or one of {_without_data()}")
+        if self.choice.transforms:
+            raise ValueError(f"{self.choice.transforms[0].name} needs data; give batches")
+        if layer.recipe.static:
+            raise ValueError(
+                f"recipe {layer.recipe.name!r} quantizes inputs by scales that come from data; give batches, or use a "
+                f"recipe with dynamic ones"
+            )
         return "nothing"
 
     def method_for(self, layer: Observed) -> Method:
         """How the layer's weight is chosen."""
-        return self.method or default_method(layer.recipe.weight, bool(self.data))
+        return self.choice.weights or default_method(layer.recipe.weight, bool(self.data))
 
     # -- the way through the model ------------------------------------------------------------------------------------
     def all(self, progress: Callable[[str, int, int], None]) -> None:
@@ -115,41 +159,88 @@ class _Run:
         for index, block in enumerate(blocks):
             assert chain is not None
             progress("block", index, len(blocks))
-            layers = _layers(block)
-            if layers:
-                self._observe(layers, index)
-                self._replace(block, layers)
+            part = None if self.finished is None else self.finished.load(index)
+            if part is not None:
+                self._restore(block, part)
+            else:
+                self._quantize(block, index)
             chain.advance(index)
             if self.plain is not None:
                 self.plain.advance(index)
         progress("block", len(blocks), len(blocks))
-        rest = _layers(self.work)
-        if rest:
-            self._observe(rest, None)
-            self._replace(self.work, rest)
+        self._quantize(self.work, None)
 
-    def _observe(self, layers: Sequence[Observed], index: int | None) -> None:
-        """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs."""
-        needs = {self._uses(layer) for layer in layers}
-        if needs == {"nothing"}:
+    def _restore(self, block: nn.Module, part: Calibration) -> None:
+        """Put what an earlier run found for a block in its place."""
+        self.found.add(part)
+        for edit in part.edits:
+            owner, _, name = edit.name.rpartition(".")
+            self.work.get_submodule(owner).register_parameter(name, nn.Parameter(edit.value, requires_grad=False))
+        self._put(block, _layers(block))
+
+    def _quantize(self, root: nn.Module, index: int | None) -> None:
+        """Quantize the layers of block ``index``, or those that are left."""
+        layers = _layers(root)
+        if not layers:
             return
-        need = max(needs, key=NEEDS.index)
-        if index is None and need == "cross":
-            need = "gram"
-        recorder = _Recorder(layers, need)
+        before = self.found.names()
+        if index is not None or self.chain is None:
+            for transform in self.choice.transforms:
+                self._observe(layers, index, transform.need, None)
+                self.found.add_edits(transform_(root, transform, self.names))
+        if index is not None:
+            self._tune(layers, index)
+        for stage in self._stages(layers, index):
+            need = max((self._uses(layer) for layer in stage), key=NEEDS.index)
+            if index is None and need == "cross":
+                need = "gram"
+            self._observe(stage, index, need, self.choice.inputs.histogram)
+            self._replace(root, stage)
+        if self.finished is not None and index is not None:
+            self.finished.save(index, self.found.since(before))
+
+    def _tune(self, layers: Sequence[Observed], index: int) -> None:
+        """Let the methods that learn do so, on the block's outputs in the unquantized model."""
+        chain, plain = self.chain, self.plain
+        for method in {m for layer in layers if (m := self.method_for(layer)).tune is not None}:
+            assert chain is not None and plain is not None and method.tune is not None
+            self._observe(layers, index, method.uses, None)
+            own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
+            targets = [plain.run(index, number) for number in range(len(self.data))]
+            with torch.enable_grad():
+                method.tune(own, lambda number: chain.run(index, number), targets)
+
+    @staticmethod
+    def _reached(layer: Observed) -> bool:
+        return layer.statistics is not None and layer.statistics.rows > 0
+
+    def _stages(self, layers: Sequence[Observed], index: int | None) -> list[list[Observed]]:
+        """The layers of a block in the order of their calls; outside of blocks all at once."""
+        chain = self.chain
+        if index is None or chain is None or all(self._uses(layer) == "nothing" for layer in layers):
+            return [list(layers)]
+        return stages(layers, lambda: chain.run(index, 0))
+
+    def _observe(self, layers: Sequence[Observed], index: int | None, need: str, histogram: bool | None) -> None:
+        """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs."""
+        if need == "nothing" and (histogram is None or not self.static):
+            return
+        recorder = Recorder(layers, need, histogram)
         for number in range(len(self.data)):
             if index is None:
                 self._run_outside(number)
-                recorder.count(number, None)
+                recorder.count(number, self.data[number], None)
                 continue
             assert self.chain is not None
             plain = None
             if need == "cross":
                 assert self.plain is not None
-                twins = {layer.name: layer for layer in _layers(self.plain.blocks[index])}
-                plain = _inputs(list(twins.values()), self.plain, index, number)
+                plain = inputs_of(_layers(self.plain.blocks[index]), self.plain, index, number)
+                for layer in layers:
+                    if layer.factors is not None:
+                        plain[layer.name] = [x.float() / layer.factors for x in plain[layer.name]]
             self.chain.run(index, number)
-            recorder.count(number, plain)
+            recorder.count(number, self.data[number], plain)
         recorder.finish()
 
     def _run_outside(self, number: int) -> None:
@@ -162,87 +253,58 @@ class _Run:
     # -- a layer ------------------------------------------------------------------------------------------------------
     def _replace(self, root: nn.Module, layers: Sequence[Observed]) -> None:
         """Solve the layers of ``root`` and put quantized ones in their place."""
+        for layer in layers:
+            try:
+                if layer.weight_name not in self.found.rows:
+                    self._solve(layer)
+                self._choose_input_scales(layer)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"layer {layer.name!r}: {error}") from error
+        self._put(root, layers)
+
+    def _put(self, root: nn.Module, layers: Sequence[Observed]) -> None:
+        """Quantized layers in the place of ``layers``, of what was found."""
+        found = self.found
         made: dict[int, nn.Module] = {}
         for layer in layers:
-            if layer.name not in self.found.rows:
-                self._solve(layer)
-            made[id(layer)] = QuantLinear(self.found.weights[layer.name], layer.bias, layer.recipe)
+            scales = found.input_scales(layer.name, layer.recipe)
+            made[id(layer)] = QuantLinear(found.weights[layer.weight_name], layer.bias, layer.recipe, scales)
         swap(root, made)
 
     def _solve(self, layer: Observed) -> None:
         scheme, method, statistics = layer.recipe.weight, self.method_for(layer), layer.statistics
         if statistics is not None and not statistics.rows:
-            warnings.warn(f"calibrate: no batch reaches {layer.name}; its weight is chosen without data", stacklevel=5)
             statistics = None
+            if method.uses != "nothing":
+                warnings.warn(
+                    f"calibrate: no batch reaches {layer.name}; its weight is chosen without data", stacklevel=5
+                )
         if statistics is None and method.need != "nothing":
             method = METHODS["search"]
         if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):
             method = METHODS["gptq"]
-        try:
-            require_numbers(layer.weight)
-            weight = layer.weight.float()
-            q = method.solve(weight, scheme, statistics)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"layer {layer.name!r}: {error}") from error
+        require_numbers(layer.weight)
+        weight = layer.weight.float()
+        q = method.solve(weight, scheme, statistics) if layer.tuned is None else layer.tuned
         wrong = q.dequantize(torch.float32).sub_(weight)
-        self.found.weights[layer.name] = replace(q, dtype=layer.weight.dtype)
-        self.found.rows[layer.name] = Row(
-            layer.recipe, method.name, digest(layer.weight), _decibel(weight, wrong, None),
-            None if statistics is None else _decibel(weight, wrong, statistics),
+        self.found.weights[layer.weight_name] = replace(q, dtype=layer.plain.dtype)
+        self.found.rows[layer.weight_name] = Row(
+            layer.recipe, method.name, digest(layer.plain), _energy(weight, None), _energy(wrong, None),
+            None if statistics is None or statistics.need == "nothing"
+            else decibel(_energy(weight, statistics), _energy(wrong, statistics)),
         )  # fmt: skip
-        layer.statistics = None
 
-
-class _Recorder:
-    """Counts the inputs of layers; those that are given one tensor have one Statistics."""
-
-    def __init__(self, layers: Sequence[Observed], need: str) -> None:
-        self.layers, self.need = layers, need
-        self.leads: dict[str, Statistics] = {}
-        for layer in layers:
-            layer.keeps, layer.last = True, None
-
-    def count(self, number: int, plain: dict[str, Tensor] | None) -> None:
-        """Add the inputs of batch ``number``, which the layers have just had."""
-        seen: dict[int, Statistics] = {}
-        for layer in self.layers:
-            x, layer.last = layer.last, None
-            if x is None:
-                continue
-            found = layer.statistics
-            if found is None:
-                found = seen.get(id(x)) or Statistics(x.shape[-1], self.need, x.device)
-                layer.statistics = found
-            if id(x) in seen and seen[id(x)] is found:
-                continue
-            seen[id(x)] = found
-            try:
-                found.update(x, None if plain is None else plain[layer.name])
-            except ValueError as error:
-                raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
-
-    def finish(self) -> None:
-        """Sum up what other processes counted, and let go of the layers."""
-        for layer in self.layers:
-            layer.keeps = False
-            if layer.statistics is None:
-                layer.statistics = Statistics(layer.weight.shape[1], self.need, layer.weight.device)
-        found = [layer.statistics for layer in self.layers if layer.statistics is not None]
-        Statistics.reduce({id(one): one for one in found}.values())
-
-
-def _inputs(layers: Sequence[Observed], chain: Chain, index: int, number: int) -> dict[str, Tensor]:
-    """What the layers of a block are given in one batch."""
-    for layer in layers:
-        layer.keeps = True
-    chain.run(index, number)
-    given: dict[str, Tensor] = {}
-    for layer in layers:
-        layer.keeps = False
-        if layer.last is not None:
-            given[layer.name] = layer.last
-        layer.last = None
-    return given
+    def _choose_input_scales(self, layer: Observed) -> None:
+        if not layer.recipe.static:
+            return
+        ranges = None if layer.statistics is None else layer.statistics.ranges
+        if ranges is None or not bool((ranges.low <= ranges.high).all()):
+            raise ValueError(
+                f"no batch reaches it, and its recipe {layer.recipe.name!r} needs input scales that come from data; "
+                f"give batches that reach it, or leave it out with skip=..."
+            )
+        observer = self.choice.inputs
+        self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
 
 
 def _observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
@@ -253,13 +315,13 @@ def _observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
     names, protect = protections(work, skip, plan, unties=True)
-    observer = Observer(work)
+    maker = ObservedMaker(work)
 
     def measure(layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
         return measured(layer, made, 0, math.nan)
 
     task = Task(
-        "calibrate", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), observer.convert, measure, swap
+        "calibrate", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, measure, swap
     )
     convert(work, task, plan, names, protect)
     return work
@@ -282,17 +344,10 @@ def _without_data() -> str:
     return ", ".join(method.name for method in METHODS.values() if method.need == "nothing")
 
 
-def _decibel(weight: Tensor, wrong: Tensor, statistics: Statistics | None) -> float:
-    """10 log10 of the energy of ``weight`` over that of ``wrong``; of outputs, where statistics of inputs are given."""
-
-    def energy(matrix: Tensor) -> float:
-        if statistics is None:
-            return float(matrix.square().sum(dtype=torch.float64))
-        if NEEDS.index(statistics.need) >= NEEDS.index("gram"):
-            return float(((matrix @ statistics.gram) * matrix).sum(dtype=torch.float64))
-        return float((matrix.square() @ statistics.squares).sum(dtype=torch.float64))
-
-    signal, noise = energy(weight), energy(wrong)
-    if noise <= 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+def _energy(matrix: Tensor, statistics: Statistics | None) -> float:
+    """The sum of squares of ``matrix``, or of what it computes of the inputs."""
+    if statistics is None:
+        return float(matrix.square().sum(dtype=torch.float64))
+    if NEEDS.index(statistics.need) >= NEEDS.index("gram"):
+        return float(((matrix @ statistics.gram) * matrix).sum(dtype=torch.float64))
+    return float((matrix.square() @ statistics.squares).sum(dtype=torch.float64))

@@ -7,7 +7,6 @@ the inputs that it multiplies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +14,9 @@ from torch import Tensor
 from lowbit.functional import fake_quantize, quantize
 from lowbit.reference import in_blocks, spread
 from lowbit.scaling import Scheme
-from lowbit.tensor.quantized import Quantized
+from lowbit.tensor.quantized import Scales
 
-__all__ = ["Scales", "nearest", "rescaled", "search", "signed_extreme"]
+__all__ = ["nearest", "rescaled", "search", "signed", "signed_extreme"]
 
 #: Elements that are worked on at a time: with the error beside it this stays in a second-level cache.
 _PIECE = 1 << 17
@@ -35,22 +34,14 @@ _E4M3_CODES, _E8M0_CODES = range(-8, 8), (-1, 1)
 _ROUNDS = 2
 
 
-class Scales(NamedTuple):
-    """What decodes codes, as ``quantize`` takes it: stored scales and zero points ``[R, C]``, the global scale."""
-
-    scale: Tensor
-    zero_point: Tensor | None = None
-    global_scale: Tensor | None = None
-
-    @classmethod
-    def of(cls, q: Quantized) -> Scales:
-        """Those of a quantized tensor."""
-        return cls(q.scale, q.zero_point, q.global_scale)
-
-
 def nearest(weight: Tensor, scheme: Scheme) -> Scales:
     """The scales that ``quantize`` makes."""
     return Scales.of(quantize(weight, scheme))
+
+
+def signed(weight: Tensor, scheme: Scheme) -> Scales:
+    """Scales of either sign, by which the element of largest magnitude of each block takes an integer's least code."""
+    return rescaled(nearest(weight, scheme), signed_extreme(weight, scheme) / float(scheme.format.qmin))
 
 
 def signed_extreme(weight: Tensor, scheme: Scheme) -> Tensor:

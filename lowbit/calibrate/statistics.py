@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer's inputs: sums, whose size does not depend on how many batches were seen."""
+"""What calibration keeps of a layer's inputs: its size does not depend on how many batches were seen."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.calibrate.observers import Ranges, processes
+
 __all__ = ["NEEDS", "Statistics"]
 
-#: What a method may ask for, from cheap to dear: nothing, E[x^2] of each column, E[x x^T], and that with the inputs
-#: that the unquantized model has.
+#: What a method may ask for, from cheap to dear: nothing; E[x^2], E|x| and max|x| of each column; E[x x^T]; and that
+#: with the inputs that the unquantized model has.
 NEEDS = ("nothing", "squares", "gram", "cross")
 
 
@@ -19,12 +21,17 @@ class Statistics:
     """Sums over all rows ``x`` [features] that a layer was given.
 
     ``need``: one of ``NEEDS``; what comes before it in ``NEEDS`` is there too. ``rows``: how many were seen.
+    ``ranges``: what static input scales are made of; None where there are none.
     """
 
-    def __init__(self, features: int, need: str, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, features: int, need: str, device: torch.device | str = "cpu", ranges: Ranges | None = None
+    ) -> None:
         level = NEEDS.index(need)
-        self.need, self.rows = need, 0
+        self.need, self.rows, self.ranges = need, 0, ranges
         self._squares = torch.zeros(features, dtype=torch.float64, device=device) if level >= 1 else None
+        self._magnitude = torch.zeros_like(self._squares) if self._squares is not None else None
+        self._largest = torch.zeros(features, device=device) if level >= 1 else None
         self._gram = torch.zeros(features, features, device=device) if level >= 2 else None
         self._cross = torch.zeros(features, features, device=device) if level >= 3 else None
 
@@ -38,8 +45,14 @@ class Statistics:
         if not bool(squares.isfinite().all()):
             raise ValueError("an input holds NaN or Inf; look for them in the calibration data, or in the model")
         self.rows += x.shape[0]
-        if self._squares is not None:
+        if self.ranges is not None:
+            self.ranges.update(x)
+        if self._squares is not None and self._magnitude is not None and self._largest is not None:
             self._squares += squares
+            magnitude = x.abs()
+            self._magnitude += magnitude.sum(0, dtype=torch.float64)
+            if x.shape[0]:
+                self._largest = torch.maximum(self._largest, magnitude.amax(0))
         if self._gram is not None:
             self._gram.addmm_(x.t(), x)
         if self._cross is not None:
@@ -51,6 +64,18 @@ class Statistics:
         """E[x^2] of each column, fp32 [features]."""
         assert self._squares is not None
         return (self._squares / max(self.rows, 1)).float()
+
+    @property
+    def magnitude(self) -> Tensor:
+        """E|x| of each column, fp32 [features]."""
+        assert self._magnitude is not None
+        return (self._magnitude / max(self.rows, 1)).float()
+
+    @property
+    def largest(self) -> Tensor:
+        """max|x| of each column, fp32 [features]."""
+        assert self._largest is not None
+        return self._largest
 
     @property
     def gram(self) -> Tensor:
@@ -67,11 +92,15 @@ class Statistics:
     @staticmethod
     def reduce(several: Iterable[Statistics]) -> None:
         """Make each the sum over the processes of ``torch.distributed``, where there are several of these."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if processes() == 1:
             return
         for one in several:
             rows = torch.tensor(one.rows, dtype=torch.int64)
-            for total in (rows, one._squares, one._gram, one._cross):
+            for total in (rows, one._squares, one._magnitude, one._gram, one._cross):
                 if total is not None:
                     dist.all_reduce(total)
+            if one._largest is not None:
+                dist.all_reduce(one._largest, dist.ReduceOp.MAX)
             one.rows = int(rows)
+            if one.ranges is not None:
+                one.ranges.reduce()

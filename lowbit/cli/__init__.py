@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from lowbit._version import __version__
-from lowbit.cli import bench, doctor, evaluate, formats, quantize, train
+from lowbit.cli import bench, calibrate, doctor, evaluate, formats, quantize, train
 from lowbit.cli.console import errors, out
 
 __all__ = ["app", "main"]
@@ -19,6 +19,7 @@ __all__ = ["app", "main"]
 COMMANDS: tuple[Callable[..., None], ...] = (
     formats.formats,
     train.train,
+    calibrate.calibrate,
     quantize.quantize,
     evaluate.evaluate,
     bench.bench,

@@ -23,6 +23,9 @@ EPILOG = """
 
 `lowbit evaluate smollm2 --text wiki.test.raw --recipes int8,int4-weight-only`
 
+`lowbit evaluate smollm2 --text wiki.test.raw --recipes int4-weight-only --methods search,gptq,awq+gptq --calibrate
+wiki.valid.raw` — methods of calibration beside rounding to nearest
+
 `lowbit evaluate ./my-model --text book.txt` — a directory that transformers loads
 
 A run that was stopped goes on when it is given again: finished cells are read from --out.
@@ -37,6 +40,13 @@ def evaluate(
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text; perplexity needs one.")] = None,
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens for perplexity.")] = 12,
     limit: Annotated[int, typer.Option(help="Texts or photographs, at most.")] = 128,
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B+C", help="Methods of calibration to compare, plain layers only.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="UTF-8 text that methods look at; not that of --text.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Windows (16), texts or photographs (128) of it.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16, for what recipes leave alone; else the model's own.")
     ] = None,
@@ -57,7 +67,19 @@ def evaluate(
     rows = [models.find(name) for name in names]
     wanted = Wanted(text, windows, limit)
     chosen = None if recipes is None else [name.strip() for name in recipes.split(",") if name.strip()]
-    cells = [cell for row in rows for cell in run.plan(row, chosen, wanted, directory, dtype)]
+    named = () if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip())
+    cells = [
+        cell
+        for row in rows
+        for cell in run.plan(
+            row,
+            chosen,
+            wanted,
+            directory,
+            dtype,
+            run.Methods(named, calibrate, samples or (16 if row.needs_text else 128)),
+        )
+    ]
     for row in rows:
         for warning in row.warnings():
             errors.print(f"warning: {warning}", soft_wrap=True)
@@ -70,14 +92,13 @@ def evaluate(
         task = bar.add_task("", total=len(cells))
 
         def begin(cell: Any) -> None:
-            bar.update(task, description=f"{cell.model.name} {cell.request.recipe} {cell.request.layout}")
+            bar.update(task, description=_named(cell))
 
         for cell in run.run(cells, overwrite, begin):
             done.append(cell)
             bar.update(task, completed=len(done))
             if cell.failed is not None:
-                told = f"{cell.model.name} {cell.request.recipe} {cell.request.layout} failed:\n{cell.failed}"
-                errors.print(told, soft_wrap=True, highlight=False)
+                errors.print(f"{_named(cell)} failed:\n{cell.failed}", soft_wrap=True, highlight=False)
     paths = report.write(directory, done, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(report.as_json(done))
@@ -89,6 +110,10 @@ def evaluate(
 
 
 evaluate.__doc__ = f"{evaluate.__doc__}\n{EPILOG}"
+
+
+def _named(cell: Any) -> str:
+    return f"{cell.model.name} {cell.request.recipe} {cell.request.method or cell.request.layout}"
 
 
 def _list(json: bool) -> None:
@@ -115,7 +140,7 @@ def _list(json: bool) -> None:
 def _show(rows: list[dict[str, Any]]) -> None:
     """The table in short: quality, size and speed."""
     table = Table(box=None, pad_edge=False)
-    for title in ("model", "recipe", "layout", "quality", "MiB", "items/s", "note"):
+    for title in ("model", "recipe", "layout or method", "quality", "MiB", "items/s", "note"):
         table.add_column(title, justify="right" if title in ("MiB", "items/s") else "left", overflow="fold")
     for row in rows:
         quality = []
@@ -123,7 +148,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             value, error = row[title], row[f"{title}, standard error"]
             quality.append(f"{title} {value:.5g}" + ("" if error is None else f" ± {error:.2g}"))
         table.add_row(
-            row["model"], row["recipe"], row["layout"], ", ".join(quality),
+            row["model"], row["recipe"], row["method"] or row["layout"], ", ".join(quality),
             "" if row["bytes"] is None else f"{row['bytes'] / 2**20:.1f}",
             "" if row["units_per_second"] is None else f"{row['units_per_second']:,.4g}", Text(row["note"]),
         )  # fmt: skip

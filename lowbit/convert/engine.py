@@ -19,8 +19,8 @@ from lowbit.nn.base import kind
 from lowbit.recipes import Plan, Recipe
 
 __all__ = [
-    "Origin", "Task", "convert", "make_all", "matrices", "model_bytes", "origin", "quantized_layers", "shell", "swap",
-    "sync_fused_kernels", "tensor_bytes", "uncompiled",
+    "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "model_bytes", "origin", "quantized_layers",
+    "shell", "swap", "sync_fused_kernels", "take_over", "tensor_bytes", "uncompiled",
 ]  # fmt: skip
 
 #: Where nn.Module keeps the hooks on a layer's calls.
@@ -31,6 +31,9 @@ _HOOKS = (
 
 #: Where a converted layer keeps its Origin: in its ``__dict__``, because a module inside of it this is not.
 _ORIGIN = "_lowbit_origin"
+
+#: Called with every model whose layers have been replaced; an integration adds its own.
+AFTER_SWAP: list[Callable[[nn.Module], None]] = []
 
 #: Containers whose fused inference kernels read their children's plain weights, the switch of each, and its off state.
 _FUSED: dict[type[nn.Module], tuple[str, Any]] = {
@@ -122,12 +125,12 @@ def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]
         except (ValueError, TypeError) as error:
             raise type(error)(f"layer {name!r}: {error}") from error
         if isinstance(new, nn.Module) and new is not layer:
-            _take_over(new, layer)
+            take_over(new, layer)
         made[id(layer)] = new
     return made
 
 
-def _take_over(new: nn.Module, layer: nn.Module) -> None:
+def take_over(new: nn.Module, layer: nn.Module) -> None:
     """Give ``new`` the mode, hooks, checkpointing and origin of the layer that it replaces."""
     new.train(layer.training)
     # The very dictionaries, because the handles that remove a hook refer to them.
@@ -166,12 +169,16 @@ def shell(layer: nn.Module) -> nn.Module:
 
 # -- putting in place -------------------------------------------------------------------------------------------------
 def swap(model: nn.Module, made: dict[int, nn.Module]) -> None:
-    """Put each new module wherever ``model`` holds the old one, and keep fused kernels from reading around them."""
+    """Put each new module wherever ``model`` holds the old one, keep fused kernels from reading around them, and tell
+    who asked for it.
+    """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in made:
                 parent._modules[name] = made[id(child)]
     sync_fused_kernels(model)
+    for tell in AFTER_SWAP:
+        tell(model)
 
 
 def sync_fused_kernels(model: nn.Module) -> None:

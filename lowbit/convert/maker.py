@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,14 @@ from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import tensor_bytes
 from lowbit.convert.select import plain_name
 from lowbit.functional import quantize
-from lowbit.nn.linear import QuantLinear, empty
+from lowbit.nn.linear import QuantLinear, empty, empty_scales
 from lowbit.recipes import Recipe
-from lowbit.tensor.quantized import Quantized
+from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["Maker", "QuantMaker", "allocated", "measured", "quantized", "require_float", "require_numbers"]
+__all__ = [
+    "Allocated", "Maker", "Nearest", "QuantMaker", "Source", "decibel", "energies", "measured", "require_float",
+    "require_numbers",
+]  # fmt: skip
 
 Made = TypeVar("Made", bound=nn.Module)
 
@@ -43,8 +45,8 @@ class Maker(Generic[Made]):
         """A new layer for ``matrix`` [out, in]."""
         raise NotImplementedError
 
-    def twin(self, first: Made, bias: Any) -> Made:
-        """A layer with the weight of ``first`` and a bias of its own."""
+    def twin(self, first: Made, name: str, matrix: Tensor, bias: Any) -> Made:
+        """A layer with the weight of ``first``, and a name and a bias of its own."""
         raise NotImplementedError
 
     def convert(self, layer: Any, adapter: Adapter, recipe: Recipe) -> nn.Module:
@@ -59,34 +61,84 @@ class Maker(Generic[Made]):
             key = (recipe, *whole, matrix.storage_offset(), matrix.shape, matrix.stride())
             first = self.made.get(key)
             if first is not None:
-                return self.twin(first, bias)
+                return self.twin(first, name, matrix.detach(), bias)
             self.made[key] = made = self.layer(name, matrix.detach(), bias, recipe)
             return made
 
         return adapter.convert(layer, make)
 
 
-class QuantMaker(Maker[QuantLinear]):
-    """Makes QuantLinears. ``fill(name, matrix, recipe)``: the quantized weight, and where they are known the energies
-    of weight and error.
-    """
+class Source(Protocol):
+    """Where the weights of quantized layers come from, and the static scales of their inputs."""
 
-    def __init__(
-        self, model: nn.Module, fill: Callable[[str, Tensor, Recipe], tuple[Quantized, Tensor | None]]
-    ) -> None:
+    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor | None]:
+        """The quantized weight, and where they are known the energies of weight and error."""
+
+    def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
+        """The scales of the inputs of the layer ``name``; None where they are dynamic."""
+
+    def edits(self, model: nn.Module) -> dict[str, Tensor]:
+        """New values for other parameters of the model, by name, that go with the weights."""
+
+
+class Nearest:
+    """Weights are rounded to the nearest code."""
+
+    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
+        """The quantized weight. Raises as ``require_numbers``."""
+        require_numbers(matrix)
+        made = quantize(matrix, recipe.weight)
+        return made, energies(matrix, made.dequantize(torch.float32))
+
+    def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> None:
+        """Raises ValueError where the recipe needs static ones."""
+        if recipe.static:
+            raise ValueError(
+                f"recipe {recipe.name!r} quantizes inputs by scales that come from data; give quantize_(model, recipe, "
+                f"calibration=lowbit.calibrate(model, batches, recipe)), or use a recipe with dynamic ones"
+            )
+
+    def edits(self, model: nn.Module) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+
+class Allocated:
+    """Weights and scales are allocated, and not filled."""
+
+    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
+        """An unfilled weight."""
+        return empty(tuple(matrix.shape), recipe.weight, matrix.dtype, matrix.device), None
+
+    def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
+        """Unfilled scales."""
+        if not recipe.static or recipe.input is None:
+            return None
+        return empty_scales(recipe.input, matrix.shape[1], matrix.device)
+
+    def edits(self, model: nn.Module) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+
+class QuantMaker(Maker[QuantLinear]):
+    """Makes QuantLinears of what ``source`` has."""
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
         super().__init__(model)
-        self.fill = fill
+        self.source = source
         self.energies: dict[int, Tensor] = {}  # by the id of the layer's codes
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> QuantLinear:
-        weight, energies = self.fill(name, matrix, recipe)
-        made = QuantLinear(weight, bias, recipe)
+        weight, energies = self.source.weight(name, matrix, recipe)
+        made = QuantLinear(weight, bias, recipe, self.source.input_scales(name, matrix, recipe))
         if energies is not None:
             self.energies[id(made.codes)] = energies
         return made
 
-    def twin(self, first: QuantLinear, bias: Any) -> QuantLinear:
-        made = QuantLinear(first.weight, bias, first.recipe)
+    def twin(self, first: QuantLinear, name: str, matrix: Tensor, bias: Any) -> QuantLinear:
+        recipe = first.recipe
+        made = QuantLinear(first.weight, bias, recipe, self.source.input_scales(name, matrix, recipe))
         made.share_weight(first)
         return made
 
@@ -96,20 +148,15 @@ class QuantMaker(Maker[QuantLinear]):
         weights = sum(module.weight.numel() for module in inner)
         bits = sum(module.weight.nbytes for module in inner) * 8 / weights if weights else math.nan
         energies = [self.energies[id(module.codes)] for module in inner if id(module.codes) in self.energies]
-        return measured(layer, made, weights, bits, _decibel(energies) if energies else None)
+        return measured(
+            layer, made, weights, bits, decibel(*torch.stack(energies).sum(0).tolist()) if energies else None
+        )
 
 
 def measured(layer: nn.Module, made: nn.Module, weights: int, bits: float, sqnr: float | None = None) -> dict[str, Any]:
     """The fields of a LayerReport besides its name, class and recipe."""
     before, after = (tensor_bytes((*module.parameters(), *module.buffers())) for module in (layer, made))
     return {"weights": weights, "bits": bits, "bytes_before": before, "bytes_after": after, "sqnr": sqnr}
-
-
-def quantized(name: str, weight: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
-    """The weight, rounded to nearest. Raises as ``require_numbers``."""
-    require_numbers(weight)
-    made = quantize(weight, recipe.weight)
-    return made, energies(weight, made.dequantize(torch.float32))
 
 
 def require_numbers(weight: Tensor) -> None:
@@ -140,11 +187,6 @@ def require_float(weight: Tensor) -> None:
         )
 
 
-def allocated(name: str, weight: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
-    """An unfilled weight."""
-    return empty(tuple(weight.shape), recipe.weight, weight.dtype, weight.device), None
-
-
 def energies(weight: Tensor, decoded: Tensor) -> Tensor:
     """The sums of squares of ``weight`` and of its difference to ``decoded``, both ``[out, in]``.
 
@@ -158,8 +200,8 @@ def energies(weight: Tensor, decoded: Tensor) -> Tensor:
     return total
 
 
-def _decibel(energies: list[Tensor]) -> float:
-    signal, noise = torch.stack(energies).sum(0).tolist()
-    if noise == 0:
+def decibel(signal: float, noise: float) -> float:
+    """10 log10 of the quotient of two energies."""
+    if noise <= 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

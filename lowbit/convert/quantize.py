@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
-from lowbit.convert.maker import QuantMaker, allocated, energies, quantized, require_numbers
+from lowbit.convert.maker import Allocated, Nearest, QuantMaker, Source, require_numbers
 from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers, protections
 from lowbit.nn.base import KINDS, kind
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
-from lowbit.tensor.quantized import Quantized
+from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["quantize_", "replacements"]
 
@@ -56,14 +56,21 @@ def quantize_(
     by itself) compiled, a weight with NaN or Inf or without a shape yet, a pattern without a match, an unknown recipe.
     TypeError for weights that are no plain fp32, bf16 or fp16, and for a model or a recipe that is none.
     """
-    fill = _fill(calibration)
+    source = _source(calibration)
     if prepack:
         from lowbit.convert.prepack import prepack_
     chosen = _plan(recipe, group)
     names, protect = protections(model, skip, chosen, unties=True)
-    maker = QuantMaker(model, fill)
+    maker = QuantMaker(model, source)
+
+    def put(model: nn.Module, made: dict[int, nn.Module]) -> None:
+        edits = source.edits(model)
+        swap(model, made)
+        for name, value in edits.items():
+            model.get_parameter(name).data.copy_(value)
+
     task = Task(
-        "quantize_", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, maker.measure, swap
+        "quantize_", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, maker.measure, put
     )
     report, found = convert(model, task, chosen, names, protect)
     notes = _untied(model, found)
@@ -75,10 +82,10 @@ def quantize_(
     return replace(report, notes=notes)
 
 
-def _fill(calibration: Any) -> Callable[[str, Tensor, Recipe], tuple[Quantized, Tensor | None]]:
-    """What makes the weights: rounding to nearest, or what calibration found."""
+def _source(calibration: Any) -> Source:
+    """Where the weights come from: rounding to nearest, or what calibration found."""
     if calibration is None:
-        return quantized
+        return Nearest()
     if isinstance(calibration, str) or (
         isinstance(calibration, tuple | list | set) and calibration and all(isinstance(one, str) for one in calibration)
     ):
@@ -89,13 +96,33 @@ def _fill(calibration: Any) -> Callable[[str, Tensor, Recipe], tuple[Quantized, 
             f"quantize_: calibration must be what lowbit.calibrate returned, got {type(calibration).__name__}; to "
             f"calibrate with batches, call lowbit.calibrate(model, batches, recipe) first"
         )
+    return _Calibrated(calibration)
 
-    def calibrated(name: str, weight: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
-        require_numbers(weight)
-        made = calibration.weight(name, weight, recipe)
-        return made, energies(weight, made.dequantize(torch.float32))
 
-    return calibrated
+class _Calibrated:
+    """A Calibration as a Source."""
+
+    def __init__(self, calibration: Any) -> None:
+        self.calibration = calibration
+        self.used: set[str] = set()
+
+    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
+        require_numbers(matrix)
+        made: Quantized = self.calibration.weight(name, matrix, recipe)
+        self.used.add(name)
+        row = self.calibration.rows[name]
+        return made, torch.tensor([row.signal, row.noise], dtype=torch.float64)
+
+    def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
+        found: Scales | None = self.calibration.input_scales(name, recipe)
+        if found is None:
+            return None
+        zero = None if found.zero_point is None else found.zero_point.to(matrix.device)
+        return Scales(found.scale.to(matrix.device), zero)
+
+    def edits(self, model: nn.Module) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.calibration.check_edits(model, self.used)
+        return found
 
 
 def _plan(recipe: Any, group: int | None) -> Plan:
@@ -103,7 +130,8 @@ def _plan(recipe: Any, group: int | None) -> Plan:
         raise ValueError(f"quantize_: group={group} is for one recipe; by layer, write for instance 'nf4:group{group}'")
     chosen = plan(recipe if group is None else find_recipe(recipe, group=group))
     for one in chosen.recipes:
-        refuse_beyond(one, "quantize_", ("output.a", "output.b"))
+        refuse_beyond(one, "quantize_", ("output.a",), scale=("static",))
+        refuse_beyond(one, "quantize_", ("output.b",))
     return chosen
 
 
@@ -127,7 +155,7 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
         if adapter is None or reason is not None:
             raise ValueError(f"{name!r} cannot be replaced by a quantized layer: {reason}")
         chosen[name] = Chosen(layer, adapter, recipe)
-    return make_all(chosen, QuantMaker(model, allocated).convert)
+    return make_all(chosen, QuantMaker(model, Allocated()).convert)
 
 
 # -- what is worth knowing --------------------------------------------------------------------------------------------

@@ -44,7 +44,10 @@ PROMPT, NEW_TOKENS = 16, 24
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, and where the result goes. ``dtype``: of what a recipe leaves alone."""
+    """What to measure, and where the result goes. ``dtype``: of what a recipe leaves alone. ``method``: of calibration,
+    several joined by ``+``; None: rounding to nearest. ``calibration``: the text it is on, where the model needs one;
+    ``samples``: how many windows or texts of it.
+    """
 
     model: str
     recipe: str
@@ -55,10 +58,20 @@ class Request:
     limit: int
     result: str
     key: Mapping[str, Any]
+    method: str | None = None
+    calibration: str | None = None
+    samples: int = 0
+    part: str = "all"
 
     @property
     def wanted(self) -> Wanted:
-        return Wanted(Path(self.text) if self.text else None, self.windows, self.limit)
+        return Wanted(Path(self.text) if self.text else None, self.windows, self.limit, self.part)
+
+    @property
+    def calibrated_on(self) -> Wanted:
+        """The data that the method looks at."""
+        text = Path(self.calibration) if self.calibration else None
+        return Wanted(text, self.samples, self.samples, "calibration")
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -70,14 +83,31 @@ def measure(request: Request) -> dict[str, Any]:
     loaded = row.load(row.location(), request.wanted)
     result: dict[str, Any] = {"task": loaded.task, "data": loaded.origin, "data_sha256": digest(loaded.batches)}
     model = loaded.model
-    converted = _convert(model, request)
+    calibration = None
+    if request.method is not None:
+        start = time.perf_counter()
+        try:
+            calibration = _calibrate(row, model, request)
+        except (ValueError, TypeError) as error:
+            return {"key": dict(request.key), "result": {**result, "refused": str(error)}, "made": provenance()}
+        result.update(seconds_to_calibrate=time.perf_counter() - start, peak_bytes_to_calibrate=peak_bytes())
+    converted = _convert(model, request, calibration)
     result.update(converted)
     if "refused" not in converted:
         result.update(_evaluate(loaded, request))
     return {"key": dict(request.key), "result": result, "made": provenance()}
 
 
-def _convert(model: nn.Module, request: Request) -> dict[str, Any]:
+def _calibrate(row: models.Model, model: nn.Module, request: Request) -> lb.Calibration:
+    """What the method finds, on data that no row is evaluated on."""
+    assert request.method is not None
+    data = [batch.inputs for batch in row.load(row.location(), request.calibrated_on).batches]
+    gc.collect()
+    reset_peak()
+    return lb.calibrate(model, data, request.recipe, request.method.split("+"))
+
+
+def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | None) -> dict[str, Any]:
     """Quantize and pack ``model`` in place; how long that took and what was converted."""
     if request.recipe in FLOATS:
         model.to(FLOATS[request.recipe])
@@ -85,7 +115,7 @@ def _convert(model: nn.Module, request: Request) -> dict[str, Any]:
     weights = {name: value.detach() for name, value in model.named_parameters()}
     start = time.perf_counter()
     try:
-        report = lb.quantize_(model, request.recipe)
+        report = lb.quantize_(model, request.recipe, calibration)
     except (ValueError, TypeError) as error:
         return {"refused": str(error)}
     seconds = time.perf_counter() - start

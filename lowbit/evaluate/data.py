@@ -50,11 +50,16 @@ _MARGIN = 256 / 224
 
 
 class Wanted(NamedTuple):
-    """What the user asked for: a text file, how many windows of it, and how many texts or photographs."""
+    """What the user asked for: a text file, how many windows of it, and how many texts or photographs.
+
+    ``part``: of data that has to serve both, ``"calibration"`` is what is calibrated on and ``"held out"`` the rest;
+    ``"all"`` where nothing is calibrated.
+    """
 
     text: Path | None = None
     windows: int = 12
     limit: int = 128
+    part: str = "all"
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -105,7 +110,8 @@ def paragraphs(wanted: Wanted) -> list[str]:
     found = list(dict.fromkeys(found))
     if not found:
         raise ValueError(f"{wanted.text}: no paragraph reads as English; give another file with --text")
-    return found[: wanted.limit]
+    kept = found[wanted.limit : 2 * wanted.limit] if wanted.text is None else found[: wanted.limit]
+    return kept if wanted.part == "calibration" else found[: wanted.limit]
 
 
 def text_batches(wanted: Wanted, tokenize: Callable[[list[str]], Mapping[str, Tensor]]) -> list[Batch]:
@@ -151,6 +157,8 @@ def generated(count: int, side: int = 320) -> Iterator[Tensor]:
 def photograph_batches(wanted: Wanted, side: int, mean: float, scale: float) -> tuple[list[Batch], str]:
     """Five crops [5, 3, side, side] of each photograph (the corners and the middle) as ``(x - mean) / scale``."""
     images, origin = photographs(wanted.limit)
+    if wanted.part != "all":  # every second one
+        images = images[0 if wanted.part == "calibration" else 1 :: 2]
     return [Batch((crops(image, side) - mean) / scale, None, 1, 5) for image in images], origin
 
 

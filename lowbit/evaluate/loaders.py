@@ -83,7 +83,8 @@ def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
         tokens, origin = tokenizer.encode(data.read(wanted.text)), wanted.text.name
     elif (directory.parent / "settings.json").exists():
         corpus = experiment.Settings.load(directory.parent).corpus()
-        tokens, origin = corpus.held_out.tolist(), f"held out of {corpus.origin}"
+        training = wanted.part == "calibration"
+        tokens, origin = (corpus.train if training else corpus.held_out).tolist(), f"held out of {corpus.origin}"
     else:
         raise ValueError(f"{directory} has no settings.json of lowbit train beside it; give a text with --text FILE")
     batches = data.windows(tokens, wanted, min(data.WINDOW, model.config.context), origin)

@@ -26,6 +26,9 @@ __all__ = ["as_json", "figures", "rows", "write"]
 #: What ``write`` writes.
 MARKDOWN, TABLE, PLOT = "evaluate.md", "evaluate.csv", "evaluate.png"
 
+#: What stands for rounding to nearest, in tables of methods.
+_RECIPE_ALONE = "nearest"
+
 _MIB = 2**20
 _INK, _PALE, _BAR, _FLAGGED = "#1f2933", "#9aa5b1", "#2f6fde", "#e4e7eb"
 
@@ -89,6 +92,7 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             result = cell.result or {}
             row: dict[str, Any] = {
                 "model": cell.model.name, "recipe": cell.request.recipe, "layout": cell.request.layout,
+                "method": cell.request.method,
                 "dtype": cell.request.dtype,
             }  # fmt: skip
             for title, estimate in figures(cell, baseline).items():
@@ -97,8 +101,8 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 items = next(iter(result["values"].values()))
                 row["items"], row["units"] = len(items), TASKS[result["task"]].units
             for name in (
-                "bytes", "peak_bytes", "seconds_to_quantize", "seconds_to_pack", "units_per_second",
-                "generated_per_second", "weight_error", "converted",
+                "bytes", "peak_bytes", "seconds_to_calibrate", "peak_bytes_to_calibrate", "seconds_to_quantize",
+                "seconds_to_pack", "units_per_second", "generated_per_second", "weight_error", "converted",
             ):  # fmt: skip
                 row[name] = result.get(name)
             found.append({**row, "left": len(result.get("left", ())), "note": cell.note})
@@ -163,9 +167,11 @@ def _section(group: list[Cell]) -> list[str]:
 
 def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
     writes = any(cell.result and cell.result.get("generated_per_second") for cell in group)
+    calibrated = any(cell.request.method for cell in group)
     titles = [
-        "recipe", "layout", *(figure.title for figure in task.figures), "MiB", f"of {baseline.request.recipe}",
-        "peak MiB", "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if writes else []), "note",
+        "recipe", "method" if calibrated else "layout", *(figure.title for figure in task.figures), "MiB",
+        f"of {baseline.request.recipe}", "peak MiB", *(["calibrate, s", "its peak MiB"] if calibrated else []),
+        "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if writes else []), "note",
     ]  # fmt: skip
     lines = [_line(titles), _line(["---", "---", *["---:"] * (len(titles) - 3), "---"])]
     for cell in group:
@@ -176,11 +182,19 @@ def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
             _line(
                 [
                     cell.request.recipe,
-                    cell.request.layout,
+                    (cell.request.method or _RECIPE_ALONE) if calibrated else cell.request.layout,
                     *(_written(figure, found.get(figure.title), cell.baseline) for figure in task.figures),
                     _number(size and size / _MIB, ".1f"),
                     _number(size and size / baseline.result["bytes"], ".0%"),
                     _number(result.get("peak_bytes", 0) / _MIB or None, ".0f"),
+                    *(
+                        (
+                            _number(result.get("seconds_to_calibrate"), ".1f"),
+                            _number(result.get("peak_bytes_to_calibrate", 0) / _MIB or None, ".0f"),
+                        )
+                        if calibrated
+                        else ()
+                    ),
                     _number(result.get("seconds_to_quantize"), ".2f"),
                     _number(result.get("units_per_second"), ",.4g"),
                     *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
@@ -243,7 +257,7 @@ def _panel(panel: Axes, group: list[Cell]) -> None:
         found = figures(cell, baseline).get(drawn.title)
         if found is None or cell.request.layout == PACKED or not math.isfinite(found.value):
             continue
-        names.append(cell.request.recipe)
+        names.append(" ".join(filter(None, (cell.request.recipe, cell.request.method))))
         lost.append(max(drawn.loss(found.value), 0.0))
         errors.append(found.error or 0.0)
         colors.append(_FLAGGED if cell.note else _BAR)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lowbit as lb
 from lowbit._version import __version__
+from lowbit.calibrate.choice import choose
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request
 from lowbit.evaluate.data import Wanted, require
 from lowbit.evaluate.models import Model, fingerprint, sha256
@@ -22,7 +23,7 @@ from lowbit.evaluate.tasks import TASKS
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["Cell", "plan", "read", "run"]
+__all__ = ["Cell", "Methods", "plan", "read", "run"]
 
 #: The version of result files.
 FORMAT = 1
@@ -71,13 +72,39 @@ class Cell:
         return None
 
 
-def plan(
-    model: Model, recipes: Iterable[str] | None, wanted: Wanted, directory: Path, dtype: str | None = None
-) -> list[Cell]:
-    """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed.
-
-    Raises: ValueError for an unknown recipe or dtype, as ``Model.location`` where the model is not installed.
+class Methods(NamedTuple):
+    """The methods of calibration to compare, each several names joined by ``+``; the text that they look at, where the
+    model needs one; how many windows or texts of it.
     """
+
+    names: tuple[str, ...] = ()
+    text: Path | None = None
+    samples: int = 128
+
+
+def plan(
+    model: Model,
+    recipes: Iterable[str] | None,
+    wanted: Wanted,
+    directory: Path,
+    dtype: str | None = None,
+    methods: Methods = Methods(),  # noqa: B008 (a tuple)
+) -> list[Cell]:
+    """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, rounded to
+    nearest and by each method.
+
+    Raises: ValueError for an unknown recipe, method or dtype, and where the model needs a text to calibrate on; as
+    ``Model.location`` where the model is not installed.
+    """
+    for one in methods.names:
+        choose(one.split("+"))
+    if methods.names:
+        wanted = wanted._replace(part="held out")
+        if model.needs_text and methods.text is None:
+            raise ValueError(
+                f"{model.name}: methods of calibration look at a text that is not the one of --text; give it with "
+                "--calibrate FILE"
+            )
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"unknown --dtype {dtype!r}; expected one of {', '.join(FLOATS)}")
     names = [name for name in (RECIPES if recipes is None else recipes) if name not in FLOATS]
@@ -88,16 +115,26 @@ def plan(
     if model.needs_text:
         require(wanted, model.name)
     of = {"dtype": dtype or model.dtype, **_data_key(model, wanted)}
+    seen = _data_key(model, Wanted(methods.text, methods.samples, methods.samples)) if methods.names else {}
     key = {"model": model.name, "weights": fingerprint(model), **of, "lowbit": __version__, "format": FORMAT}
     wide = [(name, PLAIN) for name in FLOATS]
+    layouts = (PLAIN,) if methods.names else (PLAIN, PACKED)
+    rows: list[tuple[str, str, str | None]] = [(name, layout, None) for name, layout in wide]
+    for name in dict.fromkeys(names):
+        static = find_recipe(name).static
+        rows += [(name, layout, None) for layout in layouts if not static]
+        rows += [(name, PLAIN, method) for method in methods.names]
     cells = []
-    for name, layout in [*wide, *((name, layout) for name in dict.fromkeys(names) for layout in (PLAIN, PACKED))]:
-        path = directory / model.name / f"{name.replace(':', '-')}.{layout}.json"
+    for name, layout, method in rows:
+        path = directory / model.name / f"{name.replace(':', '-')}.{method or layout}.json"
         told = name if name in FLOATS else find_recipe(name).to_dict()
+        more = {} if method is None else {"method": method, "seen": seen}
         request = Request(
             model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
             text=str(wanted.text.resolve()) if wanted.text else None, windows=wanted.windows, limit=wanted.limit,
-            result=str(path.resolve()), key={**key, "recipe": told, "layout": layout},
+            result=str(path.resolve()), key={**key, "recipe": told, "layout": layout, **more},
+            method=method, calibration=str(methods.text.resolve()) if methods.text else None, samples=methods.samples,
+            part=wanted.part,
         )  # fmt: skip
         cells.append(Cell(model, request))
     return cells
@@ -114,7 +151,8 @@ def _data_key(model: Model, wanted: Wanted) -> dict[str, Any]:
         made = sha256(settings) if model.module is None and settings.is_file() else ""
         shipped = " ".join(f"{name} {_installed(name)}" for name in ("scikit-image", "scikit-learn"))
         data = f"Python {platform.python_version()}, {shipped} {made}".strip()
-    return {"data": data, "windows": wanted.windows, "limit": wanted.limit}
+    key = {"data": data, "windows": wanted.windows, "limit": wanted.limit}
+    return key if wanted.part == "all" else {**key, "part": wanted.part}
 
 
 def _installed(package: str) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 
 __all__ = ["QuantMultiheadAttention"]
@@ -30,7 +31,10 @@ class QuantMultiheadAttention(nn.Module):
     in_proj_weight = None
     _qkv_same_embed_dim = False
 
-    lowbit_kind = "quantized"
+    @property
+    def lowbit_kind(self) -> str:
+        """Quantized, or what its projections are trained to be."""
+        return "qat" if kind(self.q_proj) == "qat" else "quantized"
 
     bias_k: Tensor | None
     bias_v: Tensor | None

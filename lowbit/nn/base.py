@@ -1,8 +1,9 @@
 """What lowbit's layers say of themselves: the one place where a module's kind is looked up.
 
-A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``. Rooms above this one ask
-``kind(module)`` and need not import the class. A function that runs the forward of a layer's class in place of the
-layer's own ``forward`` says so by the attribute ``lowbit_runs_class_forward`` (gradient checkpointing does).
+A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property where it is
+what the layers inside are. Rooms above this one ask ``kind(module)`` and need not import the class. A function that
+runs the forward of a layer's class in place of the layer's own ``forward`` says so by the attribute
+``lowbit_runs_class_forward`` (gradient checkpointing does).
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ KINDS = {
         "layers to leave in skip=..."
     ),
     "observed": "is being calibrated; call lowbit.calibrate on a model of plain layers",
+    "qat": "is being trained to be quantized; call lowbit.qat.convert_(model) to deploy it",
     "training": "is being trained in low precision; call lowbit.train.convert_(model) first",
 }
 
 
 def kind(module: nn.Module) -> str | None:
     """Which of ``KINDS`` the layer is; None for a module that is no layer of lowbit."""
-    found: str | None = getattr(type(module), "lowbit_kind", None)
-    return found
+    found: str | property | None = getattr(type(module), "lowbit_kind", None)
+    return str(module.lowbit_kind) if isinstance(found, property) else found
 
 
 def full_name(cls: type) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 from lowbit.tensor.quantized import Quantized
 
@@ -17,7 +18,10 @@ class QuantConv2d(nn.Module):
     The patches are laid out in memory (``kh * kw`` times the input) and go through ``self.linear``, a QuantLinear.
     """
 
-    lowbit_kind = "quantized"
+    @property
+    def lowbit_kind(self) -> str:
+        """Quantized, or what its matrix is trained to be."""
+        return "qat" if kind(self.linear) == "qat" else "quantized"
 
     def __init__(self, like: nn.Conv2d, linear: QuantLinear) -> None:
         super().__init__()

@@ -17,12 +17,14 @@ from lowbit.functional.arguments import refuse_tangents
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
-from lowbit.tensor.quantized import Quantized, scale_dtype, zero_dtype
+from lowbit.tensor.quantized import Quantized, Scales, scale_dtype, zero_dtype
 
 __all__ = [
+    "INPUT_PARTS",
     "PARTS",
     "QuantLinear",
     "empty",
+    "empty_scales",
     "misfits",
     "plain_state",
     "rename_parts",
@@ -33,6 +35,9 @@ __all__ = [
 
 #: The parameters that make up the weight.
 PARTS = ("codes", "scale", "zero_point", "global_scale")
+
+#: What quantizes inputs, where the recipe's input scales are static.
+INPUT_PARTS = ("input_scale", "input_zero_point")
 
 #: The integer dtype whose bits hold those of a floating-point scale.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -66,17 +71,19 @@ def empty(
 
 
 class QuantLinear(nn.Module):
-    """``y = x @ weight.T + bias`` with a quantized weight, and with ``recipe.input`` a dynamically quantized input.
+    """``y = x @ weight.T + bias`` with a quantized weight, and with ``recipe.input`` a quantized input: by scales that
+    are made of each input, or where the recipe says ``scale="static"``, by ``input_scales``.
 
     ``weight``: Quantized ``[out_features, in_features]``; ``bias [out_features]`` stays in high precision. Input
     ``[..., in_features]`` fp32, bf16 or fp16; the result has its dtype (inside autocast: autocast's). The gradient of
     the input passes straight through its quantization: ``grad @ weight.dequantize()``.
 
-    Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``global_scale`` (two-level schemes); floating
-    scales are kept as the integers of their bits, and ``.weight`` shows them as the numbers they are. Integers have no
-    gradient, so torch raises for ``model.requires_grad_(True)``; set it on the floating-point parameters instead. What
-    averages parameters (``AveragedModel``) would average these integers too, which moves the scales a little at every
-    update: average the floating-point ones only, for instance with
+    Parameters: ``codes``, ``scale``, ``zero_point`` (affine schemes) and ``global_scale`` (two-level schemes), with
+    static input scales also ``input_scale`` and ``input_zero_point``; floating scales are kept as the integers of their
+    bits, and ``.weight`` shows them as the numbers they are. Integers have no gradient, so torch raises for
+    ``model.requires_grad_(True)``; set it on the floating-point parameters instead. What averages parameters
+    (``AveragedModel``) would average these integers too, which moves the scales a little at every update: average the
+    floating-point ones only, for instance with
     ``multi_avg_fn=lambda a, b, n: ema(a, b, n) if a[0].is_floating_point() else None``.
     ``state_dict`` also holds the scheme's name, as ``_extra_state``: ASCII in a uint8 tensor, which every container of
     tensors keeps (safetensors, distributed checkpoints); with ``in_features`` where rows of codes end within a byte.
@@ -94,17 +101,26 @@ class QuantLinear(nn.Module):
     scale: nn.Parameter
     zero_point: nn.Parameter | None
     global_scale: nn.Parameter | None
+    input_scale: nn.Parameter | None
+    input_zero_point: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe) -> None:
+    def __init__(
+        self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe, input_scales: Scales | None = None
+    ) -> None:
         super().__init__()
         if weight.ndim != 2:
             raise ValueError(f"QuantLinear needs a weight [out, in], got shape {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape
         self.recipe, self.scheme = recipe, weight.scheme
         self.weight_dtype = weight.dtype
-        parts = plain_state(weight)
-        for name in PARTS:
+        if recipe.static != (input_scales is not None):
+            raise ValueError(
+                f"QuantLinear: recipe {recipe.name!r} {'needs' if recipe.static else 'does not take'} input_scales; "
+                f"recipes with scale='static' have them, from lowbit.calibrate(model, batches, recipe)"
+            )
+        parts = {**plain_state(weight), **_input_state(input_scales)}
+        for name in (*PARTS, *INPUT_PARTS):
             part = parts.get(name)
             self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
         self._input_name = None if recipe.input is None else recipe.input.name
@@ -119,6 +135,14 @@ class QuantLinear(nn.Module):
             own["codes"], stored_scale(own["scale"], self.scheme.name), own["zero_point"],
             stored_global(own["global_scale"]), self.scheme, shape, self.weight_dtype,
         )  # fmt: skip
+
+    @property
+    def input_scales(self) -> Scales | None:
+        """The static scales that inputs are quantized by: views of this layer's parameters. None: they are dynamic."""
+        own: dict[str, Any] = self._parameters
+        if self._input_name is None or own["input_scale"] is None:
+            return None
+        return Scales(stored_scale(own["input_scale"], self._input_name), own["input_zero_point"])
 
     def share_weight(self, other: QuantLinear) -> None:
         """Hold the very parameters of ``other``'s weight: tied layers have one Quantized."""
@@ -136,7 +160,7 @@ class QuantLinear(nn.Module):
         refuse_tangents("linear", x, bias)
         y: Tensor = call(
             "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"], bias,
-            self._input_name, dtype,
+            self._input_name, dtype, *(self.input_scales or ()),
         )  # fmt: skip
         return y
 
@@ -150,7 +174,12 @@ class QuantLinear(nn.Module):
         return scheme_state(self.scheme, self.in_features)
 
     def set_extra_state(self, state: Any) -> None:
-        """``_load_from_state_dict`` has compared it already, before any parameter was written."""
+        """Raises ValueError for codes of another scheme or width; ``_load_from_state_dict`` has compared them already,
+        other libraries call this alone.
+        """
+        wrong = misfits({}, self.scheme, self.in_features, {"_extra_state": state}, "")
+        if wrong:
+            raise ValueError(wrong[0])
 
     def _load_from_state_dict(
         self,
@@ -163,7 +192,7 @@ class QuantLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rename_parts(state_dict, prefix)
-        own = {name: part for name in PARTS if (part := self._parameters[name]) is not None}
+        own = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
         wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix)
         if wrong:  # nothing of this layer is written
             error_msgs.extend(wrong)
@@ -179,10 +208,26 @@ class QuantLinear(nn.Module):
         return self
 
 
+def empty_scales(scheme: Scheme, cols: int, device: torch.device | str | None = None) -> Scales:
+    """Static scales for inputs ``[..., cols]`` that are allocated but not filled."""
+    shape = scheme.scale_shape(0, cols)
+    zero = torch.empty(shape, dtype=zero_dtype(scheme), device=device) if scheme.affine else None
+    return Scales(torch.empty(shape, dtype=scale_dtype(scheme), device=device), zero)
+
+
 def plain_state(weight: Quantized) -> dict[str, Tensor]:
     """The tensors of a weight as layers keep and save them: floating-point scales as the integers of their bits."""
-    parts = {name: part.detach() for name, part in weight.parts.items()}
-    return {name: part.view(_BITS[part.dtype]) if part.is_floating_point() else part for name, part in parts.items()}
+    return {name: _bits(part.detach()) for name, part in weight.parts.items()}
+
+
+def _input_state(scales: Scales | None) -> dict[str, Tensor]:
+    """The same of static input scales."""
+    parts = {} if scales is None else dict(zip(INPUT_PARTS, (scales.scale, scales.zero_point), strict=True))
+    return {name: _bits(part.detach()) for name, part in parts.items() if part is not None}
+
+
+def _bits(part: Tensor) -> Tensor:
+    return part.view(_BITS[part.dtype]) if part.is_floating_point() else part
 
 
 def rename_parts(state: dict[str, Any], prefix: str) -> None:

@@ -72,6 +72,8 @@ class PackedLinear(nn.Module):
     def refusal(layer: QuantLinear) -> str | None:
         """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
         weight, input = layer.scheme, layer.recipe.input
+        if layer.recipe.static:
+            return "its input scales are static, and the packed kernels make their own"
         reason = prepack.refusal(weight, input)
         if reason is not None or input is None:
             return reason

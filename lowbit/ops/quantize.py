@@ -91,6 +91,8 @@ class FakeQuantize(NamedTuple):
 
 
 class FakeQuantizeBackward(NamedTuple):
+    """The gradient of given scales is ``[R, C]``; with zero points ``[2, R, C]``, of scales and of zero points."""
+
     grad: Tensor
     x: Tensor
     scheme: str
@@ -123,8 +125,10 @@ def _quantize_outputs(call: Quantize) -> list[Out]:
 
 
 def _backward_outputs(call: FakeQuantizeBackward) -> list[Out]:
-    scale_shape = scaling.scheme(call.scheme).scale_shape(*matrix_shape(call.x))
-    return [(tuple(call.x.shape), call.grad.dtype), (scale_shape if call.scale is not None else (0,), torch.float32)]
+    scheme = scaling.scheme(call.scheme)
+    of_scales = scheme.scale_shape(*matrix_shape(call.x))
+    made = (0,) if call.scale is None else (2, *of_scales) if scheme.affine else of_scales
+    return [(tuple(call.x.shape), call.grad.dtype), (made, torch.float32)]
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -196,7 +200,7 @@ def _dequantize_cost(call: Dequantize) -> Cost:
 
 
 def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
-    """Bound on |grad_scale - exact|, fp64 ``[R, C]``; 0 where no scale is given. The gradient of x is exact.
+    """Bound on |grad_scale - exact|, fp64 like grad_scale; 0 where no scale is given. The gradient of x is exact.
 
     With u = 2^-24, the difference and the product that make a term cost 2 u, and the sum of a block's n terms in any
     order n - 1 more: gamma_{n+1} times the sum of |terms|, gamma_n = n u / (1 - n u) (Higham 2002, section 3.1). A
@@ -210,7 +214,9 @@ def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
     scale = reference.spread(call.scale, block, *x.shape)
     zero = None if call.zero_point is None else reference.spread(call.zero_point, block, *x.shape)
     _, terms = reference.fake_quantize_backward(as_rows(call.grad), x, each, scale, zero, call.global_scale)
-    count, size = (reference.in_blocks(t.double().abs(), scheme).sum((1, 3)) for t in (torch.ones_like(terms), terms))
+    count = reference.in_blocks(torch.ones_like(x, dtype=torch.float64), scheme).sum((1, 3))
+    size = torch.stack([reference.in_blocks(t.double().abs(), scheme).sum((1, 3)) for t in terms.reshape(-1, *x.shape)])
+    size = size if scheme.affine else size[0]
     roundings = (count + 1) * 2.0**-24
     bound = size * roundings / (1 - roundings) + count * 2.0**-150
     bound = bound.where(size + bound < torch.finfo(torch.float32).max, torch.inf)

@@ -60,9 +60,13 @@ def dequantize(
 def fake_quantize_backward(
     grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Straight-through gradient of ``x``; LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``."""
+    """Straight-through gradient of ``x``; LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``.
+
+    With zero points ``[2, R, C]``: the second is theirs (LSQ+, arXiv 2004.09576).
+    """
     block, format = scheme.block_of(*x.shape), scheme.format
-    v = divide(x, scale_value(scale, scheme, outer), scheme)
+    step = scale_value(scale, scheme, outer)
+    v = divide(x, step, scheme)
     zero = torch.zeros_like(v) if zero_point is None else spread(zero_point.float(), block, *x.shape)
     if format.kind == "integer":
         kept = (v.round() + zero >= format.qmin) & (v.round() + zero <= format.qmax)
@@ -71,4 +75,7 @@ def fake_quantize_backward(
     level = decode(encode(v, format, None, True, zero), format) - zero
     slope = torch.where(kept, level - v, level) * grad.float()
     grad_scale = in_blocks(slope, scheme).sum((1, 3))
+    if zero_point is not None:
+        moved = torch.where(kept, 0.0, -spread(step, block, *x.shape) * grad.float())
+        grad_scale = torch.stack([grad_scale, in_blocks(moved, scheme).sum((1, 3))])
     return grad.where(kept, 0.0), grad_scale

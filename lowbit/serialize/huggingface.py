@@ -16,7 +16,7 @@ from torch import nn
 
 from lowbit.files import read_json, shown
 
-__all__ = ["build", "describe", "from_directory", "is_directory", "is_pretrained"]
+__all__ = ["build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized"]
 
 #: No size in a config comes near this; larger ones would be allocated where a model computes its tables.
 MOST_SIZE = 1 << 31
@@ -46,6 +46,8 @@ def describe(model: Any) -> dict[str, Any]:
     """The class and the config of a model, and how it generates if it does, as JSON has them."""
     generation = getattr(model, "generation_config", None)
     config = json.loads(model.config.to_json_string())
+    if is_quantized(config):  # lowbit.json has the layers
+        del config["quantization_config"]
     if config.get("tie_word_embeddings") and not _tied(model):
         config["tie_word_embeddings"] = False
     return {
@@ -111,14 +113,23 @@ def is_directory(directory: Path) -> bool:
     return "model_type" in config or "architectures" in config
 
 
+def is_quantized(config: dict[str, Any]) -> bool:
+    """Whether ``save_pretrained`` wrote this config of a model that lowbit quantized."""
+    found = config.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "lowbit"
+
+
 def from_directory(directory: Path) -> nn.Module:
     """The model in a directory of transformers, from safetensors files, in the dtype that they have, in eval mode.
 
     The class is the first of the config's ``architectures``, or what ``AutoModel`` takes. No code of the directory
-    runs. Raises: ImportError without transformers; ValueError for a directory that transformers cannot load.
+    runs. Raises: ImportError without transformers; ValueError for a directory that transformers cannot load, or of a
+    model that is quantized already.
     """
     library = _transformers(f"loading {directory}")
     config = read_json(directory / "config.json")
+    if is_quantized(config):
+        raise ValueError(f"the model in {directory} is quantized already; start from the one that it was made of")
     names = config.get("architectures")
     kind = _class(library, names[0] if isinstance(names, list) and names else None) or library.AutoModel
     try:

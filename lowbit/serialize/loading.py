@@ -12,7 +12,7 @@ from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, swap, uncompiled
 from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
-from lowbit.files import shown
+from lowbit.files import read_json, shown
 from lowbit.nn.linear import QuantLinear, rename_parts
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -138,6 +138,11 @@ def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
         return found
     missing = f"{directory / CONFIG} does not exist"
     if huggingface.is_directory(directory):
+        if huggingface.is_quantized(read_json(directory / "config.json")):
+            raise ValueError(
+                f"{missing}: save_pretrained of transformers wrote {directory}; import "
+                f"lowbit.integrations.transformers and call from_pretrained"
+            )
         raise ValueError(
             f"{missing}: {directory} holds a model of transformers that is not quantized; load it with "
             f"from_pretrained and call lowbit.quantize_, or run: lowbit quantize {directory} int8"

@@ -43,10 +43,16 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     be loaded without giving one; others are loaded into a model of the same architecture, quantized or not. Layers that
     ``train.prepare_`` made are saved as plain ones, with a warning: call ``train.prepare_`` again after loading.
     Of several processes that save to one directory at once, the last one wins.
-    Raises ValueError for a directory that holds another program's ``lowbit.json``, or a damaged one; TypeError for
-    state that is no plain dense tensor (sharded tensors: gather them first; extra state); OSError where the directory
-    cannot be written.
+    Raises ValueError for a model that ``qat.prepare_`` made, and for a directory that holds another program's
+    ``lowbit.json``, or a damaged one; TypeError for state that is no plain dense tensor (sharded tensors: gather them
+    first; extra state); OSError where the directory cannot be written.
     """
+    prepared = [name for name, layer in model.named_modules() if kind(layer) == "qat"]
+    if prepared:
+        raise ValueError(
+            f"save_model: {prepared[0] or 'the model'} is trained to be quantized; call lowbit.qat.convert_(model) and "
+            f"save what is deployed, or torch.save(model.state_dict(), ...) to go on training"
+        )
     training = [name for name, layer in model.named_modules() if kind(layer) == "training"]
     if training:
         warnings.warn(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lowbit.calls import call, fill
 from lowbit.scaling import Scheme, as_matrix
 from lowbit.scaling import scheme as parse
 
-__all__ = ["Quantized", "scale_dtype", "zero_dtype"]
+__all__ = ["Quantized", "Scales", "scale_dtype", "zero_dtype"]
 
 
 def scale_dtype(scheme: Scheme) -> torch.dtype:
@@ -30,6 +30,19 @@ def scale_dtype(scheme: Scheme) -> torch.dtype:
 def zero_dtype(scheme: Scheme) -> torch.dtype:
     """What zero points are stored in."""
     return torch.int8 if scheme.format.signed else torch.uint8
+
+
+class Scales(NamedTuple):
+    """What decodes codes, as ``quantize`` takes it: stored scales and zero points ``[R, C]``, the global scale."""
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Quantized) -> Scales:
+        """Those of a quantized tensor."""
+        return cls(q.scale, q.zero_point, q.global_scale)
 
 
 #: How a user comes by a plain tensor.

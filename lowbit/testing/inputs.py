@@ -38,9 +38,12 @@ def element_formats() -> list[Format]:
 
 
 def schemes() -> list[Scheme]:
-    """Every format with every kind of scaling and every option, once each at least."""
+    """Every format with every kind of scaling and every option, once each at least.
+
+    Integers of fewer than 4 bits have some scalings each: the code is that of the wider ones.
+    """
     plain, small = _scalings("fp32"), [f"{s}{turn}" for s in _scalings("e8m0", "fp8_e4m3") for turn in ("", ":T")]
-    elements = element_formats()
+    elements = [f for f in element_formats() if f.kind != "integer" or f.bits >= 4]
     texts = [f"{f}:{s}" for f in elements if f.signed or f.kind != "integer" for s in (*plain, *small)]
     texts += [f"{f}:{s}:affine" for f in elements if f.kind == "integer" for s in plain]
     texts += _OPTIONS
@@ -62,6 +65,8 @@ _OPTIONS = [
     "nvfp4:global_row", "int8:row:e4m3:global_row", "nvfp4:ceil", "mxfp4:nearest", "mxfp4:nearest:T",
     "int4:group32:full", "int8:row:full", "int4:group7:bf16:full", "int8:group128:fp16:full",
     "int4:group32:e4m3:ceil:full:global_row",
+    "int3:tensor", "int3:group32", "int3:mx", "int3:block7x7:full", "uint3:group7:affine", "uint3:row:affine:bf16",
+    "int2:row", "int2:group32:full", "int2:nvfp4", "int2:group7:bf16", "uint2:col:affine", "uint2:group32:affine",
 ]  # fmt: skip
 
 

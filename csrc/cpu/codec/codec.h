@@ -70,7 +70,8 @@ void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, con
                    const Rng& rng, const Results& out);
 
 // The gradient of x, in grad's dtype: grad's bits where x was in range, else +0. `grad_scale`, fp32 and one a block,
-// for scales that are given: the sums over their blocks, added in an order that depends on the shape alone; or null.
+// for scales that are given, and after them one for each zero point: the sums over their blocks, added in an order that
+// depends on the shape alone; or null.
 void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, const SchemeParams& scheme,
                             const Scales& scales, const Results& grad_x, float* grad_scale);
 

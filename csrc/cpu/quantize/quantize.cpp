@@ -239,20 +239,26 @@ void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, co
     const Blocks& b = job.blocks;
     const Tiles tiles = plain_tiles(b);
     job.slots = std::min(kRun, b.cols) / b.width + 2;
-    std::vector<float> slopes(static_cast<size_t>(tiles.count() * job.slots));
+    const int64_t slots = tiles.count() * job.slots, count = b.down * b.across;
+    std::vector<float> slopes(static_cast<size_t>((job.rule.affine ? 2 : 1) * slots));
     job.slopes = slopes.data();
+    if (job.rule.affine) job.zero_slopes = job.slopes + slots;
     job.decoder = &decoder;
     run_with_scales(job, scales);
-    parallel_for(b.down * b.across, kGrain, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) {
-            const int64_t block = i % b.across;
-            float sum = 0.0f;
-            tiles.touching(i / b.across, block, [&](int64_t tile, int64_t begin) {
-                sum += job.slopes[tile * job.slots + block - begin / b.width];
-            });
-            grad_scale[i] = sum;
-        }
-    });
+    const auto finish = [&](const float* sums, float* out) {
+        parallel_for(count, kGrain, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) {
+                const int64_t block = i % b.across;
+                float sum = 0.0f;
+                tiles.touching(i / b.across, block, [&](int64_t tile, int64_t begin) {
+                    sum += sums[tile * job.slots + block - begin / b.width];
+                });
+                out[i] = sum;
+            }
+        });
+    };
+    finish(job.slopes, grad_scale);
+    if (job.zero_slopes) finish(job.zero_slopes, grad_scale + count);
 }
 
 }  // namespace lowbit::cpu

@@ -27,8 +27,11 @@ struct Job {
     const uint8_t* stored = nullptr;  // packed; null: they are made from x
     const Decoder* decoder = nullptr;
     Results out{};
-    Values grad{};            // null: out is not gradients
-    float* slopes = nullptr;  // of each tile, the sums of `slots` blocks; null: nobody asks for the scales' gradient
+    Values grad{};  // null: out is not gradients
+    // Of each tile, the sums of `slots` blocks for the gradient of their scales, and where they have zero points for
+    // that of these; null: nobody asks.
+    float* slopes = nullptr;
+    float* zero_slopes = nullptr;
     int64_t slots = 0;
 };
 
@@ -40,21 +43,25 @@ void select(const void* x, const uint8_t* kept, int64_t n, void* out) {
     for (int64_t i = 0; i < n; ++i) to[i] = static_cast<Word>(from[i] & static_cast<Word>(-kept[i]));
 }
 
-// The sum of what a block's elements add to the gradient of its scale, in one order for all instruction sets.
-inline float sum_slopes(const uint8_t* kept, const float* level, const float* quotient, const float* grad,
-                        float zero_point, int64_t n) {
-    constexpr int64_t kSums = 8;
-    float sums[kSums] = {};
-    auto add = [&](int64_t i, int64_t j) {
-        const float l = level[i] - zero_point, inside = l - quotient[i];
-        sums[j] += (kept[i] ? inside : l) * grad[i];
+// The sum of factor * terms, in one order for all instruction sets.
+inline float sum_terms(const float* terms, float factor, int64_t n) {
+    typedef float Four __attribute__((vector_size(16)));
+    constexpr int64_t kSums = 16;
+    Four sums[4] = {};
+    const auto add = [&](const float* from) {
+        Four term[4];
+        std::memcpy(term, from, sizeof term);
+        for (int j = 0; j < 4; ++j) sums[j] += factor * term[j];
     };
     int64_t i = 0;
-    for (; i + kSums <= n; i += kSums) {
-        for (int64_t j = 0; j < kSums; ++j) add(i + j, j);
+    for (; i + kSums <= n; i += kSums) add(terms + i);
+    if (i < n) {
+        float rest[kSums] = {};
+        std::memcpy(rest, terms + i, static_cast<size_t>(n - i) * sizeof *rest);
+        add(rest);
     }
-    for (int64_t j = 0; i + j < n; ++j) add(i + j, j);
-    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    const Four all = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    return (all[0] + all[2]) + (all[1] + all[3]);
 }
 
 class Worker {
@@ -126,8 +133,7 @@ class Worker {
         float divisor[kRun], value[kRun], zero[kRun];
     };
     struct SlopeRow {
-        uint8_t codes[kRun];
-        float level[kRun], quotient[kRun], grad[kRun];
+        alignas(64) float grad[kRun], scale[kRun], outside[kRun];
     };
     Scratch& scratch_ = Scratch::mine();
     std::vector<float> value_, divisor_, inverse_, zero_;
@@ -190,6 +196,12 @@ class Worker {
             std::fill_n(spread_->value + at, n, value_[block]);
             if (job.scheme.affine) std::fill_n(spread_->zero + at, n, zero_[block]);
         });
+    }
+    // What the columns at work are divided by, whose quotients count and not their codes alone.
+    Factors divisors(const Job& job) const {
+        Factors f = factors(job, true);
+        if (f.mode == Factors::kReciprocal) f.mode = Factors::kBlocks, f.each = divisor_.data() + first_;
+        return f;
     }
     // What the columns at work are divided by, or else multiplied with.
     Factors factors(const Job& job, bool divide) const {
@@ -255,15 +267,15 @@ class Worker {
                     const uint8_t* kept) {
         if (!slope_) slope_.reset(new SlopeRow);
         SlopeRow& s = *slope_;
-        const Factors divide = factors(job, true);
-        job.kernels.encode(*job.encoder, x, job.x.dtype, run.count, divide, nullptr, x, s.codes);
-        job.kernels.quotients(x, job.x.dtype, run.count, divide, s.quotient);
-        job.kernels.decode(*job.decoder, s.codes, run.count, {}, s.level, Dtype::kFloat32);
-        job.kernels.quotients(grad, job.grad.dtype, run.count, {}, s.grad);
-        float* sums = job.slopes + t.index * job.slots;
+        const bool wide = job.grad.dtype == Dtype::kFloat32;
+        if (!wide) job.kernels.quotients(grad, job.grad.dtype, run.count, {}, s.grad);
+        job.kernels.slopes(*job.encoder, *job.decoder, x, job.x.dtype, wide ? static_cast<const float*>(grad) : s.grad,
+                           kept, run.count, divisors(job), s.scale, job.zero_slopes ? s.outside : nullptr);
+        const int64_t first = t.index * job.slots;
         each_block(job, run.count, [&](int64_t at, int64_t n, size_t block) {
-            const float zero_point = job.scheme.affine ? zero_[block] : 0.0f;
-            sums[block] += sum_slopes(kept + at, s.level + at, s.quotient + at, s.grad + at, zero_point, n);
+            const int64_t slot = first + static_cast<int64_t>(block);
+            job.slopes[slot] += sum_terms(s.scale + at, 1.0f, n);
+            if (job.zero_slopes) job.zero_slopes[slot] += sum_terms(s.outside + at, -value_[block], n);
         });
     }
 };

@@ -1,4 +1,5 @@
-// Gradients of scales that are given: sums over their blocks, always in the same order (docs/numerics.md section 10).
+// Gradients of scales that are given, and of their zero points: sums over their blocks, always in the same order
+// (docs/numerics.md section 10).
 //
 // A block is cut into pieces of kPiece elements, row by row; a team of threads sums each, and where a block has
 // several, a second kernel adds their sums.
@@ -30,9 +31,12 @@ __device__ __forceinline__ float sum_team(float mine, uint32_t size) {
     return sum;
 }
 
-// What one element adds to the gradient of its scale.
+// What one element adds to the gradient of its scale, and to that of its zero point.
+struct Slope {
+    float scale, zero_point;
+};
 template <int Kind>
-__device__ __forceinline__ float slope(const QuantizeArgs& args, const BlockScale& scale, uint32_t row, uint32_t col) {
+__device__ __forceinline__ Slope slope(const QuantizeArgs& args, const BlockScale& scale, uint32_t row, uint32_t col) {
     const Blocks& b = args.blocks;
     const Matrix &x = args.x, &grad = args.sink.grad;
     const float from = float_of(load_bits(x.data, x.dtype, row * x.pitch + col));
@@ -40,10 +44,11 @@ __device__ __forceinline__ float slope(const QuantizeArgs& args, const BlockScal
     const uint32_t code = encode_element<Kind, false>(v, b.codec, scale.zero_point, true, 0);
     const float level = float_of(decode_element<Kind>(code, b.codec)) - scale.zero_point;
     const bool kept = in_range<Kind>(v, b.codec, scale.zero_point, b.rule.divisor);
-    return (kept ? level - v : level) * float_of(load_bits(grad.data, grad.dtype, row * grad.pitch + col));
+    const float from_above = float_of(load_bits(grad.data, grad.dtype, row * grad.pitch + col));
+    return {(kept ? level - v : level) * from_above, kept ? 0.0f : -scale.value * from_above};
 }
 
-// The sum of every piece, [blocks, pieces], `total` in all.
+// The sum of every piece, [blocks, pieces], `total` in all; with zero points as many of theirs after them.
 template <int Kind>
 __global__ void __launch_bounds__(kThreads) slopes_kernel(const __grid_constant__ QuantizeArgs args, uint32_t pieces,
                                                           uint32_t team, uint32_t total, float* __restrict__ sums) {
@@ -52,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) slopes_kernel(const __grid_constant_
     const uint32_t rows = static_cast<uint32_t>(args.x.rows), cols = static_cast<uint32_t>(args.x.cols);
     for (uint32_t first = blockIdx.x * teams; first < total; first += gridDim.x * teams) {
         const uint32_t at = first + threadIdx.x / team;
-        float sum = 0.0f;
+        float sum = 0.0f, zero_sum = 0.0f;
         if (at < total) {
             const uint32_t block = at / pieces, top = block / b.block_cols * b.rows,
                            left = block % b.block_cols * b.cols;
@@ -65,11 +70,16 @@ __global__ void __launch_bounds__(kThreads) slopes_kernel(const __grid_constant_
             const uint32_t skip = static_cast<uint32_t>(begin % width);
             const BlockScale scale = read_scale(args.scales, b, block);
             for (uint32_t i = mine; i < count; i += team) {
-                sum += slope<Kind>(args, scale, down + (skip + i) / width, left + (skip + i) % width);
+                const Slope one = slope<Kind>(args, scale, down + (skip + i) / width, left + (skip + i) % width);
+                sum += one.scale;
+                zero_sum += one.zero_point;
             }
         }
         sum = sum_team(sum, team);
         if (at < total && mine == 0) sums[at] = sum;
+        if (!b.rule.affine) continue;
+        zero_sum = sum_team(zero_sum, team);
+        if (at < total && mine == 0) sums[total + at] = zero_sum;
     }
 }
 
@@ -95,7 +105,7 @@ struct Run {
 
 int64_t slopes_scratch(const Blocks& b) {
     const int64_t pieces = pieces_of(b), blocks = static_cast<int64_t>(b.block_rows) * b.block_cols;
-    return pieces == 1 ? 0 : blocks * pieces * static_cast<int64_t>(sizeof(float));
+    return pieces == 1 ? 0 : (b.rule.affine ? 2 : 1) * blocks * pieces * static_cast<int64_t>(sizeof(float));
 }
 
 const char* launch_slopes(const QuantizeArgs& args, float* grad_scale, void* scratch, cudaStream_t stream) {
@@ -110,7 +120,8 @@ const char* launch_slopes(const QuantizeArgs& args, float* grad_scale, void* scr
     const uint32_t total = static_cast<uint32_t>(blocks) * pieces;
     const char* error = for_kind<Run, kGradient>(b.codec.format.kind, args, pieces, team, total, sums, stream);
     if (error != nullptr || pieces == 1) return error;
-    return launch(pieces_kernel, static_cast<uint32_t>(blocks), kThreads, 0, stream, sums, pieces, grad_scale);
+    const uint32_t outputs = static_cast<uint32_t>(blocks) * (b.rule.affine ? 2 : 1);
+    return launch(pieces_kernel, outputs, kThreads, 0, stream, sums, pieces, grad_scale);
 }
 
 }  // namespace cuda

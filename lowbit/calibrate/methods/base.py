@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lowbit.calibrate.methods import gptq, hqq, rounding
+from lowbit.calibrate.methods import gptq, hqq, rounding, signround
+from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["METHODS", "Method", "default_method", "find"]
+__all__ = ["METHODS", "Method", "default_method"]
 
 
 class Method(NamedTuple):
@@ -22,6 +22,8 @@ class Method(NamedTuple):
     ``solve(weight, scheme, statistics)``: ``weight`` fp32 [out, in]; ``statistics`` of the layer's inputs, or None
     without data. ``need``: what of them it cannot do without, one of ``statistics.NEEDS``; ``uses``: what it takes
     where there is data. ``refuses(scheme)``: why it has nothing to offer for weights of this scheme, or None.
+    ``tune(layers, run, targets)``: of methods that learn the layers of a block together; ``solve`` is for the layers
+    outside of blocks.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Method(NamedTuple):
     need: str = "nothing"
     uses: str = "nothing"
     refuses: Callable[[Scheme], str | None] = lambda scheme: None
+    tune: Callable[[Sequence[Observed], Callable[[int], Tensor], Sequence[Tensor]], None] | None = None
 
 
 #: Every method. Names are API.
@@ -57,22 +60,12 @@ METHODS: dict[str, Method] = {
             "ls-gptq", "GPTQ of the weights that fit best what the unquantized model computes", gptq.solve_corrected,
             "cross", "cross",
         ),
+        Method(
+            "signround", f"rounding learned by {signround.ITERATIONS} steps of signed descent (arXiv 2309.05516)",
+            rounding.search, "squares", "squares", tune=signround.tune,
+        ),
     )
 }  # fmt: skip
-
-
-def find(name: str | Method) -> Method:
-    """The method of that name. Raises ValueError, listing the known ones, and TypeError."""
-    if isinstance(name, Method):
-        return name
-    if not isinstance(name, str):
-        raise TypeError(f"a method is named by a string, one of {', '.join(METHODS)}; got {type(name).__name__}")
-    found = METHODS.get(name.lower().replace("_", "-"))
-    if found is None:
-        close = get_close_matches(name.lower(), METHODS, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
-        raise ValueError(f"unknown method {name!r}{meant}; expected one of {', '.join(METHODS)}")
-    return found
 
 
 def default_method(scheme: Scheme, data: bool) -> Method:

@@ -1,64 +1,78 @@
-"""Half-quadratic quantization: zero points that make the error sparse. No data is needed.
+"""HQQ: scales and zero points by half-quadratic splitting, with a norm that lets few weights be far off.
 
-Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
+Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023. There zero points are
+floating-point numbers and scales stay as they are; lowbit's zero points are integers, so the scales are fitted too.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowbit.calibrate import scales
 from lowbit.calibrate.statistics import Statistics
-from lowbit.functional import quantize
+from lowbit.functional import fake_quantize, quantize
 from lowbit.reference import in_blocks, spread
 from lowbit.scaling import Scheme
-from lowbit.tensor.quantized import Quantized
+from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["solve", "unfit"]
 
-#: The norm, the penalty of the splitting and its growth, and how many rounds: the publication's.
+#: The exponent of the norm, the penalty of the splitting and its growth, and how many rounds: the publication's.
 _P, _BETA, _KAPPA, _ROUNDS = 0.7, 10.0, 1.01, 20
 
 
 def unfit(scheme: Scheme) -> str | None:
     """Why the method has nothing to offer for a scheme."""
-    return None if scheme.affine else f"{scheme} has no zero points; add ':affine' to an unsigned integer format"
+    if scheme.format.kind != "integer" or scheme.scale_format.dtype == "uint8":
+        return f"{scheme} is not of integers with floating-point scales"
+    return None
 
 
 def solve(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:
-    """The zero point of each block by half-quadratic splitting, then rounded: lowbit's are integers.
-
-    The zero point that has the least error so far, in the same norm, is kept.
-    """
-    first = scales.nearest(weight, scheme)
-    assert first.zero_point is not None
+    """Codes and the outliers that they leave out, in turns; of each block the scale with the least norm is kept."""
     rows, cols = weight.shape
-    block, format = scheme.block_of(rows, cols), scheme.format
+    block = scheme.block_of(rows, cols)
 
-    def wide(of: Tensor) -> Tensor:
-        return spread(of, block, rows, cols)
+    def norm(given: Scales) -> Tensor:
+        return in_blocks((weight - fake_quantize(weight, scheme, *given)).abs() ** _P, scheme).sum((1, 3))
+
+    best = current = scales.nearest(weight, scheme) if scheme.affine else scales.signed(weight, scheme)
+    least, beta = norm(best), _BETA
+    for _ in range(_ROUNDS):
+        steps = spread(current.scale.float(), block, rows, cols)
+        codes = fake_quantize(weight, scheme, *current) / steps  # without the zero point
+        wrong = weight / steps - codes
+        magnitude = wrong.abs()
+        outliers = wrong.sign() * (magnitude - magnitude.clamp(min=1e-12) ** (_P - 1) / beta).clamp(min=0)
+        current = _fitted(codes, weight - outliers * steps, current, scheme)
+        loss = norm(current)
+        less = loss < least
+        zero = best.zero_point
+        if zero is not None and current.zero_point is not None:
+            zero = torch.where(less, current.zero_point, zero)
+        best = best._replace(scale=torch.where(less, current.scale, best.scale), zero_point=zero)
+        least, beta = torch.where(less, loss, least), beta * _KAPPA
+    return quantize(weight, scheme, *best)
+
+
+def _fitted(codes: Tensor, target: Tensor, current: Scales, scheme: Scheme) -> Scales:
+    """Scales and zero points by which ``codes``, which are without the zero points of ``current``, fit ``target`` best
+    by least squares.
+    """
 
     def total(of: Tensor) -> Tensor:
         return in_blocks(of, scheme).sum((1, 3))
 
-    scale, zero, beta = first.scale.float(), first.zero_point.float(), _BETA
-    steps, count = wide(scale), total(weight.new_ones(rows, cols))
-    best, least = zero.round(), None
-    for _ in range(_ROUNDS):
-        codes = (weight / steps + wide(zero)).round().clamp(format.qmin, format.qmax)
-        wrong = weight - (codes - wide(zero)) * steps
-        rounded = zero.round().clamp(format.qmin, format.qmax)
-        loss = total((weight - quantize(weight, scheme, first.scale, _stored(rounded, first)).dequantize()).abs() ** _P)
-        less = None if least is None else loss < least
-        best = rounded if less is None else rounded.where(less, best)
-        least = loss if least is None or less is None else loss.where(less, least)
-        magnitude = wrong.abs()
-        sparse = wrong.sign() * (magnitude - magnitude.clamp(min=1e-12) ** (_P - 1) / beta).clamp(min=0)
-        zero = total(codes - (weight - sparse) / steps) / count
-        beta *= _KAPPA
-    return quantize(weight, scheme, first.scale, _stored(best, first))
-
-
-def _stored(zero: Tensor, like: scales.Scales) -> Tensor:
-    assert like.zero_point is not None
-    return zero.to(like.zero_point.dtype)
+    rows, cols = codes.shape
+    zero = current.zero_point
+    if zero is not None:
+        count, mean = total(torch.ones_like(codes)), total(codes)
+        spread_of = total(codes.square()) - mean.square() / count
+        slope = (total(codes * target) - mean * total(target) / count) / spread_of
+        moved = (mean - total(target) / slope) / count  # how much of the codes stands for zero
+        format = scheme.format
+        wanted = (zero.float() + moved.nan_to_num(0, 0, 0)).round().clamp(format.qmin, format.qmax)
+        codes = codes - spread(wanted - zero.float(), scheme.block_of(rows, cols), rows, cols)
+        current = current._replace(zero_point=wanted.to(zero.dtype))
+    return scales.rescaled(current, total(codes * target) / total(codes.square()))

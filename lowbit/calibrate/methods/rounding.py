@@ -27,9 +27,7 @@ def unsigned(scheme: Scheme) -> str | None:
 
 def signed(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:
     """The element of largest magnitude of each block takes the least code, which has no positive counterpart."""
-    best = scales.nearest(weight, scheme)
-    wanted = scales.signed_extreme(weight, scheme) / float(scheme.format.qmin)
-    return quantize(weight, scheme, *scales.rescaled(best, wanted))
+    return quantize(weight, scheme, *scales.signed(weight, scheme))
 
 
 def mse(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:

@@ -1,0 +1,73 @@
+"""What ``method=`` of ``calibrate`` means: names of weight methods, of observers of activations and of transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from lowbit.calibrate.methods import METHODS, Method
+from lowbit.calibrate.observers import OBSERVERS, Observer, find_observer
+from lowbit.calibrate.transforms import TRANSFORMS, Transform
+
+__all__ = ["Choice", "choose"]
+
+
+class Choice(NamedTuple):
+    """``weights``: how codes are chosen; None: the best known for each scheme. ``inputs``: what makes static ranges of
+    activations. ``transforms``: what is done to the model before, in this order.
+    """
+
+    weights: Method | None = None
+    inputs: Observer = OBSERVERS["minmax"]
+    transforms: tuple[Transform, ...] = ()
+
+    def __str__(self) -> str:
+        names = [*(one.name for one in self.transforms), self.weights.name if self.weights else "default"]
+        return " ".join([*names, self.inputs.name])
+
+
+def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
+    """The Choice that names stand for, in any order but that of transforms.
+
+    ``"mse"`` is a weight method and an observer: it is each that no other name is given for.
+    Raises ValueError for an unknown name, listing the known ones, and for two weight methods or observers; TypeError
+    for what is no name.
+    """
+    given = [] if method is None else [method] if isinstance(method, str | Method) else list(method)
+    weights: list[Method] = []
+    inputs: list[Observer] = []
+    transforms: list[Transform] = []
+    both = 0
+    for one in given:
+        if isinstance(one, Method):
+            weights.append(one)
+            continue
+        if not isinstance(one, str):
+            raise TypeError(f"a method is a name, one of {_known()}; got {type(one).__name__}")
+        name = one.lower().replace("_", "-")
+        observer = find_observer(one)
+        if name in METHODS and observer is not None:
+            both += 1
+        elif name in METHODS:
+            weights.append(METHODS[name])
+        elif observer is not None:
+            inputs.append(observer)
+        elif name in TRANSFORMS:
+            transforms.append(TRANSFORMS[name])
+        else:
+            close = get_close_matches(name, [*METHODS, *TRANSFORMS, *OBSERVERS], n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise ValueError(f"unknown method {one!r}{meant}; expected one of {_known()}")
+    if both:
+        weights = weights or [METHODS["mse"]]
+        inputs = inputs or [OBSERVERS["mse"]]
+    for what, found in (("weights", weights), ("activations", inputs)):
+        if len(found) > 1:
+            names = " and ".join(row.name for row in found)
+            raise ValueError(f"one method chooses the scales of {what}, got {names}; give one of them")
+    return Choice(weights[0] if weights else None, inputs[0] if inputs else Choice().inputs, tuple(transforms))
+
+
+def _known() -> str:
+    return f"{', '.join(METHODS)} (weights), {', '.join(TRANSFORMS)} (before), {', '.join(OBSERVERS)} (activations)"

@@ -1,0 +1,40 @@
+"""AWQ: columns are scaled by a power of their mean activation, the one by which rounded weights lose least.
+
+Source: Lin et al., arXiv 2306.00978. The loss of outputs is computed of E[x x^T], so that no inputs are kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.statistics import Statistics
+from lowbit.functional import fake_quantize
+
+__all__ = ["factors"]
+
+#: Powers are tried in so many steps from 0 to 1.
+_STEPS = 20
+
+
+def factors(layers: list[Observed], statistics: Statistics) -> Tensor:
+    """``mean|x_j|^r``, with the ``r`` of the least squared error of the layers' outputs."""
+    magnitude = statistics.magnitude
+    magnitude = torch.where(magnitude > 0, magnitude, magnitude.max())
+    best, least = torch.ones_like(magnitude), None
+    for step in range(_STEPS + 1):
+        scale = magnitude ** (step / _STEPS)
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        if not bool(scale.isfinite().all()):
+            continue
+        loss = sum(_loss(layer, scale, statistics.gram) for layer in layers)
+        if least is None or loss < least:
+            best, least = scale, loss
+    return best
+
+
+def _loss(layer: Observed, scale: Tensor, gram: Tensor) -> float:
+    weight = layer.weight.float()
+    wrong = fake_quantize(weight * scale, layer.recipe.weight) / scale - weight
+    return float(((wrong @ gram) * wrong).sum(dtype=torch.float64))

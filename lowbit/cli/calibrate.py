@@ -1,0 +1,99 @@
+"""``lowbit calibrate``: codes and scales for a saved model, chosen by what it reads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
+from lowbit.calibrate import calibrate as run
+from lowbit.calibrate.choice import choose
+from lowbit.cli.console import errors, out, print_json, size
+from lowbit.cli.models import Dtype, cast_, load, windows
+from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.recipes import recipe as find_recipe
+
+EPILOG = """
+**Examples**
+
+`lowbit calibrate SmolLM2-135M int4-weight-only --text book.txt --out found`
+
+`lowbit calibrate SmolLM2-135M int8-static --text book.txt --method smoothquant,search,percentile --out found`
+
+`lowbit calibrate SmolLM2-135M nf4 --method search --out found` — without data
+
+Then: `lowbit quantize SmolLM2-135M int4-weight-only --calibration found`
+
+A run that was stopped goes on when it is given again.
+
+Methods of weights: {methods}. Before them: {transforms}. Of static scales of activations: {observers}.
+"""
+
+
+def calibrate(
+    directory: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="A directory of lowbit.save_model or of transformers.")
+    ],
+    recipe: Annotated[str, typer.Argument(help="A recipe, such as int4-weight-only:group32 or int8-static.")],
+    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the result goes.")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="UTF-8 text of the kind that the model will read.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(metavar="A,B", help="Methods; the best known by default.")] = None,
+    count: Annotated[int, typer.Option("--windows", help="Windows of the text, at most.")] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens of a window.")] = 512,
+    dtype: Annotated[
+        Dtype, typer.Option(help="As for lowbit quantize, which must be given the same one.")
+    ] = Dtype.auto,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Modules to leave, * for many; lm_head by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Choose codes and scales for a saved model by what it computes of a text, and save them for lowbit quantize."""
+    chosen, methods = find_recipe(recipe), None if method is None else [name.strip() for name in method.split(",")]
+    choose(methods)
+    if min(count, length) < 1:
+        raise ValueError(f"--windows and --length must be 1 or more, got {count} and {length}")
+    with errors.status(Text(f"loading {directory}")):
+        model = load(directory)
+        cast_(model, dtype)
+        batches = None if text is None else windows(directory, text, count, length)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left:"), TimeRemainingColumn(), console=errors,
+    )  # fmt: skip
+    reset_peak()
+    started = time.perf_counter()
+    with bar:
+        task = bar.add_task("calibrating", total=None)
+        found = run(
+            model, batches, chosen, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
+            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )  # fmt: skip
+    told = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
+    if json:
+        print_json({**told, "layers": {name: _row(found, name) for name in found.rows}})
+        return
+    out.print(str(found), soft_wrap=True)
+    out.print(
+        f"{told['seconds']:.1f} s, peak memory {size(peak_bytes())}; saved in {target}. Quantize with: lowbit quantize "
+        f"{directory} {recipe} --calibration {target}",
+        soft_wrap=True,
+    )
+
+
+calibrate.__doc__ = f"{calibrate.__doc__}\n{EPILOG}".format(
+    methods=", ".join(METHODS), transforms=", ".join(TRANSFORMS), observers=", ".join(OBSERVERS)
+)
+
+
+def _row(found: Any, name: str) -> dict[str, Any]:
+    row = found.rows[name]
+    return {"recipe": row.recipe.name, "method": row.method, "sqnr": row.sqnr, "output_sqnr": row.output_sqnr}

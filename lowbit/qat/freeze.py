@@ -1,0 +1,52 @@
+"""What training stops moving: the ranges that observers average, and the statistics of BatchNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lowbit.qat.linear import FakeQuantLinear
+
+__all__ = ["freeze_batchnorm_", "freeze_observers_"]
+
+
+def freeze_observers_(model: nn.Module) -> tuple[str, ...]:
+    """Keep the static input scales of ``model`` where they are from now on, or with ``learn_scale`` begin to learn
+    them; returns the names of the layers that have some. It is part of the ``state_dict``.
+
+    Raises ValueError for a model without layers that observe; RuntimeError for one that has seen no batch.
+    """
+    found = {name: m for name, m in model.named_modules() if isinstance(m, FakeQuantLinear) and m.recipe.static}
+    if not found:
+        raise ValueError(
+            "qat.freeze_observers_: no layer of the model observes its inputs; layers whose recipe has static input "
+            "scales do, such as int8-static, after lowbit.qat.prepare_(model, recipe)"
+        )
+    for layer in found.values():
+        _ = layer.input_scales  # raises where there are none
+    for layer in found.values():
+        layer.observations_left.zero_()
+    return tuple(found)
+
+
+def freeze_batchnorm_(model: nn.Module) -> tuple[str, ...]:
+    """Let the BatchNorm layers of ``model`` normalize by their running statistics from now on, in training too, and
+    keep these; returns their names. Weights and biases go on learning.
+
+    What the layer computes in training is then what it computes deployed, as for quantized layers.
+    Raises ValueError for a model without BatchNorm layers that have running statistics.
+    """
+    found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    if not found:
+        raise ValueError("qat.freeze_batchnorm_: the model has no BatchNorm layers with running statistics")
+    for layer in found.values():
+        if _stay_in_eval not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_stay_in_eval)
+    return tuple(found)
+
+
+def _stay_in_eval(layer: nn.Module, _inputs: Any) -> None:
+    """A hook, because ``model.train()`` sets the mode of every layer again."""
+    layer.training = False

@@ -1,0 +1,110 @@
+"""Scales as parameters: what a learned number is to the scale that its scheme stores, in both directions.
+
+A scheme's scales are floating-point numbers, powers of two, or FP8 numbers below a global scale. Training needs a
+floating-point parameter for each kind, rounding needs what is stored, and the gradient passes straight through from one
+to the other.
+
+Source: docs/numerics.md section 12; LSQ, arXiv 1902.08153; LSQ+, arXiv 2004.09576; learned powers of two, TQT, arXiv
+1903.08066.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.functional import decode, encode
+from lowbit.scaling import Scheme
+from lowbit.tensor.quantized import Scales, scale_dtype, zero_dtype
+
+__all__ = ["Learned", "gradient_scale"]
+
+
+class _Kind(NamedTuple):
+    """``raw(stored)``: the parameter for scales as they are stored. ``stored(raw, dtype)``: the scales of parameters.
+    ``slope(raw)``: the derivative of a scale, or of its part below the global scale, with respect to its parameter.
+    """
+
+    raw: Callable[[Tensor], Tensor]
+    stored: Callable[[Tensor, torch.dtype], Tensor]
+    slope: Callable[[Tensor], Tensor | float]
+
+
+def _rounded(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest number of ``dtype`` that may be divided by: finite and normal."""
+    limits = torch.finfo(dtype)
+    return raw.abs().clamp(limits.tiny, limits.max).copysign(raw).to(dtype)
+
+
+def _exponent(raw: Tensor) -> Tensor:
+    """The exponents that E8M0 has for binary logarithms."""
+    return raw.round().clamp(-127, 127)
+
+
+def _fp8(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of scales in FP8, of which 0 would end all learning."""
+    least = decode(torch.ones((), dtype=torch.uint8, device=raw.device), "fp8_e4m3")
+    return encode(raw.abs().clamp(min=float(least)).copysign(raw), "fp8_e4m3")
+
+
+#: Learned numbers by the scale format of a scheme. E8M0's are binary logarithms.
+_NUMBER = _Kind(lambda stored: stored.float(), _rounded, lambda raw: 1.0)
+_KINDS: dict[str, _Kind] = {
+    "fp32": _NUMBER,
+    "bf16": _NUMBER,
+    "fp16": _NUMBER,
+    "e8m0": _Kind(
+        lambda stored: stored.float() - 127.0,
+        lambda raw, dtype: (_exponent(raw) + 127.0).to(torch.uint8),
+        lambda raw: torch.exp2(_exponent(raw)) * math.log(2.0),
+    ),
+    "fp8_e4m3": _Kind(lambda stored: decode(stored, "fp8_e4m3"), _fp8, lambda raw: 1.0),
+}
+
+
+class Learned(NamedTuple):
+    """The learned numbers of one tensor: of scales and zero points fp32 ``[R, C]``, and its constant global scale."""
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, scales: Scales, scheme: Scheme) -> Learned:
+        """Those that stand for ``scales``."""
+        zero = None if scales.zero_point is None else scales.zero_point.float()
+        return cls(_KINDS[scheme.scale_format.name].raw(scales.scale).clone(), zero, scales.global_scale)
+
+    def scales(self, scheme: Scheme) -> Scales:
+        """The scales and zero points as ``scheme`` stores them."""
+        stored = _KINDS[scheme.scale_format.name].stored(self.scale.detach(), scale_dtype(scheme))
+        zero = self.zero_point
+        if zero is not None:
+            zero = zero.detach().round().clamp(scheme.format.qmin, scheme.format.qmax).to(zero_dtype(scheme))
+        return Scales(stored, zero, self.global_scale)
+
+    def gradients(self, scheme: Scheme, grad: Tensor, factor: float) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the learned numbers, of what ``fake_quantize_backward`` says of scales; times ``factor``.
+
+        Rounding is passed straight through.
+        """
+        of_scale, of_zero = (grad[0], grad[1]) if scheme.affine else (grad, None)
+        of_scale = of_scale * _KINDS[scheme.scale_format.name].slope(self.scale)
+        if self.global_scale is not None:
+            of_scale = of_scale * self.global_scale
+        return of_scale * factor, None if of_zero is None else of_zero * factor
+
+
+def gradient_scale(scheme: Scheme, rows: int, cols: int) -> float:
+    """LSQ's factor on the gradient of a scale that ``rows x cols`` numbers of a tensor share: ``1 / sqrt(N * Qp)``.
+
+    Qp is the format's largest number, with zero points its range.
+    """
+    height, width = (min(a, b) for a, b in zip(scheme.block_of(rows, cols), (rows, cols), strict=True))
+    format = scheme.format
+    largest = float(format.qmax - format.qmin) if scheme.affine else format.max
+    return 1.0 / math.sqrt(max(height * width, 1) * largest)

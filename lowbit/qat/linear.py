@@ -1,0 +1,184 @@
+"""FakeQuantLinear: a Linear that computes what its quantized layer will compute, and learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.calibrate.observers import MOMENTUM, Ranges
+from lowbit.calibrate.scales import search
+from lowbit.calls import call
+from lowbit.functional.arguments import refuse_tangents
+from lowbit.nn.linear import result_dtype, wrong_width
+from lowbit.qat.gradients import Operand, fake_quant_linear, multiply, quantized
+from lowbit.qat.learned import Learned
+from lowbit.recipes import Recipe
+from lowbit.tensor.quantized import Quantized, Scales
+
+__all__ = ["FakeQuantLinear"]
+
+
+class FakeQuantLinear(nn.Module):
+    """``y = x @ weight.T + bias`` as the QuantLinear of ``recipe`` computes it, with gradients: every bit of forward is
+    the deployed layer's, in training and in eval mode.
+
+    ``weight [out_features, in_features]`` and ``bias [out_features]``: fp32, bf16 or fp16 parameters. Input
+    ``[..., in_features]``; the result has its dtype (inside autocast: autocast's). Gradients pass straight through
+    rounding where numbers were in range, and are 0 elsewhere.
+
+    ``learn_scale``: scales are parameters too, ``weight_scale`` and ``weight_zero_point``, which start from those that
+    lose least of the weight; with static input scales also ``input_scale`` and ``input_zero_point``. They are fp32
+    numbers ``[R, C]``, of power-of-two scales binary logarithms (lowbit/qat/learned.py). Without it weight scales are
+    made of the weight in each forward. Input scales of recipes without ``scale="static"`` are always made of the input.
+
+    Static input scales start from the moving average of the extremes of each training batch (``input_range``): of the
+    first ``observe`` batches; None: of all until ``lowbit.qat.freeze_observers_``. Until then they are not learned.
+    Raises TypeError for inputs of other dtypes; ValueError for another last axis; RuntimeError for static input scales
+    before any training batch, and for a gradient of a gradient.
+    Source: docs/numerics.md section 12.
+    """
+
+    lowbit_kind = "qat"
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    input_range: Tensor
+    observations_left: Tensor
+    input_scale: Any
+    input_zero_point: Any
+    weight_global_scale: Tensor | None
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        recipe: Recipe,
+        learn_scale: bool = False,
+        observe: int | None = None,
+    ) -> None:
+        super().__init__()
+        if weight.dim() != 2:
+            raise ValueError(f"FakeQuantLinear needs a weight [out, in], got shape {list(weight.shape)}")
+        if observe is not None and (isinstance(observe, bool) or not isinstance(observe, int) or observe < 1):
+            raise ValueError(f"FakeQuantLinear: observe counts batches, an integer of at least 1, got {observe!r}")
+        self.out_features, self.in_features = weight.shape
+        self.recipe, self.learns_scale = recipe, learn_scale
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self._keep("weight", Learned.of(_start(weight, recipe), recipe.weight) if learn_scale else None, learns=True)
+        self._keep("input", self._unseen() if recipe.static else None, learns=learn_scale)
+        if recipe.static:
+            self.register_buffer("observations_left", torch.tensor(-1 if observe is None else observe))
+
+    def _keep(self, name: str, numbers: Learned | None, learns: bool) -> None:
+        """Make the numbers that stand for scales parameters, or buffers where nothing is learned; a global scale is
+        always a buffer.
+        """
+        for part, value in zip(Learned._fields, numbers or (None, None, None), strict=True):
+            if learns and part != "global_scale":
+                self.register_parameter(f"{name}_{part}", None if value is None else nn.Parameter(value))
+            else:
+                self.register_buffer(f"{name}_{part}", value)
+
+    def _unseen(self) -> Learned:
+        """Room for static input scales."""
+        scheme, device = self.recipe.input, self.weight.device
+        assert scheme is not None
+        shape = scheme.scale_shape(0, self.in_features)
+        self.register_buffer("input_range", torch.full((2, *shape), torch.nan, device=device))
+        return Learned(torch.zeros(shape, device=device), torch.zeros(shape, device=device) if scheme.affine else None)
+
+    def share_weight(self, other: FakeQuantLinear) -> None:
+        """Hold the very parameters of ``other``'s weight: tied layers have one, and one set of its scales."""
+        for name in ("weight", "weight_scale", "weight_zero_point"):
+            if name in other._parameters:
+                self._parameters[name] = other._parameters[name]
+        if other.weight_global_scale is not None:
+            self.weight_global_scale = other.weight_global_scale
+
+    # -- operands ------------------------------------------------------------------------------------------------------
+    def _operand(self, name: str, scheme: Any) -> Operand:
+        scale = getattr(self, f"{name}_scale")
+        if scale is None:
+            return Operand(scheme)
+        return Operand(
+            scheme, Learned(scale, getattr(self, f"{name}_zero_point"), getattr(self, f"{name}_global_scale"))
+        )
+
+    @property
+    def quantized_weight(self) -> Quantized:
+        """The weight as the deployed layer has it."""
+        return quantized(self.weight, self._operand("weight", self.recipe.weight))
+
+    @property
+    def input_scales(self) -> Scales | None:
+        """The static scales by which the deployed layer quantizes inputs; None: it makes them of each input.
+
+        Raises RuntimeError where there are none yet.
+        """
+        if not self.recipe.static:
+            return None
+        self._require_range()
+        return self._operand("input", self.recipe.input).scales
+
+    def _require_range(self) -> None:
+        if bool(self.input_range.isnan().any()):
+            raise RuntimeError(
+                f"recipe {self.recipe.name!r} has static input scales, and this layer has seen no finite input to make "
+                f"them of; run the model on batches in training mode first"
+            )
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+    def forward(self, x: Tensor) -> Tensor:
+        recipe, dtype = self.recipe, result_dtype(x)
+        if recipe.input is None and x.dtype != dtype:
+            x = x.to(dtype)
+        if x.shape[-1:] != (self.in_features,):
+            raise wrong_width(self, x)
+        refuse_tangents("FakeQuantLinear", x, self.weight, self.bias)
+        if recipe.static:
+            if self.training and not _recomputing() and int(self.observations_left):
+                self._observe(x.detach())
+            self._require_range()
+        of_weight = self._operand("weight", recipe.weight)
+        of_input = None if recipe.input is None else self._operand("input", recipe.input)
+        if torch.is_grad_enabled():
+            return fake_quant_linear(x, self.weight, self.bias, of_weight, of_input, dtype)
+        return multiply(x, quantized(self.weight, of_weight), self.bias, of_input, dtype)
+
+    @torch.no_grad()
+    def _observe(self, x: Tensor) -> None:
+        """Move the average of the extremes by one batch, and make the input's scales of it, without Inf and NaN."""
+        scheme = self.recipe.input
+        assert scheme is not None
+        low, high = call("block_range", x.reshape(-1, self.in_features), scheme.name)
+        seen = torch.stack([low, high])
+        before = self.input_range
+        moved = torch.where(before.isnan(), seen, before + MOMENTUM * (seen - before))
+        before.copy_(torch.where(seen.isnan(), before, moved))
+        self.observations_left -= (self.observations_left > 0).to(self.observations_left.dtype)
+        if bool(before.isnan().any()):
+            return
+        ranges = Ranges(scheme, self.in_features, histogram=False, device=x.device)
+        found = Learned.of(ranges.scales(before[0, 0], before[1, 0]), scheme)
+        self.input_scale.copy_(found.scale)
+        if found.zero_point is not None:
+            self.input_zero_point.copy_(found.zero_point)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={self.recipe.name}, learn_scale={self.learns_scale}"
+        )
+
+
+def _start(weight: Tensor, recipe: Recipe) -> Scales:
+    """Where the scales of a weight begin: those that lose least of it."""
+    return search(weight.detach().float(), recipe.weight)
+
+
+def _recomputing() -> bool:
+    """Whether backward is running, which calls the layer again where it is checkpointed: that batch has been seen."""
+    return bool(torch._C._current_graph_task_id() != -1)

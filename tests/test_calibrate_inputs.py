@@ -1,0 +1,220 @@
+"""Static input scales: the observers, against plain oracles, and the layers and files that carry them."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.calibrate import OBSERVERS
+from lowbit.calibrate.observers import Ranges, find_observer
+from lowbit.recipes import STATIC_RECIPES
+
+SCHEMES = ("int8:tensor", "uint8:tensor:affine", "fp8_e4m3:tensor", "int8:col", "int4:tensor")
+
+
+def seen(batches: list[Tensor], scheme: str = "int8:tensor") -> Ranges:
+    ranges = Ranges(lb.scheme(scheme), batches[0].shape[-1], histogram=True)
+    for x in batches:
+        ranges.update(x)
+    return ranges
+
+
+def loss(x: Tensor, scheme: str, ranges: Ranges, observer: str) -> float:
+    low, high = OBSERVERS[observer].range(ranges)
+    scales = ranges.scales(low, high)
+    return float((lb.fake_quantize(x, scheme, *scales) - x).square().mean())
+
+
+@given(
+    scheme=st.sampled_from(SCHEMES), rows=st.integers(1, 30), cols=st.integers(1, 20), scale=st.floats(1e-3, 1e3),
+    shift=st.floats(-3, 3),
+)  # fmt: skip
+def test_minmax_makes_the_scales_of_quantize(scheme, rows, cols, scale, shift):
+    x = (torch.randn(rows, cols) + shift) * scale
+    ranges = seen(list(x.split(7)), scheme)
+    made, expected = ranges.scales(*OBSERVERS["minmax"].range(ranges)), lb.quantize(x, scheme)
+    assert torch.equal(made.scale, expected.scale)
+    if made.zero_point is not None:
+        assert torch.equal(made.zero_point, expected.zero_point)
+
+
+def test_every_column_has_a_range_of_its_own():
+    x = torch.randn(100, 80) * torch.tensor([1.0, 10.0, 100.0]).repeat_interleave(32)[:80]
+    ranges = seen(list(x.split(30)), "int8:col")
+    assert torch.equal(ranges.low, x.amin(0))
+    assert torch.equal(ranges.high, x.amax(0))
+
+
+@given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=5), seed=st.integers(0, 50))
+def test_the_histogram_counts_every_number_whatever_the_order(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batches = [
+        torch.randn(n, 3, generator=generator) * 2.0 ** float(torch.randint(-8, 8, (), generator=generator))
+        for n in sizes
+    ]
+    one, other = seen(batches), seen(batches[::-1])
+    assert int(one.counts.sum()) == 3 * sum(sizes)
+    assert one.exponent == other.exponent
+    assert torch.equal(one.counts, other.counts)
+    values = torch.cat(batches).flatten()
+    width = 2.0**one.exponent / 4096
+    expected = torch.bincount(((values.double() / width).floor() + 4096).long().clamp(0, 8191), minlength=8192)
+    assert torch.equal(one.counts.flatten().long(), expected)
+
+
+def test_percentiles_are_those_of_the_numbers():
+    x = torch.randn(2000, 16)
+    ranges = seen(list(x.split(300)))
+    for name, share in (("percentile", 0.9999), ("percentile:99", 0.99), ("percentile:90", 0.9)):
+        low, high = find_observer(name).range(ranges)
+        width, one = 2.0**ranges.exponent / 4096, 1 / x.numel()
+        assert float(((x >= low) & (x <= high)).double().mean()) >= share - one
+        assert float(((x >= low + 2 * width) & (x <= high - 2 * width)).double().mean()) <= share + one
+    assert find_observer("percentile:100").range(ranges) == (x.min(), x.max())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_least_squared_error_is_found(scheme):
+    x = torch.randn(500, 8) ** 3
+    ranges = seen([x], scheme)
+    found = loss(x, scheme, ranges, "mse")
+    assert found <= loss(x, scheme, ranges, "minmax") * 1.001
+    if scheme.endswith("col"):
+        return
+    brute = min(
+        float((lb.fake_quantize(x, scheme, *ranges.scales(f * ranges.low, f * ranges.high)) - x).square().mean())
+        for f in torch.linspace(0.05, 1, 60)
+    )
+    assert found <= brute * 1.02
+
+
+def test_the_entropy_of_outliers_is_worth_less_than_the_resolution_of_the_rest():
+    x = torch.randn(4000, 8)
+    x[0, 0] = 100.0
+    ranges = seen([x])
+    high = float(OBSERVERS["entropy"].range(ranges)[1])
+    assert 2.5 < high < 15  # a Gaussian's own range, not the outlier's
+    clean = torch.rand(4000, 8) * 2 - 1  # uniform numbers: nothing is to be gained by clipping
+    assert float(OBSERVERS["entropy"].range(seen([clean]))[1]) > 0.95
+
+
+def test_moving_averages_follow_the_batches():
+    batches = [torch.full((2, 3), float(k)) for k in (1, 2, 3)]
+    low, high = OBSERVERS["moving_average"].range(seen(batches))
+    expected = 1.0
+    for k in (2.0, 3.0):
+        expected += 0.01 * (k - expected)
+    torch.testing.assert_close(high, torch.tensor([expected]))
+    torch.testing.assert_close(low, high)
+
+
+def _process(rank: int, batches: list[Tensor], path: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        ranges = seen(batches[rank::2])
+        ranges.reduce()
+        torch.save([ranges.low, ranges.high, ranges.average, ranges.counts, ranges.exponent], f"{path}/{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_see_what_one_does(tmp_path):
+    batches = [torch.randn(50, 4) * 2.0**k for k in (0, 3, -2, 5, 1, 2)]
+    whole = seen(batches)
+    mp.spawn(_process, (batches, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        low, high, average, counts, exponent = torch.load(tmp_path / str(rank))
+        assert torch.equal(low, whole.low)
+        assert torch.equal(high, whole.high)
+        assert torch.equal(average, whole.average)
+        assert torch.equal(counts, whole.counts)
+        assert exponent == whole.exponent
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8)).eval()
+
+
+@pytest.mark.parametrize("recipe", STATIC_RECIPES)
+def test_a_static_layer_multiplies_the_codes_of_its_scales(recipe):
+    plain, x = model(), torch.randn(64, 24)
+    made = lb.calibrate(plain, [x], recipe, "nearest")
+    quantized = copy.deepcopy(plain)
+    lb.quantize_(quantized, recipe, made)
+    layer, rows = quantized[0], torch.randn(5, 24) * 2
+    scheme = lb.scheme(layer.recipe.input)
+    codes = lb.quantize(rows, scheme, *made.inputs["0"][0])
+    expected = lb.scaled_mm(codes, layer.weight, bias=layer.bias, out_dtype=torch.float32)
+    assert torch.equal(layer(rows), expected)
+    ends = torch.stack([x.amin(), x.amax()])[:, None]
+    assert torch.equal(made.inputs["0"][0].scale, lb.quantize(ends, scheme).scale)
+    error = (quantized(x) - plain(x)).norm() / plain(x).norm()
+    assert float(error) < (0.1 if "fp8" in recipe else 0.02)
+    if "int8" in recipe:  # no bit depends on the rows beside it
+        assert all(torch.equal(layer(rows[i : i + 1])[0], layer(rows)[i]) for i in range(5))
+
+
+def test_static_scales_are_saved_copied_and_refused_where_they_do_not_fit(tmp_path):
+    plain, x = model(), torch.randn(64, 24)
+    made = lb.calibrate(plain, [x], "int8-static-affine", ("search", "mse"))
+    assert {observer for _, observer in made.inputs.values()} == {"mse"}
+    made.save(tmp_path / "calibration")
+    quantized, again = copy.deepcopy(plain), copy.deepcopy(plain)
+    lb.quantize_(quantized, "int8-static-affine", made)
+    lb.quantize_(again, "int8-static-affine", lb.Calibration.load(tmp_path / "calibration"))
+    y = quantized(x)
+    assert torch.equal(again(x), y)
+    lb.save_model(quantized, tmp_path / "model")
+    assert torch.equal(lb.load_model(tmp_path / "model", model())(x), y)
+    quantized.bfloat16()
+    assert torch.equal(quantized[0].input_scales.scale, made.inputs["0"][0].scale)
+    assert torch.equal(torch.compile(again, backend="aot_eager", fullgraph=True)(x), y)
+
+    dynamic = copy.deepcopy(plain)
+    lb.quantize_(dynamic, "int8")
+    with pytest.raises(RuntimeError, match="input_scale"):
+        dynamic.load_state_dict(again.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*input_scale"):
+        again.load_state_dict(dynamic.state_dict())
+    report = lb.prepack_(again)
+    assert all("static" in reason for reason in report.left.values())
+
+
+def test_tied_layers_have_input_scales_of_their_own():
+    tied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    tied[2].weight = tied[0].weight
+    made = lb.calibrate(tied, [torch.randn(64, 16) * 5], "int8-static")
+    lb.quantize_(tied, "int8-static", made)
+    assert tied[0].codes is tied[2].codes
+    assert not torch.equal(tied[0].input_scale, tied[2].input_scale)
+
+
+def test_static_recipes_need_data_and_their_calibration():
+    plain, x = model(), torch.randn(64, 24)
+    with pytest.raises(ValueError, match="'int8-static' quantizes inputs by scales that come from data"):
+        lb.quantize_(plain, "int8-static")
+    with pytest.raises(ValueError, match=r"'int8-static' quantizes inputs by scales.*give batches"):
+        lb.calibrate(plain, None, "int8-static", "search")
+
+    class Aside(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x)
+
+    with pytest.raises(ValueError, match=r"layer '1': no batch reaches it.*leave it out with skip"):
+        lb.calibrate(Aside(nn.Linear(24, 4), nn.Linear(4, 4)), [x], "int8-static", "nearest")
+    by_row = lb.Recipe(lb.Gemm(lb.Cast("int8:row", scale="static"), "int8:row"))
+    with pytest.raises(ValueError, match="static scales are the same for every row"):
+        lb.calibrate(plain, [x], by_row)
+    with pytest.raises(ValueError, match="only percentile takes a share"):
+        find_observer("percentile:101")
