@@ -124,7 +124,7 @@ def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPack
 
 # -- conv --------------------------------------------------------------------------------------------------------------
 def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``conv`` on every device where ``rows`` of one backend quantize and multiply: patches are laid out some at a time."""
+    """``conv`` on every device where ``rows`` of a backend quantize and multiply: patches are laid out some at a time."""
     made = []
     for mm in rows:
         if mm.op == "scaled_mm":
@@ -157,7 +157,7 @@ def _multiply_patches(parts: dict[str, Impl], out: Tensor, call: convolution.Con
 
 
 def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales]:
-    """What patches are made of, and the scales that span it: floats, or codes, one a byte, of schemes with one scale."""
+    """What patches are made of, and the scales that span it: floats, or codes, a byte each, where one scale does."""
     source = convolution.pixels(call.x)
     if call.input is None:
         return source, Scales()
@@ -215,7 +215,9 @@ def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None
         data, scale, zero = _empty("quantize", made, "meta")
         scales = Scales(scale, zero if scheme.affine else None, outer)
         asked.append(("quantize", made))
-        asked.append(("quantize_static", q.QuantizeStatic(x, scheme.name, *scales)))
+        if call.input_scale is not None:
+            given = (call.input_scale, call.input_zero_point, call.input_global_scale)
+            asked.append(("quantize_static", q.QuantizeStatic(x, scheme.name, *given)))
     if call.out_scheme is not None and call.out_scale is not None:
         y = torch.empty((call.x.shape[0] * prod(convolution.out_sizes(call)), cols), device="meta")
         asked.append(("quantize_static", q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)))

@@ -36,10 +36,10 @@ class Recorder:
             found = layer.statistics
             assert found is not None
             for x, before in zip(inputs, [None] * len(inputs) if plain is None else plain[layer.name], strict=True):
-                if mask is not None and x.shape[:-1] == mask.shape:
+                if mask is not None and layer.window is None and x.shape[:-1] == mask.shape:
                     x, before = x[mask], None if before is None else before[mask]
                 try:
-                    found.update(x, before)
+                    found.update(x, before, layer.window)
                 except ValueError as error:
                     raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
 
@@ -55,7 +55,7 @@ class Recorder:
             inputs = given.get(layer, [])
             if layer.statistics is None and not inputs:
                 continue
-            key = (id(layer.statistics), layer.recipe.output.a, *map(id, inputs))
+            key = (id(layer.statistics), layer.recipe.output.a, layer.window, *map(id, inputs))
             if key in owners:
                 layer.statistics = owners[key][0].statistics
                 continue
@@ -68,11 +68,11 @@ class Recorder:
         return owners
 
     def _empty(self, layer: Observed) -> Statistics:
-        features, device = layer.weight.shape[1], layer.weight.device
+        device = layer.weight.device
         ranges = None
         if self.histogram is not None and layer.recipe.static and layer.recipe.input is not None:
-            ranges = Ranges(layer.recipe.input, features, histogram=self.histogram, device=device)
-        return Statistics(features, self.need, device, ranges)
+            ranges = Ranges(layer.recipe.input, layer.features, histogram=self.histogram, device=device)
+        return Statistics(layer.weight.shape[1], self.need, device, ranges)
 
     def finish(self) -> None:
         """Sum up what other processes counted, and let go of the layers."""

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import full_name, replaced_forward
-from lowbit.nn.conv import QuantConv2d
+from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.linear import QuantLinear
 
 __all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"]
@@ -21,8 +22,9 @@ __all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"
 #: it, or of a part of it), and of a bias.
 Make = Callable[[Tensor, Tensor, Any], QuantLinear]
 
-#: Makes a plain Parameter of the weights of QuantLinears, rows one below the other: ``plain(*layers, shape=None,
-#: transposed=False)``, in that shape if one is given. Layers that share their codes get one Parameter.
+#: Makes a plain Parameter of the weights of QuantLinears, rows one below the other: ``plain(*layers,
+#: kernel_size=None, transposed=False)``, as filters of a convolution if ``kernel_size`` is given. Layers that share
+#: their codes get one Parameter.
 Plain = Callable[..., nn.Parameter]
 
 
@@ -151,20 +153,14 @@ def _conv1d_back(layer: Any, made: QuantLinear, plain: Plain) -> None:
     layer.weight, layer._parameters["bias"] = plain(made, transposed=True), made.bias
 
 
-# -- nn.Conv2d --------------------------------------------------------------------------------------------------------
-def _conv2d(layer: nn.Conv2d, make: Make) -> QuantConv2d:
-    return QuantConv2d(layer, make(layer.weight, layer.weight.flatten(1), layer.bias))
+# -- nn.Conv1d, nn.Conv2d, nn.Conv3d ----------------------------------------------------------------------------------
+def _conv(layer: Any, make: Make, made: type[QuantConv]) -> QuantConv:
+    return made(layer, make(layer.weight, layer.weight.movedim(1, -1).flatten(1), layer.bias))
 
 
-def _conv2d_back(layer: nn.Conv2d, made: QuantConv2d, plain: Plain) -> None:
-    layer.weight = plain(made.linear, shape=(layer.out_channels, layer.in_channels, *layer.kernel_size))
+def _conv_back(layer: Any, made: QuantConv, plain: Plain) -> None:
+    layer.weight = plain(made.linear, kernel_size=made.kernel_size)
     layer._parameters["bias"] = made.bias
-
-
-def _refuses_conv2d(layer: nn.Conv2d) -> str | None:
-    if layer.groups > 1:
-        return f"it has {layer.groups} groups, and one matrix product serves one"
-    return unusual(layer)
 
 
 # -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
@@ -218,7 +214,10 @@ def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention,
 #: What is converted, by the full name of the class, which need not be importable.
 ADAPTERS: dict[str, Adapter] = {
     "torch.nn.modules.linear.Linear": Adapter(_linear, _linear_back, unusual),
-    "torch.nn.modules.conv.Conv2d": Adapter(_conv2d, _conv2d_back, _refuses_conv2d),
+    **{
+        f"torch.nn.modules.conv.{plain}": Adapter(partial(_conv, made=made), _conv_back, unusual)
+        for plain, made in (("Conv1d", QuantConv1d), ("Conv2d", QuantConv2d), ("Conv3d", QuantConv3d))
+    },
     "torch.nn.modules.activation.MultiheadAttention": Adapter(
         _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
     ),

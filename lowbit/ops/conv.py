@@ -1,9 +1,9 @@
 """conv: a convolution over 1, 2 or 3 spatial axes in one op, as the product of patches of ``x`` with the weight.
 
 Axes are in the order that channels-last memory has: ``x [N, *S, C]``, result ``[N, *S', O]``. The weight is the matrix
-``[O, C / groups * taps]`` that ``nn.Conv2d.weight.flatten(1)`` is, a tap being one place of the kernel. With a row for
-each place of the result, and a patch of ``x`` in each row, every group is a product as of ``linear``, in every bit.
-No kernel lays all patches out in memory.
+``[O, taps * C / groups]``, a tap being one place of the kernel: of an nn.Conv2d ``weight.movedim(1, -1).flatten(1)``,
+so that what shares a scale along K are channels of one pixel. With a row for each place of the result, and a patch of
+``x`` in each row, every group is a product as of ``linear``, in every bit. No kernel lays all patches out in memory.
 
 How x is quantized depends on what its scheme's scales span. One scale for the tensor is that of ``x``: each element is
 quantized once, and padding is the code of zero. Finer scales are those of each patch, as of a row in ``linear``.
@@ -17,6 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit import reference, scaling
@@ -40,8 +41,64 @@ from lowbit.scaling import Scheme
 from lowbit.tensor import packing
 
 
+class Window(NamedTuple):
+    """Which pixels a result is made of; the arguments of ``Conv`` with these names. ``padding``: two for each axis."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def padded(self, x: Tensor) -> Tensor:
+        """``x [N, *S, C]`` with its padding."""
+        pairs = zip(self.padding[-2::-2], self.padding[::-2], strict=True)
+        return F.pad(x, (0, 0, *(size for pair in pairs for size in pair)))
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """The patches of ``x [N, *S, C]``: ``[N, *S', groups, taps * C / groups]``."""
+        x, axes = self.padded(x), range(1, 1 + len(self.kernel_size))
+        for axis, size, stride, dilation in zip(axes, self.kernel_size, self.stride, self.dilation, strict=True):
+            x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        split: Tensor = x.unflatten(len(axes) + 1, (self.groups, -1))  # [N, *S', groups, C / groups, *taps]
+        return split.movedim(len(axes) + 2, -1).flatten(len(axes) + 2)
+
+    def filters(self, matrix: Tensor) -> Tensor:
+        """A weight ``[O, taps * C / groups]`` as torch has it: ``[O, C / groups, *kernel_size]``."""
+        filters: Tensor = matrix.unflatten(1, (*self.kernel_size, -1))  # type: ignore[no-untyped-call]
+        return filters.movedim(-1, 1)
+
+    def convolve(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """torch's convolution of ``x [N, *S, C]`` with a weight ``[O, taps * C / groups]``: ``[N, *S', O]``."""
+        images = self.padded(x).movedim(-1, 1)
+        zeros = (0,) * len(self.kernel_size)
+        y = torch.convolution(
+            images, self.filters(matrix), bias, self.stride, zeros, self.dilation, False, zeros, self.groups
+        )
+        return y.movedim(1, -1)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, matrix: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of ``convolve``, for ``x`` and for ``matrix``, where they are wanted: of one that is, the other is read."""
+        zeros = (0,) * len(self.kernel_size)
+        images = self.padded(x).movedim(-1, 1)
+        of_images, of_filters, _ = torch.ops.aten.convolution_backward(
+            grad.movedim(-1, 1), images, self.filters(matrix), None, self.stride, zeros, self.dilation, False, zeros,
+            self.groups, (*wanted, False),
+        )  # fmt: skip
+        of_x = of_matrix = None
+        if wanted[0]:
+            of_x = of_images.movedim(1, -1)
+            for axis, size in enumerate(x.shape[1:-1]):
+                of_x = of_x.narrow(1 + axis, self.padding[2 * axis], size)
+        if wanted[1]:
+            of_matrix = of_filters.movedim(1, -1).flatten(1)
+        return of_x, of_matrix
+
+
 class Conv(NamedTuple):
-    """``x [N, *S, C]`` float; ``weight``: stored codes ``[O, packed C / groups * taps]`` with their scales, of which
+    """``x [N, *S, C]`` float; ``weight``: stored codes ``[O, packed taps * C / groups]`` with their scales, of which
     floating-point ones may be the integers of their bits, as layers keep them.
 
     ``kernel_size``, ``stride``, ``dilation``: a number for each axis of S. ``padding``: two for each, the zeros before
@@ -69,6 +126,12 @@ class Conv(NamedTuple):
     out_scheme: str | None = None
     out_scale: Tensor | None = None
     out_zero_point: Tensor | None = None
+
+
+def window(call: Conv) -> Window:
+    """The window of a call."""
+    sizes, strides, zeros, dilations = map(tuple, (call.kernel_size, call.stride, call.padding, call.dilation))
+    return Window(sizes, strides, zeros, dilations, call.groups)
 
 
 def spans_tensor(scheme: Scheme) -> bool:
@@ -111,8 +174,7 @@ def patches(source: Tensor, call: Conv, group: int, begin: int, end: int) -> Ten
         step *= size
     at = (at + place[:, None] * step).masked_fill(outside, source.shape[0] - 1)
     channels = call.x.shape[-1] // call.groups
-    found = source[:, group * channels : (group + 1) * channels][at]  # [rows, taps, channels]
-    return found.transpose(1, 2).reshape(end - begin, -1)
+    return source[:, group * channels : (group + 1) * channels][at].flatten(1)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -200,14 +262,12 @@ def products(call: Conv) -> list[ScaledMM]:
     scheme = scaling.scheme(call.input)
     outer = reference.global_scale(source, scheme) if scheme.outer == "tensor" else None
     made: list[ScaledMM] = []
-    if spans_tensor(scheme):
-        scales = given_scales(call)
-        if scales is None:
-            codes, scale, zero = reference.quantize(source, scheme, outer, None)
-            scales = Scales(scale, zero, outer)
-        else:
-            assert scales.scale is not None
-            codes = reference.quantize_static(source, scheme, *scales, None)  # type: ignore[arg-type]
+    scales = given_scales(call) or Scales()
+    if scales.scale is not None:
+        codes = reference.quantize_static(source, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
+    elif spans_tensor(scheme):
+        codes, scale, zero = reference.quantize(source, scheme, outer, None)
+        scales = Scales(scale, zero, outer)
     for g in every:
         if spans_tensor(scheme):
             part = patches(codes, call, g, 0, rows)
@@ -243,14 +303,10 @@ def _check(call: Conv) -> None:
     )
     scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
     require_scales("conv", scheme, rows, cols, *scales)
-    require(
-        call.out_dtype in FLOATS, f"lowbit.conv: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}"
-    )
+    require(call.out_dtype in FLOATS, f"lowbit.conv: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
     if call.bias is not None:
         require_float("conv", "bias", call.bias)
-        require(
-            tuple(call.bias.shape) == (rows,), f"lowbit.conv: bias must be [{rows}], got {list(call.bias.shape)}"
-        )
+        require(tuple(call.bias.shape) == (rows,), f"lowbit.conv: bias must be [{rows}], got {list(call.bias.shape)}")
     _check_given(call)
 
 

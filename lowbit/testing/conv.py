@@ -38,7 +38,7 @@ def plain(x: tuple[int, ...], out: int, kernel: int, stride: int = 1, groups: in
 
 def make_call(x: Tensor, weight: Tensor, geometry: Geometry, input: str | None, scheme: str, **more: object) -> Conv:
     """A call on the reference's quantization of a float weight ``[O, C / groups, *kernel]``."""
-    matrix = weight.flatten(1)
+    matrix = weight.movedim(1, -1).flatten(1)
     b = matmul.make_call(matrix, matrix, None, scheme)
     arguments = {"input": input, **more}
     bias = arguments.pop("bias", None)
@@ -112,7 +112,7 @@ def example(geometry: Geometry, input: str | None, scheme: str, static: bool, dt
 #: Layers of ResNet-18 and EfficientNet-Lite0.
 BENCHED: dict[str, Sequence[Geometry]] = {
     "3x3": (plain((8, 56, 56, 64), 64, 3), plain((8, 7, 7, 512), 512, 3)),
-    "1x1": (plain((8, 28, 28, 240), 40, 1),),
+    "1x1": (plain((8, 28, 28, 192), 32, 1),),
     "depthwise": (plain((8, 56, 56, 144), 144, 3, groups=144), plain((8, 14, 14, 480), 480, 5, groups=480)),
 }
 

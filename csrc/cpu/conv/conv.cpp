@@ -61,8 +61,6 @@ class Convolution {
             if (input->scheme.outer == kOuterTensor) global_scale(x, pixels_shape(), input->scheme, &outer_);
         } else if (is_depthwise(window_, p_)) {
             depthwise_.emplace(patches_, p_);
-        } else {
-            put_taps_first();
         }
     }
 
@@ -125,32 +123,6 @@ class Convolution {
         p_.a.block_cols = std::max(s.block_cols, p_.depth);
         patches_.data = codes;
         patches_.padding = padding(code);
-    }
-
-    // Exact sums may be taken in any order: where a copy of the weight costs less than that, runs of channels are
-    // fetched instead of single ones.
-    void put_taps_first() {
-        Operand& b = p_.b;
-        const int64_t taps = window_.taps(), channels = window_.group_channels();
-        const bool whole = p_.a.block_cols >= p_.depth && b.block_cols >= p_.depth;
-        if (taps == 1) patches_.by_tap = true;
-        if (taps == 1 || channels == 1 || !whole || !mm::is_integer_product(p_) || b.table->bits != 8) return;
-        if (window_.rows() * window_.groups < b.rows || b.col_stride != 1) return;
-        thread_local Arena arena;
-        uint8_t* made = arena.reserve(static_cast<size_t>(b.rows * p_.depth));
-        const auto* data = static_cast<const uint8_t*>(b.data);
-        parallel_for(b.rows, 16, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) {
-                for (int64_t t = 0; t < taps; ++t) {
-                    const uint8_t* from = data + r * b.row_stride + t;
-                    uint8_t* to = made + r * p_.depth + t * channels;
-                    for (int64_t c = 0; c < channels; ++c) to[c] = from[c * taps];
-                }
-            }
-        });
-        b.data = made;
-        b.row_stride = p_.depth;
-        patches_.by_tap = true;
     }
 
     void lay_out(const Patches& patches, Operand& a) const {

@@ -107,7 +107,7 @@ void Depthwise::run(int64_t first, int64_t count, void* out, Element dtype) cons
     const mm::Kernels& kernels = mm::kernels_in_use();
     const int64_t taps = window_.taps(), channels = window_.channels, size = dtype == Element::f32 ? 4 : 2;
     const int64_t each = std::max<int64_t>(kSumBytes / (stride_ * 4), 4);
-    const mm::Patches patches{window_, pixels_, padding_, integers_ ? 1 : 4, 0, first, false};
+    const mm::Patches patches{window_, pixels_, padding_, integers_ ? 1 : 4, 0, first};
     const float a_scale = integers_ ? mm::scale_at(p_.a, 0, 0) : 1.0f;
     parallel_for(mm::ceil_div(count, each), 1, [&](int64_t begin, int64_t end) {
         thread_local Arena arena;

@@ -65,13 +65,6 @@ void Patches::locate(int64_t row, int64_t count, const uint8_t** taps) const {
 
 void Patches::fetch(int64_t row, int64_t begin, int64_t end, uint8_t* out) const {
     const Place place = place_of(row);
-    if (by_tap) return fetch_by_tap(place, begin, end, out);
-    if (bytes == 1) return fetch_by_channel(place, begin, end, out);
-    if (bytes == 2) return fetch_by_channel(place, begin, end, reinterpret_cast<uint16_t*>(out));
-    return fetch_by_channel(place, begin, end, reinterpret_cast<uint32_t*>(out));
-}
-
-void Patches::fetch_by_tap(const Place& place, int64_t begin, int64_t end, uint8_t* out) const {
     const int64_t channels = window.group_channels(), wide = window.kernel[2];
     // Taps next to each other along the last axis are one run of memory.
     const bool joins = window.groups == 1 && window.dilation[2] == 1 && place.at[2] >= 0 &&
@@ -84,21 +77,6 @@ void Patches::fetch_by_tap(const Place& place, int64_t begin, int64_t end, uint8
         std::memcpy(out, source + from * bytes, static_cast<size_t>(count * bytes));
         out += count * bytes;
         k += count;
-    }
-}
-
-template <class T>
-void Patches::fetch_by_channel(const Place& place, int64_t begin, int64_t end, T* out) const {
-    const int64_t taps = window.taps();
-    int64_t tap = 0;
-    for (int64_t d = 0; d < window.kernel[0]; ++d) {
-        for (int64_t h = 0; h < window.kernel[1]; ++h) {
-            for (int64_t w = 0; w < window.kernel[2]; ++w, ++tap) {
-                const T* from = reinterpret_cast<const T*>(pixel(place, d, h, w));
-                const int64_t skip = begin > tap ? (begin - tap + taps - 1) / taps : 0;
-                for (int64_t c = skip, k = c * taps + tap; k < end; ++c, k += taps) out[k - begin] = from[c];
-            }
-        }
     }
 }
 

@@ -20,8 +20,7 @@ struct Window {
     bool is_pointwise() const;
 };
 
-// The patches of one group. `by_tap`: a row holds the channels of the first tap, then those of the next one; else all
-// taps of the first channel, as weights [O, I, taps] are stored.
+// The patches of one group: a row holds the group's channels of the first tap, then those of the next one.
 struct Patches {
     const Window& window;
     const uint8_t* data;     // of the first pixel's first channel
@@ -29,7 +28,6 @@ struct Patches {
     int64_t bytes;           // of an element: 1, 2 or 4
     int64_t group = 0;
     int64_t first = 0;  // the row of the window that is row 0 here
-    bool by_tap = false;
 
     // Elements [begin, end) of a row.
     void fetch(int64_t row, int64_t begin, int64_t end, uint8_t* out) const;
@@ -42,9 +40,6 @@ struct Patches {
     };
     Place place_of(int64_t row) const;
     const uint8_t* pixel(const Place& place, int64_t d, int64_t h, int64_t w) const;
-    void fetch_by_tap(const Place& place, int64_t begin, int64_t end, uint8_t* out) const;
-    template <class T>
-    void fetch_by_channel(const Place& place, int64_t begin, int64_t end, T* out) const;
 };
 
 }  // namespace lowbit::cpu::mm
