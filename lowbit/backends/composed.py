@@ -124,7 +124,7 @@ def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPack
 
 # -- conv --------------------------------------------------------------------------------------------------------------
 def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
-    """``conv`` on every device where ``rows`` of a backend quantize and multiply: patches are laid out some at a time."""
+    """``conv`` wherever ``rows`` of one backend quantize and multiply; some patches are laid out at a time."""
     made = []
     for mm in rows:
         if mm.op == "scaled_mm":
