@@ -163,7 +163,7 @@ def test_what_is_asked_for_and_impossible_is_an_error():
     for pairs, message in (
         ([("0", "3")], "no module '3'"),
         (
-            [("0", "1"), ("1", "2")],
+            [("1", "2")],
             r"\('1', '2'\): expected a convolution or Linear and a BatchNorm, got a BatchNorm2d",
         ),
         ([("0", "1"), ("0", "1")], "'0' is in two pairs"),
