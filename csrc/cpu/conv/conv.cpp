@@ -101,17 +101,20 @@ class Convolution {
     // x as codes, with one scale.
     void quantize_pixels(const Values& x) {
         thread_local Arena kept;
-        const SchemeParams& s = input_->scheme;
-        const Shape shape = pixels_shape();
+        const Shape shape{window_.pixels() / window_.size[2], window_.size[2] * window_.channels};  // long rows
+        SchemeParams s = input_->scheme;
+        s.block_rows = shape.rows;
+        s.block_cols = shape.cols;
         const int64_t bytes = shape.rows * shape.cols + mm::kSlack;
         uint8_t* codes = (bytes > kKeptBytes ? large_ : kept).reserve(static_cast<size_t>(bytes));
+        const Values rows{x.data, x.dtype, shape.cols};
         Scales scales = input_->given;
         if (scales.scale != nullptr) {
-            quantize_static(x, shape, s, scales, kNearest, {}, codes);
+            quantize_static(rows, shape, s, scales, kNearest, {}, codes);
         } else {
-            if (s.outer) global_scale(x, shape, s, &outer_);
+            if (s.outer) global_scale(rows, shape, s, &outer_);
             scales = {scale_, s.affine ? &zero_point_ : nullptr, s.outer ? &outer_ : nullptr};
-            quantize(x, shape, s, {scale_, s.affine ? &zero_point_ : nullptr, scales.outer}, kNearest, {}, codes);
+            quantize(rows, shape, s, {scale_, s.affine ? &zero_point_ : nullptr, scales.outer}, kNearest, {}, codes);
         }
         const float zero = 0;
         SchemeParams one = s;
@@ -119,8 +122,8 @@ class Convolution {
         uint8_t code;
         quantize_static({&zero, Dtype::kFloat32, 1}, {1, 1}, one, scales, kNearest, {}, &code);
         p_.a = operand_of(s, {window_.rows(), p_.depth}, codes, scales);
-        p_.a.block_rows = std::max(s.block_rows, window_.rows());
-        p_.a.block_cols = std::max(s.block_cols, p_.depth);
+        p_.a.block_rows = window_.rows();
+        p_.a.block_cols = p_.depth;
         patches_.data = codes;
         patches_.padding = padding(code);
     }

@@ -197,10 +197,7 @@ template <class Code>
 struct Integers {
     using Acc = VecI;
     static constexpr int64_t kBytes = 1;
-    static VecI pixel(const uint8_t* from) {
-        typedef Code Codes __attribute__((vector_size(kWidth)));
-        return __builtin_convertvector(load<Codes>(from), VecI);
-    }
+    static VecI pixel(const uint8_t* from) { return widened(reinterpret_cast<const Code*>(from)); }
     static VecI add(VecI acc, VecI a, VecI b) { return acc + a * b; }
 };
 struct Floats {

@@ -63,20 +63,45 @@ void Patches::locate(int64_t row, int64_t count, const uint8_t** taps) const {
     }
 }
 
+// Where pixel 0 of the last axis begins, for a tap's d and h; null outside.
+const uint8_t* Patches::line(const Place& place, int64_t d, int64_t h) const {
+    const Window& w = window;
+    const int64_t along[2] = {place.at[0] + d * w.dilation[0], place.at[1] + h * w.dilation[1]};
+    if (along[0] < 0 || along[0] >= w.size[0] || along[1] < 0 || along[1] >= w.size[1]) return nullptr;
+    return data + ((place.image * w.size[0] + along[0]) * w.size[1] + along[1]) * w.size[2] * w.channels * bytes;
+}
+
 void Patches::fetch(int64_t row, int64_t begin, int64_t end, uint8_t* out) const {
     const Place place = place_of(row);
-    const int64_t channels = window.group_channels(), wide = window.kernel[2];
+    const Window& w = window;
+    const int64_t channels = w.group_channels(), wide = w.kernel[2], length = channels * wide;
+    const int64_t first_channel = group * channels * bytes;
     // Taps next to each other along the last axis are one run of memory.
-    const bool joins = window.groups == 1 && window.dilation[2] == 1 && place.at[2] >= 0 &&
-                       place.at[2] + wide <= window.size[2];
-    const int64_t run = joins ? channels * wide : channels;
-    for (int64_t k = begin; k < end;) {
-        const int64_t tap = k / run * (joins ? wide : 1), from = k % run, count = std::min(run - from, end - k);
-        const int64_t line = tap / wide;
-        const uint8_t* source = pixel(place, line / window.kernel[1], line % window.kernel[1], tap % wide);
-        std::memcpy(out, source + from * bytes, static_cast<size_t>(count * bytes));
-        out += count * bytes;
+    const bool joins = w.groups == 1 && w.dilation[2] == 1 && place.at[2] >= 0 && place.at[2] + wide <= w.size[2];
+    int64_t from = begin % length, h = begin / length, d = h / w.kernel[1];
+    h -= d * w.kernel[1];
+    for (int64_t k = begin; k < end; from = 0) {
+        const int64_t count = std::min(length - from, end - k);
+        const uint8_t* pixels = line(place, d, h);
+        if (joins || pixels == nullptr) {
+            const uint8_t* source = pixels == nullptr ? padding : pixels + place.at[2] * channels * bytes;
+            std::memcpy(out, source + from * bytes, static_cast<size_t>(count * bytes));
+            out += count * bytes;
+        } else {
+            for (int64_t at = from; at < from + count;) {
+                const int64_t tap = at / channels, skip = at % channels, some = std::min(channels - skip, from + count - at);
+                const int64_t x = place.at[2] + tap * w.dilation[2];
+                const uint8_t* source = x < 0 || x >= w.size[2] ? padding : pixels + x * w.channels * bytes + first_channel;
+                std::memcpy(out, source + skip * bytes, static_cast<size_t>(some * bytes));
+                out += some * bytes;
+                at += some;
+            }
+        }
         k += count;
+        if (++h == w.kernel[1]) {
+            h = 0;
+            ++d;
+        }
     }
 }
 

@@ -40,6 +40,7 @@ struct Patches {
     };
     Place place_of(int64_t row) const;
     const uint8_t* pixel(const Place& place, int64_t d, int64_t h, int64_t w) const;
+    const uint8_t* line(const Place& place, int64_t d, int64_t h) const;
 };
 
 }  // namespace lowbit::cpu::mm
