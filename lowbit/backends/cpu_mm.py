@@ -7,7 +7,6 @@ float32 matmul precision allows it and the processor gains by it.  Source: docs/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,24 +61,13 @@ def _linear_packed(outs: tuple[Tensor, ...], call: LinearPacked) -> None:
 
 
 def _conv(outs: tuple[Tensor, ...], call: Conv) -> None:
-    """As a convolution over three axes; missing ones come first, of one pixel and one tap."""
-    missing = 5 - call.x.dim()
-
-    def three(numbers: Sequence[int], filler: int) -> list[int]:
-        return [filler] * missing + list(numbers)
-
-    def five(t: Tensor) -> Tensor:
-        return t.contiguous().view(t.shape[0], *[1] * missing, *t.shape[1:])
-
-    once = call.input is not None and spans_tensor(scaling.scheme(call.input))
     given = (call.input_scale, call.input_zero_point, call.input_global_scale)
     torch.ops.lowbit_native.conv(
-        five(call.x), scheme_number(call.input), once, *(None if t is None else t.contiguous() for t in given),
+        call.x.contiguous(), scheme_number(call.input), *(None if t is None else t.contiguous() for t in given),
         _rows(call.weight, call.scheme), scheme_number(call.scheme), call.scale, call.zero_point, call.global_scale,
         call.bias, scheme_number(call.out_scheme),
-        *(None if t is None else t.contiguous() for t in (call.out_scale, call.out_zero_point)), five(outs[0]),
-        call.groups,
-        [*three(call.kernel_size, 1), *three(call.stride, 1), *three(call.dilation, 1), *three(call.padding[::2], 0)],
+        *(None if t is None else t.contiguous() for t in (call.out_scale, call.out_zero_point)), outs[0],
+        *(list(numbers) for numbers in (call.kernel_size, call.stride, call.padding, call.dilation)), call.groups,
     )  # fmt: skip
 
 
