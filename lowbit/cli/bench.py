@@ -27,6 +27,7 @@ class Suite(str, Enum):
     ragged = "ragged"
     products = "products"
     small = "small"
+    conv = "conv"
 
 
 def bench(
@@ -34,7 +35,7 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; or codecs in the caches and what a call costs."
+            "formats; codecs in the caches and what a call costs; or convolutions."
         ),
     ] = Suite.ops,
     only: Annotated[

@@ -23,6 +23,7 @@ using mm::Window;
 // Patches that are quantized one by one, and results that become codes, are made so many bytes at a time.
 constexpr int64_t kPatchBytes = int64_t{1} << 20;
 constexpr int64_t kResultBytes = int64_t{4} << 20;
+constexpr int64_t kLeastRows = 128, kMostRows = 512;  // that a thread takes at a time
 constexpr int64_t kKeptBytes = int64_t{32} << 20;  // memory that a thread keeps
 
 int64_t element_bytes(Element dtype) { return dtype == Element::f32 ? 4 : dtype == Element::codes ? 1 : 2; }
@@ -68,6 +69,19 @@ class Convolution {
     void run(int64_t first, int64_t count, void* out, Element dtype) {
         if (depthwise_) return depthwise_->run(first, count, out, dtype);
         if (each_patch_) return quantize_patches(first, count, static_cast<uint8_t*>(out), dtype);
+        // Each thread takes rows of its own where there are enough: nothing is waited for between blocks of them.
+        const int64_t threads = num_threads();
+        const int64_t each = std::clamp(mm::ceil_div(count, 4 * threads), kLeastRows, kMostRows);
+        const int64_t pieces = mm::ceil_div(count, each), row_bytes = p_.b.rows * element_bytes(dtype);
+        if (threads == 1 || pieces < threads) return multiply_rows(first, count, static_cast<uint8_t*>(out), dtype);
+        parallel_for(pieces, 1, [&](int64_t begin, int64_t end) {
+            const int64_t row = begin * each, rows = std::min(end * each, count) - row;
+            multiply_rows(first + row, rows, static_cast<uint8_t*>(out) + row * row_bytes, dtype);
+        });
+    }
+
+  private:
+    void multiply_rows(int64_t first, int64_t count, uint8_t* out, Element dtype) const {
         for (int64_t g = 0; g < window_.groups; ++g) {
             Operand a = p_.a;
             a.rows = count;
@@ -83,11 +97,10 @@ class Convolution {
             } else {
                 a.patches = &patches;
             }
-            multiply_group(g, a, static_cast<uint8_t*>(out), dtype);
+            multiply_group(g, a, out, dtype);
         }
     }
 
-  private:
     Shape pixels_shape() const { return {window_.pixels(), window_.channels}; }
 
     const uint8_t* padding(uint8_t zero) {
