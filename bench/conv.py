@@ -1,7 +1,7 @@
 """Convolutions with static int8 scales beside torch's: layers of ResNet-18 and MobileNets, and ResNet-18 whole.
 
-``lowbit bench conv`` writes conv.md. Inputs and weights are random, so errors say how far int8 is from fp32, and nothing
-of accuracy.
+``lowbit bench conv`` writes conv.md. Inputs and weights are random: errors say how far int8 is from fp32, and nothing of
+accuracy.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ def _network(batch: int) -> list[str]:
     took = measure(Group("conv", "resnet18", "", 0, 0, tuple(case for case, _ in found), ()), Budget(21, 0.0, 40.0))
     exact = found[0][1].double()
     lines = [
-        f"\n## ResNet-18, batch {batch}\n\nMemory: the most that a process held, beyond what it held before the model.\n",
+        f"\n## ResNet-18, batch {batch}\n",
+        "Memory: the most that a process held, beyond what it held before the model.\n",
         "| | ms | to fp32 channels-last | MiB | relative error of logits |", "| --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for case, y in found:
