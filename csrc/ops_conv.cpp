@@ -30,9 +30,9 @@ mm::Window window_of(const Tensor& x, const Geometry& geometry) {
         w.stride[i] = is_there ? geometry.stride[at] : 1;
         w.dilation[i] = is_there ? geometry.dilation[at] : 1;
         w.before[i] = is_there ? geometry.padding[2 * at] : 0;
-        STD_TORCH_CHECK(w.size[i] > 0 && w.kernel[i] > 0 && w.stride[i] > 0 && w.dilation[i] > 0 && w.before[i] >= 0 &&
-                            after >= 0,
-                        "lowbit: conv: sizes must be positive");
+        STD_TORCH_CHECK(
+            w.size[i] > 0 && w.kernel[i] > 0 && w.stride[i] > 0 && w.dilation[i] > 0 && w.before[i] >= 0 && after >= 0,
+            "lowbit: conv: sizes must be positive");
         const int64_t room = w.size[i] + w.before[i] + after - w.dilation[i] * (w.kernel[i] - 1) - 1;
         STD_TORCH_CHECK(room >= 0, "lowbit: conv: the kernel is larger than the padded input");
         w.out[i] = room / w.stride[i] + 1;
@@ -55,7 +55,8 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
     std::optional<cpu::PixelInput> from;
     if (input) {
         const SchemeParams& s = input->rounded.scheme;
-        const cpu::Shape shape = input->once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{rows * w.groups, p.depth};
+        const cpu::Shape shape =
+            input->once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{rows * w.groups, p.depth};
         STD_TORCH_CHECK(input->once ? s.format.bits == 8 : s.block_rows == 1, "lowbit: conv: not a scheme of pixels");
         from = cpu::PixelInput{s, given_scales(input->rounded, shape), input->once};
     }

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mm_oracle import check
 from torch import Tensor
-from variants import NATIVE, Kernel, Variant, kernels, params
+from variants import NATIVE, Kernel, Variant, kernels, params, threads
 
 import lowbit as lb
 from lowbit import scaling
@@ -214,6 +214,17 @@ def test_every_kernel_has_the_bits_of_the_reference_for_integers(kernel: Kernel)
         outs, expected = kernel.run(call), REFERENCE.run(call)
         if outs is not None and expected is not None:
             assert_same_bits(outs[0], expected[0], f"{kernel}: {geometry}")
+
+
+@pytest.mark.parametrize("input", [None, "int8:tensor", "int8:row", "fp8_e4m3:tensor"])
+@pytest.mark.parametrize("geometry", [plain((1, 13, 20, 24), 9, 1), plain((1, 13, 20, 24), 24, 3)], ids=str)
+def test_no_bit_depends_on_the_number_of_threads(geometry: Geometry, input: str | None):
+    call = random_call(geometry, input, "int8:row", bias=True)
+    with threads(1):
+        expected = run(call)
+    for count in (2, 3):
+        with threads(count):
+            assert_same_bits(run(call), expected, str(count))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

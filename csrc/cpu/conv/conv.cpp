@@ -24,7 +24,7 @@ using mm::Window;
 constexpr int64_t kPatchBytes = int64_t{1} << 20;
 constexpr int64_t kResultBytes = int64_t{4} << 20;
 constexpr int64_t kLeastRows = 128, kMostRows = 512;  // that a thread takes at a time
-constexpr int64_t kKeptBytes = int64_t{32} << 20;  // memory that a thread keeps
+constexpr int64_t kKeptBytes = int64_t{32} << 20;     // memory that a thread keeps
 
 int64_t element_bytes(Element dtype) { return dtype == Element::f32 ? 4 : dtype == Element::codes ? 1 : 2; }
 
@@ -69,11 +69,14 @@ class Convolution {
     void run(int64_t first, int64_t count, void* out, Element dtype) {
         if (depthwise_) return depthwise_->run(first, count, out, dtype);
         if (each_patch_) return quantize_patches(first, count, static_cast<uint8_t*>(out), dtype);
-        // Each thread takes rows of its own where there are enough: nothing is waited for between blocks of them.
+        // Each thread takes rows of its own where there are enough: nothing is waited for between blocks of them. Sums
+        // of floats could depend on how many rows are multiplied together.
         const int64_t threads = num_threads();
         const int64_t each = std::clamp(mm::ceil_div(count, 4 * threads), kLeastRows, kMostRows);
         const int64_t pieces = mm::ceil_div(count, each), row_bytes = p_.b.rows * element_bytes(dtype);
-        if (threads == 1 || pieces < threads) return multiply_rows(first, count, static_cast<uint8_t*>(out), dtype);
+        if (threads == 1 || pieces < threads || !mm::is_integer_product(p_)) {
+            return multiply_rows(first, count, static_cast<uint8_t*>(out), dtype);
+        }
         parallel_for(pieces, 1, [&](int64_t begin, int64_t end) {
             const int64_t row = begin * each, rows = std::min(end * each, count) - row;
             multiply_rows(first + row, rows, static_cast<uint8_t*>(out) + row * row_bytes, dtype);
@@ -184,15 +187,19 @@ class Convolution {
             const int64_t rows = std::min(most, count - row);
             const Shape shape{rows * groups, depth};
             lay_out_groups(first + row, rows, laid);
-            const Values x{laid, p_.a.dtype == Element::f32    ? Dtype::kFloat32
-                                 : p_.a.dtype == Element::bf16 ? Dtype::kBFloat16
-                                                               : Dtype::kFloat16, depth};
-            auto* outer = s.outer == kOuterTensor ? &outer_ : reinterpret_cast<float*>(base + code_room + scale_room + zero_room);
+            const Values x{laid,
+                           p_.a.dtype == Element::f32    ? Dtype::kFloat32
+                           : p_.a.dtype == Element::bf16 ? Dtype::kBFloat16
+                                                         : Dtype::kFloat16,
+                           depth};
+            auto* outer =
+                s.outer == kOuterTensor ? &outer_ : reinterpret_cast<float*>(base + code_room + scale_room + zero_room);
             if (s.outer == kOuterRow) global_scale(x, shape, s, outer);
             uint8_t* zeros = s.affine ? base + code_room + scale_room : nullptr;
             const Scales scales{base + code_room, zeros, s.outer ? outer : nullptr};
             quantize(x, shape, s, {base + code_room, zeros, scales.outer}, kNearest, {}, base);
-            multiply_codes(operand_of(s, shape, base, scales), rows, out + row * p_.b.rows * element_bytes(dtype), dtype);
+            multiply_codes(operand_of(s, shape, base, scales), rows, out + row * p_.b.rows * element_bytes(dtype),
+                           dtype);
         }
     }
 

@@ -5,8 +5,8 @@
 
 namespace lowbit::cpu {
 
-// How x is quantized: `once`, as it lies, by one scale (which may be given) to codes of 8 bits; or each patch by itself,
-// in blocks of one row.
+// How x is quantized: `once`, as it lies, by one scale (which may be given) to codes of 8 bits; or each patch by
+// itself, in blocks of one row.
 struct PixelInput {
     SchemeParams scheme;
     Scales given;

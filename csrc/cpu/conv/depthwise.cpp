@@ -119,7 +119,8 @@ void Depthwise::run(int64_t first, int64_t count, void* out, Element dtype) cons
         for (int64_t i = begin; i < end; ++i) {
             const int64_t row = i * each, rows = std::min(each, count - row);
             patches.locate(row, rows, places);
-            const mm::Depthwise work{places, rows, taps, channels, weights_, integers_ ? start_ : nullptr, sums, stride_};
+            const mm::Depthwise work{places, rows,   taps, channels, weights_, integers_ ? start_ : nullptr,
+                                     sums,   stride_};
             (!integers_              ? kernels.depthwise_f32
              : p_.a.table->is_signed ? kernels.depthwise_s8
                                      : kernels.depthwise_u8)(work);

@@ -1,11 +1,11 @@
 // Matrix product of quantized or float operands on the CPU: out[M, N] = a[M, K] @ b[N, K]^T (+ bias).
 //
 // matmul.cpp chooses: with up to 16 rows of a the GEMV kernels (gemv.h), else the GEMM ones. Of those, one file each:
-// gemm_table (values of codes), plan (which arithmetic), patches (rows of a that are an image's), gemm_cuts (which tiles), load (codes or floats to rows of
-// dwords), panel (the same to panels of b), packed (weights in the packed layout), gemm_body.inl, gemm_convert.inl and
-// gemm_panel_avx512.inl (micro-kernels, decoders and epilogue, per instruction set), gemm_tiles (loops, threads; its
-// memory in gemm_memory). What an instruction set provides is gemm_kernels.h. Numerics: docs/numerics.md section 9.
-// Nothing here knows of torch.
+// gemm_table (values of codes), plan (which arithmetic), patches (rows of a that are an image's), gemm_cuts (which
+// tiles), load (codes or floats to rows of dwords), panel (the same to panels of b), packed (weights in the packed
+// layout), gemm_body.inl, gemm_convert.inl and gemm_panel_avx512.inl (micro-kernels, decoders and epilogue, per
+// instruction set), gemm_tiles (loops, threads; its memory in gemm_memory). What an instruction set provides is
+// gemm_kernels.h. Numerics: docs/numerics.md section 9. Nothing here knows of torch.
 #pragma once
 
 #include <cstdint>

@@ -89,9 +89,11 @@ void Patches::fetch(int64_t row, int64_t begin, int64_t end, uint8_t* out) const
             out += count * bytes;
         } else {
             for (int64_t at = from; at < from + count;) {
-                const int64_t tap = at / channels, skip = at % channels, some = std::min(channels - skip, from + count - at);
+                const int64_t tap = at / channels, skip = at % channels,
+                              some = std::min(channels - skip, from + count - at);
                 const int64_t x = place.at[2] + tap * w.dilation[2];
-                const uint8_t* source = x < 0 || x >= w.size[2] ? padding : pixels + x * w.channels * bytes + first_channel;
+                const uint8_t* source =
+                    x < 0 || x >= w.size[2] ? padding : pixels + x * w.channels * bytes + first_channel;
                 std::memcpy(out, source + skip * bytes, static_cast<size_t>(some * bytes));
                 out += some * bytes;
                 at += some;
