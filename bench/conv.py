@@ -1,6 +1,6 @@
 """Convolutions with static int8 scales beside torch's: layers of ResNet-18 and MobileNets, and ResNet-18 whole.
 
-``lowbit bench conv`` writes conv.md. Inputs and weights are random: errors say how far int8 is from fp32, and nothing of
+``lowbit bench conv`` writes conv.md. Inputs and weights are random: errors say how far int8 is from fp32, nothing of
 accuracy.
 """
 
