@@ -49,6 +49,8 @@ void put_format(mm::Operand& x, const SchemeParams& s) {
     x.scale_format = s.scale_format;
 }
 
+}  // namespace
+
 mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
     if (!codes.scheme) return float_operand(name, codes.data, cols);
     const SchemeParams& s = *codes.scheme;
@@ -98,7 +100,6 @@ void add_bias(mm::Problem& p, const MaybeTensor& bias) {
     p.bias_stride = bias->stride(0);
 }
 
-// `out` holds [rows, b.rows], contiguous, with any number of axes.
 void add_out(mm::Problem& p, int64_t rows, const Tensor& out) {
     STD_TORCH_CHECK(
         out.dim() >= 1 && out.size(out.dim() - 1) == p.b.rows && out.numel() == rows * p.b.rows && out.is_contiguous(),
@@ -122,6 +123,8 @@ cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
                     "lowbit: schemes with a global scale alone have an global scale");
     return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.outer))};
 }
+
+namespace {
 
 // x [..., K] is a matrix, or contiguous.
 void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,

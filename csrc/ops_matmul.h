@@ -38,12 +38,20 @@ struct Packed {
 };
 Packed packed_of(const Tensor& buffer);
 
+
+// Parts of the description that cpu/matmul/matmul.h multiplies, of tensors; what does not fit throws.
+mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols);
+void add_bias(mm::Problem& problem, const MaybeTensor& bias);
+// `out` holds [rows, b.rows], contiguous, with any number of axes.
+void add_out(mm::Problem& problem, int64_t rows, const Tensor& out);
+
 void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols);
 // The scheme that floats are quantized in, with its scales where they are given.
 struct Rounded {
     SchemeParams scheme;
     MaybeTensor scale, zero_point, outer;
 };
+cpu::Scales given_scales(const Rounded& rounded, cpu::Shape shape);
 // `input`: how x is quantized on the way. `output`: how the result is, into codes; its scales are given.
 void linear(const Tensor& x, const std::optional<Rounded>& input, const Coded& weight, const MaybeTensor& bias,
             const std::optional<Rounded>& output, const Tensor& out);

@@ -2,6 +2,7 @@
 //
 // Arguments are those of the op's NamedTuple in lowbit/ops. Formats and schemes are names, known once Python has used
 // them (lowbit_native::keep).
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
@@ -9,6 +10,7 @@
 #include "cpu/matmul/gemm_kernels.h"
 #include "format_table.h"
 #include "ops_codec.h"
+#include "ops_conv.h"
 #include "ops_entry.h"
 #include "ops_matmul.h"
 #include "ops_params.h"
@@ -29,6 +31,7 @@ void refuse(bool of_value, std::string text) {
 }
 
 using MaybeInt = std::optional<int64_t>;
+using Ints = std::vector<int64_t>;
 using torch::headeronly::ScalarType;
 
 bool is_float(ScalarType t) { return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half; }
@@ -234,6 +237,43 @@ bool linear_into(const Tensor& x, const Tensor& weight, const Text& scheme, cons
     return true;
 }
 
+std::optional<Tensor> conv_new(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
+                               const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                               const Ints& kernel, const Ints& stride, const Ints& padding, const Ints& dilation,
+                               int64_t groups, const MaybeText& input, ScalarType out_dtype,
+                               const MaybeTensor& input_scale, const MaybeTensor& input_zero_point,
+                               const MaybeTensor& input_outer, const MaybeText& out_scheme,
+                               const MaybeTensor& out_scale, const MaybeTensor& out_zero_point) {
+    if (!is_float(out_dtype) || x.numel() == 0 || !x.is_contiguous() || weight.dim() != 2) return std::nullopt;
+    const mm::Window w = window_of(x, {kernel, stride, padding, dilation, groups});
+    const auto codes = coded(weight, scheme, scale, zero_point, outer, w.depth());
+    std::optional<PixelRounding> from;
+    if (input) {
+        const auto find = [&](int64_t rows, int64_t cols) { return named_scheme(input->view(), rows, cols); };
+        from = pixel_rounding(w, find, input_scale, input_zero_point, input_outer);
+        if (!from || (input_scale && !from->once)) return std::nullopt;
+    } else if (input_scale) {
+        return std::nullopt;
+    }
+    if (!input_scale && (input_zero_point || input_outer)) return std::nullopt;
+    int64_t width = weight.size(0);
+    std::optional<Rounded> to;
+    if (out_scheme) {
+        const auto s = named_scheme(out_scheme->view(), w.rows(), width);
+        if (!s) return std::nullopt;
+        to = Rounded{*s, out_scale, out_zero_point, {}};
+        width = cpu::packed_cols(width, s->format.bits);
+    } else if (out_scale || out_zero_point) {
+        return std::nullopt;
+    }
+    if (!codes) return std::nullopt;
+    Ints sizes = sizes_with(x, width);
+    std::copy_n(w.out + 3 - kernel.size(), kernel.size(), sizes.begin() + 1);
+    const Tensor out = new_tensor(sizes, out_scheme ? ScalarType::Byte : out_dtype);
+    conv(x, w, from, *codes, bias, to, out);
+    return out;
+}
+
 bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
                 const MaybeText& input, ScalarType out_dtype, const MaybeTensor& input_scale,
@@ -317,6 +357,7 @@ void throw_refusal() {
     ENTRY(scaled_mm_out, lowbit::entry::scaled_mm_out)         \
     ENTRY(linear, lowbit::entry::linear_new)                   \
     ENTRY(linear_out, lowbit::entry::linear_out)               \
+    ENTRY(conv, lowbit::entry::conv_new)                       \
     ENTRY(linear_packed, lowbit::entry::linear_packed_new)     \
     ENTRY(linear_packed_out, lowbit::entry::linear_packed_out)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from lowbit.backends.registry import forced, use_backend
 from lowbit.calls import below_autograd
 from lowbit.ops import OPS
+from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
 
 __all__ = ["backend_now", "on_backend"]
@@ -117,17 +120,18 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_a, grad_b, *[None] * 9, grad_bias, None
 
 
-def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _weight_setup(name: str, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves no activation: the gradient of ``x`` needs the weight alone, and passes straight through x's rounding."""
-    call = OPS["linear"].args(*inputs)
-    _refuse("linear", scale=call.scale, global_scale=call.global_scale, input_scale=call.input_scale)
+    call = OPS[name].args(*inputs)
+    _refuse(name, scale=call.scale, global_scale=call.global_scale, input_scale=call.input_scale)
     if call.out_scheme is not None:
         raise RuntimeError(
-            "lowbit.linear: x or bias requires grad, and a result in codes carries none; leave out_scheme out, or run "
+            f"lowbit.{name}: x or bias requires grad, and a result in codes carries none; leave out_scheme out, or run "
             "under torch.no_grad()"
         )
     ctx.backend, ctx.scheme, ctx.x_shape, ctx.x_dtype = forced(), call.scheme, call.x.shape, call.x.dtype
     ctx.bias_dtype = call.bias.dtype if _wanted(call.bias) else None
+    ctx.window = window(call) if isinstance(call, Conv) else None
     weight = (call.weight, stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
     ctx.save_for_backward(*(weight if _wanted(call.x) else [None] * 4))
 
@@ -142,6 +146,20 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.bias_dtype is not None:
         grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return grad_x, *[None] * 5, grad_bias, *[None] * 8
+
+
+def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight, *scales = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if weight is not None:
+        cols = ctx.x_shape[-1] // ctx.window.groups * prod(ctx.window.kernel_size)
+        with on_backend(ctx.backend):
+            decoded = _decoded((weight, *scales), ctx.scheme, cols, grad.dtype)
+        x = grad.new_empty(1).expand(ctx.x_shape)  # its shape alone is read
+        grad_x = ctx.window.gradients(grad, x, decoded, (True, False))[0].to(ctx.x_dtype)
+    if ctx.bias_dtype is not None:
+        grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return grad_x, *[None] * 5, grad_bias, *[None] * 13
 
 
 def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torch.dtype) -> Tensor:
@@ -187,4 +205,5 @@ _library = torch.library.Library("lowbit", "IMPL")
 _differentiable("fake_quantize", _fake_setup, _fake_backward)
 _differentiable("fake_quantize_backward", _mask_setup, _mask_backward)
 _differentiable("scaled_mm", _mm_setup, _mm_backward)
-_differentiable("linear", _linear_setup, _linear_backward)
+_differentiable("linear", partial(_weight_setup, "linear"), _linear_backward)
+_differentiable("conv", partial(_weight_setup, "conv"), _conv_backward)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # several processes at once: with a thread a core each, they would wait in turns
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():  # kernels in Triton run in its interpreter, on CPU tensors

@@ -48,8 +48,8 @@ def test_what_is_no_row_is_refused():
         lb.convert.register(dict, nn.Linear)
     with pytest.raises(TypeError, match="adapter must be an Adapter or a class in the table, got str"):
         lb.convert.register(Logged, "Linear")
-    with pytest.raises(ValueError, match=r"torch\.nn\.modules\.conv\.Conv1d is not in the table"):
-        lb.convert.register(Logged, nn.Conv1d)
+    with pytest.raises(ValueError, match=r"torch\.nn\.modules\.conv\.ConvTranspose1d is not in the table"):
+        lb.convert.register(Logged, nn.ConvTranspose1d)
 
 
 class Wrapped(nn.Module):

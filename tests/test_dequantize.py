@@ -50,9 +50,9 @@ def fake_(model: nn.Module, scheme: str) -> nn.Module:
                 if p is None or p.dim() < 2 or name.startswith("bias"):
                     continue
                 turned = isinstance(module, Conv1D)
-                parts = p.chunk(3) if name == "in_proj_weight" else (p.t() if turned else p.flatten(1),)
+                parts = p.chunk(3) if name == "in_proj_weight" else (p.t() if turned else p.movedim(1, -1).flatten(1),)
                 made = torch.cat([lb.fake_quantize(part.contiguous(), scheme) for part in parts])
-                p.copy_(made.t() if turned else made.reshape(p.shape))
+                p.copy_(made.t() if turned else made.reshape(p.movedim(1, -1).shape).movedim(-1, 1))
     return model
 
 
@@ -60,7 +60,8 @@ MODELS = {
     "linear": lambda: nn.Sequential(nn.Linear(33, 16), nn.Linear(16, 5, bias=False)),
     "subclass": lambda: nn.Sequential(Tagged(33, 16, tag={"a": 1})),
     "conv2d": lambda: nn.Sequential(nn.Conv2d(3, 5, (3, 2), stride=2, padding=1), nn.Conv2d(5, 4, 1, bias=False)),
-    "conv1d": lambda: nn.Sequential(Conv1D(6, 33)),
+    "conv1d, conv3d": lambda: nn.Sequential(nn.Conv1d(6, 9, 3, groups=3), nn.Conv3d(4, 6, (2, 1, 3), bias=False)),
+    "transformers' conv1d": lambda: nn.Sequential(Conv1D(6, 33)),
     "attention": lambda: nn.Sequential(nn.MultiheadAttention(16, 4, add_bias_kv=True)),
     "attention of three widths": lambda: nn.Sequential(nn.MultiheadAttention(16, 4, kdim=8, vdim=24, bias=False)),
     "encoder": lambda: nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)),

@@ -119,7 +119,7 @@ def test_costs_are_positive():
     for op, spec in OPS.items():
         for call in checked_samples(op, 5):
             cost = spec.cost(call)
-            assert cost.bytes > 0 and (cost.flops > 0) == (op in ("scaled_mm", "linear", "linear_packed"))
+            assert cost.bytes > 0 and (cost.flops > 0) == (op in ("scaled_mm", "linear", "linear_packed", "conv"))
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_explain_of_given_scales(scheme):
 
 
 def test_explain_knows_every_op_that_has_a_public_function():
-    inner = {"global_scale", "block_range", "quantize_static", "fake_quantize_backward", "linear_packed"}
+    inner = {"global_scale", "block_range", "quantize_static", "fake_quantize_backward", "linear_packed", "conv"}
     with pytest.raises(ValueError, match="unknown op 'global_scale'; expected one of") as caught:
         lb.explain("global_scale")
     assert set(str(caught.value).split("one of ")[1].split(", ")) == set(OPS) - inner

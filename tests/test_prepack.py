@@ -167,16 +167,17 @@ def test_what_stays_plain_has_its_reason():
 @packs
 def test_layers_inside_others_and_shared_ones():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.MultiheadAttention(36, 2))
-    model.again = model[0]
+    model = nn.Sequential(nn.MultiheadAttention(36, 2), nn.Conv2d(3, 8, 3), nn.Linear(36, 36))
+    model.again = model[2]
     lb.quantize_(model, "int8", skip=())
-    images = torch.randn(2, 3, 8, 8)
-    y = model[0](images)
-    lb.prepack_(model)
-    assert model.again is model[0] and type(model[0].linear) is PackedLinear
-    assert_same_bits(model[0](images), y)
+    x = torch.randn(2, 5, 36)
+    y = model[0](x, x, x)[0]
+    report = lb.prepack_(model)
+    assert model.again is model[2] and type(model.again) is type(model[0].out_proj) is PackedLinear
+    assert type(model[1].linear) is QuantLinear and "convolution" in report.left["1"]
+    assert_same_bits(model[0](x, x, x)[0], y)
     lb.unpack_(model)
-    assert type(model[0].linear) is QuantLinear and model.again is model[0]
+    assert type(model.again) is type(model[0].out_proj) is QuantLinear and model.again is model[2]
 
 
 @packs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -11,12 +12,17 @@ from torch import Tensor
 from lowbit import scaling
 from lowbit.backends.registry import Impl
 from lowbit.ops import OPS
+from lowbit.ops import conv as convolution
 from lowbit.ops import packed as packing
 from lowbit.ops import quantize as q
 from lowbit.ops.linear import Linear, Scales, given_scales, product
 from lowbit.ops.spec import as_rows
+from lowbit.tensor import packing as tensors
 
-__all__ = ["linear", "packed"]
+__all__ = ["conv", "linear", "packed"]
+
+#: Elements of the patches that ``conv`` lays out at a time.
+_PATCHES = 1 << 21
 
 
 def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
@@ -56,9 +62,11 @@ def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Sca
     return codes, given
 
 
-def _quantize(parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Scales]:
-    outer = None
-    if scheme.outer:
+def _quantize(
+    parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme, outer: Tensor | None = None
+) -> tuple[Tensor, Scales]:
+    """The same by scales made of ``x``, under the global scale ``outer`` if it is given."""
+    if scheme.outer and outer is None:
         asked = q.OuterScale(x, scheme.name)
         (outer,) = _empty("global_scale", asked, x.device)
         parts["global_scale"].run((outer,), asked)
@@ -112,3 +120,106 @@ def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPacked) -> None:
     linear.run(outs, packing.plain(call))
+
+
+# -- conv --------------------------------------------------------------------------------------------------------------
+def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``conv`` wherever ``rows`` of one backend quantize and multiply; some patches are laid out at a time."""
+    made = []
+    for mm in rows:
+        if mm.op == "scaled_mm":
+            parts = {row.op: row for row in rows if row.devices == mm.devices}
+            run, supports = partial(_run_conv, parts), partial(_supports_conv, parts)
+            made.append(Impl("conv", mm.name, mm.devices, mm.priority, run, supports, mm.numerics))
+    return tuple(made)
+
+
+def _run_conv(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: convolution.Conv) -> None:
+    if call.out_scheme is None:
+        return _multiply_patches(parts, outs[0].view(-1, outs[0].shape[-1]), call)
+    assert call.out_scale is not None
+    y = torch.empty((outs[0].shape[:-1].numel(), call.weight.shape[0]), device=call.x.device)
+    _multiply_patches(parts, y, call)
+    static = q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)
+    parts["quantize_static"].run((as_rows(outs[0]),), static)
+
+
+def _multiply_patches(parts: dict[str, Impl], out: Tensor, call: convolution.Conv) -> None:
+    source, scales = _source(parts, call)
+    step, cols = _rows_at_a_time(call), call.weight.shape[0] // call.groups
+    for begin in range(0, out.shape[0], step):
+        end = min(begin + step, out.shape[0])
+        for group in range(call.groups):
+            a, of_a = _some(parts, call, source, scales, (group, begin, end))
+            y = torch.empty((end - begin, cols), dtype=out.dtype, device=out.device)
+            parts["scaled_mm"].run((y,), convolution.product(call, group, a, of_a, out.dtype))
+            out[begin:end, group * cols : (group + 1) * cols] = y
+
+
+def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales]:
+    """What patches are made of, and the scales that span it: floats, or codes, a byte each, where one scale does."""
+    source = convolution.pixels(call.x)
+    if call.input is None:
+        return source, Scales()
+    scheme = scaling.scheme(call.input)
+    if not convolution.spans_tensor(scheme):
+        if scheme.outer != "tensor":
+            return source, Scales()
+        asked = q.OuterScale(source, scheme.name)
+        (outer,) = _empty("global_scale", asked, source.device)
+        parts["global_scale"].run((outer,), asked)
+        return source, Scales(global_scale=outer)
+    given = convolution.given_scales(call)
+    if given is None:
+        codes, scales = _quantize(parts, source, scheme)
+    else:
+        assert given.scale is not None
+        static = q.QuantizeStatic(source, scheme.name, given.scale, given.zero_point, given.global_scale)
+        (codes,), scales = _empty("quantize_static", static, source.device), given
+        parts["quantize_static"].run((codes,), static)
+    return tensors.unpack(codes, scheme.format.bits, source.shape[1]), scales
+
+
+def _some(
+    parts: dict[str, Impl], call: convolution.Conv, source: Tensor, scales: Scales, where: tuple[int, int, int]
+) -> tuple[Tensor, Scales]:
+    """Patches of a group from one row to another, as floats or as stored codes, with their scales."""
+    part = convolution.patches(source, call, *where)
+    if call.input is None:
+        return part, scales
+    scheme = scaling.scheme(call.input)
+    if convolution.spans_tensor(scheme):
+        return tensors.pack(part, scheme.format.bits), scales
+    return _quantize(parts, part, scheme, scales.global_scale)
+
+
+def _rows_at_a_time(call: convolution.Conv) -> int:
+    """As many as fit, whole blocks of scales; all where blocks span them."""
+    rows = call.x.shape[0] * prod(convolution.out_sizes(call))
+    tall = 1 if call.input is None else scaling.scheme(call.input).block_of(rows, 1)[0]
+    if call.input is not None and convolution.spans_tensor(scaling.scheme(call.input)):
+        tall = 1
+    return max(_PATCHES // (convolution.columns(call) * tall), 1) * tall
+
+
+def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None:
+    """Asks the kernels in turn, of patches that are not made yet."""
+    rows, cols = min(_rows_at_a_time(call), call.x.shape[0] * prod(convolution.out_sizes(call))), call.weight.shape[0]
+    x = torch.empty((rows, convolution.columns(call)), dtype=call.x.dtype, device="meta")
+    asked: list[tuple[str, object]] = []
+    data, scales = x, Scales()
+    if call.input is not None:
+        scheme = scaling.scheme(call.input)
+        outer = torch.empty(scheme.outer_shape(rows), device="meta") if scheme.outer else None
+        made = q.Quantize(x, scheme.name, outer)
+        data, scale, zero = _empty("quantize", made, "meta")
+        scales = Scales(scale, zero if scheme.affine else None, outer)
+        asked.append(("quantize", made))
+        if call.input_scale is not None:
+            given = (call.input_scale, call.input_zero_point, call.input_global_scale)
+            asked.append(("quantize_static", q.QuantizeStatic(x, scheme.name, *given)))
+    if call.out_scheme is not None and call.out_scale is not None:
+        y = torch.empty((call.x.shape[0] * prod(convolution.out_sizes(call)), cols), device="meta")
+        asked.append(("quantize_static", q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)))
+    asked.append(("scaled_mm", convolution.product(call, 0, data, scales, call.out_dtype)))
+    return next((reason for op, one in asked if (reason := parts[op].supports(one)) is not None), None)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from lowbit.backends import cpu_mm, native, native_ops
+from lowbit.backends import composed, cpu_mm, native, native_ops
 from lowbit.backends.registry import Impl
 
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
-IMPLS = (
+_ROWS = (
     *(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native_ops.RUN.items()),
     Impl("adamw", "cpu", ("cpu",), 10, native_ops.adamw),
     *cpu_mm.IMPLS,
+)
+#: ``cpu_patches``: convolutions of schemes that the native one leaves out.
+IMPLS = (
+    *_ROWS,
+    *(
+        replace(row, name="cpu_patches", priority=9)
+        for row in composed.conv(tuple(row for row in _ROWS if row.name == "cpu"))
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""The native ``scaled_mm`` and ``linear`` for CPUs: any pair of schemes and float matrices (csrc/cpu/matmul).
+"""The native ``scaled_mm``, ``linear`` and ``conv`` for CPUs: any pair of schemes and float matrices (csrc/cpu).
 
 Operands are multiplied in fp32, or in bf16 or integers where every value and product is exact in them, and summed in
 fp32 or exactly; so the declared numerics are those of fp32. ``cpu_bf16`` rounds fp32 operands to bf16 where torch's
@@ -17,6 +17,7 @@ from lowbit.backends.native import features, loading_error
 from lowbit.backends.native_ops import scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops import matmul
+from lowbit.ops.conv import Conv, spans_tensor
 from lowbit.ops.linear import Linear
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.packed import LinearPacked
@@ -57,6 +58,30 @@ def _linear(outs: tuple[Tensor, ...], call: Linear) -> None:
 
 def _linear_packed(outs: tuple[Tensor, ...], call: LinearPacked) -> None:
     torch.ops.lowbit_native.linear_packed(_x_rows(call.x, True), call.packed.contiguous(), call.bias, outs[0])
+
+
+def _conv(outs: tuple[Tensor, ...], call: Conv) -> None:
+    given = (call.input_scale, call.input_zero_point, call.input_global_scale)
+    torch.ops.lowbit_native.conv(
+        call.x.contiguous(), scheme_number(call.input), *(None if t is None else t.contiguous() for t in given),
+        _rows(call.weight, call.scheme), scheme_number(call.scheme), call.scale, call.zero_point, call.global_scale,
+        call.bias, scheme_number(call.out_scheme),
+        *(None if t is None else t.contiguous() for t in (call.out_scale, call.out_zero_point)), outs[0],
+        *(list(numbers) for numbers in (call.kernel_size, call.stride, call.padding, call.dilation)), call.groups,
+    )  # fmt: skip
+
+
+def _no_conv(call: Conv) -> str | None:
+    """What csrc/cpu/conv leaves to patches that Python lays out some at a time."""
+    tall = scaling.scheme(call.scheme).block[0]
+    if call.groups > 1 and tall is not None and call.weight.shape[0] // call.groups % tall:
+        return f"groups of the weight share scales of {call.scheme}"
+    if call.input is None:
+        return None
+    scheme = scaling.scheme(call.input)
+    if spans_tensor(scheme):
+        return None if scheme.format.bits == 8 else f"it quantizes x once to codes of 8 bits, not to {scheme}"
+    return None if scheme.block[0] == 1 else f"patches share scales of {scheme}"
 
 
 def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
@@ -131,5 +156,6 @@ _ROUNDED = Numerics("bf16", "fp32")
 IMPLS = (
     *(Impl(op, "cpu", ("cpu",), 10, run, numerics=_EXACT) for op, run in _RUN.items()),
     *(Impl(op, "cpu_bf16", ("cpu",), 11, _in_bf16(run), _no_bf16, _ROUNDED) for op, run in _RUN.items()),
+    Impl("conv", "cpu", ("cpu",), 10, _conv, _no_conv, _EXACT),
     Impl("linear_packed", "cpu", ("cpu",), 10, _linear_packed, numerics=_EXACT),
 )

@@ -93,7 +93,7 @@ _ROWS = (
     *(Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports) for op, run in native_ops.RUN.items()),
     Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, _scaled_mm, supports_mm, Numerics("bf16", "fp32")),
 )
-IMPLS = _ROWS + composed.linear(_ROWS)
+IMPLS = _ROWS + composed.linear(_ROWS) + composed.conv(_ROWS)
 
 
 def unavailable() -> str | None:

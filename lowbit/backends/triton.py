@@ -199,7 +199,7 @@ _IMPLS = tuple(
     for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
-IMPLS = _IMPLS + composed.linear(_IMPLS)
+IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS)
 
 
 def unavailable() -> str | None:

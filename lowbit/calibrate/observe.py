@@ -39,13 +39,13 @@ class Recorder:
             plains = none if plain is None else plain[layer.name]
             weights = none if layer.importance is None else layer.importance[number]
             for x, before, weight in zip(inputs, plains, weights, strict=True):
-                if mask is not None and x.shape[:-1] == mask.shape:
+                if mask is not None and layer.window is None and x.shape[:-1] == mask.shape:
                     x = x[mask]
                     before, weight = (None if one is None else one[mask] for one in (before, weight))
                 if self.rotated:
                     x, before = layer.rotated(x), None if before is None else layer.rotated(before)
                 try:
-                    found.update(x, before, weight)
+                    found.update(x, before, weight, layer.window)
                 except ValueError as error:
                     raise ValueError(f"layer {layer.name!r}, batch {number}: {error}") from None
 
@@ -61,7 +61,7 @@ class Recorder:
             inputs = given.get(layer, [])
             if layer.statistics is None and not inputs:
                 continue
-            how = (layer.recipe.output.a, layer.recipe.rotation, id(layer.importance))
+            how = (layer.recipe.output.a, layer.recipe.rotation, layer.window, id(layer.importance))
             key = (id(layer.statistics), *how, *map(id, inputs))
             if key in owners:
                 layer.statistics = owners[key][0].statistics
@@ -75,11 +75,11 @@ class Recorder:
         return owners
 
     def _empty(self, layer: Observed) -> Statistics:
-        features, device = layer.weight.shape[1], layer.weight.device
+        device = layer.weight.device
         ranges = None
         if self.histogram is not None and layer.recipe.static and layer.recipe.input is not None:
-            ranges = Ranges(layer.recipe.input, features, histogram=self.histogram, device=device)
-        return Statistics(features, self.need, device, ranges)
+            ranges = Ranges(layer.recipe.input, layer.features, histogram=self.histogram, device=device)
+        return Statistics(layer.weight.shape[1], self.need, device, ranges)
 
     def finish(self) -> None:
         """Sum up what other processes counted, and let go of the layers."""

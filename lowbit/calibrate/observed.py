@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lowbit.calibrate.statistics import Statistics
 from lowbit.convert.maker import Maker
 from lowbit.functional import fake_quantize, hadamard
+from lowbit.ops.conv import Window
 from lowbit.recipes import Recipe
 from lowbit.tensor.quantized import Quantized
 
@@ -26,7 +28,8 @@ class Observed(nn.Module):
     None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere. ``rounding``:
     gives the weight to compute with while a method learns it, and ``tuned`` is what it has learned. ``factors``: what
     transforms have multiplied the weight's columns with. ``importance``: for each batch and call how much each row of
-    the inputs counts; None: all the same. ``watch``: what outputs go through while that is found.
+    the inputs counts; None: all the same. ``watch``: what outputs go through while that is found. ``window``: of a
+    convolution; None: of none.
     """
 
     lowbit_kind = "observed"
@@ -44,12 +47,30 @@ class Observed(nn.Module):
         self.factors: Tensor | None = None
         self.importance: list[list[Tensor]] | None = None
         self.watch: Callable[[Tensor], Tensor] | None = None
+        self.window: Window | None = None
 
     def rotated(self, x: Tensor) -> Tensor:
         """Inputs, or the weight, after the transform of the recipe: what is quantized."""
         return x if self.recipe.rotation is None else hadamard(x, self.recipe.rotation)
 
+    @property
+    def features(self) -> int:
+        """The length of an input's last axis."""
+        depth = self.weight.shape[1]
+        return depth if self.window is None else depth // prod(self.window.kernel_size) * self.window.groups
+
     def forward(self, x: Tensor) -> Tensor:
+        x, weight, bias = self._operands(x)
+        return self._watched(F.linear(x, weight, bias))
+
+    def conv(self, x: Tensor, window: Window) -> Tensor:
+        """A convolution with this weight, as ``QuantLinear.conv``. Where a method learns, ``x`` is quantized pixel by
+        pixel for patch by patch.
+        """
+        self.window = window
+        return self._watched(window.convolve(*self._operands(x)))
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.journal is not None:
             self.journal.append((self, x))
         weight = self.weight
@@ -57,14 +78,16 @@ class Observed(nn.Module):
             weight, x = self.rounding(), self.rotated(x)
         if self.rounding is not None and self.recipe.input is not None and not self.recipe.static:
             x = fake_quantize(x, self.recipe.input)
-        y = F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+
+    def _watched(self, y: Tensor) -> Tensor:
         return y if self.watch is None else self.watch(y)
 
 
 class ObservedMaker(Maker[Observed]):
     """Makes the Observed layers of a model; those that share a weight share its name."""
 
-    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> Observed:
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> Observed:
         return Observed(name, name, matrix, bias, recipe)
 
     def twin(self, first: Observed, name: str, matrix: Tensor, bias: Any) -> Observed:

@@ -342,7 +342,7 @@ def _observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
         return measured(layer, made, 0, math.nan)
 
     task = Task(
-        "calibrate", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, measure, swap
+        "calibrate", "nn.Linear, nn.Conv1d to 3d, nn.MultiheadAttention", plain_layers(), maker.convert, measure, swap
     )
     convert(work, task, plan, names, protect)
     return work

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.calibrate.observers import Ranges, processes
+from lowbit.ops.conv import Window
 
 __all__ = ["NEEDS", "Statistics"]
 
@@ -18,7 +19,7 @@ NEEDS = ("nothing", "squares", "gram", "cross")
 
 
 class Statistics:
-    """Sums over all rows ``x`` [features] that a layer was given.
+    """Sums over all rows ``x`` [features] that a layer was given; of a convolution rows are patches of all groups.
 
     ``need``: one of ``NEEDS``; what comes before it in ``NEEDS`` is there too. ``rows``: how many were seen.
     ``ranges``: what static input scales are made of; None where there are none.
@@ -35,21 +36,29 @@ class Statistics:
         self._gram = torch.zeros(features, features, device=device) if level >= 2 else None
         self._cross = torch.zeros(features, features, device=device) if level >= 3 else None
 
-    def update(self, x: Tensor, plain: Tensor | None = None, importance: Tensor | None = None) -> None:
-        """Add rows ``x`` [..., features]; ``plain``: what the unquantized model has in their place; ``importance``
-        [...]: how often each row counts, in sums of products.
+    def update(
+        self,
+        x: Tensor,
+        plain: Tensor | None = None,
+        importance: Tensor | None = None,
+        window: Window | None = None,
+    ) -> None:
+        """Add rows ``x`` [..., features], or with ``window`` the patches of ``x`` [N, *S, C]; ``plain``: what the
+        unquantized model has in their place; ``importance`` [...], or [N, *S']: how often each row counts, in sums of
+        products. Ranges are those of ``x`` itself.
 
         Raises ValueError for NaN and Inf.
         """
-        x = x.detach().reshape(-1, x.shape[-1]).float()
-        weight = None if importance is None else importance.reshape(-1, 1).sqrt()
+        given = x.detach().float()
+        x = self._rows(given, window)
+        weight = None if importance is None else _factors(importance, x.shape[0])
         counted = x if weight is None else x * weight
         squares = counted.square().sum(0, dtype=torch.float64)
         if not bool(squares.isfinite().all()):
             raise ValueError("an input holds NaN or Inf; look for them in the calibration data, or in the model")
         self.rows += x.shape[0]
         if self.ranges is not None:
-            self.ranges.update(x)
+            self.ranges.update(given)
         if self._squares is not None and self._magnitude is not None and self._largest is not None:
             self._squares += squares
             magnitude = x.abs()
@@ -60,8 +69,13 @@ class Statistics:
             self._gram.addmm_(counted.t(), counted)
         if self._cross is not None:
             assert plain is not None
-            before = plain.detach().reshape(-1, x.shape[1]).float()
+            before = self._rows(plain.detach().float(), window)
             self._cross.addmm_((before if weight is None else before * weight).t(), counted)
+
+    def _rows(self, x: Tensor, window: Window | None) -> Tensor:
+        if window is not None and self.need != "nothing":
+            x = window.unfold(x)
+        return x.reshape(-1, x.shape[-1])
 
     @property
     def squares(self) -> Tensor:
@@ -108,3 +122,9 @@ class Statistics:
             one.rows = int(rows)
             if one.ranges is not None:
                 one.ranges.reduce()
+
+
+def _factors(importance: Tensor, rows: int) -> Tensor:
+    """The square root of how often each of ``rows`` counts: [rows, 1]; all groups of a convolution count the same."""
+    found = importance.reshape(-1, 1).sqrt()
+    return found.repeat_interleave(rows // max(found.shape[0], 1), 0)

@@ -28,6 +28,7 @@ class Suite(str, Enum):
     products = "products"
     small = "small"
     qat = "qat"
+    conv = "conv"
 
 
 def bench(
@@ -35,7 +36,8 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; or what quantization-aware training brings back."
+            "formats; codecs in the caches and what a call costs; convolutions; or what quantization-aware training "
+            "brings back."
         ),
     ] = Suite.ops,
     only: Annotated[

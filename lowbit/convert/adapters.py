@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import full_name, replaced_forward
-from lowbit.nn.conv import QuantConv2d
+from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.linear import QuantLinear
+from lowbit.ops.conv import spans_tensor
+from lowbit.recipes import Recipe
 
 __all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"]
 
@@ -21,8 +24,9 @@ __all__ = ["ADAPTERS", "Adapter", "Make", "Plain", "find", "register", "unusual"
 #: it, or of a part of it), and of a bias.
 Make = Callable[[Tensor, Tensor, Any], QuantLinear]
 
-#: Makes a plain Parameter of the weights of QuantLinears, rows one below the other: ``plain(*layers, shape=None,
-#: transposed=False)``, in that shape if one is given. Layers that share their codes get one Parameter.
+#: Makes a plain Parameter of the weights of QuantLinears, rows one below the other: ``plain(*layers,
+#: kernel_size=None, transposed=False)``, as filters of a convolution if ``kernel_size`` is given. Layers that share
+#: their codes get one Parameter.
 Plain = Callable[..., nn.Parameter]
 
 
@@ -32,6 +36,8 @@ class Adapter(NamedTuple):
     ``convert(layer, make)``: the quantized layer, whose QuantLinears ``make`` makes. It must not change ``layer``.
     ``restore(layer, quantized, plain)``: fills ``layer``, which is as it was but for its tensors, which are None.
     ``refuses(layer)``: why this one must stay as it is, or None.
+    ``slower(layer, recipe)``: why the recipe would make this one much slower; it stays then, unless a pattern of
+    recipes by layer names it.
     ``parameters``: the names of its parameters, which a subclass must not compute in another way.
     """
 
@@ -39,6 +45,7 @@ class Adapter(NamedTuple):
     restore: Callable[[Any, Any, Plain], None]
     refuses: Callable[[Any], str | None]
     parameters: tuple[str, ...] = ("weight", "bias")
+    slower: Callable[[Any, Recipe], str | None] = lambda layer, recipe: None
 
 
 class Found(NamedTuple):
@@ -151,20 +158,24 @@ def _conv1d_back(layer: Any, made: QuantLinear, plain: Plain) -> None:
     layer.weight, layer._parameters["bias"] = plain(made, transposed=True), made.bias
 
 
-# -- nn.Conv2d --------------------------------------------------------------------------------------------------------
-def _conv2d(layer: nn.Conv2d, make: Make) -> QuantConv2d:
-    return QuantConv2d(layer, make(layer.weight, layer.weight.flatten(1), layer.bias))
+# -- nn.Conv1d, nn.Conv2d, nn.Conv3d ----------------------------------------------------------------------------------
+def _conv(layer: Any, make: Make, made: type[QuantConv]) -> QuantConv:
+    return made(layer, make(layer.weight, layer.weight.movedim(1, -1).flatten(1), layer.bias))
 
 
-def _conv2d_back(layer: nn.Conv2d, made: QuantConv2d, plain: Plain) -> None:
-    layer.weight = plain(made.linear, shape=(layer.out_channels, layer.in_channels, *layer.kernel_size))
+def _slow_conv(layer: Any, recipe: Recipe) -> str | None:
+    input = recipe.input
+    if layer.groups < layer.in_channels or layer.in_channels == 1 or input is None or spans_tensor(input):
+        return None
+    return (
+        f"a depthwise convolution is many times slower with input scales finer than one for the tensor ({input}); use "
+        f"int8-static with lowbit.calibrate, or name the layer in recipes by layer"
+    )
+
+
+def _conv_back(layer: Any, made: QuantConv, plain: Plain) -> None:
+    layer.weight = plain(made.linear, kernel_size=made.kernel_size)
     layer._parameters["bias"] = made.bias
-
-
-def _refuses_conv2d(layer: nn.Conv2d) -> str | None:
-    if layer.groups > 1:
-        return f"it has {layer.groups} groups, and one matrix product serves one"
-    return unusual(layer)
 
 
 # -- nn.MultiheadAttention --------------------------------------------------------------------------------------------
@@ -218,7 +229,10 @@ def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention,
 #: What is converted, by the full name of the class, which need not be importable.
 ADAPTERS: dict[str, Adapter] = {
     "torch.nn.modules.linear.Linear": Adapter(_linear, _linear_back, unusual),
-    "torch.nn.modules.conv.Conv2d": Adapter(_conv2d, _conv2d_back, _refuses_conv2d),
+    **{
+        f"torch.nn.modules.conv.{plain}": Adapter(partial(_conv, made=made), _conv_back, unusual, slower=_slow_conv)
+        for plain, made in (("Conv1d", QuantConv1d), ("Conv2d", QuantConv2d), ("Conv3d", QuantConv3d))
+    },
     "torch.nn.modules.activation.MultiheadAttention": Adapter(
         _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
     ),

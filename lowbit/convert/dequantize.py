@@ -34,7 +34,7 @@ def dequantize_(model: nn.Module) -> Report:
         unpack_(model)
     plain = _PlainWeights()
     task = Task(
-        "dequantize_", "QuantLinear, QuantConv2d, QuantMultiheadAttention", _judge, plain.restore, plain.measure, swap
+        "dequantize_", "QuantLinear, QuantConv, QuantMultiheadAttention", _judge, plain.restore, plain.measure, swap
     )
     return convert(model, task)[0]
 
@@ -66,14 +66,16 @@ class _PlainWeights:
         self.made: dict[tuple[Any, ...], nn.Parameter] = {}
 
     def __call__(
-        self, *layers: QuantLinear, shape: tuple[int, ...] | None = None, transposed: bool = False
+        self, *layers: QuantLinear, kernel_size: tuple[int, ...] | None = None, transposed: bool = False
     ) -> nn.Parameter:
-        key = (*(id(layer.codes) for layer in layers), shape, transposed)
+        key = (*(id(layer.codes) for layer in layers), kernel_size, transposed)
         if key not in self.made:
             parts = [layer.plain_weight() for layer in layers]
             weight = parts[0] if len(parts) == 1 else torch.cat(parts)
             weight = weight.t().contiguous() if transposed else weight
-            self.made[key] = nn.Parameter(weight if shape is None else weight.reshape(shape))
+            if kernel_size is not None:
+                weight = weight.unflatten(1, (*kernel_size, -1)).movedim(-1, 1).contiguous()
+            self.made[key] = nn.Parameter(weight)
         return self.made[key]
 
     @torch.no_grad()

@@ -42,8 +42,8 @@ class Maker(Generic[Made]):
         self.names = {id(module): plain_name(name) for name, module in model.named_modules()}
         self.made: dict[tuple[Any, ...], Made] = {}
 
-    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> Made:
-        """A new layer for ``matrix`` [out, in]."""
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> Made:
+        """A new layer for ``matrix`` [out, in]; ``trained``: whether its parameter requires grad."""
         raise NotImplementedError
 
     def twin(self, first: Made, name: str, matrix: Tensor, bias: Any) -> Made:
@@ -63,7 +63,7 @@ class Maker(Generic[Made]):
             first = self.made.get(key)
             if first is not None:
                 return self.twin(first, name, matrix.detach(), bias)
-            self.made[key] = made = self.layer(name, matrix.detach(), bias, recipe)
+            self.made[key] = made = self.layer(name, matrix.detach(), bias, recipe, parameter.requires_grad)
             return made
 
         return adapter.convert(layer, make)
@@ -145,7 +145,7 @@ class QuantMaker(Maker[QuantLinear]):
         self.source = source
         self.energies: dict[int, Tensor] = {}  # by the id of the layer's codes
 
-    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> QuantLinear:
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> QuantLinear:
         weight, energies = self.source.weight(name, matrix, recipe)
         made = QuantLinear(weight, bias, recipe, self.source.input_scales(name, matrix, recipe))
         if energies is not None:

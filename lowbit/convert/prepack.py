@@ -12,6 +12,7 @@ from lowbit.convert.maker import measured
 from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
+from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
@@ -25,7 +26,7 @@ def prepack_(model: nn.Module) -> Report:
     """Put the quantized weights of ``model``, in place, into the layout that CPU kernels read: for inference.
 
     Every ``QuantLinear`` whose recipe multiplies integers by integers (``int8``, ``w4a8``) becomes a ``PackedLinear``,
-    also inside convolutions and attention; its results keep every bit. The others stay as they are, and the report
+    also inside attention; its results keep every bit. The others stay as they are, and the report
     says why. ``state_dict``, copies, pickles and ``save_model`` of a packed model have plain tensors, made new, so
     that files do not depend on it. Layers that share a weight share the packed one.
 
@@ -54,6 +55,8 @@ def unpack_(model: nn.Module) -> Report:
 def _to_pack(names: list[str], module: nn.Module) -> Verdict:
     if kind(module) == "packed":
         return Verdict(reason="packed already")
+    if isinstance(module, QuantConv):
+        return Verdict(reason="the packed layout is that of Linear layers, and it is a convolution")
     if not isinstance(module, QuantLinear):
         return Verdict(inside=True)
     reason = PackedLinear.refusal(module)
@@ -63,7 +66,7 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
 def _to_unpack(names: list[str], module: nn.Module) -> Verdict:
     if kind(module) == "packed":
         return Verdict(adapter=_EVERY)
-    return Verdict(reason="not packed") if isinstance(module, QuantLinear) else Verdict(inside=True)
+    return Verdict(reason="not packed") if isinstance(module, QuantLinear | QuantConv) else Verdict(inside=True)
 
 
 def _put_packed(model: nn.Module, made: dict[int, Any]) -> None:

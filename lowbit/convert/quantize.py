@@ -37,7 +37,7 @@ def quantize_(
 
     ``recipe``: a name, a Recipe, or recipes by layer, ``{"*": "int4-weight-only", "*.down_proj": "int8", "lm_head":
     None}``: the last pattern that matches a layer's full name decides, and None leaves the layer.
-    Converted: nn.Linear, nn.Conv2d (``groups=1``), nn.MultiheadAttention, transformers' Conv1D, their subclasses that
+    Converted: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, transformers' Conv1D, their subclasses that
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
     ``calibration``: what ``lowbit.calibrate`` found for this model and recipe; None: each weight is rounded to the
     nearest code.
@@ -70,7 +70,12 @@ def quantize_(
             model.get_parameter(name).data.copy_(value)
 
     task = Task(
-        "quantize_", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, maker.measure, put
+        "quantize_",
+        "nn.Linear, nn.Conv1d to 3d, nn.MultiheadAttention",
+        plain_layers(),
+        maker.convert,
+        maker.measure,
+        put,
     )
     report, found = convert(model, task, chosen, names, protect)
     notes = _untied(model, found)

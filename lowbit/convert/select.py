@@ -114,6 +114,10 @@ def select(
         if plan is not None and recipe is None:
             found.skipped.append(first)
         elif verdict.adapter is not None:
+            slower = None if recipe is None else verdict.adapter.slower(module, recipe)
+            if slower is not None and not _named(patterns, first.rpartition(".")[2]):
+                found.left[first] = slower
+                continue
             found.chosen[first] = Chosen(module, verdict.adapter, recipe)
         else:
             found.left[first] = verdict.reason or ""

@@ -155,7 +155,7 @@ def weight_error(model: nn.Module, weights: Mapping[str, Tensor]) -> float | Non
     for name, module in model.named_modules():
         weight, plain = getattr(module, "weight", None), weights.get(f"{name}.weight")
         if isinstance(weight, lb.Quantized) and plain is not None:
-            expected = plain.double().flatten()
+            expected = plain.double().movedim(1, -1).flatten()  # taps, then channels, of a convolution
             wrong += float((weight.dequantize().double().flatten() - expected).square().sum())
             whole += float(expected.square().sum())
     return (wrong / whole) ** 0.5 if whole else None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lowbit.convert.engine import take_over
 from lowbit.convert.maker import Nearest
 from lowbit.nn.base import kind
-from lowbit.nn.conv import QuantConv2d
+from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
@@ -104,7 +104,9 @@ def _all_linear(model: nn.Module, task: str) -> set[str]:
 #: What is no plain matrix of codes, and what to do about it.
 _REFUSED: dict[type[nn.Module], str] = {
     PackedLinear: "is packed; call lowbit.unpack_(model) first, and lowbit.prepack_(model) again for inference",
-    QuantConv2d: "is a convolution; leave it out of target_modules, or of the recipe",
+    **dict.fromkeys(
+        (QuantConv1d, QuantConv2d, QuantConv3d), "is a convolution; leave it out of target_modules, or of the recipe"
+    ),
 }
 
 

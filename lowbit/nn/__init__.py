@@ -1,7 +1,7 @@
 """Quantized layers. ``lowbit.convert`` puts them into models."""
 
 from lowbit.nn.attention import QuantMultiheadAttention
-from lowbit.nn.conv import QuantConv2d
+from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.linear import QuantLinear
 
-__all__ = ["QuantConv2d", "QuantLinear", "QuantMultiheadAttention"]
+__all__ = ["QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantLinear", "QuantMultiheadAttention"]

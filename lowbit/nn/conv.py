@@ -1,21 +1,33 @@
-"""QuantConv2d: a convolution as the product of its patches with one quantized matrix ``[O, I * kh * kw]``."""
+"""Convolutions over 1, 2 and 3 axes on a quantized weight: one call of the op ``conv``, which lays out no patches."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
+from lowbit.ops.conv import Window, spans_tensor
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["QuantConv2d"]
+__all__ = ["QuantConv", "QuantConv1d", "QuantConv2d", "QuantConv3d"]
 
 
-class QuantConv2d(nn.Module):
-    """``nn.Conv2d`` with ``groups=1`` on a quantized weight: input ``[..., I, H, W]``, result ``[..., O, H', W']``.
+#: What a state says of the order of the weight's columns.
+_ORDER = b"taps, channels"
 
-    The patches are laid out in memory (``kh * kw`` times the input) and go through ``self.linear``, a QuantLinear.
+
+class QuantConv(nn.Module):
+    """``nn.ConvNd`` on a quantized weight: input ``[N, C, *S]`` or ``[C, *S]``, result ``[N, O, *S']``, in the memory
+    format of the input. Channels-last inputs are read as they are, and others copied.
+
+    ``self.linear`` has the weight, as the matrix ``[O, taps * C / groups]``: a QuantLinear, or what trains or observes
+    one. Inputs are quantized as the op ``conv`` says: by one scale for the tensor, or each patch by itself.
+    Raises ValueError for an input of another shape, and for a recipe with static input scales that are finer than one
+    for the tensor.
     """
 
     @property
@@ -23,18 +35,26 @@ class QuantConv2d(nn.Module):
         """Quantized, or what its matrix is trained to be."""
         return "qat" if kind(self.linear) == "qat" else "quantized"
 
-    def __init__(self, like: nn.Conv2d, linear: QuantLinear) -> None:
+    def __init__(self, like: nn.Conv1d | nn.Conv2d | nn.Conv3d, linear: QuantLinear) -> None:
         super().__init__()
         self.in_channels, self.out_channels = like.in_channels, like.out_channels
         self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation
-        self.padding, self.padding_mode = like.padding, like.padding_mode
+        self.padding, self.padding_mode, self.groups = like.padding, like.padding_mode, like.groups
         self._pads: tuple[int, ...] = tuple(like._reversed_padding_repeated_twice)
+        pairs = zip(self._pads[-2::-2], self._pads[::-2], strict=True)
+        zeros = (
+            tuple(size for pair in pairs for size in pair) if like.padding_mode == "zeros" else (0,) * len(self._pads)
+        )
+        self.window = Window(self.kernel_size, self.stride, zeros, self.dilation, self.groups)
         self.recipe = linear.recipe
+        reason = _refusal(linear, like.groups)
+        if reason is not None:
+            raise ValueError(f"recipe {linear.recipe.name!r}: {reason}; or leave the layer out with skip=...")
         self.linear = linear
 
     @property
     def weight(self) -> Quantized:
-        """The weight as the matrix ``[O, I * kh * kw]``."""
+        """The weight as the matrix ``[O, taps * C / groups]``."""
         return self.linear.weight
 
     @property
@@ -42,20 +62,67 @@ class QuantConv2d(nn.Module):
         return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        if any(self._pads):
-            x = F.pad(x, self._pads, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
-        height, width = (
-            (size - dilation * (kernel - 1) - 1) // stride + 1
-            for size, dilation, kernel, stride in zip(
-                x.shape[-2:], self.dilation, self.kernel_size, self.stride, strict=True
+        axes = len(self.kernel_size)
+        if x.dim() not in (axes + 1, axes + 2) or x.shape[-axes - 1] != self.in_channels:
+            raise ValueError(
+                f"{type(self).__name__}: expected an input [N, C, *S] or [C, *S] with C={self.in_channels} and {axes} "
+                f"axes S, got {list(x.shape)}"
             )
-        )
-        patches = F.unfold(x, self.kernel_size, self.dilation, 0, self.stride)
-        y: Tensor = self.linear(patches.transpose(-1, -2))
-        return y.transpose(-1, -2).reshape(*y.shape[:-2], self.out_channels, height, width)
+        images = x if x.dim() == axes + 2 else x[None]
+        if self.padding_mode != "zeros" and any(self._pads):
+            images = F.pad(images, self._pads, mode=self.padding_mode)
+        pixels = images.movedim(1, -1)
+        y: Tensor = self.linear.conv(pixels, self.window).movedim(-1, 1)
+        if images.stride(1) != 1 or not pixels.is_contiguous():
+            y = y.contiguous()
+        return y if x.dim() == axes + 2 else y[0]
+
+    def get_extra_state(self) -> Tensor:
+        """The order of the weight's columns, for ``_load_from_state_dict``."""
+        return torch.tensor(list(_ORDER), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """``_load_from_state_dict`` has compared it already."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        told = state_dict.get(f"{prefix}_extra_state")
+        if f"{prefix}linear.codes" in state_dict and (told is None or bytes(told.tolist()) != _ORDER):
+            more[-1].append(
+                f"{prefix}linear.codes: the state has the columns of a convolution's weight in another order than "
+                f"[taps, channels], as lowbit 0.1 had; quantize the model again"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding}, dilation={self.dilation}"
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
         )
+
+
+def _refusal(linear: QuantLinear, groups: int) -> str | None:
+    """Why no convolution is made of this, and what to do about it."""
+    input = linear.recipe.input
+    if linear.recipe.rotation is not None:
+        return "a convolution does not go through a Hadamard transform"
+    if input is None or spans_tensor(input):
+        return None
+    instead = f"use {input.format.name}:tensor for its input"
+    if linear.recipe.static:
+        return f"a convolution has one static input scale, and {input} has several; {instead}"
+    if kind(linear) == "qat" and groups > 1:
+        return f"training a convolution in groups needs one input scale, and {input} has several; {instead}"
+    return None
+
+
+class QuantConv1d(QuantConv):
+    """``nn.Conv1d`` on a quantized weight."""
+
+
+class QuantConv2d(QuantConv):
+    """``nn.Conv2d`` on a quantized weight."""
+
+
+class QuantConv3d(QuantConv):
+    """``nn.Conv3d`` on a quantized weight."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit.calls import call
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
+from lowbit.ops.conv import Window
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme, as_matrix
@@ -177,6 +178,19 @@ class QuantLinear(nn.Module):
         y: Tensor = call(
             "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"], bias,
             self._input_name, dtype, *(self.input_scales or ()),
+        )  # fmt: skip
+        return y
+
+    def conv(self, x: Tensor, window: Window) -> Tensor:
+        """A convolution's result ``[N, *S', out_features]``, of ``x [N, *S, C]``, with this weight."""
+        dtype = result_dtype(x)
+        if self._input_name is None and x.dtype != dtype:
+            x = x.to(dtype)
+        own: dict[str, Any] = self._parameters
+        refuse_tangents("conv", x, own["bias"])
+        y: Tensor = call(
+            "conv", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"],
+            own["bias"], *window, self._input_name, dtype, *(self.input_scales or ()),
         )  # fmt: skip
         return y
 

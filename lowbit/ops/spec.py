@@ -6,7 +6,7 @@ concerns a call (checks, the fake rule, selection, kernels) receives that one tu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
@@ -29,6 +29,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str | None: "str?",
     int: "SymInt",
     int | None: "SymInt?",
+    Sequence[int]: "int[]",
     bool: "bool",
     float: "float",
     torch.dtype: "ScalarType",

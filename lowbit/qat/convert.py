@@ -51,7 +51,12 @@ def prepare_(
     names, protect = protections(model, skip, chosen, unties=True)
     maker = _FakeQuantMaker(model, learn_scale, observe)
     task = Task(
-        "qat.prepare_", "nn.Linear, nn.Conv2d, nn.MultiheadAttention", plain_layers(), maker.convert, _measure, swap
+        "qat.prepare_",
+        "nn.Linear, nn.Conv1d to 3d, nn.MultiheadAttention",
+        plain_layers(),
+        maker.convert,
+        _measure,
+        swap,
     )
     return convert(model, task, chosen, names, protect)[0]
 
@@ -74,13 +79,12 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
         super().__init__(model)
         self.learn_scale, self.observe = learn_scale, observe
         self.parameters = {_place(p): p for p in model.parameters()}
-        self.trained = {p.untyped_storage()._cdata: p.requires_grad for p in model.parameters()}
 
-    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe) -> FakeQuantLinear:
+    def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> FakeQuantLinear:
         require_numbers(matrix)
         own = self.parameters.get(_place(matrix))
         if own is None:
-            own = nn.Parameter(matrix, self.trained[matrix.untyped_storage()._cdata])
+            own = nn.Parameter(matrix, trained)
         return FakeQuantLinear(own, bias, recipe, self.learn_scale, self.observe)
 
     def twin(self, first: FakeQuantLinear, name: str, matrix: Tensor, bias: Any) -> FakeQuantLinear:

@@ -18,11 +18,12 @@ from torch.autograd.function import once_differentiable
 from lowbit.autograd import backend_now, on_backend
 from lowbit.calls import call
 from lowbit.functional import quantize
+from lowbit.ops.conv import Window, spans_tensor
 from lowbit.qat.learned import Learned, gradient_scale
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["Operand", "fake_quant_linear", "multiply", "quantized"]
+__all__ = ["Operand", "fake_quant_conv", "fake_quant_linear", "multiply", "quantized"]
 
 
 class Operand(NamedTuple):
@@ -42,11 +43,20 @@ def quantized(weight: Tensor, operand: Operand) -> Quantized:
     return quantize(weight.detach(), operand.scheme, *(operand.scales or ()))
 
 
-def multiply(x: Tensor, weight: Quantized, bias: Tensor | None, input: Operand | None, dtype: torch.dtype) -> Tensor:
-    """The deployed layer's result."""
+def multiply(
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    input: Operand | None,
+    dtype: torch.dtype,
+    window: Window | None = None,
+) -> Tensor:
+    """The deployed layer's result; with ``window`` a convolution's."""
     y: Tensor = call(
-        "linear", x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.global_scale, bias,
-        None if input is None else input.scheme.name, dtype, *((input.scales if input else None) or ()),
+        "linear" if window is None else "conv",
+        x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.global_scale, bias,
+        *(window or ()), None if input is None else input.scheme.name, dtype,
+        *((input.scales if input else None) or ()),
     )  # fmt: skip
     return y
 
@@ -55,13 +65,75 @@ def fake_quant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: Operand, of_input: Operand | None, dtype: torch.dtype
 ) -> Tensor:
     """``multiply`` of the quantized ``weight``, with gradients."""
-    numbers = [
-        number
-        for operand in (of_weight, of_input)
-        for number in ((None, None) if operand is None or operand.learned is None else operand.learned[:2])
-    ]
+    numbers = (*_numbers(of_weight), *_numbers(of_input))
     y: Tensor = _FakeQuantLinear.apply(x, weight, bias, *numbers, of_weight, of_input, dtype)  # type: ignore[no-untyped-call]
     return y
+
+
+def _numbers(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
+    """What autograd needs as arguments of their own."""
+    return (None, None) if operand is None or operand.learned is None else operand.learned[:2]
+
+
+def fake_quant_conv(
+    window: Window, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: Operand, of_input: Operand | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The same of a convolution of ``x [N, *S, C]``. An input whose scales are those of patches is laid out in patches;
+    otherwise decoded operands are what torch's gradients of a convolution take.
+    """
+    if of_input is not None and not spans_tensor(of_input.scheme):
+        patches = window.unfold(x).squeeze(-2)  # qat.prepare_ refuses groups of them
+        return fake_quant_linear(patches, weight, bias, of_weight, of_input, dtype)
+    codes = quantized(weight, of_weight)
+    y = multiply(x.detach(), codes, None if bias is None else bias.detach(), of_input, dtype, window)
+    decoded = x if of_input is None else _Decoded.apply(x, *_numbers(of_input), of_input, 1)  # type: ignore[no-untyped-call]
+    matrix = _Decoded.apply(weight, *_numbers(of_weight), of_weight, weight.shape[0])  # type: ignore[no-untyped-call]
+    given: Tensor = _Convolution.apply(decoded.to(dtype), matrix.to(dtype), bias, y, window)  # type: ignore[no-untyped-call]
+    return given
+
+
+class _Decoded(torch.autograd.Function):
+    """The numbers that the codes of ``x`` stand for; a scale is shared by ``rows`` rows of its last axis."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor | None, zero: Tensor | None, operand: Operand, rows: int
+    ) -> Tensor:  # fmt: skip
+        ctx.backend, ctx.operand, ctx.rows = backend_now(), operand, rows
+        ctx.save_for_backward(x, scale, zero)
+        return _decoded(x.reshape(-1, x.shape[-1]), operand).view(x.shape)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, cols = ctx.saved_tensors[0], grad.shape[-1]
+        with on_backend(ctx.backend):
+            found = _through(grad.reshape(-1, cols), x.reshape(-1, cols), ctx.operand, ctx.rows)
+        assert found.x is not None
+        return found.x.to(x.dtype).view(x.shape), found.scale, found.zero_point, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    """``y``, which the deployed layer computes of what these operands are decoded from, with gradients for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, y: Tensor, window: Window
+    ) -> Tensor:  # fmt: skip
+        ctx.window, ctx.bias_dtype = window, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, matrix)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix = ctx.saved_tensors
+        of_x, of_matrix = ctx.window.gradients(grad, x, matrix, tuple(ctx.needs_input_grad[:2]))
+        of_bias = None
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return of_x, of_matrix, of_bias, None, None
 
 
 class _FakeQuantLinear(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from lowbit.calibrate.scales import search
 from lowbit.calls import call
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.linear import result_dtype, wrong_width
-from lowbit.qat.gradients import Operand, fake_quant_linear, multiply, quantized
+from lowbit.ops.conv import Window
+from lowbit.qat.gradients import Operand, fake_quant_conv, fake_quant_linear, multiply, quantized
 from lowbit.qat.learned import Learned
 from lowbit.recipes import Recipe
 from lowbit.tensor.quantized import Quantized, Scales
@@ -132,10 +134,17 @@ class FakeQuantLinear(nn.Module):
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, x: Tensor) -> Tensor:
+        return self._product(x, None)
+
+    def conv(self, x: Tensor, window: Window) -> Tensor:
+        """A convolution with this weight, as ``QuantLinear.conv``."""
+        return self._product(x, window)
+
+    def _product(self, x: Tensor, window: Window | None) -> Tensor:
         recipe, dtype = self.recipe, result_dtype(x)
         if recipe.input is None and x.dtype != dtype:
             x = x.to(dtype)
-        if x.shape[-1:] != (self.in_features,):
+        if window is None and x.shape[-1:] != (self.in_features,):
             raise wrong_width(self, x)
         refuse_tangents("FakeQuantLinear", x, self.weight, self.bias)
         if recipe.static:
@@ -145,15 +154,16 @@ class FakeQuantLinear(nn.Module):
         of_weight = self._operand("weight", recipe.weight)
         of_input = None if recipe.input is None else self._operand("input", recipe.input)
         if torch.is_grad_enabled():
-            return fake_quant_linear(x, self.weight, self.bias, of_weight, of_input, dtype)
-        return multiply(x, quantized(self.weight, of_weight), self.bias, of_input, dtype)
+            compute = fake_quant_linear if window is None else partial(fake_quant_conv, window)
+            return compute(x, self.weight, self.bias, of_weight, of_input, dtype)
+        return multiply(x, quantized(self.weight, of_weight), self.bias, of_input, dtype, window)
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
         """Move the average of the extremes by one batch, and make the input's scales of it, without Inf and NaN."""
         scheme = self.recipe.input
         assert scheme is not None
-        low, high = call("block_range", x.reshape(-1, self.in_features), scheme.name)
+        low, high = call("block_range", x.reshape(-1, x.shape[-1]), scheme.name)
         seen = torch.stack([low, high])
         before = self.input_range
         moved = torch.where(before.isnan(), seen, before + MOMENTUM * (seen - before))
@@ -161,7 +171,7 @@ class FakeQuantLinear(nn.Module):
         self.observations_left -= (self.observations_left > 0).to(self.observations_left.dtype)
         if bool(before.isnan().any()):
             return
-        ranges = Ranges(scheme, self.in_features, histogram=False, device=x.device)
+        ranges = Ranges(scheme, x.shape[-1], histogram=False, device=x.device)
         found = Learned.of(ranges.scales(before[0, 0], before[1, 0]), scheme)
         self.input_scale.copy_(found.scale)
         if found.zero_point is not None:

@@ -7,6 +7,8 @@ typedef float VecF __attribute__((vector_size(64)));
 typedef int32_t VecI __attribute__((vector_size(64)));
 
 inline VecF fused(VecF a, VecF b, VecF c) { return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline VecI widened(const int8_t* from) { return (VecI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+inline VecI widened(const uint8_t* from) { return (VecI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
 inline void stream(void* to, VecF v) { _mm512_stream_ps(static_cast<float*>(to), (__m512)v); }
 
 #include "cpu/matmul/gemm_body.inl"

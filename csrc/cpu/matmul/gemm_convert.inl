@@ -192,6 +192,55 @@ inline void finish_any(const Row& row) {
     finish_rows_any(rows);
 }
 
+// Vectors of channels of a pixel as dwords.
+template <class Code>
+struct Integers {
+    using Acc = VecI;
+    static constexpr int64_t kBytes = 1;
+    static VecI pixel(const uint8_t* from) { return widened(reinterpret_cast<const Code*>(from)); }
+    static VecI add(VecI acc, VecI a, VecI b) { return acc + a * b; }
+};
+struct Floats {
+    using Acc = VecF;
+    static constexpr int64_t kBytes = 4;
+    static VecF pixel(const uint8_t* from) { return load<VecF>(from); }
+    static VecF add(VecF acc, VecF a, VecF b) { return fused(a, b, acc); }
+};
+
+// Some vectors of channels at a time, whose weights stay in the nearest cache for all pixels.
+template <class Type, int kBlock>
+void depthwise_block(const Depthwise& d, int64_t channel) {
+    using Acc = typename Type::Acc;
+    const auto* weights = static_cast<const char*>(d.weights) + channel * 4;
+    for (int64_t p = 0; p < d.count; ++p) {
+        Acc acc[kBlock];
+#pragma GCC unroll 4
+        for (int v = 0; v < kBlock; ++v) {
+            acc[v] = d.start == nullptr ? Acc{} : load<Acc>(d.start + channel + v * kWidth);
+        }
+        const uint8_t* const* taps = d.pixels + p * d.taps;
+        for (int64_t t = 0; t < d.taps; ++t) {
+            const uint8_t* pixel = taps[t] + channel * Type::kBytes;
+            const char* weight = weights + t * d.stride * 4;
+#pragma GCC unroll 4
+            for (int v = 0; v < kBlock; ++v) {
+                const Acc x = Type::pixel(pixel + v * kWidth * Type::kBytes);
+                acc[v] = Type::add(acc[v], x, load<Acc>(weight + v * kWidth * 4));
+            }
+        }
+        char* to = static_cast<char*>(d.sums) + (p * d.stride + channel) * 4;
+#pragma GCC unroll 4
+        for (int v = 0; v < kBlock; ++v) store(to + v * kWidth * 4, acc[v]);
+    }
+}
+
+template <class Type>
+void depthwise_any(const Depthwise& d) {
+    int64_t channel = 0;
+    for (; channel + 4 * kWidth <= d.channels; channel += 4 * kWidth) depthwise_block<Type, 4>(d, channel);
+    for (; channel < d.channels; channel += kWidth) depthwise_block<Type, 1>(d, channel);
+}
+
 // Everything by the loops above, for products of the kinds named; a file replaces what its instructions do better.
 template <class... Dots>
 constexpr Kernels plain_kernels() {
@@ -210,6 +259,9 @@ constexpr Kernels plain_kernels() {
     k.spread = spread_any<false>;
     k.sum_bytes = sum_bytes_any;
     (add_kind<Dots>(k), ...);
+    k.depthwise_s8 = depthwise_any<Integers<int8_t>>;
+    k.depthwise_u8 = depthwise_any<Integers<uint8_t>>;
+    k.depthwise_f32 = depthwise_any<Floats>;
     k.finish = finish_any;
     k.finish_rows = finish_rows_any;
     return k;

@@ -113,6 +113,19 @@ struct PackedTile {
     int64_t limit = 0;       // rows of a up to which nothing is faster
 };
 
+// Sums of a convolution whose groups have one channel: sums[p][c] = start[c] + the sum over taps of pixels[p][t][c] *
+// weights[t][c], channels side by side in vectors. What is read and written past the last channel, up to
+// kMaxLanes channels more, is memory that is there. Elements of pixels: bytes, or for floats fp32.
+struct Depthwise {
+    const uint8_t* const* pixels = nullptr;  // [count, taps]
+    int64_t count = 0, taps = 0, channels = 0;
+    const void* weights = nullptr;  // [taps, stride]: int32, or fp32
+    const int32_t* start = nullptr;
+    void* sums = nullptr;  // [count, stride]: int32, or fp32
+    int64_t stride = 0;    // a multiple of kMaxLanes
+};
+constexpr int64_t kMaxLanes = 16;
+
 struct Kernels {
     int nr = 0;                // columns of a tile
     int max_rows = 0;          // rows of a tile, at most
@@ -153,6 +166,10 @@ struct Kernels {
     // s8u8: the sum of a row's signed bytes; sums[nr] of a panel's unsigned ones.
     int32_t (*sum_bytes)(const uint8_t* bytes, int64_t count) = nullptr;
     void (*sum_panel)(const uint32_t* panel, int64_t depth, int32_t* sums) = nullptr;
+    // Codes that are signed bytes, unsigned ones, and floats.
+    void (*depthwise_s8)(const Depthwise& d) = nullptr;
+    void (*depthwise_u8)(const Depthwise& d) = nullptr;
+    void (*depthwise_f32)(const Depthwise& d) = nullptr;
     void (*finish)(const Row& row) = nullptr;
     void (*finish_rows)(const Rows& rows) = nullptr;
     bool has(Kind kind) const { return tile[static_cast<int>(kind)] != nullptr; }

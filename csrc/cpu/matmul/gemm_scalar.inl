@@ -7,6 +7,13 @@ typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t VecI __attribute__((vector_size(16)));
 
 inline VecF fused(VecF a, VecF b, VecF c) { return a * b + c; }
+template <class Code>
+inline VecI widened(const Code* from) {
+    typedef Code Codes __attribute__((vector_size(4)));
+    Codes codes;
+    __builtin_memcpy(&codes, from, sizeof codes);
+    return __builtin_convertvector(codes, VecI);
+}
 inline void stream(void* to, VecF v) { __builtin_memcpy(to, &v, sizeof v); }
 
 #include "cpu/matmul/gemm_body.inl"

@@ -309,13 +309,14 @@ class TileProduct {
             rows.row.scaled = a_scaled || b_scaled;
             rows.row.b_scale = own_.col_scale + col;
             rows.row.bias = p.bias == nullptr ? nullptr : own_.bias + col;
-            rows.row.out = static_cast<uint8_t*>(p.out) + ((t_.row0_ + row) * p.b.rows + col0_ + col) * size;
+            const int64_t pitch = p.out_stride > 0 ? p.out_stride : p.b.rows;
+            rows.row.out = static_cast<uint8_t*>(p.out) + ((t_.row0_ + row) * pitch + col0_ + col) * size;
             rows.row.out_dtype = p.out_dtype;
             rows.row.cols = std::min<int64_t>(t_.kernels_.nr, cols_ - col);
             rows.row.stream = p.a.rows * p.b.rows * size >= kStreamBytes;
             rows.count = end - row;
             rows.sum_stride = own_.c_stride * (plan.wide ? 8 : 4);
-            rows.out_stride = p.b.rows * size;
+            rows.out_stride = pitch * size;
             rows.a_scales = a_scaled ? t_.s_.row_scale + row : nullptr;
             t_.kernels_.finish_rows(rows);
         }

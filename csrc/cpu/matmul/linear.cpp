@@ -49,24 +49,6 @@ Scales from_row(const Scales& s, int64_t row, const SchemeParams& scheme, int64_
             s.outer == nullptr ? nullptr : s.outer + (scheme.outer == kOuterRow ? row : 0)};
 }
 
-mm::Operand operand_of(const SchemeParams& s, Shape shape, const uint8_t* codes, const Scales& scales) {
-    mm::Operand a;
-    a.data = codes;
-    a.rows = shape.rows;
-    a.row_stride = packed_cols(shape.cols, s.format.bits);
-    a.table = &mm::table_of(s.format);
-    a.block_rows = s.block_rows;
-    a.block_cols = s.block_cols;
-    a.scale = scales.scale;
-    a.scale_format = s.scale_format;
-    a.scale_row_stride = a.zero_row_stride = (shape.cols + s.block_cols - 1) / s.block_cols;
-    a.scale_col_stride = a.zero_col_stride = 1;
-    a.zero_point = static_cast<const uint8_t*>(scales.zero_point);
-    a.outer = scales.outer;
-    a.outer_row_stride = s.outer == kOuterRow;
-    return a;
-}
-
 // Multiplies some rows after each other, each time those of `problem.a`.
 class Product {
   public:
@@ -147,6 +129,24 @@ mm::Operand some_rows(mm::Operand a, int64_t begin, int64_t count) {
 }
 
 }  // namespace
+
+mm::Operand operand_of(const SchemeParams& s, Shape shape, const uint8_t* codes, const Scales& scales) {
+    mm::Operand a;
+    a.data = codes;
+    a.rows = shape.rows;
+    a.row_stride = packed_cols(shape.cols, s.format.bits);
+    a.table = &mm::table_of(s.format);
+    a.block_rows = s.block_rows;
+    a.block_cols = s.block_cols;
+    a.scale = scales.scale;
+    a.scale_format = s.scale_format;
+    a.scale_row_stride = a.zero_row_stride = (shape.cols + s.block_cols - 1) / s.block_cols;
+    a.scale_col_stride = a.zero_col_stride = 1;
+    a.zero_point = static_cast<const uint8_t*>(scales.zero_point);
+    a.outer = scales.outer;
+    a.outer_row_stride = s.outer == kOuterRow;
+    return a;
+}
 
 void linear(const Input* input, mm::Problem problem, const Output* output) {
     Product product(problem, output);

@@ -21,6 +21,9 @@ struct Output {
     uint8_t* codes;
 };
 
+// Codes [rows, packed columns] with their scales, contiguous, as an operand.
+mm::Operand operand_of(const SchemeParams& scheme, Shape shape, const uint8_t* codes, const Scales& scales);
+
 // The bits of quantize() and multiply() one after the other, and with `output` of quantize_static() after them; then
 // `problem.out` is not used. `problem` lacks its `a` where there is an `input`. The result is made and read some rows
 // at a time.

@@ -118,6 +118,10 @@ int zero_at(const Operand& x, int64_t row, int64_t k) {
 // One row's elements [begin, end), contiguous: codes one a byte, or floats as they are stored.
 const void* Loader::fetch(int64_t row, int64_t begin, int64_t end) const {
     const Operand& x = operand;
+    if (x.patches != nullptr) {
+        x.patches->fetch(row, begin, end, raw);
+        return raw;
+    }
     const int64_t size = x.dtype == Element::codes ? 1 : x.dtype == Element::f32 ? 4 : 2;
     const auto* base = static_cast<const uint8_t*>(x.data) + row * x.row_stride * size;
     if (x.has_codes() && x.table->bits < 8) {

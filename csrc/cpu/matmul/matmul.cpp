@@ -17,7 +17,8 @@ const Kernels& kernels_in_use() {
 void multiply(const Problem& problem) {
     if (problem.a.rows == 0 || problem.b.rows == 0) return;
     if (problem.b.is_packed()) return multiply_packed(problem, kernels_in_use());
-    if (!multiply_gemv(problem)) multiply_tiles(problem, kernels_in_use());
+    const bool in_rows = problem.a.patches == nullptr && problem.out_stride == 0;
+    if (!in_rows || !multiply_gemv(problem)) multiply_tiles(problem, kernels_in_use());
 }
 
 }  // namespace lowbit::cpu::mm

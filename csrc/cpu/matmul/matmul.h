@@ -1,16 +1,17 @@
 // Matrix product of quantized or float operands on the CPU: out[M, N] = a[M, K] @ b[N, K]^T (+ bias).
 //
 // matmul.cpp chooses: with up to 16 rows of a the GEMV kernels (gemv.h), else the GEMM ones. Of those, one file each:
-// gemm_table (values of codes), plan (which arithmetic), gemm_cuts (which tiles), load (codes or floats to rows of
-// dwords), panel (the same to panels of b), packed (weights in the packed layout), gemm_body.inl, gemm_convert.inl and
-// gemm_panel_avx512.inl (micro-kernels, decoders and epilogue, per instruction set), gemm_tiles (loops, threads; its
-// memory in gemm_memory). What an instruction set provides is gemm_kernels.h. Numerics: docs/numerics.md section 9.
-// Nothing here knows of torch.
+// gemm_table (values of codes), plan (which arithmetic), patches (rows of a that are an image's), gemm_cuts (which
+// tiles), load (codes or floats to rows of dwords), panel (the same to panels of b), packed (weights in the packed
+// layout), gemm_body.inl, gemm_convert.inl and gemm_panel_avx512.inl (micro-kernels, decoders and epilogue, per
+// instruction set), gemm_tiles (loops, threads; its memory in gemm_memory). What an instruction set provides is
+// gemm_kernels.h. Numerics: docs/numerics.md section 9. Nothing here knows of torch.
 #pragma once
 
 #include <cstdint>
 
 #include "common/params.h"
+#include "cpu/matmul/patches.h"
 
 namespace lowbit::cpu::mm {
 
@@ -46,7 +47,8 @@ struct Operand {
     int64_t rows = 0;
     int64_t row_stride = 0;  // in elements; bytes for codes. Packed rows (fewer than 8 bits) have unit column stride
     int64_t col_stride = 1;
-    const Table* table = nullptr;  // codes only, as is all that follows
+    const Patches* patches = nullptr;  // of a: what its rows are, instead of data and strides; codes of 8 bits
+    const Table* table = nullptr;      // codes only, as is all that follows
     // Above 0: b is in the packed layout (cpu/matmul/packed.h), panels of so many bytes; no strides then.
     int64_t panel_bytes = 0;
     int64_t block_rows = 1;
@@ -71,8 +73,9 @@ struct Problem {
     const void* bias = nullptr;  // [N]
     Element bias_dtype = Element::f32;
     int64_t bias_stride = 1;
-    void* out = nullptr;  // [M, N], contiguous
+    void* out = nullptr;  // [M, N]
     Element out_dtype = Element::f32;
+    int64_t out_stride = 0;  // elements from row to row; 0: N
 };
 
 // The table of a format. It lives as long as the process.

@@ -1,0 +1,212 @@
+"""fold_: BatchNorm layers folded into the convolutions and Linear layers before them, for inference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from lowbit.convert.adapters import find, unusual
+from lowbit.convert.engine import model_bytes, swap, take_over, tensor_bytes
+from lowbit.convert.report import LayerReport, Report
+from lowbit.nn.base import full_name, kind
+
+__all__ = ["fold_"]
+
+_LAYERS = tuple(map(full_name, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)))
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _Pair(NamedTuple):
+    """A layer and the BatchNorm that alone is given its result, with their names."""
+
+    layer_name: str
+    layer: Any
+    norm_name: str
+    norm: Any
+
+
+class _Folded(NamedTuple):
+    """The layer's parameters with the BatchNorm in them."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
+def fold_(model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None) -> Report:
+    """Multiply each BatchNorm of ``model`` into the convolution or Linear before it, in place, and report: the layer
+    gets a weight and a bias, and nn.Identity takes the place of the BatchNorm. For inference, before ``quantize_``.
+
+    Computed in fp64 and rounded once to the weight's dtype. ``pairs``: names, ``[("conv1", "bn1"), ...]``; None: those
+    that follow one another as torch.fx traces the model, or where it cannot, in an nn.Sequential. A BatchNorm that
+    stays is reported with the reason. A Linear's result is taken to be ``[N, F]``.
+    Raises, with the model untouched: ValueError for a model in training mode or without BatchNorm layers, and for
+    ``pairs`` that cannot be folded; TypeError for what is no model.
+    Source: Jacob et al., arXiv 1712.05877, section 3.2.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fold_: the model must be an nn.Module, got {type(model).__name__}")
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _NORMS)}
+    if not norms:
+        raise ValueError("fold_: the model has no BatchNorm layers")
+    if model.training:
+        raise ValueError(
+            "fold_: in training mode BatchNorm computes with each batch's own mean; call model.eval() first"
+        )
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    left: dict[str, str] = {}
+    chosen: list[tuple[_Pair, _Folded]] = []
+    for pair in _following(model, norms, left) if pairs is None else _given(model, pairs):
+        reason = _refusal(pair, names) or _shared(model, pair)
+        made = None if reason else _folded(pair)
+        if made is None or not all(bool(p.isfinite().all()) for p in made):
+            reason = reason or f"what it makes of {pair.layer_name}'s weight or bias is not finite"
+            if pairs is not None:
+                raise ValueError(f"fold_: ({pair.layer_name!r}, {pair.norm_name!r}): {reason}")
+            left[pair.norm_name] = reason
+            continue
+        chosen.append((pair, made))
+    return _put(model, chosen, {name: left[name] for name in norms if name in left})
+
+
+def _put(model: nn.Module, chosen: list[tuple[_Pair, _Folded]], left: dict[str, str]) -> Report:
+    before, rows = model_bytes(model), []
+    made: dict[int, nn.Module] = {}
+    for pair, folded in chosen:
+        layer = pair.layer
+        held = tensor_bytes((*layer.parameters(), *pair.norm.parameters(), *pair.norm.buffers()))
+        layer.weight, layer.bias = folded
+        made[id(pair.norm)] = nn.Identity()
+        take_over(made[id(pair.norm)], pair.norm)
+        rows.append(
+            LayerReport(
+                f"{pair.layer_name} + {pair.norm_name}", type(layer).__name__, None, folded.weight.numel(),
+                8.0 * folded.weight.dtype.itemsize, held, tensor_bytes(layer.parameters()),
+            )
+        )  # fmt: skip
+    swap(model, made)
+    return Report("fold_", None, tuple(rows), (), left, (), before, model_bytes(model))
+
+
+# -- which follow one another ------------------------------------------------------------------------------------------
+def _given(model: nn.Module, pairs: Iterable[tuple[str, str]]) -> Iterator[_Pair]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: set[str] = set()
+    for names in pairs:
+        if isinstance(names, str) or len(names) != 2:
+            raise ValueError(f"fold_: pairs are of two names, [('conv1', 'bn1'), ...], got {names!r}")
+        for name in names:
+            if name not in modules:
+                raise ValueError(f"fold_: the model has no module {name!r}")
+            if name in seen:
+                raise ValueError(f"fold_: {name!r} is in two pairs")
+            seen.add(name)
+        yield _Pair(names[0], modules[names[0]], names[1], modules[names[1]])
+
+
+def _following(model: nn.Module, norms: Mapping[str, nn.Module], left: dict[str, str]) -> list[_Pair]:
+    """The pairs of ``norms``; ``left`` gets the reasons for those that are in none."""
+    modules = dict(model.named_modules())
+    before = _in_sequentials(model)
+    try:
+        calls = [node for node in fx.Tracer().trace(model).nodes if node.op == "call_module"]
+        remedy = ""
+    except Exception as error:  # whatever a model's code raises when it is traced
+        calls = []
+        why = type(error).__name__
+        remedy = f", and torch.fx cannot trace the model ({why}); name it and the layer before in pairs=[...]"
+    uses = Counter(node.target for node in calls)
+    traced: dict[str, fx.Node] = {str(node.target): node for node in calls}
+    found = []
+    for name, norm in norms.items():
+        node = traced.get(name)
+        if node is None:
+            layer_name = before.get(id(norm))
+        else:
+            inputs = node.all_input_nodes
+            source = inputs[0] if len(inputs) == 1 else None
+            layer_name = str(source.target) if source is not None and source.op == "call_module" else None
+            if source is not None and layer_name is not None and (len(source.users) > 1 or uses[source.target] > 1):
+                left[name] = f"the result of {layer_name} is also used elsewhere, or the layer is called more than once"
+                continue
+            if uses[name] > 1:
+                left[name] = "it is called more than once"
+                continue
+        layer = modules.get(layer_name or "")
+        if layer_name is None or layer is None or find(layer).listed not in _LAYERS:
+            left[name] = f"no convolution or Linear is right before it{'' if node is not None else remedy}"
+            continue
+        found.append(_Pair(layer_name, layer, name, norm))
+    return found
+
+
+def _in_sequentials(model: nn.Module) -> dict[int, str]:
+    """The name of what comes before a module in an nn.Sequential, by the ``id`` of the module."""
+    found: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            children = list(module.named_children())
+            for (first, _), (_, second) in pairwise(children):
+                found[id(second)] = f"{name}.{first}" if name else first
+    return found
+
+
+# -- a pair ------------------------------------------------------------------------------------------------------------
+def _refusal(pair: _Pair, names: Counter[int]) -> str | None:
+    """Why a BatchNorm stays."""
+    layer_name, layer, _, norm = pair
+    if kind(layer) is not None:
+        return f"{layer_name} is quantized already; call fold_ before"
+    if not isinstance(norm, _NORMS) or find(layer).listed not in _LAYERS:
+        kinds = f"a {type(layer).__name__} and a {type(norm).__name__}"
+        return f"expected a convolution or Linear and a BatchNorm, got {kinds}"
+    reason = find(layer).reason or unusual(layer)
+    if reason is not None:
+        return f"of {layer_name}: {reason}"
+    if norm.training:
+        return "it is in training mode; call model.eval() first"
+    if norm.running_mean is None or norm.running_var is None:
+        return "it has no running statistics, and normalizes by each batch's own"
+    if norm.num_features != layer.weight.shape[0]:
+        return f"it has {norm.num_features} features, and {layer_name} {layer.weight.shape[0]} outputs"
+    if layer.weight.is_meta:
+        return f"{layer_name} is on the meta device and holds no numbers"
+    if names[id(layer)] > 1 or names[id(norm)] > 1:
+        return f"it or {layer_name} stands in several places of the model"
+    if layer._forward_hooks or norm._forward_pre_hooks:
+        return f"hooks between {layer_name} and it would be given other numbers"
+    return None
+
+
+def _shared(model: nn.Module, pair: _Pair) -> str | None:
+    own = {id(p) for p in pair.layer.parameters()}
+    for name, module in model.named_modules():
+        if module is not pair.layer and any(id(p) in own for p in module._parameters.values()):
+            return f"{pair.layer_name} shares its weight or bias with {name or 'the model itself'}"
+    return None
+
+
+@torch.no_grad()
+def _folded(pair: _Pair) -> _Folded:
+    """w * g / sqrt(var + eps), and (b - mean) * g / sqrt(var + eps) + beta, in fp64."""
+    layer, norm = pair.layer, pair.norm
+    weight: nn.Parameter = layer._parameters["weight"]
+    bias, gain, shift = layer._parameters["bias"], norm._parameters["weight"], norm._parameters["bias"]
+    mean, variance = (_double(norm._buffers[name]) for name in ("running_mean", "running_var"))
+    factor = (variance + norm.eps).rsqrt() if gain is None else _double(gain) / (variance + norm.eps).sqrt()
+    moved = ((0.0 if bias is None else _double(bias)) - mean) * factor + (0.0 if shift is None else _double(shift))
+    scaled = weight.double() * factor.view(-1, *[1] * (weight.dim() - 1))
+    trained = (weight if bias is None else bias).requires_grad
+    return _Folded(
+        nn.Parameter(scaled.to(weight.dtype), weight.requires_grad),
+        nn.Parameter(moved.to((weight if bias is None else bias).dtype), trained),
+    )
+
+
+def _double(t: Tensor | None) -> Tensor:
+    assert t is not None
+    return t.double()

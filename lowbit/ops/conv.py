@@ -1,0 +1,384 @@
+"""conv: a convolution over 1, 2 or 3 spatial axes in one op, as the product of patches of ``x`` with the weight.
+
+Axes are in the order that channels-last memory has: ``x [N, *S, C]``, result ``[N, *S', O]``. The weight is the matrix
+``[O, taps * C / groups]``, a tap being one place of the kernel: of an nn.Conv2d ``weight.movedim(1, -1).flatten(1)``,
+so that what shares a scale along K are channels of one pixel. With a row for each place of the result, and a patch of
+``x`` in each row, every group is a product as of ``linear``, in every bit. No kernel lays all patches out in memory.
+
+How x is quantized depends on what its scheme's scales span. One scale for the tensor is that of ``x``: each element is
+quantized once, and padding is the code of zero. Finer scales are those of each patch, as of a row in ``linear``.
+Source: docs/numerics.md section 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit import reference, scaling
+from lowbit.ops import matmul
+from lowbit.ops.linear import Scales
+from lowbit.ops.matmul import ScaledMM
+from lowbit.ops.spec import (
+    FLOATS,
+    Cost,
+    Numerics,
+    OpSpec,
+    Out,
+    require,
+    require_codes,
+    require_float,
+    require_scales,
+    stored_global,
+    stored_scale,
+)
+from lowbit.scaling import Scheme
+from lowbit.tensor import packing
+
+
+class Window(NamedTuple):
+    """Which pixels a result is made of; the arguments of ``Conv`` with these names. ``padding``: two for each axis."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def padded(self, x: Tensor) -> Tensor:
+        """``x [N, *S, C]`` with its padding."""
+        pairs = zip(self.padding[-2::-2], self.padding[::-2], strict=True)
+        return F.pad(x, (0, 0, *(size for pair in pairs for size in pair)))
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """The patches of ``x [N, *S, C]``: ``[N, *S', groups, taps * C / groups]``."""
+        x, axes = self.padded(x), range(1, 1 + len(self.kernel_size))
+        for axis, size, stride, dilation in zip(axes, self.kernel_size, self.stride, self.dilation, strict=True):
+            x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        split: Tensor = x.unflatten(len(axes) + 1, (self.groups, -1))  # [N, *S', groups, C / groups, *taps]
+        return split.movedim(len(axes) + 2, -1).flatten(len(axes) + 2)
+
+    def filters(self, matrix: Tensor) -> Tensor:
+        """A weight ``[O, taps * C / groups]`` as torch has it: ``[O, C / groups, *kernel_size]``."""
+        filters: Tensor = matrix.unflatten(1, (*self.kernel_size, -1))  # type: ignore[no-untyped-call]
+        return filters.movedim(-1, 1)
+
+    def convolve(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """torch's convolution of ``x [N, *S, C]`` with a weight ``[O, taps * C / groups]``: ``[N, *S', O]``."""
+        images = self.padded(x).movedim(-1, 1)
+        zeros = (0,) * len(self.kernel_size)
+        y = torch.convolution(
+            images, self.filters(matrix), bias, self.stride, zeros, self.dilation, False, zeros, self.groups
+        )
+        return y.movedim(1, -1)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, matrix: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of ``convolve``, for ``x`` and for ``matrix``, where they are wanted: of one that is, the other is read."""
+        zeros = (0,) * len(self.kernel_size)
+        images = self.padded(x).movedim(-1, 1)
+        of_images, of_filters, _ = torch.ops.aten.convolution_backward(
+            grad.movedim(-1, 1), images, self.filters(matrix), None, self.stride, zeros, self.dilation, False, zeros,
+            self.groups, (*wanted, False),
+        )  # fmt: skip
+        of_x = of_matrix = None
+        if wanted[0]:
+            of_x = of_images.movedim(1, -1)
+            for axis, size in enumerate(x.shape[1:-1]):
+                of_x = of_x.narrow(1 + axis, self.padding[2 * axis], size)
+        if wanted[1]:
+            of_matrix = of_filters.movedim(1, -1).flatten(1)
+        return of_x, of_matrix
+
+
+class Conv(NamedTuple):
+    """``x [N, *S, C]`` float; ``weight``: stored codes ``[O, packed taps * C / groups]`` with their scales, of which
+    floating-point ones may be the integers of their bits, as layers keep them.
+
+    ``kernel_size``, ``stride``, ``dilation``: a number for each axis of S. ``padding``: two for each, the zeros before
+    and after it. ``input``, ``out_scheme`` and their scales: as of ``linear``, the result being ``[N * S', O]``;
+    ``input_scale`` is one for the tensor.
+    """
+
+    x: Tensor
+    weight: Tensor
+    scheme: str
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+    bias: Tensor | None
+    kernel_size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int = 1
+    input: str | None = None
+    out_dtype: torch.dtype = torch.bfloat16
+    input_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
+    input_global_scale: Tensor | None = None
+    out_scheme: str | None = None
+    out_scale: Tensor | None = None
+    out_zero_point: Tensor | None = None
+
+
+def window(call: Conv) -> Window:
+    """The window of a call."""
+    sizes, strides, zeros, dilations = map(tuple, (call.kernel_size, call.stride, call.padding, call.dilation))
+    return Window(sizes, strides, zeros, dilations, call.groups)
+
+
+def spans_tensor(scheme: Scheme) -> bool:
+    """Whether x is quantized once, by one scale, and not patch by patch."""
+    return scheme.block == (None, None)
+
+
+def out_sizes(call: Conv) -> tuple[int, ...]:
+    """S', the places of the result along each axis; 0 or less where the kernel is larger than the padded input."""
+    axes = zip(call.x.shape[1:-1], call.kernel_size, call.stride, call.padding[::2], call.padding[1::2], call.dilation,
+               strict=True)  # fmt: skip
+    return tuple((size + before + after - d * (k - 1) - 1) // s + 1 for size, k, s, before, after, d in axes)
+
+
+def columns(call: Conv) -> int:
+    """The length of a patch of one group."""
+    return call.x.shape[-1] // call.groups * prod(call.kernel_size)
+
+
+# -- patches -----------------------------------------------------------------------------------------------------------
+def pixels(x: Tensor) -> Tensor:
+    """``x [N, *S, C]`` as ``[N * S + 1, C]``: the last row is zeros, of which padding is made."""
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.cat([rows, rows.new_zeros(1, x.shape[-1])])
+
+
+def patches(source: Tensor, call: Conv, group: int, begin: int, end: int) -> Tensor:
+    """Rows ``begin`` to ``end`` of the matrix of a group's patches, of ``source``: ``pixels(x)``, or codes of it."""
+    outs, device = out_sizes(call), source.device
+    place = torch.arange(begin, end, device=device)
+    at = torch.zeros(end - begin, 1, dtype=torch.long, device=device)
+    outside = torch.zeros(end - begin, 1, dtype=torch.bool, device=device)
+    step = 1
+    for axis in reversed(range(len(outs))):
+        size, taps = call.x.shape[1 + axis], torch.arange(call.kernel_size[axis], device=device)
+        along = (place % outs[axis])[:, None] * call.stride[axis] + taps * call.dilation[axis] - call.padding[2 * axis]
+        place = place // outs[axis]
+        at = (along[:, :, None] * step + at[:, None]).flatten(1)
+        outside = (((along < 0) | (along >= size))[:, :, None] | outside[:, None]).flatten(1)
+        step *= size
+    at = (at + place[:, None] * step).masked_fill(outside, source.shape[0] - 1)
+    channels = call.x.shape[-1] // call.groups
+    return source[:, group * channels : (group + 1) * channels][at].flatten(1)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+class Weight(NamedTuple):
+    """The rows of one group, with scales of their own."""
+
+    codes: Tensor
+    scheme: str
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+
+
+def group_weight(call: Conv, group: int) -> Weight:
+    """The weight of a group. Scales that groups share are repeated, where slices of them would not fit the scheme."""
+    scale, outer = stored_scale(call.scale, call.scheme), stored_global(call.global_scale)
+    whole = Weight(call.weight, call.scheme, scale, call.zero_point, outer)
+    if call.groups == 1:
+        return whole
+    scheme = scaling.scheme(call.scheme)
+    rows = call.weight.shape[0] // call.groups
+    part = slice(group * rows, (group + 1) * rows)
+    tall = scheme.block[0]
+    if tall is not None and rows % tall:
+        whole = _by_row(whole, scheme)
+        tall = 1
+    if tall is None:
+        return whole._replace(codes=whole.codes[part])
+    blocks = slice(group * rows // tall, (group + 1) * rows // tall)
+    outer = whole.global_scale
+    return Weight(
+        whole.codes[part], whole.scheme, whole.scale[blocks],
+        None if whole.zero_point is None else whole.zero_point[blocks],
+        outer if outer is None or scaling.scheme(whole.scheme).outer != "row" else outer[part],
+    )  # fmt: skip
+
+
+def _by_row(weight: Weight, scheme: Scheme) -> Weight:
+    """The same weight in a scheme whose scales are of one row each."""
+    rows, tall = weight.codes.shape[0], scheme.block[0]
+    assert tall is not None
+
+    def repeated(scales: Tensor) -> Tensor:
+        return scales.repeat_interleave(tall, 0)[:rows]
+
+    cols = scheme.block[1]
+    options = [option for option, has in (("affine", scheme.affine), ("global_row", scheme.outer is not None)) if has]
+    if scheme.scale_format.name != "fp32":
+        options.insert(0, {"fp8_e4m3": "e4m3"}.get(scheme.scale_format.name, scheme.scale_format.name))
+    words = [scheme.format.name, "row" if cols is None else f"group{cols}", *options]
+    outer = weight.global_scale
+    return Weight(
+        weight.codes, scaling.scheme(":".join(words)).name, repeated(weight.scale),
+        None if weight.zero_point is None else repeated(weight.zero_point),
+        None if outer is None else outer.expand(rows, 1),
+    )  # fmt: skip
+
+
+# -- the definition ----------------------------------------------------------------------------------------------------
+def given_scales(call: Conv) -> Scales | None:
+    """The scales by which x is quantized, where they are given."""
+    if call.input_scale is None:
+        return None
+    return Scales(call.input_scale, call.input_zero_point, call.input_global_scale)
+
+
+def product(call: Conv, group: int, a: Tensor, scales: Scales, out_dtype: torch.dtype) -> ScaledMM:
+    """The product of some patches of a group, floats or codes with these scales, with the weight."""
+    w = group_weight(call, group)
+    rows = w.codes.shape[0]
+    bias = None if call.bias is None else call.bias[group * rows : (group + 1) * rows]
+    return ScaledMM(
+        a, w.codes, columns(call), call.input, w.scheme, *scales, w.scale, w.zero_point, w.global_scale, bias,
+        out_dtype,
+    )  # fmt: skip
+
+
+def products(call: Conv) -> list[ScaledMM]:
+    """The product of each group, of all its patches, as the reference quantizes them."""
+    source, rows = pixels(call.x), call.x.shape[0] * prod(out_sizes(call))
+    dtype = call.out_dtype if call.out_scheme is None else torch.float32
+    every = range(call.groups)
+    if call.input is None:
+        return [product(call, g, patches(source, call, g, 0, rows), Scales(), dtype) for g in every]
+    scheme = scaling.scheme(call.input)
+    outer = reference.global_scale(source, scheme) if scheme.outer == "tensor" else None
+    made: list[ScaledMM] = []
+    scales = given_scales(call) or Scales()
+    if scales.scale is not None:
+        codes = reference.quantize_static(source, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
+    elif spans_tensor(scheme):
+        codes, scale, zero = reference.quantize(source, scheme, outer, None)
+        scales = Scales(scale, zero, outer)
+    for g in every:
+        if spans_tensor(scheme):
+            part = patches(codes, call, g, 0, rows)
+        else:
+            part = patches(source, call, g, 0, rows)
+            above = reference.global_scale(part, scheme) if scheme.outer == "row" else outer
+            part, scale, zero = reference.quantize(part, scheme, above, None)
+            scales = Scales(scale, zero, above)
+        made.append(product(call, g, packing.pack(part, scheme.format.bits), scales, dtype))
+    return made
+
+
+# -- the op ------------------------------------------------------------------------------------------------------------
+def _outputs(call: Conv) -> list[Out]:
+    cols = call.weight.shape[0]
+    shape = (call.x.shape[0], *out_sizes(call))
+    if call.out_scheme is not None:
+        return [((*shape, scaling.scheme(call.out_scheme).packed_cols(cols)), torch.uint8)]
+    return [((*shape, cols), call.out_dtype)]
+
+
+def _check(call: Conv) -> None:
+    require_float("conv", "x", call.x)
+    _check_geometry(call)
+    require_codes("conv", "weight", call.weight)
+    scheme, cols = scaling.scheme(call.scheme), columns(call)
+    rows = call.weight.shape[0]
+    require(
+        call.weight.dim() == 2 and call.weight.shape[1] == scheme.packed_cols(cols) and rows % call.groups == 0,
+        f"lowbit.conv: with {call.x.shape[-1]} channels in {call.groups} groups and a kernel of "
+        f"{list(call.kernel_size)}, the weight in {scheme} must be [out channels, a multiple of {call.groups}; "
+        f"{scheme.packed_cols(cols)}] bytes, got {list(call.weight.shape)}",
+    )
+    scales = (stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale))
+    require_scales("conv", scheme, rows, cols, *scales)
+    require(call.out_dtype in FLOATS, f"lowbit.conv: out_dtype must be a 16- or 32-bit float, got {call.out_dtype}")
+    if call.bias is not None:
+        require_float("conv", "bias", call.bias)
+        require(tuple(call.bias.shape) == (rows,), f"lowbit.conv: bias must be [{rows}], got {list(call.bias.shape)}")
+    _check_given(call)
+
+
+def _check_geometry(call: Conv) -> None:
+    axes = call.x.dim() - 2
+    require(1 <= axes <= 3, f"lowbit.conv: x must be [N, *S, C] with 1 to 3 axes S, got {list(call.x.shape)}")
+    for name, least, count in (("kernel_size", 1, axes), ("stride", 1, axes), ("dilation", 1, axes),
+                               ("padding", 0, 2 * axes)):  # fmt: skip
+        given = getattr(call, name)
+        require(
+            len(given) == count and all(v >= least for v in given),
+            f"lowbit.conv: {name} must be {count} numbers of at least {least} for x {list(call.x.shape)}, "
+            f"got {list(given)}",
+        )
+    channels = call.x.shape[-1]
+    require(
+        call.groups >= 1 and channels >= 1 and channels % call.groups == 0,
+        f"lowbit.conv: x has {channels} channels, its last axis, which groups={call.groups} must divide",
+    )
+    require(
+        all(size >= 1 for size in out_sizes(call)),
+        f"lowbit.conv: the kernel {list(call.kernel_size)} with dilation {list(call.dilation)} is larger than the "
+        f"padded input; got x {list(call.x.shape)} and padding {list(call.padding)}",
+    )
+
+
+def _check_given(call: Conv) -> None:
+    """Scales that are given belong to a scheme, and fit it."""
+    require(
+        call.input is not None or call.input_scale is None,
+        "lowbit.conv: input_scale is the scale of an input scheme; give input too, or leave input_scale out",
+    )
+    if call.input_scale is not None:
+        scheme = scaling.scheme(call.input or "")
+        require(
+            spans_tensor(scheme),
+            f"lowbit.conv: a given input_scale is one for the tensor, and {scheme} has finer ones; use "
+            f"'{scheme.format}:tensor' (with ':affine' for a zero point), or leave input_scale out",
+        )
+        require_scales("conv", scheme, 1, 1, call.input_scale, call.input_zero_point, call.input_global_scale)
+    else:
+        require(
+            call.input_zero_point is None and call.input_global_scale is None,
+            "lowbit.conv: input_zero_point and input_global_scale come with an input_scale; give that too",
+        )
+    if call.out_scheme is None:
+        require(
+            call.out_scale is None and call.out_zero_point is None,
+            "lowbit.conv: out_scale and out_zero_point are those of an out_scheme; give that too",
+        )
+        return
+    scheme, shape = scaling.scheme(call.out_scheme), (call.x.shape[0] * prod(out_sizes(call)), call.weight.shape[0])
+    require(
+        call.out_scale is not None and not scheme.outer,
+        f"lowbit.conv: a result in {scheme} needs a given out_scale, and a scheme without a global scale; for scales "
+        "made of the result, quantize what conv returns",
+    )
+    require_scales("conv", scheme, *shape, call.out_scale, call.out_zero_point, None)  # type: ignore[arg-type]
+
+
+def _cost(call: Conv) -> Cost:
+    made = call.x.shape[0] * prod(out_sizes(call)) * call.weight.shape[0]
+    moved = sum(t.numel() * t.element_size() for t in call if isinstance(t, Tensor))
+    return Cost(2 * made * columns(call), moved + made * call.out_dtype.itemsize)
+
+
+def _tolerance(call: Conv, numerics: Numerics) -> Tensor:
+    """That of the products."""
+    bounds = [matmul.tolerance(one, numerics) for one in products(call)]
+    if not bounds[0].dim():
+        return bounds[0]
+    return torch.cat(bounds, 1).reshape(call.x.shape[0], *out_sizes(call), call.weight.shape[0])
+
+
+SPECS = (OpSpec("conv", Conv, ("out",), _outputs, _check, _cost, _tolerance),)
