@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ TORCHAO = "int4:group32"
 
 #: The model, and how every row is trained: tokens come in batches of so many sequences.
 MODEL = Path("out/demo/model")
-STEPS, LR, BATCH, CLIP, WARMUP = 150, 1e-3, 4, 1.0, 10
+STEPS, LR, BATCH, CLIP, WARMUP = 100, 1e-3, 4, 1.0, 10
 
 #: How many held-out windows losses are of.
 WINDOWS = 48
@@ -96,14 +97,12 @@ def _is_scale(name: str) -> bool:
     return name.endswith(("_scale", "_zero_point"))
 
 
-def untrained(run: Run, recipe: lb.Recipe) -> list[Row]:
+def untrained(run: Run, recipe: lb.Recipe) -> Iterator[Row]:
     """Without training: nearest codes, and searched scales."""
-    rows = []
     for method in ("nearest", "search"):
         model = run.student()
         lb.quantize_(model, recipe, lb.calibrate(model, None, recipe, method))
-        rows.append(Row(recipe.weight.name, method, run.loss(model)))
-    return rows
+        yield Row(recipe.weight.name, method, run.loss(model))
 
 
 def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool) -> Row:
@@ -119,13 +118,13 @@ def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool) -> Row
     return Row(recipe.weight.name, what, loss, seconds)
 
 
-def torchao(run: Run, distil: bool) -> Row | None:
-    """With torchao's QAT: int4 weights in groups of 32, symmetric, prepared and converted by its own calls."""
+def torchao(run: Run, distil: bool) -> Iterator[Row]:
+    """With torchao's QAT, where it is installed: int4 weights in groups of 32, symmetric, by its own calls."""
     try:
         from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
         from torchao.quantization.qat import QATConfig
     except ImportError:
-        return None
+        return
 
     def blocks(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and "lm_head" not in name
@@ -135,7 +134,7 @@ def torchao(run: Run, distil: bool) -> Row | None:
     quantize_(model, QATConfig(base, step="prepare"), filter_fn=blocks)
     seconds = run.train(model, distil)
     quantize_(model, QATConfig(base, step="convert"), filter_fn=blocks)
-    return Row(TORCHAO, "torchao QAT" + (", distillation" if distil else ""), run.loss(model), seconds)
+    yield Row(TORCHAO, "torchao QAT" + (", distillation" if distil else ""), run.loss(model), seconds)
 
 
 def teacher() -> tuple[GPT, Corpus]:
@@ -151,28 +150,20 @@ def teacher() -> tuple[GPT, Corpus]:
     return model.float().requires_grad_(False), corpus
 
 
-def measure(run: Run) -> list[Row]:
+def measure(run: Run) -> Iterator[Row]:
     """Every row, in order."""
-    rows: list[Row] = []
-
-    def add(row: Row | None) -> None:
-        if row is not None:
-            rows.append(row)
-
-    add(Row("fp32", "the teacher", run.loss(run.teacher)))
+    yield Row("fp32", "the teacher", run.loss(run.teacher))
     more = run.student()
     seconds = run.train(more, distil=False)
-    add(Row("fp32", "trained on, without quantization", run.loss(more), seconds))
+    yield Row("fp32", "trained on, without quantization", run.loss(more), seconds)
     for scheme in SCHEMES:
         recipe = lb.Recipe(lb.Gemm(None, scheme))
-        for row in untrained(run, recipe):
-            add(row)
-        for learn_scale, distil in ((False, False), (True, False), (False, True), (True, True)):
-            add(trained(run, recipe, learn_scale, distil))
-        if scheme == TORCHAO:
-            for distil in (False, True):
-                add(torchao(run, distil))
-    return rows
+        yield from untrained(run, recipe)
+        for distil in (False, True):
+            for learn_scale in (False, True):
+                yield trained(run, recipe, learn_scale, distil)
+            if scheme == TORCHAO:
+                yield from torchao(run, distil)
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -195,25 +186,28 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def run(directory: Path) -> Path:
-    """Train, measure, and write ``qat.md``. Raises ValueError where there is no model."""
+    """Train, measure, and write ``qat.md``, anew after every row. Raises ValueError where there is no model."""
     plain, corpus = teacher()
     context = plain.config.context
-    rows = measure(Run(corpus, corpus.held_out_windows(WINDOWS, context), plain))
+    about = provenance(packages=("torchao",))
     parameters = sum(p.numel() for p in plain.parameters())
-    text = [
-        "# Quantization-aware training\n",
-        f"The demo's GPT ({parameters:,} parameters), {STEPS} steps of {BATCH} x {context} tokens "
-        f"({STEPS * BATCH * context:,}), the same for every row. Losses are of the deployed models, in nats a token, "
-        f"on {WINDOWS} held-out windows; lowbit's are those of the prepared models, to the last bit.\n",
-        *(f"- {name}: {value}" for name, value in provenance(packages=("torchao",)).items()),
-        "",
-        *table(rows),
-        "",
-        "Recovered: the share of what nearest rounding (or search) adds to the teacher's loss that the row takes back. "
-        "Cross-entropy goes on training the teacher, so that it can take back more than was lost; the row in fp32 "
-        "shows what the same steps do without quantization. Distillation learns from the teacher alone.",
-    ]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "qat.md"
-    path.write_text("\n".join(text) + "\n")
+    rows: list[Row] = []
+    for row in measure(Run(corpus, corpus.held_out_windows(WINDOWS, context), plain)):
+        rows.append(row)
+        text = [
+            "# Quantization-aware training\n",
+            f"The demo's GPT ({parameters:,} parameters), {STEPS} steps of {BATCH} x {context} tokens "
+            f"({STEPS * BATCH * context:,}), the same for every row. Losses are of deployed models, in nats a token, "
+            f"on {WINDOWS} held-out windows; lowbit's are those of the prepared models, to the last bit.\n",
+            *(f"- {name}: {value}" for name, value in about.items()),
+            "",
+            *table(rows),
+            "",
+            "Recovered: the share of what nearest rounding (or search) adds to the teacher's loss that the row takes "
+            "back. Cross-entropy goes on training the teacher, so that it can take back more than was lost; the row in "
+            "fp32 shows what the same steps do without quantization. Distillation learns from the teacher alone.",
+        ]
+        path.write_text("\n".join(text) + "\n")
     return path

@@ -96,7 +96,7 @@ def test_json_data_holds_everything():
 
 def test_it_prints_as_a_table_with_a_row_for_each_layer_and_the_reasons():
     model = Model()
-    model.conv = nn.Conv1d(4, 4, 1)
+    model.conv = nn.ConvTranspose1d(4, 4, 1)
     text = str(lb.quantize_(model, {"*": "int8", "*.down": "nf4", "blocks.0.up": None}))
     lines = text.splitlines()
     assert lines[0].startswith("quantize_ int8 and nf4: 3 layers converted, ")
@@ -107,7 +107,7 @@ def test_it_prints_as_a_table_with_a_row_for_each_layer_and_the_reasons():
         ["blocks.1.down", "Linear", "nf4", "4.50"],
     ]
     assert "skipped: blocks.0.up" in lines
-    assert "left conv: Conv1d is not a class that is converted" in lines
+    assert "left conv: ConvTranspose1d is not a class that is converted" in lines
     assert any(line.startswith("left lm_head: an output layer stays in high precision") for line in lines)
 
 
