@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
+from lowbit.evaluate.peers import PEERS
 from lowbit.evaluate.report import rows
 from lowbit.evaluate.run import Cell
 from lowbit.formats import FORMATS, power_of_two
@@ -188,8 +189,45 @@ def evaluate() -> str:
     )  # fmt: skip
 
 
+def calibrate() -> str:
+    """Quality by recipe and method of calibration, and of other packages."""
+    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for path in sorted((ROOT / "bench" / "results" / "calibrate").glob("*/evaluate.csv")):
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                if row["recipe"] not in FLOATS and not row["note"]:
+                    method = row["method"] or ("" if row["recipe"] in PEERS else "nearest")
+                    found.setdefault((row["recipe"], method), {})[row["model"]] = row
+
+    def figure(row: dict[str, str] | None, model: str) -> str:
+        if row is None:
+            return ""
+        _, column, style = EVALUATED[model]
+        value, error = float(row[column]), float(row[f"{column}, standard error"])
+        value = 1 - value if column.startswith("cosine") else value
+        return f"{value:{style}} ± {error:{'.1g' if style == '.2g' else style.lstrip('+')}}"
+
+    def took(row: dict[str, str] | None) -> str:
+        return f"{float(row['seconds_to_calibrate']):.0f}" if row and row["seconds_to_calibrate"] else ""
+
+    names = ("smollm2", "minilm")
+    head = " | ".join(["recipe", "method", *(EVALUATED[name][0] for name in names), *(f"{name}, s" for name in names)])
+    return _markdown(
+        head,
+        (
+            (
+                f"`{recipe}`",
+                method,
+                *(figure(by.get(name), name) for name in names),
+                *(took(by.get(name)) for name in names),
+            )
+            for (recipe, method), by in sorted(found.items(), key=lambda one: (one[0][0] in PEERS, one[0][0]))
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed, evaluate)
+    f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed, evaluate, calibrate)
 }
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

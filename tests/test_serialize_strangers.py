@@ -167,6 +167,19 @@ def test_a_config_with_any_value_in_any_place_is_refused_or_harmless(original, d
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
 
+@pytest.mark.parametrize("size", [0x280, 0x380, 0x480, 0x580])
+def test_a_header_whose_size_has_the_bytes_of_a_pickle(tmp_path, size):
+    """The file of every 64th model begins so: a size is written least byte first."""
+    whole, path = {"a": torch.arange(4.0)}, tmp_path / "weights.safetensors"
+    for length in range(size):
+        path.write_bytes(library.save(whole, metadata={"pad": "x" * length}))
+        if path.read_bytes()[:8] == size.to_bytes(8, "little"):
+            break
+    data = path.read_bytes()
+    assert data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+    assert torch.equal(safetensors.read(path, hashlib.sha256(data).hexdigest(), len(data))["a"], whole["a"])
+
+
 @pytest.mark.parametrize(
     ("data", "told"),
     [

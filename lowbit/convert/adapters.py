@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import full_name, replaced_forward
 from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
+from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.ops.conv import spans_tensor
 from lowbit.recipes import Recipe
@@ -158,6 +159,21 @@ def _conv1d_back(layer: Any, made: QuantLinear, plain: Plain) -> None:
     layer.weight, layer._parameters["bias"] = plain(made, transposed=True), made.bias
 
 
+# -- nn.Embedding -----------------------------------------------------------------------------------------------------
+def _embedding(layer: nn.Embedding, make: Make) -> QuantEmbedding:
+    return QuantEmbedding(layer, make(layer.weight, layer.weight, None))
+
+
+def _embedding_back(layer: nn.Embedding, made: QuantEmbedding, plain: Plain) -> None:
+    layer.weight = plain(made.linear)
+
+
+def _refuses_embedding(layer: nn.Embedding) -> str | None:
+    if layer.max_norm is not None:
+        return f"max_norm={layer.max_norm} rescales its rows in every call"
+    return unusual(layer, ("weight",))
+
+
 # -- nn.Conv1d, nn.Conv2d, nn.Conv3d ----------------------------------------------------------------------------------
 def _conv(layer: Any, make: Make, made: type[QuantConv]) -> QuantConv:
     return made(layer, make(layer.weight, layer.weight.movedim(1, -1).flatten(1), layer.bias))
@@ -233,6 +249,7 @@ ADAPTERS: dict[str, Adapter] = {
         f"torch.nn.modules.conv.{plain}": Adapter(partial(_conv, made=made), _conv_back, unusual, slower=_slow_conv)
         for plain, made in (("Conv1d", QuantConv1d), ("Conv2d", QuantConv2d), ("Conv3d", QuantConv3d))
     },
+    "torch.nn.modules.sparse.Embedding": Adapter(_embedding, _embedding_back, _refuses_embedding, ("weight",)),
     "torch.nn.modules.activation.MultiheadAttention": Adapter(
         _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
     ),

@@ -13,6 +13,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv
+from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
@@ -36,7 +37,15 @@ def prepack_(model: nn.Module) -> Report:
     for what is no model.
     """
     packer = _Packer()
-    task = Task("prepack_", "QuantLinear", _to_pack, packer.pack, _measure, _put_packed, optional=True)
+    embeddings = model.modules() if isinstance(model, nn.Module) else ()
+    tables = {id(module.linear.codes) for module in embeddings if isinstance(module, QuantEmbedding)}
+
+    def judge(names: list[str], module: nn.Module) -> Verdict:
+        if isinstance(module, QuantLinear) and id(module.codes) in tables:
+            return Verdict(reason="its weight is also an embedding's table, and packing would make a copy")
+        return _to_pack(names, module)
+
+    task = Task("prepack_", "QuantLinear", judge, packer.pack, _measure, _put_packed, optional=True)
     return convert(model, task)[0]
 
 
@@ -55,8 +64,9 @@ def unpack_(model: nn.Module) -> Report:
 def _to_pack(names: list[str], module: nn.Module) -> Verdict:
     if kind(module) == "packed":
         return Verdict(reason="packed already")
-    if isinstance(module, QuantConv):
-        return Verdict(reason="the packed layout is that of Linear layers, and it is a convolution")
+    if isinstance(module, QuantConv | QuantEmbedding):
+        what = "a convolution" if isinstance(module, QuantConv) else "an embedding"
+        return Verdict(reason=f"the packed layout is that of Linear layers, and it is {what}")
     if not isinstance(module, QuantLinear):
         return Verdict(inside=True)
     reason = PackedLinear.refusal(module)
@@ -66,7 +76,11 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
 def _to_unpack(names: list[str], module: nn.Module) -> Verdict:
     if kind(module) == "packed":
         return Verdict(adapter=_EVERY)
-    return Verdict(reason="not packed") if isinstance(module, QuantLinear | QuantConv) else Verdict(inside=True)
+    return (
+        Verdict(reason="not packed")
+        if isinstance(module, QuantLinear | QuantConv | QuantEmbedding)
+        else Verdict(inside=True)
+    )
 
 
 def _put_packed(model: nn.Module, made: dict[int, Any]) -> None:

@@ -171,8 +171,12 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
 # -- what is worth knowing --------------------------------------------------------------------------------------------
 def _untied(model: nn.Module, found: Selection) -> tuple[str, ...]:
     """A note for each converted layer whose weight another module keeps in high precision."""
+    taken = {id(chosen.module) for chosen in found.chosen.values()}
     keepers = {
-        id(p): name for name, module in model.named_modules() for p in module._parameters.values() if p is not None
+        id(p): name
+        for name, module in model.named_modules()
+        for p in module._parameters.values()
+        if p is not None and id(module) not in taken
     }
     return tuple(
         f"{name} shared its weight with {keepers[id(p)]}, which keeps it in high precision; {name} has its own "

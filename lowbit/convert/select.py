@@ -106,7 +106,8 @@ def select(
             continue
         protection = protect(first, module)
         if protection is not None and not _named(patterns, protection.word):
-            found.left[first] = protection.reason
+            if protection.reason:
+                found.left[first] = protection.reason
             continue
         if verdict.error is not None:
             raise ValueError(f"{first or 'the model'} {verdict.error}")
@@ -279,14 +280,14 @@ def protections(
 ) -> tuple[Iterable[str], Callable[[str, nn.Module], Protection | None]]:
     """The names to skip, and what stays unless a pattern of ``plan`` names it.
 
-    Always protected: adapters. ``unties``: the conversion gives a layer a weight of its own, so that output layers
-    tied to an embedding are protected as well, unless ``skip`` is empty. The default ``skip`` is a protection too: a
-    pattern may name ``lm_head``, and the report gives the reason.
+    Always protected: adapters, and embeddings, of which reports say nothing. ``unties``: the conversion gives a layer a
+    weight of its own, so that output layers tied to an embedding are protected as well, unless ``skip`` is empty. The
+    default ``skip`` is a protection too: a pattern may name ``lm_head``, and the report gives the reason.
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
     skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
-    guards = [_adapters(model)]
+    guards = [_adapters(model), _table]
     if unties and skip:
         guards.append(_tied(model))
     if default:
@@ -297,6 +298,10 @@ def protections(
         return next((found for guard in guards if (found := guard(name, module)) is not None), None)
 
     return skip, protect
+
+
+def _table(name: str, module: nn.Module) -> Protection | None:
+    return Protection(name.split(".")[-1], "") if is_table(module) and find(module).adapter is not None else None
 
 
 def _output_layer(name: str, module: nn.Module) -> Protection | None:

@@ -63,17 +63,17 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated or altered: {actual} bytes instead of {size}; copy or save it again")
     if _sha256(path) != digest:
         raise ValueError(f"{path} is altered: its SHA-256 is not the one expected; copy or save it again")
-    with open(path, "rb") as file:
-        if file.read(4).startswith(_PICKLES):
-            raise ValueError(
-                f"{path} is a pickle, as torch.save writes it, and not a safetensors file. A pickle can run code when "
-                "it is read; lowbit reads none. Ask for the weights as safetensors"
-            )
     try:
         with safetensors.safe_open(path, framework="pt") as found:
             return {name: found.get_tensor(name).clone() for name in found.keys()}
     except (safetensors.SafetensorError, RuntimeError, ValueError, TypeError, OverflowError) as error:
-        path.stat()  # removed meanwhile, by whoever saved another model
+        with open(path, "rb") as file:  # FileNotFoundError: removed meanwhile, by whoever saved another model
+            start = file.read(4)
+        if start.startswith(_PICKLES):  # not before: the size of a header may have these bytes
+            raise ValueError(
+                f"{path} is a pickle, as torch.save writes it, and not a safetensors file. A pickle can run code when "
+                "it is read; lowbit reads none. Ask for the weights as safetensors"
+            ) from None
         raise ValueError(f"{path} is damaged: {str(error)[:500]}; copy or save it again") from None
 
 
