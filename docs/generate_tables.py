@@ -210,7 +210,7 @@ def calibrate() -> str:
     def took(row: dict[str, str] | None) -> str:
         return f"{float(row['seconds_to_calibrate']):.0f}" if row and row["seconds_to_calibrate"] else ""
 
-    names = ("smollm2", "minilm")
+    names = [name for name in EVALUATED if any(name in by for by in found.values())]
     head = " | ".join(["recipe", "method", *(EVALUATED[name][0] for name in names), *(f"{name}, s" for name in names)])
     return _markdown(
         head,
