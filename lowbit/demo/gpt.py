@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "KVCache", "generate"]
+from lowbit.nn.kv_cache import QuantizedRows
+
+__all__ = ["GPT", "GPTConfig", "KVCache", "QuantizedKVCache", "generate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,20 @@ class KVCache:
         self.k[layer, :, :, self.length : end] = k_BHTD
         self.v[layer, :, :, self.length : end] = v_BHTD
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+class QuantizedKVCache(KVCache):
+    """The same in codes of ``scheme``, which are made of each position when it is stored, and stay."""
+
+    def __init__(self, config: GPTConfig, scheme: str) -> None:
+        self.rows = [(QuantizedRows(scheme), QuantizedRows(scheme)) for _ in range(config.layers)]
+        self.length = 0
+
+    def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.rows[layer]
+        keys.append(k_BHTD)
+        values.append(v_BHTD)
+        return keys.read(), values.read()
 
 
 def rope(positions_T: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -178,11 +194,19 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompt_BT: Tensor, tokens: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+    model: GPT,
+    prompt_BT: Tensor,
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    kv_cache: str | None = None,
 ) -> Iterator[Tensor]:
     """Yield ``tokens`` new tokens [B], one position a time, each from the ``top_k`` likeliest; temperature 0 is greedy.
 
-    Raises: ValueError when prompt and new tokens exceed ``model.config.context``.
+    ``kv_cache``: the scheme of keys and values, such as ``"int8:group32"``; None: they stay in the model's dtype.
+    Raises: ValueError when prompt and new tokens exceed ``model.config.context``, and as ``QuantizedRows``.
     """
     config, (batch, length) = model.config, prompt_BT.shape
     if length == 0 or length + tokens > config.context:
@@ -190,7 +214,11 @@ def generate(
             f"a prompt of {length} and {tokens} new tokens need 1 to {config.context} positions; shorten one of them"
         )
     generator = torch.Generator(prompt_BT.device).manual_seed(seed)
-    cache = KVCache(config, batch, dtype=model.embed.weight.dtype, device=prompt_BT.device)
+    cache = (
+        KVCache(config, batch, dtype=model.embed.weight.dtype, device=prompt_BT.device)
+        if kv_cache is None
+        else QuantizedKVCache(config, kv_cache)
+    )
     next_BT = prompt_BT
     for _ in range(tokens):
         logits_BV = model(next_BT, cache)[:, -1].float()

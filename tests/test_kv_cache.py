@@ -1,0 +1,125 @@
+"""Keys and values that are quantized as they are appended: the same codes however they come, and generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig, KVCache, QuantizedKVCache, generate
+from lowbit.nn.kv_cache import QuantizedRows
+
+SCHEMES = ["int8:row", "int8:group32", "int4:group32", "uint4:group32:affine", "fp8_e4m3:row", "nf4", "mxfp4"]
+each = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+@given(
+    st.sampled_from(SCHEMES), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 70),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_rows_are_those_of_one_quantization_however_they_come(scheme, lengths, width, dtype):
+    x = torch.randn(2, 3, sum(lengths), width).to(dtype)
+    rows, start = QuantizedRows(scheme), 0
+    for length in lengths:
+        rows.append(x[:, :, start : start + length])
+        start += length
+        assert rows.length == start
+        expected = torch.stack([lb.quantize(one, scheme).dequantize() for one in x[:, :, :start].unbind(0)])
+        assert rows.read().dtype == dtype and torch.equal(rows.read(), expected)
+    q = lb.quantize(x, scheme)
+    assert rows.nbytes == sum(part.nbytes for part in q.parts.values())
+    rows.select(torch.tensor([1, 0, 1]))
+    assert torch.equal(rows.read(), expected[[1, 0, 1]])
+    rows.crop(lengths[0])
+    assert rows.length == lengths[0] and torch.equal(rows.read(), expected[[1, 0, 1], :, : lengths[0]])
+
+
+def test_schemes_whose_rows_share_scales_are_refused():
+    for scheme in ("int8:tensor", "fp8_e4m3:block128x128", "nvfp4"):
+        with pytest.raises(ValueError, match="rows that are appended need scales of their own"):
+            QuantizedRows(scheme)
+    assert QuantizedRows("nvfp4:global_row").length == 0
+
+
+@each
+def test_the_demos_gpt_attends_to_what_is_stored(scheme):
+    """The oracle: a plain cache whose new keys and values are rounded before they are stored."""
+    config = GPTConfig(vocab=64, context=32, layers=2, heads=2, dim=64, hidden=64)
+    model, tokens = GPT(config).eval(), torch.randint(64, (2, 20))
+
+    class Rounded(KVCache):
+        def extend(self, layer, k, v):
+            k, v = (lb.quantize(one.contiguous(), scheme).dequantize() for one in (k, v))
+            return super().extend(layer, k, v)
+
+    one, other = QuantizedKVCache(config, scheme), Rounded(config, 2, dtype=torch.float32)
+    for start, stop in ((0, 7), (7, 8), (8, 9), (9, 20)):
+        with torch.no_grad():
+            assert torch.equal(model(tokens[:, start:stop], one), model(tokens[:, start:stop], other))
+
+
+def test_generation_with_a_fine_cache_is_that_without():
+    model = GPT(GPTConfig(vocab=64, context=32, layers=2, heads=2, dim=64, hidden=64)).eval()
+    prompt = torch.randint(64, (2, 5))
+    plain = list(generate(model, prompt, 12, temperature=0))
+    assert all(map(torch.equal, plain, generate(model, prompt, 12, temperature=0, kv_cache="int8:group32")))
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@each
+@torch.no_grad()
+def test_models_of_transformers(llama, scheme):
+    from transformers import DynamicCache
+
+    from lowbit.integrations.kv_cache import quantized_cache
+
+    ids = torch.randint(3, 100, (2, 12))
+    plain, cache, steps = DynamicCache(), quantized_cache(llama, scheme), quantized_cache(llama.config, scheme)
+    llama(ids, past_key_values=plain)
+    whole = llama(ids, past_key_values=cache).logits
+    for i in range(12):
+        last = llama(ids[:, i : i + 1], past_key_values=steps).logits
+    assert cache.get_seq_length() == steps.get_seq_length() == 12
+    first = plain.layers[0]  # the first layer's keys do not depend on what was rounded before
+    assert torch.equal(cache.layers[0].keys.read(), lb.quantize(first.keys.contiguous(), scheme).dequantize())
+    assert torch.equal(cache.layers[0].values.read(), lb.quantize(first.values.contiguous(), scheme).dequantize())
+    torch.testing.assert_close(whole[:, -1:], last, rtol=1e-3, atol=1e-3)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 8
+    again = llama(ids[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(again, whole[:, 8:], rtol=1e-3, atol=1e-3)
+
+
+def test_generation_greedy_and_by_beams(llama):
+    from lowbit.integrations.kv_cache import quantized_cache
+
+    ids = torch.randint(3, 100, (2, 6))
+    for more in ({}, {"num_beams": 3}):
+        options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids), **more}
+        plain = llama.generate(ids, **options)
+        found = llama.generate(ids, past_key_values=quantized_cache(llama, "int8:group32"), **options)
+        assert torch.equal(plain, found)
+
+
+def test_models_with_other_layers_are_refused(llama):
+    import copy
+
+    from lowbit.integrations.kv_cache import quantized_cache
+
+    config = copy.deepcopy(llama.config)
+    config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="layers with sliding_attention"):
+        quantized_cache(config)
