@@ -15,6 +15,7 @@ from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import full_name, replaced_forward
 from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.linear import QuantLinear
 from lowbit.ops.conv import spans_tensor
 from lowbit.recipes import Recipe
@@ -242,6 +243,29 @@ def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention,
     _linear_back(layer.out_proj, made.out_proj, plain)
 
 
+# -- stacked experts of transformers ----------------------------------------------------------------------------------
+def _experts(layer: Any, make: Make) -> QuantExperts:
+    stacks = (layer.gate_up_proj, layer.down_proj)
+    gate_up, down = ([make(stack, matrix, None) for matrix in stack] for stack in stacks)
+    return QuantExperts(layer, gate_up, down)
+
+
+def _experts_back(layer: Any, made: QuantExperts, plain: Plain) -> None:
+    for name, of in (("gate_up_proj", made.gate_up), ("down_proj", made.down)):
+        shape = (len(of), of[0].out_features, of[0].in_features)
+        setattr(layer, name, nn.Parameter(plain(*of).detach().view(shape)))
+
+
+def _refuses_experts(layer: Any) -> str | None:
+    gated = getattr(type(layer)._apply_gate, "__name__", "") == "_default_apply_gate"
+    if not gated or layer.is_transposed or layer.has_bias or not layer.has_gate or layer.has_post_expert_norm:
+        return f"a {type(layer).__name__} computes more than down(act(gate) * up)"
+    return unusual(layer, ("gate_up_proj", "down_proj"), children=("act_fn",))
+
+
+#: Mixtures whose experts are one stack of ``[gate; up]`` and one of ``down``, ``[E, out, in]``.
+_EXPERTS = ("mixtral.modeling_mixtral.MixtralExperts", "qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts")
+
 #: What is converted, by the full name of the class, which need not be importable.
 ADAPTERS: dict[str, Adapter] = {
     "torch.nn.modules.linear.Linear": Adapter(_linear, _linear_back, unusual),
@@ -254,4 +278,10 @@ ADAPTERS: dict[str, Adapter] = {
         _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
     ),
     "transformers.pytorch_utils.Conv1D": Adapter(_conv1d, _conv1d_back, unusual),
+    **{
+        f"transformers.models.{name}": Adapter(
+            _experts, _experts_back, _refuses_experts, ("gate_up_proj", "down_proj", "_apply_gate")
+        )
+        for name in _EXPERTS
+    },
 }
