@@ -252,8 +252,8 @@ def _experts(layer: Any, make: Make) -> QuantExperts:
 
 def _experts_back(layer: Any, made: QuantExperts, plain: Plain) -> None:
     for name, of in (("gate_up_proj", made.gate_up), ("down_proj", made.down)):
-        shape = (len(of), of[0].out_features, of[0].in_features)
-        setattr(layer, name, nn.Parameter(plain(*of).detach().view(shape)))
+        stack = plain(*of).detach().unflatten(0, (len(of), -1))  # type: ignore[no-untyped-call]
+        setattr(layer, name, nn.Parameter(stack))
 
 
 def _refuses_experts(layer: Any) -> str | None:
