@@ -48,7 +48,8 @@ constexpr struct {
     {"conv",
      "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_outer, Tensor "
      "weight, int scheme, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int out_scheme, Tensor? "
-     "out_scale, Tensor? out_zero_point, Tensor(a!) out, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
+     "out_scale, Tensor? out_zero_point, Tensor(a!) out, int[] kernel_size, int[] stride, int[] padding, int[] "
+     "dilation, "
      "int groups)"},
     {"linear_packed", "(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out)"},
 };

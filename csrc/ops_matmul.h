@@ -38,7 +38,6 @@ struct Packed {
 };
 Packed packed_of(const Tensor& buffer);
 
-
 // Parts of the description that cpu/matmul/matmul.h multiplies, of tensors; what does not fit throws.
 mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols);
 void add_bias(mm::Problem& problem, const MaybeTensor& bias);
