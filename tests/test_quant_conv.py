@@ -14,6 +14,8 @@ import lowbit as lb
 from lowbit.nn import QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe
 
+torch.manual_seed(0)  # the same weights, whatever was imported before
+
 #: Layers of every class, and an input of each.
 LAYERS = {
     "1d": (nn.Conv1d(6, 8, 3, stride=2, padding=1, groups=2), (2, 6, 11)),
