@@ -1,6 +1,7 @@
 """Calibration: codes and scales of weights, and static scales of inputs, chosen by looking at what layers are given."""
 
 from lowbit.calibrate.calibration import Calibration
+from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer
 from lowbit.calibrate.run import calibrate
@@ -8,4 +9,5 @@ from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
 
 __all__ = [
     "MAPS", "METHODS", "OBSERVERS", "TRANSFORMS", "Calibration", "Map", "Method", "Observer", "Transform", "calibrate",
+    "quantize_files",
 ]  # fmt: skip

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import Progress
 from rich.text import Text
 
-from lowbit.calibrate import Calibration
+from lowbit.calibrate import Calibration, calibrate, quantize_files
 from lowbit.cli.console import errors, out, print_json
 from lowbit.cli.models import Dtype, cast_, load
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
+from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
-from lowbit.recipes import RECIPES
+from lowbit.memory.rss import available_bytes
+from lowbit.recipes import RECIPES, Recipe
 from lowbit.recipes import recipe as find_recipe
-from lowbit.serialize import save_model
+from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
 
 EPILOG = """
@@ -60,32 +64,51 @@ def quantize(
     skip: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Modules to leave, * for many; lm_head by default.")
     ] = None,
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help="How weights are rounded without a calibration: nearest, search ...")
+    ] = "nearest",
+    from_disk: Annotated[
+        bool | None,
+        typer.Option(
+            "--from-disk/--in-memory",
+            help="Read, quantize and write one weight after the other; by default where the weights take more than "
+            "half of the free memory.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Quantize a saved model, and save the result with its tokenizer and configs.
 
-    Weights are rounded to the nearest code, or with --calibration as lowbit calibrate has chosen.
+    Weights are rounded to the nearest code, by --method, or with --calibration as lowbit calibrate has chosen. With
+    --from-disk a run that was stopped goes on when it is given again.
     """
     chosen = find_recipe(recipe)
     directory = directory.resolve() if directory.name in ("", "..") else directory
     target = target or directory.with_name(f"{directory.name}-{chosen.name.replace(':', '-')}")
-    if target.exists():
-        raise FileExistsError(f"{target} exists; remove it or choose another with --out")
-    with errors.status(Text(f"loading {directory}")) as status:
-        model = load(directory)
-        already = {layer.recipe.name for layer in quantized_layers(model).values()}
-        if already:
-            raise ValueError(
-                f"{directory} holds a model that is quantized already ({', '.join(sorted(already))}); give the one "
-                "that it was made of"
-            )
-        cast_(model, dtype)
-        status.update(Text(f"quantizing with {chosen.name}"))
-        found = None if calibration is None else Calibration.load(calibration)
-        report = quantize_(model, chosen, found, skip=DEFAULT_SKIP if skip is None else skip)
-        status.update(Text(f"saving to {target}"))
-        save_model(model, target)
-        _copy_others(directory, target)
+    skipped = DEFAULT_SKIP if skip is None else skip
+    if from_disk is None:
+        from_disk = calibration is None and _is_large(directory)
+    if from_disk:
+        if calibration is not None:
+            raise ValueError("--calibration needs the model in memory; leave out --from-disk")
+        report = _quantize_files(directory, chosen, target, method, dtype, skipped)
+    else:
+        if target.exists():
+            raise FileExistsError(f"{target} exists; remove it or choose another with --out")
+        with errors.status(Text(f"loading {directory}")) as status:
+            model = load(directory)
+            already = {layer.recipe.name for layer in quantized_layers(model).values()}
+            if already:
+                raise ValueError(
+                    f"{directory} holds a model that is quantized already ({', '.join(sorted(already))}); give the one "
+                    "that it was made of"
+                )
+            cast_(model, dtype)
+            status.update(Text(f"quantizing with {chosen.name}"))
+            report = quantize_(model, chosen, _found(model, chosen, calibration, method, skipped), skip=skipped)
+            status.update(Text(f"saving to {target}"))
+            save_model(model, target)
+    _copy_others(directory, target)
     if json:
         print_json(_as_json(report, target))
         return
@@ -96,13 +119,50 @@ def quantize(
 quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG.format(recipes=', '.join(RECIPES))}"
 
 
+def _found(
+    model: Any, chosen: Recipe, calibration: Path | None, method: str, skip: Iterable[str]
+) -> Calibration | None:
+    """What says how weights are rounded; None: to the nearest code."""
+    if calibration is None:
+        return None if method == "nearest" else calibrate(model, None, chosen, method, skip=skip)
+    if method != "nearest":
+        raise ValueError(f"--calibration has chosen the codes; leave out --method {method}")
+    return Calibration.load(calibration)
+
+
+def _is_large(directory: Path) -> bool:
+    """Whether the weights in a directory of transformers take more than half of the memory that is free."""
+    free = available_bytes()
+    if free is None or our_config(directory) is not None or not huggingface.is_directory(directory):
+        return False
+    return 2 * sum(path.stat().st_size for path in directory.glob("*.safetensors")) > free
+
+
+def _quantize_files(
+    directory: Path, chosen: Recipe, target: Path, method: str, dtype: Dtype, skip: Iterable[str]
+) -> Report:
+    """Quantize without the whole model in memory, with a bar of the files."""
+    with errors.status(Text(f"reading {directory}")):
+        model = huggingface.without_weights(directory)
+        cast_(model, dtype)
+    with Progress(console=errors) as bar:
+        task = bar.add_task("quantizing", total=None)
+        report = quantize_files(
+            directory, chosen, target, method, model=model, skip=skip,
+            progress=lambda what, done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+        bar.update(task, completed=1, total=1)
+    return report
+
+
 def _copy_others(directory: Path, target: Path) -> None:
     """Copy what belongs to the model and is no weights."""
     ours = our_config(directory)
     skipped = {CONFIG} if ours is None else {CONFIG, ours[0].name}
     for path in sorted(directory.iterdir()):
         index = path.name.endswith(".index.json")  # of weights in several files
-        if _COPIED.fullmatch(path.name) and path.is_file() and path.name not in skipped and not index:
+        wanted = _COPIED.fullmatch(path.name) and path.name not in skipped and not index
+        if wanted and path.is_file() and not (target / path.name).exists():
             check_regular(path, _MOST_COPIED)
             shutil.copyfile(path, target / path.name)
 
