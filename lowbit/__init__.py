@@ -9,7 +9,7 @@ from lowbit import convert, memory, nn, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
-from lowbit.calibrate import Calibration, calibrate, quantize_files
+from lowbit.calibrate import Calibration, Sensitivity, calibrate, quantize_files, sensitivity
 from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import adamw_, decode, encode, explain, fake_quantize, linear, pack, quantize, scaled_mm, unpack
@@ -31,6 +31,7 @@ __all__ = [
     "Recipe",
     "Rounding",
     "Scheme",
+    "Sensitivity",
     "__version__",
     "adamw_",
     "calibrate",
@@ -56,6 +57,7 @@ __all__ = [
     "save_model",
     "scaled_mm",
     "scheme",
+    "sensitivity",
     "train",
     "unpack",
     "unpack_",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.calibrate.methods import METHODS, Method
+from lowbit.calibrate.sources import without_data
 from lowbit.casts import refuse_beyond
-from lowbit.convert.maker import Allocated, Nearest, Source, decibel, energies, require_numbers
+from lowbit.convert.maker import Allocated, Source, decibel
 from lowbit.convert.quantize import quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
@@ -62,7 +62,7 @@ def quantize_files(
     directory, out = Path(directory), Path(out)
     if shard_bytes < 1:
         raise ValueError(f"quantize_files: shard_bytes must be 1 or more, got {shard_bytes}")
-    chosen, source = plan(recipe), _source(method)
+    chosen, source = plan(recipe), without_data(method, "quantize_files")
     for one in chosen.recipes:
         refuse_beyond(one, "quantize_files", ("output.b",))
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
@@ -89,29 +89,6 @@ def quantize_files(
     write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
     written.forget()
     return work.reported(written.told)
-
-
-def _source(method: str) -> Source:
-    found = METHODS.get(method)
-    if found is None or found.need != "nothing":
-        free = ", ".join(row.name for row in METHODS.values() if row.need == "nothing")
-        raise ValueError(f"quantize_files takes methods without data, one of {free}; got {method!r}")
-    return Nearest() if method == "nearest" else _Solved(found)
-
-
-class _Solved(Nearest):
-    """Weights are what a method without data makes of them."""
-
-    def __init__(self, method: Method) -> None:
-        self.method = method
-
-    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
-        require_numbers(matrix)
-        reason = self.method.refuses(recipe.weight)
-        if reason is not None:
-            raise ValueError(f"method {self.method.name!r} cannot serve it: {reason}")
-        made = replace(self.method.solve(matrix.float(), recipe.weight, None), dtype=matrix.dtype)
-        return made, energies(matrix, made.dequantize(torch.float32))
 
 
 class _Job(NamedTuple):
