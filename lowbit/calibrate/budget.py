@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import fsum
 from typing import NamedTuple
 
 __all__ = ["Option", "allocate"]
@@ -75,21 +76,22 @@ def _relaxed(groups: Sequence[Sequence[Option]], budget: int) -> tuple[float, fl
     fits: the steps along the lower convex hulls of the groups, those first that save the most for their cost.
     """
     hulls = [_hull(options) for options in groups]
-    cost, loss = sum(hull[0].cost for hull in hulls), sum(hull[0].loss for hull in hulls)
     steps = [
         (-_slope(*hull[position - 1 : position + 1]), number, position)
         for number, hull in enumerate(hulls)
         for position in range(1, len(hull))
     ]
-    price, stopped = 0.0, set()
+    taken, price, stopped = [hull[0] for hull in hulls], 0.0, set()
+    cost = sum(option.cost for option in taken)
     for saved, number, position in sorted(steps, key=lambda step: (-step[0], step[2])):
-        before, after = hulls[number][position - 1 : position + 1]
-        if number in stopped or cost + after.cost - before.cost > budget:
+        after = hulls[number][position]
+        if number in stopped or cost + after.cost - taken[number].cost > budget:
             price = price or saved
             stopped.add(number)  # its later steps begin where this one ends
             continue
-        cost, loss = cost + after.cost - before.cost, loss + after.loss - before.loss
-    return price, loss
+        cost += after.cost - taken[number].cost
+        taken[number] = after
+    return price, fsum(option.loss for option in taken)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
