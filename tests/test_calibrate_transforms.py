@@ -13,7 +13,7 @@ from lowbit.calibrate import MAPS, TRANSFORMS, Map
 from lowbit.calibrate.calibration import Edit
 from lowbit.calibrate.observe import Recorder
 from lowbit.calibrate.observed import Observed
-from lowbit.calibrate.run import _observed
+from lowbit.calibrate.run import observed
 from lowbit.calibrate.transforms import transform_
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.recipes import plan
@@ -53,7 +53,7 @@ def normed(monkeypatch):
 
 def transformed(model: nn.Module, x: Tensor, transform: str) -> tuple[nn.Module, list[Edit], list[Observed]]:
     """The copy of ``model`` that calibrate works on, after a transform and before any rounding."""
-    work = _observed(model, plan("int8-weight-only"), ())
+    work = observed(model, plan("int8-weight-only"), ())
     layers = [layer for layer in work.modules() if isinstance(layer, Observed)]
     recorder = Recorder(layers, "gram", None)
     work(x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lowbit as lb
+from lowbit.cli.budget import bytes_in
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -86,3 +87,42 @@ def test_errors_say_what_to_give(run, llama):
     (root / "llama" / "tokenizer_config.json").unlink()
     told = run("calibrate", model, "int8", "--text", str(root / "book.txt"), "--out", found, code=1)
     assert "holds no tokenizer" in told
+
+
+def test_a_budget_chooses_recipes_by_layer_as_python_does(run, llama):
+    root, model, numbers = llama
+    given = ("quantize", str(root / "llama"), "int4-weight-only:group32,int8", "--text", str(root / "book.txt"))
+    options = ("--windows", "5", "--length", "32", "--method", "search", "--plot", str(root / "plot.png"), "--json")
+    told = json.loads(run(*given, "--bits", "6.2", *options))
+    assert told["out"] == f"{root / 'llama'}-6.2bit" and (root / "plot.png").exists()
+    batches = list(numbers[: 5 * 32].view(5, 1, 32))
+    found = lb.sensitivity(model, ["int4-weight-only:group32", "int8"], batches, method="search")
+    chosen = found.choose(bits=6.2)
+    assert len(set(chosen.values())) == 2
+    lb.quantize_(model, chosen, lb.calibrate(model, None, chosen, "search"))
+    loaded, x = lb.load_model(told["out"]), numbers[None, :20]
+    assert {name: row.recipe.name for name, row in lb.convert.engine.quantized_layers(loaded).items()} == {
+        name: recipe.name for name, recipe in chosen.items()
+    }
+    with torch.no_grad():
+        assert torch.equal(loaded(x).logits, model(x).logits)
+
+    size = found.size(chosen)
+    told = json.loads(run(*given, "--size", f"{size}B", "--out", str(root / "sized"), *options))
+    assert told["bytes"] <= size
+
+
+def test_budgets_that_cannot_be_met_say_why(run, llama):
+    root, _, _ = llama
+    text = ("--text", str(root / "book.txt"), "--length", "32")
+    for arguments, message in (
+        ((), "give a recipe, one of"),
+        (("--bits", "4.5"), "give a text with --text FILE"),
+        (("--bits", "4.5", "--size", "1MB", *text), "two budgets; give one"),
+        (("--size", "1 parsec", *text), "'1 parsec' is no size; write for instance 80MB"),
+        (("--bits", "1.5", *text), "the smallest choice takes"),
+        (("--bits", "4.5", "--calibration", "found", *text), "leave out --bits and --size"),
+        (("--bits", "4.5", "--from-disk", *text), "need the model in memory"),
+    ):
+        assert message in run("quantize", str(root / "llama"), *arguments, code=1)
+    assert bytes_in("80MB") == 80_000_000 and bytes_in("1.5 gib") == 3 << 29 and bytes_in("7") == 7

@@ -1,11 +1,25 @@
 """Calibration: codes and scales of weights, and static scales of inputs, chosen by looking at what layers are given."""
 
 from lowbit.calibrate.calibration import Calibration
+from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer
 from lowbit.calibrate.run import calibrate
+from lowbit.calibrate.sensitivity import Sensitivity, sensitivity
 from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
 
 __all__ = [
-    "MAPS", "METHODS", "OBSERVERS", "TRANSFORMS", "Calibration", "Map", "Method", "Observer", "Transform", "calibrate",
+    "MAPS",
+    "METHODS",
+    "OBSERVERS",
+    "TRANSFORMS",
+    "Calibration",
+    "Map",
+    "Method",
+    "Observer",
+    "Sensitivity",
+    "Transform",
+    "calibrate",
+    "quantize_files",
+    "sensitivity",
 ]  # fmt: skip

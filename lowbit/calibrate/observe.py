@@ -13,7 +13,7 @@ from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.observers import Ranges
 from lowbit.calibrate.statistics import Statistics
 
-__all__ = ["Recorder", "inputs_of", "stages"]
+__all__ = ["Recorder", "inputs_of", "mask_of", "stages"]
 
 
 class Recorder:
@@ -31,7 +31,7 @@ class Recorder:
 
     def count(self, number: int, batch: Any, plain: dict[str, list[Tensor]] | None) -> None:
         """Add the inputs of ``batch``, which the layers have just had, without those of padding."""
-        mask = _mask(batch)
+        mask = mask_of(batch)
         for layer, inputs in self._owners().values():
             found = layer.statistics
             assert found is not None
@@ -90,7 +90,7 @@ class Recorder:
         Statistics.reduce({id(one): one for layer in self.layers if (one := layer.statistics) is not None}.values())
 
 
-def _mask(batch: Any) -> Tensor | None:
+def mask_of(batch: Any) -> Tensor | None:
     """Where a batch of tokens is no padding, bool [B, T], where it says so; as transformers names it."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

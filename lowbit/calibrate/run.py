@@ -33,7 +33,7 @@ from lowbit.memory.checkpoint import find_blocks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan, Recipe, plan
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "observed", "observed_layers"]
 
 
 @torch.no_grad()
@@ -114,12 +114,12 @@ class _Run:
         loss: Loss | None = None,
     ) -> None:
         self.data, self.choice, self.finished = data, choice, finished
-        self.work = _observed(model, plan, skip)
+        self.work = observed(model, plan, skip)
         self.names = {id(module): name for name, module in self.work.named_modules()}
         self.found = Calibration(data=digest(data) if data else None)
         self.chain: Chain | None = None
         self.plain: Chain | None = None  # of the model as it was, where a method compares with it
-        layers = _layers(self.work)
+        layers = observed_layers(self.work)
         need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
         guided = [layer for layer in layers if self.method_for(layer).guided]
         if loss is not None and not guided:
@@ -132,7 +132,7 @@ class _Run:
         self.chain = _chain(self.work, data)
         comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
         if comparing:
-            self.plain = _chain(_observed(model, plan, skip), data)
+            self.plain = _chain(observed(model, plan, skip), data)
             if self.chain is None or self.plain is None:
                 raise ValueError(
                     f"{comparing[0].name} compares blocks that follow one another with those of the unquantized model, "
@@ -188,11 +188,11 @@ class _Run:
         for edit in part.edits:
             owner, _, name = edit.name.rpartition(".")
             self.work.get_submodule(owner).register_parameter(name, nn.Parameter(edit.value, requires_grad=False))
-        self._put(block, _layers(block))
+        self._put(block, observed_layers(block))
 
     def _quantize(self, root: nn.Module, index: int | None) -> None:
         """Quantize the layers of block ``index``, or those that are left."""
-        layers = _layers(root)
+        layers = observed_layers(root)
         if not layers:
             return
         before = self.found.names()
@@ -256,7 +256,7 @@ class _Run:
             plain = None
             if need == "cross":
                 assert self.plain is not None
-                plain = inputs_of(_layers(self.plain.blocks[index]), self.plain, index, number)
+                plain = inputs_of(observed_layers(self.plain.blocks[index]), self.plain, index, number)
                 for layer in layers:
                     if layer.factors is not None:
                         plain[layer.name] = [x.float() / layer.factors for x in plain[layer.name]]
@@ -328,7 +328,7 @@ class _Run:
         self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
 
 
-def _observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
+def observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
     """A copy of ``model`` that shares its tensors, in eval mode, with Observed layers for those to be quantized."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     work = copy.deepcopy(model, shared).eval()
@@ -357,7 +357,7 @@ def _chain(model: nn.Module, data: Sequence[Any]) -> Chain | None:
     return chain if chain.record(model, data) else None
 
 
-def _layers(module: nn.Module) -> list[Observed]:
+def observed_layers(module: nn.Module) -> list[Observed]:
     return [layer for layer in module.modules() if isinstance(layer, Observed)]
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import Progress
 from rich.text import Text
+from torch import nn
 
-from lowbit.calibrate import Calibration
+from lowbit.calibrate import Calibration, calibrate, quantize_files
+from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json
 from lowbit.cli.models import Dtype, cast_, load
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
+from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
-from lowbit.recipes import RECIPES
+from lowbit.memory.rss import available_bytes
+from lowbit.recipes import RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe
-from lowbit.serialize import save_model
+from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
 
 EPILOG = """
@@ -32,6 +38,8 @@ safetensors)
 
 `lowbit quantize SmolLM2-135M int4-weight-only --calibration found` — after `lowbit calibrate SmolLM2-135M
 int4-weight-only --text book.txt --out found`
+
+`lowbit quantize SmolLM2-135M --bits 4.5 --text book.txt` — recipes by layer, those that lose the least
 
 Then, in Python: `model = lowbit.load_model("small")`
 
@@ -47,7 +55,13 @@ def quantize(
     directory: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="A directory of lowbit.save_model or of transformers.")
     ],
-    recipe: Annotated[str, typer.Argument(help="A recipe, such as int8, int4-weight-only:group32 or mxfp4.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="A recipe, such as int8, int4-weight-only:group32 or mxfp4; with --bits or --size several, with "
+            f"commas (none: a layer may stay), by default {','.join(CANDIDATES)}.",
+        ),
+    ] = None,
     target: Annotated[
         Path | None, typer.Option("--out", help="Where the result goes; MODEL_DIR-RECIPE by default.")
     ] = None,
@@ -60,32 +74,60 @@ def quantize(
     skip: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Modules to leave, * for many; lm_head by default.")
     ] = None,
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help="How weights are rounded without a calibration: nearest, search ...")
+    ] = "nearest",
+    from_disk: Annotated[
+        bool | None,
+        typer.Option(
+            "--from-disk/--in-memory",
+            help="Read, quantize and write one weight after the other; by default where the weights take more than "
+            "half of the free memory.",
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Choose a recipe for each layer, of so many bits a weight on average.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="80MB", help="The same, for so many bytes of the whole model.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --bits and --size: UTF-8 text that layers are judged by.")
+    ] = None,
+    count: Annotated[int, typer.Option("--windows", min=1, help="Windows of the text, at most.")] = 8,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --bits and --size: draw what each layer loses.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Quantize a saved model, and save the result with its tokenizer and configs.
 
-    Weights are rounded to the nearest code, or with --calibration as lowbit calibrate has chosen.
+    Weights are rounded to the nearest code, by --method, or with --calibration as lowbit calibrate has chosen. With
+    --from-disk a run that was stopped goes on when it is given again.
     """
-    chosen = find_recipe(recipe)
+    budget = Budget(bits, size, text, count, length, plot)
+    chosen = _recipe(recipe, budget, calibration)
     directory = directory.resolve() if directory.name in ("", "..") else directory
-    target = target or directory.with_name(f"{directory.name}-{chosen.name.replace(':', '-')}")
-    if target.exists():
-        raise FileExistsError(f"{target} exists; remove it or choose another with --out")
-    with errors.status(Text(f"loading {directory}")) as status:
-        model = load(directory)
-        already = {layer.recipe.name for layer in quantized_layers(model).values()}
-        if already:
-            raise ValueError(
-                f"{directory} holds a model that is quantized already ({', '.join(sorted(already))}); give the one "
-                "that it was made of"
-            )
-        cast_(model, dtype)
-        status.update(Text(f"quantizing with {chosen.name}"))
-        found = None if calibration is None else Calibration.load(calibration)
-        report = quantize_(model, chosen, found, skip=DEFAULT_SKIP if skip is None else skip)
-        status.update(Text(f"saving to {target}"))
-        save_model(model, target)
-        _copy_others(directory, target)
+    label = budget.label if chosen is None else chosen.name.replace(":", "-")
+    target = target or directory.with_name(f"{directory.name}-{label}")
+    skipped = DEFAULT_SKIP if skip is None else skip
+    if from_disk is None:
+        from_disk = chosen is not None and calibration is None and _is_large(directory)
+    if from_disk:
+        if chosen is None or calibration is not None:
+            raise ValueError("--calibration, --bits and --size need the model in memory; leave out --from-disk")
+        report = _quantize_files(directory, chosen, target, method, dtype, skipped)
+    else:
+        if target.exists():
+            raise FileExistsError(f"{target} exists; remove it or choose another with --out")
+        model = _loaded(directory, dtype)
+        recipes = chosen or budget.choose(model, directory, recipe, method, skipped)
+        with errors.status(Text(f"quantizing with {recipes}"[:100])) as status:
+            report = quantize_(model, recipes, _found(model, recipes, calibration, method, skipped), skip=skipped)
+            status.update(Text(f"saving to {target}"))
+            save_model(model, target)
+    _copy_others(directory, target)
     if json:
         print_json(_as_json(report, target))
         return
@@ -96,13 +138,76 @@ def quantize(
 quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG.format(recipes=', '.join(RECIPES))}"
 
 
+def _recipe(recipe: str | None, budget: Budget, calibration: Path | None) -> Recipe | None:
+    """The recipe of all layers; None where a budget chooses one for each."""
+    if budget.given:
+        if calibration is not None:
+            raise ValueError("--calibration is for recipes that are chosen already; leave out --bits and --size")
+        budget.check()
+        return None
+    if recipe is None:
+        raise ValueError(f"give a recipe, one of {', '.join(RECIPES)}, or a budget: --bits 4.5 --text FILE")
+    return find_recipe(recipe)
+
+
+def _loaded(directory: Path, dtype: Dtype) -> nn.Module:
+    """The model, in ``dtype``. Raises ValueError for one that is quantized."""
+    with errors.status(Text(f"loading {directory}")):
+        model = load(directory)
+        already = {layer.recipe.name for layer in quantized_layers(model).values()}
+        if already:
+            raise ValueError(
+                f"{directory} holds a model that is quantized already ({', '.join(sorted(already))}); give the one "
+                "that it was made of"
+            )
+        cast_(model, dtype)
+    return model
+
+
+def _found(
+    model: nn.Module, chosen: Recipe | Plan, calibration: Path | None, method: str, skip: Iterable[str]
+) -> Calibration | None:
+    """What says how weights are rounded; None: to the nearest code."""
+    if calibration is None:
+        return None if method == "nearest" else calibrate(model, None, chosen, method, skip=skip)
+    if method != "nearest":
+        raise ValueError(f"--calibration has chosen the codes; leave out --method {method}")
+    return Calibration.load(calibration)
+
+
+def _is_large(directory: Path) -> bool:
+    """Whether the weights in a directory of transformers take more than half of the memory that is free."""
+    free = available_bytes()
+    if free is None or our_config(directory) is not None or not huggingface.is_directory(directory):
+        return False
+    return 2 * sum(path.stat().st_size for path in directory.glob("*.safetensors")) > free
+
+
+def _quantize_files(
+    directory: Path, chosen: Recipe, target: Path, method: str, dtype: Dtype, skip: Iterable[str]
+) -> Report:
+    """Quantize without the whole model in memory, with a bar of the files."""
+    with errors.status(Text(f"reading {directory}")):
+        model = huggingface.without_weights(directory)
+        cast_(model, dtype)
+    with Progress(console=errors) as bar:
+        task = bar.add_task("quantizing", total=None)
+        report = quantize_files(
+            directory, chosen, target, method, model=model, skip=skip,
+            progress=lambda what, done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+        bar.update(task, completed=1, total=1)
+    return report
+
+
 def _copy_others(directory: Path, target: Path) -> None:
     """Copy what belongs to the model and is no weights."""
     ours = our_config(directory)
     skipped = {CONFIG} if ours is None else {CONFIG, ours[0].name}
     for path in sorted(directory.iterdir()):
         index = path.name.endswith(".index.json")  # of weights in several files
-        if _COPIED.fullmatch(path.name) and path.is_file() and path.name not in skipped and not index:
+        wanted = _COPIED.fullmatch(path.name) and path.name not in skipped and not index
+        if wanted and path.is_file() and not (target / path.name).exists():
             check_regular(path, _MOST_COPIED)
             shutil.copyfile(path, target / path.name)
 

@@ -21,7 +21,7 @@ from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["quantize_", "replacements"]
+__all__ = ["quantize_", "quantize_from", "replacements"]
 
 
 def quantize_(
@@ -59,7 +59,15 @@ def quantize_(
     source = _source(calibration)
     if prepack:
         from lowbit.convert.prepack import prepack_
-    chosen = source.plan(_plan(recipe, group))
+    report = quantize_from(model, _plan(recipe, group), source, skip)
+    if prepack:
+        prepack_(model)
+    return report
+
+
+def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Iterable[str]) -> Report:
+    """``quantize_`` with the weights that ``source`` has; for functions of the API, whose callers are warned."""
+    chosen = source.plan(chosen)
     names, protect = protections(model, skip, chosen, unties=True)
     maker = QuantMaker(model, source)
 
@@ -81,9 +89,7 @@ def quantize_(
     notes = _untied(model, found)
     small = _small_effect(model, found)
     for note in (*notes, *([small] if small else [])):
-        warnings.warn(note, stacklevel=2)
-    if prepack:
-        prepack_(model)
+        warnings.warn(note, stacklevel=3)
     return replace(report, notes=notes)
 
 

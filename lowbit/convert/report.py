@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-__all__ = ["LayerReport", "Report", "amount", "families", "left_lines"]
+__all__ = ["LayerReport", "Report", "amount", "families", "family", "left_lines"]
 
 #: Longer tables show layers whose names differ in numbers only, and that came out alike, as one row.
 _MOST_ROWS = 40
@@ -134,12 +134,13 @@ def families(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     """Layers that came out alike and whose names differ in numbers only, under a name with ``*`` for the numbers."""
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     for layer in layers:
-        alike = (_family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits)
+        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits)
         found.setdefault(alike, []).append(layer)
     return [(key[0] if len(several) > 1 else several[0].name, several) for key, several in found.items()]
 
 
-def _family(name: str) -> str:
+def family(name: str) -> str:
+    """A name with ``*`` for the numbers in it."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 

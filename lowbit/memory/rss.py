@@ -1,4 +1,4 @@
-"""How much memory this process has held at most."""
+"""How much memory this process has held at most, and how much there is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 import sys
 from pathlib import Path
 
-__all__ = ["peak_bytes", "reset_peak"]
+__all__ = ["available_bytes", "peak_bytes", "reset_peak"]
 
 
 def reset_peak() -> bool:
@@ -28,3 +28,14 @@ def peak_bytes() -> int:
         pass
     unit = 1 if sys.platform == "darwin" else 1024  # kibibytes but on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available_bytes() -> int | None:
+    """What the system can still give without swapping; None where it does not say (all but Linux)."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -12,11 +12,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowbit.files import read_json, shown
+from lowbit.serialize.empty import empty_weights, to_meta_
+from lowbit.serialize.shards import Checkpoint
 
-__all__ = ["build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized"]
+__all__ = [
+    "build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized", "without_weights",
+    "write_configs",
+]  # fmt: skip
 
 #: No size in a config comes near this; larger ones would be allocated where a model computes its tables.
 MOST_SIZE = 1 << 31
@@ -126,18 +132,67 @@ def from_directory(directory: Path) -> nn.Module:
     runs. Raises: ImportError without transformers; ValueError for a directory that transformers cannot load, or of a
     model that is quantized already.
     """
+    _, kind = _class_of(directory)
+    try:
+        _check_sizes(read_json(directory / "config.json"))
+        model: nn.Module = kind.from_pretrained(str(directory), dtype="auto", use_safetensors=True)
+    except Exception as error:  # what a library raises for a stranger's files has no end
+        raise ValueError(f"transformers cannot load {directory}: {_first(error)}") from error
+    return model.eval()
+
+
+def without_weights(directory: Path) -> nn.Module:
+    """What ``from_directory`` loads, with its weights on the meta device.
+
+    Raises as that; FileNotFoundError where there is no safetensors file; ValueError for a model that keeps some modules
+    in fp32.
+    """
+    library, kind = _class_of(directory)
+    held = next((e.dtype for e in Checkpoint(directory).entries.values() if e.dtype.is_floating_point), torch.float32)
+    try:
+        _check_sizes(read_json(directory / "config.json"))
+        config = library.AutoConfig.from_pretrained(str(directory))
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else held
+        with empty_weights():
+            made = kind.from_config if kind is library.AutoModel else kind._from_config
+            model = to_meta_(made(config, dtype=dtype))
+        if (directory / "generation_config.json").exists() and getattr(model, "generation_config", None) is not None:
+            model.generation_config = library.GenerationConfig.from_pretrained(str(directory))
+    except Exception as error:
+        raise ValueError(f"transformers cannot build the model of {directory}: {_first(error)}") from error
+    lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()))
+    kept = [name for one in lists for name in getattr(model, one, None) or ()]
+    if kept and dtype != torch.float32:
+        raise ValueError(
+            f"a {type(model).__name__} keeps {', '.join(sorted(kept))} in fp32 and the rest in {dtype}, which is only "
+            f"done in memory; load it with from_pretrained and call lowbit.quantize_"
+        )
+    return model.eval()
+
+
+def _class_of(directory: Path) -> tuple[Any, Any]:
+    """transformers, and its class for the model in ``directory``."""
     library = _transformers(f"loading {directory}")
     config = read_json(directory / "config.json")
     if is_quantized(config):
         raise ValueError(f"the model in {directory} is quantized already; start from the one that it was made of")
     names = config.get("architectures")
-    kind = _class(library, names[0] if isinstance(names, list) and names else None) or library.AutoModel
-    try:
-        _check_sizes(config)
-        model: nn.Module = kind.from_pretrained(str(directory), dtype="auto", use_safetensors=True)
-    except Exception as error:  # what a library raises for a stranger's files has no end
-        raise ValueError(f"transformers cannot load {directory}: {_first(error)}") from error
-    return model.eval()
+    return library, _class(library, names[0] if isinstance(names, list) and names else None) or library.AutoModel
+
+
+def write_configs(model: Any, directory: Path) -> bool:
+    """Write ``config.json``, which names the quantized layers, and how the model generates, as ``save_pretrained``.
+
+    False where the transformers that is installed is older than lowbit's integration, and could not read them.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return False
+    quantizer.get_state_dict_and_metadata(model)  # describes the layers in the config
+    model.config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+    return True
 
 
 def _first(error: Exception) -> str:

@@ -23,8 +23,8 @@ FORMAT, VERSION = "lowbit-model", 1
 #: The config's name; and the one that it had, which transformers' config has too.
 CONFIG, OLD_CONFIG = "lowbit.json", "config.json"
 
-#: What the name of a weights' file looks like.
-WEIGHTS = re.compile(r"weights-[0-9a-f]{16}\.safetensors")
+#: What the name of a weights' file looks like: of ``save_model``, and of ``quantize_files`` as transformers names them.
+WEIGHTS = re.compile(r"(weights-[0-9a-f]{16}|model-\d{5}-of-\d{5})\.safetensors")
 
 
 class Rebuild(NamedTuple):

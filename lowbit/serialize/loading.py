@@ -158,7 +158,8 @@ def _checked(path: Path, config: dict[str, Any]) -> Saved:
         )
     try:
         layers = {name: _layer(path, name, entry) for name, entry in config["layers"].items()}
-        file, digest, size = (config["weights"][key] for key in ("file", "sha256", "bytes"))
+        held = config["weights"] if isinstance(config["weights"], list) else [config["weights"]]
+        files = [tuple(row[key] for key in ("file", "sha256", "bytes")) for row in held]
         tied, described = config["tied"], config["model"]
         if not isinstance(tied, dict) or not all(isinstance(source, str) for source in tied.values()):
             raise TypeError(f"tied names must be strings, got {shown(tied)}")
@@ -166,14 +167,9 @@ def _checked(path: Path, config: dict[str, Any]) -> Saved:
             raise TypeError(f"the model's class must be a string, got {shown(described['class'])}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
-    if not isinstance(file, str) or not WEIGHTS.fullmatch(file):
-        raise ValueError(f"{path} is damaged: {shown(file)} is not a name that save_model gives to weights")
-    try:
-        tensors = safetensors.read(path.with_name(file), digest, size)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path.with_name(file)}, which {path.name} names, does not exist; copy the whole directory"
-        ) from None
+    tensors: dict[str, Tensor] = {}
+    for file, digest, size in files:
+        tensors.update(_weights(path, file, digest, size))
     for name, source in tied.items():
         if source not in tensors:
             raise ValueError(
@@ -183,6 +179,17 @@ def _checked(path: Path, config: dict[str, Any]) -> Saved:
     for name in [name for name in tensors if name.endswith(".outer_scale")]:
         rename_parts(tensors, name.removesuffix("outer_scale"))
     return Saved(path, layers, tensors, tied, described)
+
+
+def _weights(path: Path, file: Any, digest: str, size: int) -> dict[str, Tensor]:
+    if not isinstance(file, str) or not WEIGHTS.fullmatch(file):
+        raise ValueError(f"{path} is damaged: {shown(file)} is not a name that save_model gives to weights")
+    try:
+        return safetensors.read(path.with_name(file), digest, size)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path.with_name(file)}, which {path.name} names, does not exist; copy the whole directory"
+        ) from None
 
 
 def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:

@@ -1,13 +1,17 @@
 """Weights' files, by the library safetensors, without trust in the file.
 
 Loaded tensors are copies, never mapped on the file: a mapped tensor would change with it, and kill the process where it
-shrinks.
+shrinks. One tensor of a file is read by its place in the header, because the library maps the whole file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -16,10 +20,23 @@ from torch import Tensor
 
 from lowbit.files import check_regular, flush
 
-__all__ = ["check_writable", "read", "write"]
+__all__ = ["Entry", "check_writable", "entries", "read", "read_entry", "write", "write_as_made"]
 
 #: What a file begins with that ``torch.save`` or pickle wrote.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+#: The dtypes of the format, as its headers spell them.
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+_SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
+
+#: The library writes no longer header.
+_MOST_HEADER = 100_000_000
 
 #: Bytes that are hashed at a time.
 _PIECE = 1 << 20
@@ -53,6 +70,30 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
     return _sha256(path), path.stat().st_size
 
 
+def write_as_made(path: Path, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> tuple[str, int]:
+    """Write the tensors that ``made`` yields, in any order, holding one of them; the file's SHA-256 and its size.
+
+    ``layout``: their dtypes and shapes, by name; on any device. Raises: OSError.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name, like in sorted(layout.items(), key=lambda row: -row[1].itemsize):  # so that each is aligned
+        begin, end = end, end + like.nbytes
+        rows[name] = {"dtype": _SPELLED[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
+    head = json.dumps({"__metadata__": {"format": "pt"}, **rows}).encode()
+    head += b" " * (-len(head) % 8)
+    with open(path, "rb+") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + end)
+        for name, value in made:
+            like = layout[name]
+            assert value.dtype == like.dtype and value.shape == like.shape, name
+            file.seek(8 + len(head) + rows[name]["data_offsets"][0])
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        flush(file)
+    return _sha256(path), path.stat().st_size
+
+
 def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
     """The tensors of a file with this SHA-256 and size, on the CPU, each in memory of its own.
 
@@ -75,6 +116,55 @@ def read(path: Path, digest: str, size: int) -> dict[str, Tensor]:
                 "it is read; lowbit reads none. Ask for the weights as safetensors"
             ) from None
         raise ValueError(f"{path} is damaged: {str(error)[:500]}; copy or save it again") from None
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies: ``begin`` and ``end`` count bytes from the start of the file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """The tensors of a file by name, none of them read.
+
+    Raises: FileNotFoundError; ValueError for what is no safetensors file, or has a dtype that torch lacks.
+    """
+    size = check_regular(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, _MOST_HEADER):
+            raise ValueError(f"{path} is no safetensors file, or is truncated; copy or save it again")
+        head = file.read(length)
+    try:
+        rows = json.loads(head)
+        rows.pop("__metadata__", None)
+        return {name: _entry(path, row, 8 + length, size) for name, row in rows.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {str(error)[:300]}; copy or save it again") from None
+
+
+def _entry(path: Path, row: dict[str, Any], start: int, size: int) -> Entry:
+    dtype, shape, (begin, end) = _DTYPES[row["dtype"]], tuple(row["shape"]), row["data_offsets"]
+    expected = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or begin < 0 or end - begin != expected or start + end > size:
+        raise ValueError(f"a tensor {list(shape)} of {row['dtype']} is said to lie at {begin}:{end}")
+    return Entry(path, dtype, shape, start + begin, start + end)
+
+
+def read_entry(entry: Entry) -> Tensor:
+    """The tensor at that place, on the CPU, in memory of its own. Raises: FileNotFoundError; ValueError for a file that
+    has become shorter.
+    """
+    held = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    with open(entry.path, "rb") as file:
+        file.seek(entry.begin)
+        if held.numel() and file.readinto(held.numpy().data) != held.numel():
+            raise ValueError(f"{entry.path} is truncated; copy or save it again")
+    return held.view(entry.dtype).view(entry.shape)
 
 
 def _sha256(path: Path) -> str:

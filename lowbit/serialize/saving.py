@@ -31,7 +31,7 @@ from lowbit.serialize.layout import (
     rebuild_of,
 )
 
-__all__ = ["save_model"]
+__all__ = ["described", "distinct", "save_model"]
 
 
 def save_model(model: nn.Module, directory: str | Path) -> None:
@@ -78,17 +78,12 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def _save(model: nn.Module, directory: Path) -> None:
     our_config(directory)  # refuses a directory of something else before anything is done
-    tensors, tied = _distinct({_plain(name): value for name, value in _state(model).items()})
+    tensors, tied = distinct({_plain(name): value for name, value in _state(model).items()})
+    without = [name for name, value in tensors.items() if value.is_meta]
+    if without:
+        raise TypeError(f"save_model: {without[0]!r} is on the meta device and holds no numbers; load the model first")
     safetensors.check_writable(tensors)
-    rebuild = rebuild_of(model)
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "lowbit": __version__,
-        "tied": tied,
-        "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
-        "model": None if rebuild is None else _describe_model(rebuild, model),
-    }
+    config = described(model, tied)
     directory.mkdir(parents=True, exist_ok=True)
     # A name that no save had before: another one, beside us or later, removes it only after a config that named it.
     weights = directory / f"weights-{secrets.token_hex(8)}.safetensors"
@@ -103,11 +98,24 @@ def _save(model: nn.Module, directory: Path) -> None:
     try:
         write_json(directory / CONFIG, {**config, "weights": {"file": weights.name, "sha256": digest, "bytes": size}})
     except BaseException:
-        if _named_weights(our_config(directory)) != weights.name:
+        if weights.name not in _named_weights(our_config(directory)):
             weights.unlink(missing_ok=True)
         raise
     with suppress(OSError):  # the new model is there; what stays behind takes room and no more
         _remove(directory, before)
+
+
+def described(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
+    """The config of a model, but for its weights."""
+    rebuild = rebuild_of(model)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "lowbit": __version__,
+        "tied": tied,
+        "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
+        "model": None if rebuild is None else _describe_model(rebuild, model),
+    }
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -129,16 +137,16 @@ def _remove(directory: Path, before: tuple[Path, dict[str, Any]] | None) -> None
         return
     if before[0].name != CONFIG:
         before[0].unlink(missing_ok=True)
-    stale = _named_weights(before)
-    if stale is not None:
+    for stale in _named_weights(before):
         (directory / stale).unlink(missing_ok=True)
 
 
-def _named_weights(found: tuple[Path, dict[str, Any]] | None) -> str | None:
-    """The weights' file that a config names, if it is a name that a save makes."""
+def _named_weights(found: tuple[Path, dict[str, Any]] | None) -> list[str]:
+    """The weights' files that a config names, if they are names that a save makes."""
     weights = None if found is None else found[1].get("weights")
-    file = weights.get("file") if isinstance(weights, dict) else None
-    return file if isinstance(file, str) and WEIGHTS.fullmatch(file) else None
+    rows = weights if isinstance(weights, list) else [weights]
+    files = [row.get("file") for row in rows if isinstance(row, dict)]
+    return [file for file in files if isinstance(file, str) and WEIGHTS.fullmatch(file)]
 
 
 def _plain(name: str) -> str:
@@ -146,7 +154,7 @@ def _plain(name: str) -> str:
     return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
-def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors to write, and for each name that shares one of them, the name it is written under."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -157,8 +165,6 @@ def _distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
             raise TypeError(
                 f"save_model: {name!r} is a {kind}, not a plain tensor; gather sharded tensors, drop extra state"
             )
-        if value.is_meta:
-            raise TypeError(f"save_model: {name!r} is on the meta device and holds no numbers; load the model first")
         if value.layout != torch.strided or value.is_quantized:
             kind = value.dtype if value.is_quantized else value.layout
             raise TypeError(

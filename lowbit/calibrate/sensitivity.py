@@ -1,0 +1,413 @@
+"""sensitivity: what each layer loses by each recipe, and the recipes by layer that lose the least for their size."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit.calibrate.blocks import feed
+from lowbit.calibrate.budget import Option, allocate
+from lowbit.calibrate.observe import mask_of
+from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.run import observed, observed_layers
+from lowbit.calibrate.sources import without_data
+from lowbit.casts import refuse_beyond
+from lowbit.convert.engine import model_bytes, uncompiled
+from lowbit.convert.maker import Source, decibel
+from lowbit.convert.report import amount, family
+from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.functional import fake_quantize
+from lowbit.recipes import Recipe, plan
+from lowbit.recipes import recipe as find_recipe
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["Score", "Sensitivity", "sensitivity"]
+
+#: The name of the choice to leave a layer as it is.
+FLOAT = "float"
+
+#: What a loss is computed of: what the model answers, and the batch.
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A layer with a recipe. ``weights``: how many numbers its weights hold; ``bytes``: of codes and scales.
+
+    ``loss``: what it is estimated to cost. ``weight``, ``input``, ``output``: the SQNR of each in dB, inf without
+    error.
+    """
+
+    name: str
+    recipe: str
+    weights: int
+    bytes: int
+    loss: float
+    weight: float
+    input: float
+    output: float
+
+    @property
+    def bits(self) -> float:
+        """A weight, scales included."""
+        return 8 * self.bytes / self.weights
+
+
+@dataclass(frozen=True, repr=False)
+class Sensitivity:
+    """What each layer of a model loses by each recipe. ``print`` shows a table, ``to_dict()`` gives JSON data.
+
+    ``scores``: by layer and recipe, in the order of the model. ``groups``: the layers that share a choice, because
+    they are given the same input or have one weight. ``by``: what the ``loss`` of a score is of, the model's ``"loss"``
+    or the layer's ``"output"``. ``others``: the bytes of all else in the model.
+    """
+
+    scores: dict[str, dict[str, Score]]
+    groups: tuple[tuple[str, ...], ...]
+    recipes: dict[str, Recipe | None]
+    by: str
+    others: int
+
+    def choose(self, bits: float | None = None, size: int | None = None) -> dict[str, Recipe | None]:
+        """The recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses.
+
+        ``bits``: a weight, scales included, on average over these layers; or ``size``: bytes of the whole model.
+        Raises ValueError for neither or both, and where no choice is as small.
+        """
+        if (bits is None) == (size is None):
+            raise ValueError("choose: give bits a weight, or the size of the model in bytes, for instance bits=4.5")
+        weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
+        budget = math.floor(bits * weights / 8) if bits is not None else int(size or 0) - self.others
+        names = list(self.recipes)
+        options = [
+            [
+                Option(sum(self.scores[n][r].bytes for n in group), math.fsum(self.scores[n][r].loss for n in group))
+                for r in names
+            ]
+            for group in self.groups
+        ]
+        try:
+            chosen = allocate(options, budget)
+        except ValueError:
+            least = sum(min(option.cost for option in row) for row in options)
+            raise ValueError(
+                f"choose: the smallest choice takes {8 * least / weights:.3f} bits a weight, "
+                f"{amount(least + self.others)} in all; ask for as much, or give a recipe that is smaller"
+            ) from None
+        recipe_of = {name: names[index] for group, index in zip(self.groups, chosen, strict=True) for name in group}
+        return {name: self.recipes[recipe_of[name]] for name in self.scores}
+
+    def bits(self, chosen: Mapping[str, Recipe | None]) -> float:
+        """Bits a weight of ``chosen``, scales included."""
+        rows = self._rows(chosen)
+        return 8 * sum(row.bytes for row in rows) / sum(row.weights for row in rows)
+
+    def loss(self, chosen: Mapping[str, Recipe | None]) -> float:
+        """The sum of the losses of ``chosen``."""
+        return math.fsum(row.loss for row in self._rows(chosen))
+
+    def size(self, chosen: Mapping[str, Recipe | None]) -> int:
+        """Bytes of the whole model with ``chosen``."""
+        return self.others + sum(row.bytes for row in self._rows(chosen))
+
+    def _rows(self, chosen: Mapping[str, Recipe | None]) -> list[Score]:
+        names = {recipe: name for name, recipe in self.recipes.items()}
+        return [rows[names[chosen[name]]] for name, rows in self.scores.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data. An infinite SQNR is None."""
+        rows = [asdict(score) for rows in self.scores.values() for score in rows.values()]
+        finite = [
+            {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+            for row in rows
+        ]
+        return {"by": self.by, "others": self.others, "groups": [list(g) for g in self.groups], "scores": finite}
+
+    def __repr__(self) -> str:
+        return f"<Sensitivity of {len(self.scores)} layers to {', '.join(self.recipes)}; print it for a table>"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'layer':<40}{'recipe':<26}{'bits':>7}{'SQNR dB: weight':>18}{'input':>14}{'output':>14}{'loss':>12}"
+        ]
+        alike: dict[tuple[str, str, float], list[Score]] = {}
+        for row in (rows[recipe] for recipe in self.recipes for rows in self.scores.values()):
+            alike.setdefault((row.recipe, family(row.name), row.bits), []).append(row)
+        for (recipe, name, bits), rows in alike.items():
+            shown = [_range([getattr(row, what) for row in rows]) for what in ("weight", "input", "output")]
+            loss = math.fsum(row.loss for row in rows)
+            lines.append(f"{name:<40}{recipe:<26}{bits:>7.3f}{shown[0]:>18}{shown[1]:>14}{shown[2]:>14}{loss:>12.4g}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw losses and the SQNR of outputs over the layers to an image. Raises ImportError without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("Sensitivity.plot needs matplotlib: pip install matplotlib") from None
+        figure = Figure(figsize=(max(8.0, len(self.scores) / 8), 8), layout="constrained")
+        losses, outputs = figure.subplots(2, 1, sharex=True)
+        for recipe in self.recipes:
+            if recipe == FLOAT:
+                continue
+            rows = [rows[recipe] for rows in self.scores.values()]
+            losses.semilogy([row.loss for row in rows], marker=".", label=recipe)
+            outputs.plot([row.output for row in rows], marker=".", label=recipe)
+        losses.set_ylabel("loss" if self.by == "loss" else "error of the output")
+        losses.legend()
+        outputs.set_ylabel("SQNR of the output, dB")
+        outputs.set_xticks(range(len(self.scores)), list(self.scores), rotation=90, fontsize=5)
+        figure.savefig(path, dpi=120)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def sensitivity(
+    model: nn.Module,
+    recipes: Iterable[str | Recipe | None],
+    batches: Iterable[Any],
+    *,
+    method: str = "nearest",
+    loss: Loss | None = None,
+    skip: Iterable[str] = DEFAULT_SKIP,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Sensitivity:
+    """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
+
+    The estimate is the sum over tokens and outputs of (dL/dy (y_q - y))^2, where y_q is what the layer would answer
+    with quantized weight and input and L is the loss (the diagonal of the empirical Fisher information, as TensorRT
+    Model Optimizer's ``auto_quantize`` takes it). Where there is no loss it is the energy of y_q - y over that of y.
+    ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
+    ``calibrate``. ``method``: of weights, one without data. ``loss(output, batch)``: None: the sum over tokens of the
+    cross entropy of the next one, for models that answer ``.logits`` to ``input_ids`` [B, T]; no loss for others.
+    ``progress(what, done, total)`` is called before each batch.
+    Holds the activations of one batch, and the codes of each recipe.
+
+    Raises ValueError: for no recipe or no batch, static recipes, a method that needs data; as ``quantize_``; for NaN
+    or Inf in a loss. TypeError for batches of other types.
+    """
+    table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
+    quantizing = [one for one in table.values() if one is not None]
+    if not quantizing:
+        raise ValueError("sensitivity: give recipes to choose from, for instance ['int4-weight-only', 'int8']")
+    for one in quantizing:
+        refuse_beyond(one, "sensitivity", ("output.a", "output.b"))
+    data = list(batches)
+    if not data:
+        raise ValueError("sensitivity: give batches of what the model will see")
+    source = without_data(method, "sensitivity")
+    model = uncompiled(model)
+    with torch.no_grad():
+        run = _Run(model, table, source, skip)
+        for number, batch in enumerate(data):
+            if progress is not None:
+                progress("batch", number, len(data))
+            run.count(batch, loss)
+    if progress is not None:
+        progress("batch", len(data), len(data))
+    return run.result()
+
+
+class _Sums:
+    """Energies, over all tokens, of a layer with a recipe."""
+
+    def __init__(self) -> None:
+        self.loss = self.input = self.input_error = self.output = self.output_error = 0.0
+
+
+class _Seen(NamedTuple):
+    """A call of a layer."""
+
+    layer: Observed
+    x: Tensor
+
+
+class _Run:
+    """One call of ``sensitivity``, on a copy of the model that shares its tensors."""
+
+    def __init__(
+        self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Iterable[str]
+    ) -> None:
+        self.table = table
+        any_recipe = next(one for one in table.values() if one is not None)
+        self.work = observed(model, plan(any_recipe), skip)
+        self.layers = observed_layers(self.work)
+        for module in self.work.modules():  # gradients of parameters are not wanted, and these are the model's own
+            for name, p in module._parameters.items():
+                if p is not None:
+                    module._parameters[name] = nn.Parameter(p.detach(), requires_grad=False)
+        self.codes: dict[tuple[str, str], tuple[Quantized, float]] = {}
+        for layer in self.layers:
+            for name, recipe in table.items():
+                if recipe is not None and (layer.weight_name, name) not in self.codes:
+                    self.codes[layer.weight_name, name] = _quantized(layer, recipe, source)
+        self.sums = {(layer.name, name): _Sums() for layer in self.layers for name in table}
+        self.inputs: dict[str, list[int]] = {layer.name: [] for layer in self.layers}
+        self.by = "output"
+        self.mask: Tensor | None = None
+        self.seen: list[_Seen] = []
+        self.leaves: list[Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(self._called)
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+    def count(self, batch: Any, loss: Loss | None) -> None:
+        self.mask, self.leaves = mask_of(batch), []
+        wanted = loss is not None or _tokens(batch) is not None
+        with torch.set_grad_enabled(wanted):
+            output = feed(self.work, batch)
+            value = loss(output, batch) if loss is not None else _next_token(output, batch) if wanted else None
+        self._group()
+        if value is None:
+            for layer, x in self.seen:
+                self._add(layer, x.detach(), None)
+            self.seen = []
+            return
+        if not bool(value.isfinite()):
+            raise ValueError(
+                f"sensitivity: the loss is {float(value)}; look for NaN or Inf in the model or the batches"
+            )
+        self.by = "loss"
+        self.seen = []
+        torch.autograd.grad(value, self.leaves, allow_unused=True)  # the hooks of all layers on the way do the work
+
+    def _called(self, layer: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        """Note a call; its gradient, once it is there, is taken with its input."""
+        assert isinstance(layer, Observed)
+        x = given[0]
+        self.seen.append(_Seen(layer, x))
+        if not torch.is_grad_enabled():
+            return y
+        if not y.requires_grad:
+            y.requires_grad_()
+            self.leaves.append(y)
+        x = x.detach()
+        y.register_hook(lambda grad: self._add(layer, x, grad))
+        return y
+
+    @torch.no_grad()
+    def _add(self, layer: Observed, x: Tensor, grad: Tensor | None) -> None:
+        """Count what each recipe makes of a layer's input ``x``; ``grad``: of the loss by the layer's output."""
+        if self.mask is not None and x.shape[:-1] == self.mask.shape:
+            x, grad = x[self.mask], None if grad is None else grad[self.mask]
+        x = x.reshape(-1, x.shape[-1]).float()
+        weight = layer.weight.float()
+        y = x @ weight.t()
+        energies = float(x.square().sum(dtype=torch.float64)), float(y.square().sum(dtype=torch.float64))
+        for name, recipe in self.table.items():
+            sums = self.sums[layer.name, name]
+            sums.input, sums.output = sums.input + energies[0], sums.output + energies[1]
+            if recipe is None:
+                continue
+            rounded = x if recipe.input is None else fake_quantize(x, recipe.input)
+            wrong = rounded @ self.codes[layer.weight_name, name][0].dequantize(torch.float32).t() - y
+            if recipe.input is not None:
+                sums.input_error += float((rounded - x).square().sum(dtype=torch.float64))
+            sums.output_error += float(wrong.square().sum(dtype=torch.float64))
+            if grad is not None:
+                sums.loss += float((wrong * grad.reshape(y.shape).float()).square().sum(dtype=torch.float64))
+
+    # -- which layers go together -------------------------------------------------------------------------------------
+    def _group(self) -> None:
+        """Note for each layer which inputs it was given in this batch, by a number for each tensor."""
+        numbers: dict[int, int] = {}
+        for layer, x in self.seen:
+            self.inputs[layer.name].append(numbers.setdefault(id(x), len(numbers)))
+        for layer in self.layers:
+            self.inputs[layer.name].append(-1)  # the batch ends
+
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        """The modules that were given the same inputs in all batches, or share a weight."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for layer in self.layers:
+            inputs = self.inputs[layer.name]
+            alike.setdefault(("weight", layer.weight_name), []).append(_module(layer.name))
+            if any(number >= 0 for number in inputs):
+                alike.setdefault(("inputs", *inputs), []).append(_module(layer.name))
+        group = {name: index for index, name in enumerate(dict.fromkeys(_module(layer.name) for layer in self.layers))}
+        for names in alike.values():
+            joined = {group[name] for name in names}
+            group.update((name, min(joined)) for name, index in group.items() if index in joined)
+        found: dict[int, list[str]] = {}
+        for name, index in group.items():
+            found.setdefault(index, []).append(name)
+        return tuple(tuple(names) for names in found.values())
+
+    def result(self) -> Sensitivity:
+        scores: dict[str, dict[str, Score]] = {}
+        held: set[str] = set()
+        for owner in dict.fromkeys(_module(layer.name) for layer in self.layers):
+            own = [layer for layer in self.layers if _module(layer.name) == owner]
+            first = [layer for layer in own if layer.weight_name not in held]  # a shared weight is counted once
+            held |= {layer.weight_name for layer in own}
+            scores[owner] = {name: self._score(owner, name, own, first) for name in self.table}
+        missed = [layer.name for layer in self.layers if not any(number >= 0 for number in self.inputs[layer.name])]
+        if missed:
+            warnings.warn(
+                f"sensitivity: no batch reaches {len(missed)} layers, such as {missed[0]}; their losses count as 0",
+                stacklevel=3,
+            )
+        return Sensitivity(scores, self._groups(), dict(self.table), self.by, model_bytes(self.work))
+
+    def _score(self, owner: str, name: str, layers: Sequence[Observed], first: Sequence[Observed]) -> Score:
+        recipe = self.table[name]
+        sums = [self.sums[layer.name, name] for layer in layers]
+        output = sum(s.output_error for s in sums) / max(sum(s.output for s in sums), 1e-300)
+        size = sum(
+            layer.weight.nbytes if recipe is None else self.codes[layer.weight_name, name][0].nbytes for layer in first
+        )
+        noise = 0.0 if recipe is None else sum(self.codes[layer.weight_name, name][1] for layer in layers)
+        signal = sum(float(layer.weight.float().square().sum(dtype=torch.float64)) for layer in layers)
+        return Score(
+            owner, name, sum(layer.weight.numel() for layer in first), size,
+            math.fsum(s.loss for s in sums) if self.by == "loss" else output, decibel(signal, noise),
+            decibel(sum(s.input for s in sums), sum(s.input_error for s in sums)),
+            decibel(sum(s.output for s in sums), sum(s.output_error for s in sums)),
+        )  # fmt: skip
+
+
+def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantized, float]:
+    """The codes of a layer's weight, and the energy of their error."""
+    try:
+        made, energies = source.weight(layer.name, layer.weight, recipe)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"layer {layer.name!r}: {error}") from error
+    assert energies is not None
+    return made, float(energies[1])
+
+
+def _module(name: str) -> str:
+    """The module that a weight belongs to; further weights of one are ``name#1`` and so on."""
+    return name.partition("#")[0]
+
+
+def _tokens(batch: Any) -> Tensor | None:
+    """The tokens of a batch, int64 [B, T], where it is of tokens."""
+    found = (
+        batch.get("input_ids") if isinstance(batch, Mapping) else batch[0] if isinstance(batch, list | tuple) else batch
+    )
+    whole = isinstance(found, Tensor) and found.dim() == 2 and found.dtype in (torch.int64, torch.int32)
+    return found if whole else None
+
+
+def _next_token(output: Any, batch: Any) -> Tensor | None:
+    """The sum over tokens of the cross entropy of the next one; None for a model that answers something else."""
+    logits, tokens = getattr(output, "logits", None), _tokens(batch)
+    if tokens is None or not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape or logits.dim() != 3:
+        return None
+    targets = tokens[:, 1:].long()
+    mask = mask_of(batch)
+    if mask is not None:
+        targets = targets.masked_fill(~mask[:, 1:], -100)
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")

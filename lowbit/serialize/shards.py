@@ -1,0 +1,144 @@
+"""Checkpoints in safetensors files, as transformers lays them out, read tensor by tensor and written file by file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lowbit.files import read_json, shown, sync_directory, write_json
+from lowbit.serialize import safetensors
+
+__all__ = ["INDEX", "Checkpoint", "Group", "Written", "pack", "write_index"]
+
+#: The one file of a small model; and what names the files of others.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+#: What a run that is not finished has written.
+_PROGRESS = "lowbit-progress.json"
+
+#: Names of tensors that are made together, and the bytes of all of them.
+Group = tuple[tuple[str, ...], int]
+
+
+class Checkpoint:
+    """The tensors of a directory with ``model.safetensors``, or with an index that names several files.
+
+    ``entries``: where each lies. Raises: FileNotFoundError for a missing file; ValueError for a damaged one, and for an
+    index that names a file elsewhere or a tensor that its file does not have.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        index = directory / INDEX
+        files = [SINGLE] if not index.exists() else _files_of(index)
+        self.entries: dict[str, safetensors.Entry] = {}
+        for file in files:
+            path = directory / file
+            if not path.exists():
+                other = "no other format is read" if file == SINGLE else f"{INDEX} names it; copy the whole directory"
+                raise FileNotFoundError(f"{path} does not exist; {other}")
+            self.entries.update(safetensors.entries(path))
+        self.files = [directory / file for file in files]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in memory of its own."""
+        return safetensors.read_entry(self.entries[name])
+
+    def digest(self) -> str:
+        """Of what tells this checkpoint from another, short of reading it: names, sizes and times of its files."""
+        told = "".join(f"{path.name} {(s := path.stat()).st_size} {s.st_mtime_ns}\n" for path in self.files)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+def _files_of(index: Path) -> list[str]:
+    held = read_json(index).get("weight_map")
+    if not isinstance(held, dict) or not all(isinstance(file, str) for file in held.values()):
+        raise ValueError(f"{index} is damaged: its weight_map is {shown(held)}; copy it again")
+    files = sorted(set(held.values()))
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"{index} names a file outside of its directory: {file!r}")
+    return files
+
+
+def pack(groups: Iterable[Group], most: int) -> list[list[Group]]:
+    """The groups in order, in files of ``most`` bytes at most; one that is larger has a file of its own."""
+    files: list[list[Group]] = []
+    room = 0
+    for group in groups:
+        if not files or group[1] > room:
+            files.append([])
+            room = most
+        files[-1].append(group)
+        room -= group[1]
+    return files
+
+
+class Written:
+    """The files of a checkpoint that are finished, so that a run that was stopped goes on with the next.
+
+    ``run``: what decides every bit of the result. ``told``: what is to be remembered with them, as JSON has it.
+    Raises FileExistsError for a directory that holds something else; ValueError for another run, naming the first
+    difference.
+    """
+
+    def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
+        self.directory, self.path, self.run = directory, directory / _PROGRESS, dict(run)
+        self.files: list[dict[str, Any]] = []
+        self.told: dict[str, Any] = {}
+        if self.path.exists():
+            held = read_json(self.path)
+            before = held.get("run")
+            for name, value in self.run.items():
+                if not isinstance(before, dict) or before.get(name) != value:
+                    raise ValueError(
+                        f"{directory} holds a run that was stopped, and another one: its {name} is "
+                        f"{shown(before.get(name) if isinstance(before, dict) else None)}, here it is {shown(value)}; "
+                        f"give another directory, or remove it"
+                    )
+            self.files, self.told = list(held["files"]), dict(held["told"])
+        elif directory.exists() and any(directory.iterdir()):
+            raise FileExistsError(f"{directory} is not empty; remove it, or give another directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._keep()
+
+    def _keep(self) -> None:
+        write_json(self.path, {"run": self.run, "files": self.files, "told": self.told})
+
+    def write(self, file: str, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a file of what ``made`` yields, whole or not at all. ``layout``: the dtypes and shapes of all that."""
+        temporary = self.directory / f".{file}.{secrets.token_hex(8)}.tmp"
+        temporary.open("xb").close()  # never an existing file, never through a link
+        try:
+            digest, size = safetensors.write_as_made(temporary, layout, made)
+            os.replace(temporary, self.directory / file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(self.directory)
+        self.files.append({"file": file, "sha256": digest, "bytes": size, "names": list(layout)})
+        self._keep()
+
+    def forget(self) -> None:
+        """Remove what says that the run is not finished."""
+        self.path.unlink()
+
+
+def write_index(directory: Path, files: Sequence[Mapping[str, Any]]) -> None:
+    """Write the index by which transformers finds the tensors in ``files``."""
+    names = {name: file["file"] for file in files for name in file["names"]}
+    size = sum(
+        entry.end - entry.begin for file in files for entry in safetensors.entries(directory / file["file"]).values()
+    )
+    write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": names})

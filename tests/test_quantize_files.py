@@ -1,0 +1,234 @@
+"""quantize_files: the bits of quantizing in memory, from files, in less memory than the model takes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.serialize import empty_weights, shards
+
+ROOT = Path(lb.__file__).parents[1]
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def saved(directory: Path, name: str, dtype: torch.dtype) -> type:
+    """A tiny model of that class in several files of transformers; the class."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SIZES, "vocab_size": 100, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**sizes)).to(dtype)
+    model.save_pretrained(directory, max_shard_size="60KB")
+    assert (directory / shards.INDEX).exists()
+    return kind
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    one, two = a.state_dict(), b.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) and one[k].dtype == two[k].dtype for k in one)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "recipe", "method", "skip"),
+    [
+        ("LlamaForCausalLM", torch.bfloat16, "int8", "nearest", ("lm_head",)),
+        ("LlamaForCausalLM", torch.float32, {"*": "int4-weight-only:group32", "*.down_proj": "nvfp4"}, "search", ()),
+        ("BertModel", torch.float32, "nf4", "mse", ()),
+        ("GPT2LMHeadModel", torch.float16, "int8", "nearest", ("*.c_fc",)),
+    ],
+)
+def test_files_have_the_bits_of_quantizing_in_memory(tmp_path, name, dtype, recipe, method, skip):
+    kind = saved(tmp_path / "plain", name, dtype)
+    told = []
+    report = lb.quantize_files(
+        tmp_path / "plain", recipe, tmp_path / "out", method, skip=skip, shard_bytes=30_000,
+        progress=lambda what, done, total: told.append((done, total)),
+    )  # fmt: skip
+    model = kind.from_pretrained(tmp_path / "plain", dtype="auto").eval()
+    found = lb.calibrate(model, None, recipe, method, skip=skip) if method != "nearest" else None
+    expected = lb.quantize_(model, recipe, found, skip=skip)
+    assert str(report) == str(expected) and report.left == expected.left
+    assert told == [(i, len(told)) for i in range(len(told))] and len(told) > 2
+
+    lb.save_model(model, tmp_path / "saved")
+    ours, theirs = lb.load_model(tmp_path / "out"), lb.load_model(tmp_path / "saved")
+    assert same(ours, theirs) and type(ours) is type(theirs)
+    with torch.no_grad():
+        assert torch.equal(ours(TOKENS)[0], theirs(TOKENS)[0])
+    __import__("lowbit.integrations.transformers")
+    again = kind.from_pretrained(tmp_path / "out")
+    assert same(again, theirs) and again.config.dtype == dtype
+    for path in (tmp_path / "out").glob("model-*"):
+        held = safetensors.torch.load_file(path)
+        assert (
+            len({name.rpartition(".")[0] for name in held}) == 1
+            or sum(value.nbytes for value in held.values()) <= 30_000
+        )
+    assert not list((tmp_path / "out").glob(".*")) and not (tmp_path / "out" / "lowbit-progress.json").exists()
+
+
+def large(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(*((1024, 512) if i % 2 == 0 else (512, 1024))) for i in range(layers)))
+
+
+LIMITED = """
+import resource, sys, torch, lowbit as lb
+from lowbit.serialize import empty_weights
+torch.set_num_threads(1)
+lb.quantize_(nn.Sequential(nn.Linear(1024, 512)), "int8")    # what a first call allocates for good
+with empty_weights():
+    model = large(LAYERS)
+held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT, held + LIMIT))
+try:
+    large(LAYERS)
+except RuntimeError as error:
+    print(error)
+lb.quantize_files(sys.argv[1], "int8", sys.argv[2], model=model, shard_bytes=SHARD)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's")
+def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path):
+    layers, limit, shard = 64, 36 << 20, 32 << 20
+    model = large(layers)
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    assert (tmp_path / "plain" / "model.safetensors").stat().st_size > 3 * limit
+    code = (
+        f"from torch import nn\nLAYERS, LIMIT, SHARD = {layers}, {limit}, {shard}\n{inspect.getsource(large)}{LIMITED}"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "plain"), str(tmp_path / "out")], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "can't allocate memory" in done.stdout, "the limit is no limit"
+    lb.quantize_(model, "int8")
+    with empty_weights():
+        empty = large(layers)
+    assert same(lb.load_model(tmp_path / "out", empty), model)
+
+
+class Killed(Exception):
+    pass
+
+
+def plain(tmp_path: Path) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    return model
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_next_file(tmp_path):
+    model = plain(tmp_path)
+
+    def go(out: str, stop: int | None, recipe: str = "int8") -> list[int]:
+        told: list[int] = []
+
+        def progress(what: str, done: int, total: int) -> None:
+            told.append(done)
+            if done == stop:
+                raise Killed
+
+        lb.quantize_files(
+            tmp_path / "plain", recipe, tmp_path / out, model=copy.deepcopy(model).to("meta"), shard_bytes=5000,
+            progress=progress,
+        )  # fmt: skip
+        return told
+
+    with pytest.raises(Killed):
+        go("out", 3)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("model-*")}
+    assert len(before) == 3 and not (tmp_path / "out" / "lowbit.json").exists()
+    with pytest.raises(ValueError, match="holds a run that was stopped, and another one: its recipe is"):
+        go("out", None, "nf4")
+    go("out", None)
+    assert all((tmp_path / "out" / name).stat().st_mtime_ns == time for name, time in before.items())
+    go("whole", None)
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        go("out", None)
+    lb.quantize_(model, "int8")
+    assert same(lb.load_model(tmp_path / "out", nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), model)
+
+
+def test_what_does_not_fit_is_refused_before_a_file_is_written(tmp_path):
+    model = plain(tmp_path)
+
+    def refused(error: type[Exception], match: str, model: nn.Module, recipe: str = "int8", **more: object) -> None:
+        with pytest.raises(error, match=match):
+            lb.quantize_files(tmp_path / "plain", recipe, tmp_path / "out", model=model, **more)
+        assert not (tmp_path / "out").exists()
+
+    refused(ValueError, "is not on the meta device", model)
+    meta = copy.deepcopy(model).to("meta")
+    refused(ValueError, "methods without data, one of nearest, .*got 'gptq'", meta, method="gptq")
+    refused(ValueError, "scales that come from data", meta, "int8-static")
+    refused(ValueError, "shard_bytes must be 1 or more", meta, shard_bytes=0)
+    refused(ValueError, "lacks 2 tensors, such as 6.weight", nn.Sequential(*meta, nn.Linear(64, 64, device="meta")))
+    wide = nn.Sequential(nn.Linear(32, 64, device="meta"), *list(meta)[1:])
+    refused(ValueError, r"0.weight is \[64, 64\], and the model has \[64, 32\]", wide)
+    attention = nn.Sequential(nn.MultiheadAttention(16, 2, device="meta"))
+    state = nn.Sequential(nn.MultiheadAttention(16, 2)).state_dict()
+    safetensors.torch.save_file(state, tmp_path / "plain" / "model.safetensors")
+    refused(ValueError, "made of a part of a tensor", attention)
+
+
+def test_damaged_files_are_one_message(tmp_path):
+    model = plain(tmp_path)
+    path = tmp_path / "plain" / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    head = json.loads(whole[8 : 8 + length])
+
+    def spoiled(**row: object) -> bytes:
+        text = json.dumps({**head, "0.weight": {**head["0.weight"], **row}}).encode()
+        return len(text).to_bytes(8, "little") + text + whole[8 + length :]
+
+    for held in (
+        b"", whole[:40], whole[:-8], b"\xff" * 64, spoiled(shape=[64, 65]), spoiled(data_offsets=[-8, 0]),
+        spoiled(dtype="F7"), spoiled(shape=None), spoiled(data_offsets=[1 << 60, (1 << 60) + 64 * 64 * 4]),
+    ):  # fmt: skip
+        path.write_bytes(held)
+        with pytest.raises(ValueError, match=r"model.safetensors is (damaged|no safetensors file)"):
+            lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+    path.unlink()
+    (path.parent / shards.INDEX).write_text(json.dumps({"weight_map": {"0.weight": "../model.safetensors"}}))
+    with pytest.raises(ValueError, match="names a file outside"):
+        lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+
+
+def test_tensors_that_are_tied_in_the_model_must_be_equal_in_the_files(tmp_path):
+    model = plain(tmp_path)
+    model[1].weight = model[0].weight
+    model.to("meta")
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"one tensor for 0\.weight and 1.weight"):
+        lb.quantize_files(tmp_path / "plain", "int8", tmp_path / "out", model=model)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp16"])
+def test_the_command_quantizes_from_disk(run, tmp_path, dtype):
+    saved(tmp_path / "plain", "LlamaForCausalLM", torch.float32)
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    given = ("quantize", str(tmp_path / "plain"), "int4-weight-only:group32", "--method", "search", "--dtype", dtype)
+    made = json.loads(run(*given, "--out", str(tmp_path / "disk"), "--from-disk", "--json"))
+    in_memory = json.loads(run(*given, "--out", str(tmp_path / "memory"), "--json"))
+    assert {**made, "out": None} == {**in_memory, "out": None}
+    assert same(lb.load_model(tmp_path / "disk"), lb.load_model(tmp_path / "memory"))
+    assert (tmp_path / "disk" / "tokenizer.json").read_text() == "{}"

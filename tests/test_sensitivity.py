@@ -1,0 +1,270 @@
+"""sensitivity: scores against gradients and sums of our own, shared choices, and the best recipes for a budget."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.calibrate.budget import Option, allocate
+
+# -- the budget -------------------------------------------------------------------------------------------------------
+OPTIONS = st.builds(Option, st.integers(0, 12), st.sampled_from([0.0, 1e-9, 0.1, 1.0, 2.5, 3.0, 1e6]) | st.floats(0, 9))
+
+
+@given(st.lists(st.lists(OPTIONS, min_size=1, max_size=4), min_size=1, max_size=5), st.floats(0, 1.2))
+def test_the_choice_is_the_best_of_all(groups, part):
+    least = sum(min(option.cost for option in options) for options in groups)
+    budget = least + int(part * sum(max(option.cost for option in options) for options in groups))
+    chosen = allocate(groups, budget)
+    own = [options[index] for options, index in zip(groups, chosen, strict=True)]
+    assert sum(option.cost for option in own) <= budget
+    fitting = (row for row in itertools.product(*groups) if sum(option.cost for option in row) <= budget)
+    best = min(math.fsum(option.loss for option in row) for row in fitting)
+    assert math.fsum(option.loss for option in own) <= best * (1 + 1e-12)
+    with pytest.raises(ValueError, match="the cheapest choice costs"):
+        allocate(groups, least - 1)
+
+
+def test_a_large_problem_is_solved_and_is_as_good_as_its_relaxation_allows():
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 40, (400,), generator=generator).tolist()
+    spread = torch.randn(400, 5, generator=generator).exp().tolist()
+    bits = (2, 3, 4, 5, 8)
+    groups = [
+        [Option(size * b, size * 4.0**-b * s) for b, s in zip(bits, row, strict=True)]
+        for size, row in zip(sizes, spread, strict=True)
+    ]
+    budget = int(4.5 * sum(sizes))
+    loss = sum(options[i].loss for options, i in zip(groups, allocate(groups, budget), strict=True))
+    # Weak duality: no choice within the budget loses less than this, whatever the price.
+    bound = max(
+        sum(min(o.loss + price * o.cost for o in options) for options in groups) - price * budget
+        for price in torch.logspace(-6, 0, 200).tolist()
+    )
+    assert bound <= loss * (1 + 1e-9) and loss < bound * 1.02
+
+
+# -- the scores -------------------------------------------------------------------------------------------------------
+class Language(nn.Module):
+    """A language model whose layers share inputs: q, k and v; gate and up."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=i > 1) for i in range(4))
+        self.gate, self.up, self.down = nn.Linear(width, 64), nn.Linear(width, 64), nn.Linear(64, width)
+        self.lm_head = nn.Linear(width, 20)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        h = F.layer_norm(x, x.shape[-1:])
+        scores = self.q(h) @ self.k(h).transpose(1, 2)
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -1e9)
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask[:, None] == 0, -1e9)
+        x = x + self.o(scores.softmax(-1) @ self.v(h))
+        h = F.layer_norm(x, x.shape[-1:])
+        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return SimpleNamespace(logits=self.lm_head(x))
+
+
+LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
+RECIPES = ("int4-weight-only:group32", "int8", "nvfp4")
+
+
+def expected(model: nn.Module, batches: list[Tensor], recipe: str) -> dict[str, tuple[float, ...]]:
+    """Loss and the SQNR of weight, input and output of each layer, by hooks and autograd of our own."""
+    sums = {name: torch.zeros(5, dtype=torch.float64) for name in LAYERS}
+    for tokens in batches:
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def keep(name: str, x: Tensor, y: Tensor, seen: dict = seen) -> None:
+            y.retain_grad()
+            seen[name] = x.detach(), y
+
+        hooks = [
+            getattr(model, name).register_forward_hook(lambda m, x, y, name=name: keep(name, x[0], y))
+            for name in LAYERS
+        ]
+        logits = model(tokens).logits
+        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="sum")
+        losses.backward()
+        for hook in hooks:
+            hook.remove()
+        for name, (x, y) in seen.items():
+            layer, found = getattr(model, name), lb.recipe(recipe)
+            weight = lb.quantize(layer.weight.detach(), found.weight).dequantize(torch.float32).double()
+            rounded = x.double() if found.input is None else lb.fake_quantize(x, found.input).double()
+            plain = x.double() @ layer.weight.double().T
+            wrong = rounded @ weight.T - plain
+            sums[name] += torch.stack(
+                [
+                    (wrong * y.grad.double()).square().sum(),
+                    x.double().square().sum(), (rounded - x).square().sum(),
+                    plain.square().sum(), wrong.square().sum(),
+                ]
+            ).detach()  # fmt: skip
+    found = {}
+    for name, (loss, x, dx, y, dy) in ((name, total.tolist()) for name, total in sums.items()):
+        weight = getattr(model, name).weight.detach()
+        q = lb.quantize(weight, lb.recipe(recipe).weight).dequantize(torch.float32)
+        dw = float((q.double() - weight.double()).square().sum())
+        signal = float(weight.double().square().sum())
+        found[name] = loss, *(10 * math.log10(a / b) if b else math.inf for a, b in ((signal, dw), (x, dx), (y, dy)))
+    return found
+
+
+def test_scores_are_those_of_the_definition():
+    model = Language()
+    batches = [torch.randint(20, (2, 9 + i)) for i in range(3)]
+    found = lb.sensitivity(model, RECIPES, batches)
+    assert found.by == "loss" and all(p.grad is None and p.requires_grad for p in model.parameters())
+    for recipe in RECIPES:
+        for name, values in expected(model, batches, recipe).items():
+            score = found.scores[name][recipe]
+            assert (score.loss, score.weight, score.input, score.output) == pytest.approx(values, rel=1e-3)
+
+
+def test_layers_that_are_given_one_tensor_share_a_choice():
+    model = Language()
+    found = lb.sensitivity(model, RECIPES, [torch.randint(20, (2, 8))])
+    assert found.groups == (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+    model.down.weight = nn.Parameter(torch.randn(32, 64))
+    model.o.weight = model.q.weight
+    tied = lb.sensitivity(model, RECIPES, [torch.randint(20, (2, 8))])
+    assert tied.groups == (("q", "k", "v", "o"), ("gate", "up"), ("down",))
+    chosen = tied.choose(bits=6)
+    assert tied.bits(chosen) <= 6 and tied.size(chosen) == lb.quantize_(model, chosen).bytes_after
+
+
+def test_layers_share_no_choice_where_one_batch_tells_them_apart():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, apart: bool) -> Tensor:
+            return self.a(x) + self.b(x * 2 if apart else x)
+
+    x = torch.randn(4, 16)
+    assert lb.sensitivity(Branching(), ["int8"], [(x, False), (x, False)]).groups == (("a", "b"),)
+    assert lb.sensitivity(Branching(), ["int8"], [(x, False), (x, True)]).groups == (("a",), ("b",))
+
+
+@pytest.mark.parametrize("budget", [{"bits": 5.0}, {"bits": 6.3}, {"size": 12_000}, {"bits": 99.0}])
+def test_the_plan_is_the_best_that_fits_and_quantizes_to_the_size_it_says(budget):
+    model = Language()
+    recipes = (*RECIPES, None)
+    found = lb.sensitivity(model, recipes, [torch.randint(20, (2, 16)) for _ in range(2)])
+    chosen = found.choose(**budget)
+    fits = (
+        (lambda one: found.bits(one) <= budget["bits"]) if "bits" in budget else lambda one: found.size(one) <= 12_000
+    )
+    values = [None if r is None else lb.recipe(r) for r in recipes]
+    plans = [
+        {name: one for group, one in zip(found.groups, row, strict=True) for name in group}
+        for row in itertools.product(values, repeat=len(found.groups))
+    ]
+    assert fits(chosen)
+    assert found.loss(chosen) == pytest.approx(min(found.loss(one) for one in plans if fits(one)), rel=1e-9)
+    if budget == {"bits": 99.0}:
+        assert set(chosen.values()) == {None}
+        return
+    report = lb.quantize_(model, chosen)
+    assert report.bytes_after == found.size(chosen)
+    if None not in chosen.values():
+        assert report.bits == pytest.approx(found.bits(chosen))
+
+
+def test_padding_counts_for_nothing():
+    model = Language()
+    tokens = torch.randint(20, (1, 8))
+    padded = {
+        "input_ids": torch.cat([tokens, torch.randint(20, (1, 5))], 1),
+        "attention_mask": torch.cat([torch.ones(1, 8), torch.zeros(1, 5)], 1).long(),
+    }
+    plain, masked = (lb.sensitivity(model, ["int8"], [batch]) for batch in (tokens, padded))
+    for name in LAYERS:
+        a, b = plain.scores[name]["int8"], masked.scores[name]["int8"]
+        assert (a.loss, a.input, a.output) == pytest.approx((b.loss, b.input, b.output), rel=1e-4)
+
+
+def test_without_a_loss_the_errors_of_outputs_count_and_a_loss_can_be_given():
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8))
+    batches = [torch.randn(16, 32)]
+    found = lb.sensitivity(model, ["int4-weight-only:group32"], batches, skip=())
+    assert found.by == "output"
+    for name in ("0", "2"):
+        score = found.scores[name]["int4-weight-only:group32"]
+        assert score.loss == pytest.approx(10 ** (-score.output / 10))
+    given_ = lb.sensitivity(
+        model, ["int4-weight-only:group32"], batches, skip=(), loss=lambda output, batch: output.square().sum()
+    )
+    x, w = batches[0].double(), model[2].weight.detach()
+    h = model[1](model[0](batches[0])).detach().double()
+    wrong = h @ (lb.quantize(w, "int4:group32").dequantize(torch.float32).double() - w).T
+    grad = 2 * model(batches[0]).detach().double()
+    score = given_.scores["2"]["int4-weight-only:group32"].loss
+    assert (
+        given_.by == "loss"
+        and x.shape[0] == 16
+        and score == pytest.approx(float((grad * wrong).square().sum()), rel=1e-3)
+    )
+
+
+def test_what_it_refuses_and_warns_of():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    x = torch.randn(4, 16)
+    for recipes, batches, more, match in (
+        ([], [x], {}, "give recipes to choose from"),
+        ([None], [x], {}, "give recipes to choose from"),
+        (["int8"], [], {}, "give batches"),
+        (["int8-static"], [x], {}, "static"),
+        (["int8"], [x], {"method": "gptq"}, "methods without data"),
+        (["int8"], [x], {"method": "signed"}, None),
+        (["nf4"], [x], {"method": "hqq"}, "layer '0': method 'hqq' cannot serve it"),
+        (["int8"], [x], {"loss": lambda y, batch: y.sum() * math.nan}, "the loss is nan"),
+    ):
+        if match is None:
+            lb.sensitivity(model, recipes, batches, skip=(), **more)
+            continue
+        with pytest.raises(ValueError, match=match):
+            lb.sensitivity(model, recipes, batches, skip=(), **more)
+    found = lb.sensitivity(model, ["int8", "nf4"], [x], skip=())
+    for wrong in ({}, {"bits": 4.0, "size": 100}):
+        with pytest.raises(ValueError, match="give bits a weight, or the size"):
+            found.choose(**wrong)
+    with pytest.raises(ValueError, match=r"the smallest choice takes .* bits a weight"):
+        found.choose(bits=1.0)
+
+    class Experts(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x)
+
+    with pytest.warns(UserWarning, match="no batch reaches 1 layers, such as 1"):
+        lb.sensitivity(Experts(nn.Linear(16, 16), nn.Linear(16, 16)), ["int8"], [x])
+
+
+def test_it_prints_is_json_and_is_drawn(tmp_path, monkeypatch):
+    found = lb.sensitivity(Language(), [*RECIPES, None], [torch.randint(20, (2, 8))])
+    rows = json.loads(json.dumps(found.to_dict(), allow_nan=False))["scores"]
+    assert len(rows) == 7 * 4 and {row["recipe"] for row in rows} == {*RECIPES, "float"}
+    lines = str(found).splitlines()
+    assert len(lines) == 1 + 7 * 4 and "nvfp4" in str(found)
+    pytest.importorskip("matplotlib")
+    found.plot(tmp_path / "s.png")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        found.plot(tmp_path / "s.png")
