@@ -111,9 +111,9 @@ def test_batches_are_passed_as_the_model_takes_them(form):
     batches = {
         "positional": given, "tuple": [(t, mask) for t in given], "dict": [{"tokens": t, "mask": mask} for t in given]
     }[form]  # fmt: skip
-    made = lb.calibrate(model, iter(batches), "int4-weight-only:group32", skip=())
+    made = lb.calibrate(model, iter(batches), "int4-weight-only:group32", "gptq", skip=())
     blended = form != "positional"
-    plain = lb.calibrate(model, given, "int4-weight-only:group32", skip=())
+    plain = lb.calibrate(model, given, "int4-weight-only:group32", "gptq", skip=())
     assert torch.equal(made.weights["blocks.0.up"].codes, plain.weights["blocks.0.up"].codes)
     assert torch.equal(made.weights["blocks.1.up"].codes, plain.weights["blocks.1.up"].codes) != blended
 
@@ -129,7 +129,7 @@ def test_padding_does_not_count():
 
     model, x = Masked(), torch.randn(3, 40, 16)
     mask = torch.arange(40) < torch.tensor([[40], [10], [25]])
-    made = lb.calibrate(model, [{"x": x, "attention_mask": mask.long()}], "int4-weight-only:group16")
+    made = lb.calibrate(model, [{"x": x, "attention_mask": mask.long()}], "int4-weight-only:group16", "gptq")
     statistics = Statistics(16, "gram")
     statistics.update(x[mask])
     expected = METHODS["gptq"].solve(model.linear.weight.detach(), lb.scheme("int4:group16"), statistics)
@@ -139,7 +139,7 @@ def test_padding_does_not_count():
 def test_a_model_without_blocks_is_taken_whole():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     x = torch.randn(200, 16)
-    calibration = lb.calibrate(model, [x], "int4-weight-only:group16")
+    calibration = lb.calibrate(model, [x], "int4-weight-only:group16", "gptq")
     hidden = Statistics(32, "gram")
     hidden.update(model[:2](x))
     expected = METHODS["gptq"].solve(model[2].weight.detach(), lb.scheme("int4:group16"), hidden)
@@ -187,7 +187,7 @@ def test_learned_rounding_comes_closer_to_the_outputs_of_blocks(recipe):
 def test_blocks_that_are_no_chain_are_taken_whole():
     model, x = Twice(), torch.randn(30, 16)
     assert not Chain(model.blocks).record(model, [x])
-    calibration = lb.calibrate(model.eval(), [x], "int4-weight-only:group16")
+    calibration = lb.calibrate(model.eval(), [x], "int4-weight-only:group16", "gptq")
     inputs = Statistics(16, "gram")
     first = model.blocks[0].norm
     hook = first.register_forward_hook(lambda m, args, y: inputs.update(y))
@@ -305,7 +305,7 @@ def test_layers_that_had_the_same_inputs_until_now_are_counted_apart():
             return self.a(x) + self.b(x.flip(-1) if apart else x)
 
     model, x = Branching(), torch.randn(50, 16)
-    made = lb.calibrate(model, [(x, False), (x, True)], "int4-weight-only:group16")
+    made = lb.calibrate(model, [(x, False), (x, True)], "int4-weight-only:group16", "gptq")
     for name, inputs in (("a", (x, x)), ("b", (x, x.flip(-1)))):
         statistics = Statistics(16, "gram")
         for one in inputs:
@@ -370,24 +370,26 @@ def test_models_in_16_bits(dtype):
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------
-def _process(rank: int, model: nn.Module, batches: list[Tensor], path: str) -> None:
+def _process(rank: int, model: nn.Module, batches: list[Tensor], method: str, path: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517")
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        lb.calibrate(model, batches[rank::2], "int4-weight-only:group32").save(f"{path}/{rank}")
+        lb.calibrate(model, batches[rank::2], "int4-weight-only:group32", method).save(f"{path}/{rank}")
     finally:
         dist.destroy_process_group()
 
 
-def test_two_processes_with_half_of_the_batches_find_what_one_does(tmp_path):
+@pytest.mark.parametrize("method", ["gptq", "guided-gptq"])
+def test_two_processes_with_half_of_the_batches_find_what_one_does(tmp_path, method):
     model, batches = Stack(2), tokens(4)
-    whole = lb.calibrate(model, batches, "int4-weight-only:group32")
-    mp.spawn(_process, (model, batches, str(tmp_path)), nprocs=2)
+    whole = lb.calibrate(model, batches, "int4-weight-only:group32", method)
+    mp.spawn(_process, (model, batches, method, str(tmp_path)), nprocs=2)
     first, second = (lb.Calibration.load(tmp_path / str(rank)) for rank in range(2))
     for name, q in whole.weights.items():
         assert torch.equal(first.weights[name].codes, second.weights[name].codes)
         one, other = (made.dequantize(torch.float32) for made in (first.weights[name], q))
-        assert float(((one - other).abs() < 1e-5).double().mean()) > 0.99  # sums in another order
+        if method == "gptq" or name in ("blocks.0.gate", "blocks.0.up"):  # before codes differ, and so later inputs
+            assert float(((one - other).abs() < 1e-5).double().mean()) > 0.99  # sums in another order
 
 
 # -- a run that is stopped --------------------------------------------------------------------------------------------

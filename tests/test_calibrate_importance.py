@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate.importance import weigh
-from lowbit.calibrate.run import _layers, _observed
+from lowbit.calibrate.run import observed, observed_layers
 from lowbit.calibrate.statistics import Statistics
 from lowbit.recipes import plan
 
@@ -32,6 +32,30 @@ class Model(nn.Module):
         x = torch.tanh(self.first(self.embed(tokens)))
         x = self.shared(x + x.mean(1, keepdim=True))
         return self.out(torch.tanh(self.shared(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x + x.cumsum(1) / x.shape[1])))
+
+
+class Stack(nn.Module):
+    """Blocks, which are checkpointed."""
+
+    def __init__(self, width: int = 32, words: int = 16) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(words, width), nn.ModuleList(Block(width) for _ in range(3))
+        self.out = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
 
 
 def batches() -> list[Tensor]:
@@ -68,12 +92,13 @@ def next_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
+@pytest.mark.parametrize("kind", [Model, Stack])
 @pytest.mark.parametrize("loss", [None, lambda y, x: y[..., 0].square().sum()], ids=["default", "given"])
-def test_rows_count_by_the_squared_gradient_of_the_loss(loss):
+def test_rows_count_by_the_squared_gradient_of_the_loss(loss, kind):
     torch.manual_seed(0)
-    model = Model()
-    weigh_model = _observed(model, plan(RECIPE), ())
-    layers = {layer.name: layer for layer in _layers(weigh_model)}
+    model = kind()
+    weigh_model = observed(model, plan(RECIPE), ())
+    layers = {layer.name: layer for layer in observed_layers(weigh_model)}
     weigh(weigh_model, list(layers.values()), batches(), loss)
     for name, rows in expected(model, loss or next_tokens).items():
         found = layers[name].importance
@@ -84,6 +109,7 @@ def test_rows_count_by_the_squared_gradient_of_the_loss(loss):
             for one, other in zip(of, exact, strict=True):
                 torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=1e-6)
     assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(module) for module in weigh_model.modules())
 
 
 def test_sums_of_products_count_rows_by_their_weights():
@@ -140,3 +166,28 @@ def test_what_is_refused():
         lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=(), loss=lambda y, x: (y.sum() - y.sum()).sqrt())
     with pytest.raises(ValueError, match="needs data"):
         lb.calibrate(model, None, RECIPE, "guided-gptq")
+
+
+class Detached(Stack):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).detach()
+
+
+def test_without_a_gradient_the_default_is_gptq():
+    torch.manual_seed(0)
+    model = Detached()
+    with pytest.warns(UserWarning, match="gptq takes the place of guided-gptq"):
+        made = lb.calibrate(model, batches(), RECIPE, skip=())
+    plain = lb.calibrate(model, batches(), RECIPE, "gptq", skip=())
+    assert {row.method for row in made.rows.values()} == {"gptq"}
+    assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in plain.weights.items())
+    with pytest.raises(RuntimeError):
+        lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
+
+
+def test_the_default_is_guided():
+    torch.manual_seed(0)
+    model = Stack()
+    made = lb.calibrate(model, batches(), RECIPE, skip=())
+    guided = lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
+    assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in guided.weights.items())

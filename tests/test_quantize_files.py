@@ -112,7 +112,8 @@ def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path):
 
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "plain"), str(tmp_path / "out")], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "can't allocate memory" in done.stdout, "the limit is no limit"

@@ -6,6 +6,7 @@ Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,51 +15,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.calibrate.blocks import feed
+from lowbit.calibrate.calibration import digest
+from lowbit.calibrate.observe import mask_of
 from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.observers import processes
+from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
 
 __all__ = ["Loss", "weigh"]
 
 #: The loss of what the model answers to a batch, a scalar.
 Loss = Callable[[Any, Any], Tensor]
 
-#: The seed of the directions in which outputs without a loss are looked at.
-_SEED = 0
-
 
 def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], loss: Loss | None) -> None:
     """Give each of ``layers`` the importance of the rows of its inputs: ``|dL/dy|^2`` of the output's row, with a mean
-    of 1. Runs ``model`` forward and backward, whole, with one batch at a time.
+    of 1. Runs ``model`` forward and backward, whole, with one batch at a time, and computes each block a second time in
+    backward rather than keep what is inside.
 
     ``loss``: by default the cross-entropy of the next token, where the model answers with logits of the token ids that
     it is given; else a random projection of its outputs, whose gradient tells how far a row moves them.
     Raises ValueError for gradients with NaN or Inf.
     """
-    generator = torch.Generator().manual_seed(_SEED)
     for layer in layers:
         layer.importance = []
     for number, batch in enumerate(batches):
-        calls: dict[Observed, list[_Call]] = {layer: [] for layer in layers}
-        for layer in layers:
-            layer.watch = _watcher(calls[layer])
+        watches = {layer: _Watch() for layer in layers}
+        for layer, watch in watches.items():
+            layer.watch = watch
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _checkpointed(model):
                 output = feed(model, batch)
-                value = _loss(output, batch, generator) if loss is None else loss(output, batch)
-                zeros = [call.zero for of in calls.values() for call in of]
+                value = _loss(output, batch) if loss is None else loss(output, batch)
+                for watch in watches.values():
+                    watch.forward = False
+                zeros = [call.zero for watch in watches.values() for call in watch.calls]
                 if zeros:
                     torch.autograd.grad(value, zeros, allow_unused=True)
         finally:
             for layer in layers:
                 layer.watch = None
-        for layer, of in calls.items():
+        for layer, watch in watches.items():
             assert layer.importance is not None
-            if not all(bool(call.rows.isfinite().all()) for call in of):
+            if not all(bool(call.rows.isfinite().all()) for call in watch.calls):
                 raise ValueError(
                     f"the gradient of the loss at layer {layer.name!r} holds NaN or Inf in batch {number}; look for "
                     f"them in the calibration data, or in the model"
                 )
-            layer.importance.append([call.rows for call in of])
+            layer.importance.append([call.rows for call in watch.calls])
     for layer in layers:
         _normalize(layer)
 
@@ -74,17 +77,39 @@ class _Call:
         self.rows = grad.detach().float().square().sum(-1)
 
 
-def _watcher(calls: list[_Call]) -> Callable[[Tensor], Tensor]:
-    """What a layer's output goes through: unchanged, but its gradient is looked at."""
+class _Watch:
+    """What the outputs of a layer go through: unchanged, but their gradients are looked at. ``forward``: whether this
+    is the forward pass; what a checkpointed block computes again in backward has no gradient of its own.
+    """
 
-    def watch(y: Tensor) -> Tensor:
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.forward = True
+
+    def __call__(self, y: Tensor) -> Tensor:
+        if not self.forward:
+            return y
         call = _Call(y)
-        calls.append(call)
+        self.calls.append(call)
         y = y + call.zero  # has a gradient even where no parameter asks for one
         y.register_hook(call.look)
         return y
 
-    return watch
+
+@contextmanager
+def _checkpointed(model: nn.Module) -> Iterator[None]:
+    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some."""
+    try:
+        blocks = [block for block in find_blocks(model) if "forward" not in vars(block)]
+    except ValueError:
+        blocks = []
+    if blocks:
+        checkpoint_blocks_(model, blocks)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def _normalize(layer: Observed) -> None:
@@ -103,7 +128,7 @@ def _normalize(layer: Observed) -> None:
     layer.importance = [[row / mean for row in batch] for batch in layer.importance]
 
 
-def _loss(output: Any, batch: Any, generator: torch.Generator) -> Tensor:
+def _loss(output: Any, batch: Any) -> Tensor:
     given = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(given, Tensor):
         return given
@@ -111,13 +136,18 @@ def _loss(output: Any, batch: Any, generator: torch.Generator) -> Tensor:
     logits: Any = output.get("logits") if isinstance(output, Mapping) else output
     if _are_logits(logits, ids):
         targets = ids[:, 1:]
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            targets = targets.masked_fill(mask[:, 1:] == 0, -100)
+        mask = mask_of(batch)
+        if mask is not None and mask.shape == ids.shape:
+            targets = targets.masked_fill(~mask[:, 1:], -100)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    projected = [
-        (one.float() * torch.randn(one.shape, generator=generator).to(one.device)).sum() for one in _tensors(output)
-    ]
+    generator = torch.Generator().manual_seed(int(digest(batch)[:15], 16))  # whatever the order of the batches
+    mask = mask_of(batch)
+    projected = []
+    for one in _tensors(output):
+        direction = torch.randn(one.shape, generator=generator).to(one.device)
+        if mask is not None and one.shape[:2] == mask.shape:
+            direction[~mask] = 0
+        projected.append((one.float() * direction).sum())
     if not projected:
         raise ValueError(
             f"the model answers {type(output).__name__} without a tensor that has a gradient; give calibrate "

@@ -54,7 +54,8 @@ def calibrate(
     thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
     tokens are padding and do not count. None, or none: only for methods that need no data. ``recipe``, ``skip``: as for
     ``quantize_``.
-    ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known for each weight.
+    ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known, with data
+    ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without ``signed`` or ``nearest``.
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
     given: ``("smoothquant", "gptq")``.
     ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
@@ -65,7 +66,8 @@ def calibrate(
 
     A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
     by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
-    whole. ``guided-gptq`` first runs the whole model forward and backward, one batch at a time.
+    whole. ``guided-gptq`` first runs the whole model forward and backward, one batch at a time, its blocks
+    checkpointed.
 
     Raises ValueError: as ``quantize_``; for a directory of another run; for a method or static scales that need data
     without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
@@ -114,6 +116,7 @@ class _Run:
         loss: Loss | None = None,
     ) -> None:
         self.data, self.choice, self.finished = data, choice, finished
+        self.gradient = True
         self.work = observed(model, plan, skip)
         self.names = {id(module): name for name, module in self.work.named_modules()}
         self.found = Calibration(data=digest(data) if data else None)
@@ -128,7 +131,7 @@ class _Run:
         if need == "nothing" and not self.static and not choice.transforms:
             return
         if guided:
-            weigh(self.work, guided, data, loss)
+            self._weigh(guided, loss)
         self.chain = _chain(self.work, data)
         comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
         if comparing:
@@ -161,7 +164,23 @@ class _Run:
 
     def method_for(self, layer: Observed) -> Method:
         """How the layer's weight is chosen."""
-        return self.choice.weights or default_method(layer.recipe.weight, bool(self.data))
+        return self.choice.weights or default_method(layer.recipe.weight, bool(self.data), self.gradient)
+
+    def _weigh(self, layers: Sequence[Observed], loss: Loss | None) -> None:
+        """Find the importance of the rows of inputs; where no method was asked for, it may turn out that none is."""
+        try:
+            weigh(self.work, layers, self.data, loss)
+        except (ValueError, RuntimeError) as error:
+            if self.choice.weights is not None or loss is not None:
+                raise
+            self.gradient = False
+            for layer in layers:
+                layer.importance = None
+            warnings.warn(
+                f"calibrate: gptq takes the place of guided-gptq, as the model's loss has no gradient ({error}); give "
+                f"method='gptq' to say so, or loss=lambda output, batch: ...",
+                stacklevel=4,
+            )
 
     # -- the way through the model ------------------------------------------------------------------------------------
     def all(self, progress: Callable[[str, int, int], None]) -> None:

@@ -74,10 +74,10 @@ METHODS: dict[str, Method] = {
 }  # fmt: skip
 
 
-def default_method(scheme: Scheme, data: bool) -> Method:
-    """The best known method for weights of this scheme, with data or without."""
-    return METHODS["gptq" if data else "nearest" if signed_is_worse(scheme) else "signed"]
-
-
-def signed_is_worse(scheme: Scheme) -> bool:
-    return rounding.unsigned(scheme) is not None
+def default_method(scheme: Scheme, data: bool, gradient: bool = True) -> Method:
+    """The best known method for weights of this scheme, with data or without; ``gradient``: whether the model's loss
+    can be differentiated.
+    """
+    if data:
+        return METHODS["guided-gptq" if gradient else "gptq"]
+    return METHODS["nearest" if rounding.unsigned(scheme) else "signed"]
