@@ -18,6 +18,7 @@ from lowbit.qat.learned import Learned, gradient_scale
 from lowbit.recipes import RECIPES, STATIC_RECIPES
 
 ALL = {**RECIPES, **STATIC_RECIPES}
+ROTATED = tuple(f"{name}:hadamard" for name in ("int8", "fp8", "int4-weight-only:group32", "nvfp4", "mxfp4", "w4a8"))
 WEIGHTS = ("int4:group32", "int2:group16", "uint4:group32:affine", "fp4_e2m1:group16", "mxfp4", "nvfp4")
 
 
@@ -34,7 +35,7 @@ def seen(model: nn.Module, x: Tensor) -> nn.Module:
 
 # -- what is trained is what is deployed ------------------------------------------------------------------------------
 @pytest.mark.parametrize("learn_scale", [False, True])
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", [*ALL, *ROTATED])
 def test_the_prepared_model_computes_the_bits_of_the_converted_one(recipe, learn_scale):
     x = torch.randn(17, 40)
     prepared = net()
@@ -59,6 +60,29 @@ def test_the_prepared_model_computes_the_bits_of_the_converted_one(recipe, learn
         lb.quantize_(plain, recipe)
         with torch.no_grad():
             assert torch.equal(plain(x), evaluated)
+
+
+@pytest.mark.parametrize("learn_scale", [False, True])
+@pytest.mark.parametrize("recipe", ROTATED)
+def test_gradients_go_through_the_hadamard_transform(recipe, learn_scale):
+    plain = lb.recipe(recipe.removesuffix(":hadamard"))
+    block = lb.recipe(recipe).rotation
+    rotated, by_hand = nn.Sequential(nn.Linear(64, 24)), nn.Sequential(nn.Linear(64, 24))
+    by_hand.load_state_dict(rotated.state_dict())
+    by_hand[0].weight.data = lb.hadamard(by_hand[0].weight.data, block)
+    lb.qat.prepare_(rotated, recipe, learn_scale)
+    lb.qat.prepare_(by_hand, plain, learn_scale)
+    x, other = (torch.randn(9, 64).requires_grad_() for _ in range(2))
+    other.data = lb.hadamard(x.detach(), block)
+    y, same = rotated(x), by_hand(other)
+    assert torch.equal(y, same)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    same.backward(grad)
+    torch.testing.assert_close(x.grad, lb.hadamard(other.grad, block), rtol=1e-5, atol=1e-5)
+    for name, p in by_hand.named_parameters():
+        expected = lb.hadamard(p.grad, block) if name == "0.weight" else p.grad
+        torch.testing.assert_close(rotated.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

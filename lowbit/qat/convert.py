@@ -46,8 +46,8 @@ def prepare_(
     """
     chosen = plan(recipe)
     for one in chosen.recipes:
-        refuse_beyond(one, "qat.prepare_", ("output.a",), scale=("static",))
-        refuse_beyond(one, "qat.prepare_", ("output.b",))
+        refuse_beyond(one, "qat.prepare_", ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(one, "qat.prepare_", ("output.b",), transform=("hadamard",))
     names, protect = protections(model, skip, chosen, unties=True)
     maker = _FakeQuantMaker(model, learn_scale, observe)
     task = Task(
@@ -122,8 +122,7 @@ def _judge(names: list[str], module: nn.Module) -> Verdict:
 def _measure(layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
     """What the report says of a layer: bits and SQNR of the deployed weight."""
     fakes = [m for one in (layer, made) for m in one.modules() if isinstance(m, FakeQuantLinear)]
-    codes = [(fake.quantized_weight, fake.weight) for fake in fakes]
-    weights = sum(q.numel() for q, _ in codes)
-    total = sum(energies(weight, q.dequantize(torch.float32)) for q, weight in codes)
-    bits = sum(q.nbytes for q, _ in codes) * 8 / max(weights, 1)
+    weights = sum(fake.weight.numel() for fake in fakes)
+    total = sum(energies(fake.weight, fake.plain_weight()) for fake in fakes)
+    bits = sum(fake.quantized_weight.nbytes for fake in fakes) * 8 / max(weights, 1)
     return measured(layer, made, weights, bits, decibel(*total.tolist()))  # type: ignore[union-attr]

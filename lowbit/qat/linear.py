@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lowbit.calibrate.observers import MOMENTUM, Ranges
 from lowbit.calibrate.scales import search
 from lowbit.calls import call
+from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.linear import result_dtype, wrong_width
 from lowbit.ops.conv import Window
@@ -29,6 +31,9 @@ class FakeQuantLinear(nn.Module):
     ``weight [out_features, in_features]`` and ``bias [out_features]``: fp32, bf16 or fp16 parameters. Input
     ``[..., in_features]``; the result has its dtype (inside autocast: autocast's). Gradients pass straight through
     rounding where numbers were in range, and are 0 elsewhere.
+
+    ``recipe.rotation``: the block of the Hadamard transform that inputs and ``weight`` go through before they are
+    quantized, with its gradients; ``weight`` is that of the untransformed inputs.
 
     ``learn_scale``: scales are parameters too, ``weight_scale`` and ``weight_zero_point``, which start from those that
     lose least of the weight; with static input scales also ``input_scale`` and ``input_zero_point``. They are fp32
@@ -69,7 +74,8 @@ class FakeQuantLinear(nn.Module):
         self.recipe, self.learns_scale = recipe, learn_scale
         self.weight = weight
         self.register_parameter("bias", bias)
-        self._keep("weight", Learned.of(_start(weight, recipe), recipe.weight) if learn_scale else None, learns=True)
+        start = search(self._rotated().detach().float(), recipe.weight) if learn_scale else None
+        self._keep("weight", None if start is None else Learned.of(start, recipe.weight), learns=True)
         self._keep("input", self._unseen() if recipe.static else None, learns=learn_scale)
         if recipe.static:
             self.register_buffer("observations_left", torch.tensor(-1 if observe is None else observe))
@@ -109,10 +115,21 @@ class FakeQuantLinear(nn.Module):
             scheme, Learned(scale, getattr(self, f"{name}_zero_point"), getattr(self, f"{name}_global_scale"))
         )
 
+    def _rotated(self) -> Tensor:
+        """The weight as it is quantized."""
+        rotation = self.recipe.rotation
+        return self.weight if rotation is None else hadamard(self.weight.float(), rotation)
+
     @property
     def quantized_weight(self) -> Quantized:
-        """The weight as the deployed layer has it."""
-        return quantized(self.weight, self._operand("weight", self.recipe.weight))
+        """The weight as the deployed layer has it; with a rotation, that of rotated inputs."""
+        made = quantized(self._rotated(), self._operand("weight", self.recipe.weight))
+        return replace(made, dtype=self.weight.dtype)
+
+    def plain_weight(self) -> Tensor:
+        """What ``weight`` becomes in the deployed layer, fp32."""
+        made = self.quantized_weight.dequantize(torch.float32)
+        return made if self.recipe.rotation is None else hadamard(made, self.recipe.rotation)
 
     @property
     def input_scales(self) -> Scales | None:
@@ -147,6 +164,9 @@ class FakeQuantLinear(nn.Module):
         if window is None and x.shape[-1:] != (self.in_features,):
             raise wrong_width(self, x)
         refuse_tangents("FakeQuantLinear", x, self.weight, self.bias)
+        weight = self._rotated()
+        if recipe.rotation is not None:
+            x = hadamard(x, recipe.rotation)
         if recipe.static:
             if self.training and not _recomputing() and int(self.observations_left):
                 self._observe(x.detach())
@@ -155,8 +175,8 @@ class FakeQuantLinear(nn.Module):
         of_input = None if recipe.input is None else self._operand("input", recipe.input)
         if torch.is_grad_enabled():
             compute = fake_quant_linear if window is None else partial(fake_quant_conv, window)
-            return compute(x, self.weight, self.bias, of_weight, of_input, dtype)
-        return multiply(x, quantized(self.weight, of_weight), self.bias, of_input, dtype, window)
+            return compute(x, weight, self.bias, of_weight, of_input, dtype)
+        return multiply(x, quantized(weight, of_weight), self.bias, of_input, dtype, window)
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
@@ -182,11 +202,6 @@ class FakeQuantLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"recipe={self.recipe.name}, learn_scale={self.learns_scale}"
         )
-
-
-def _start(weight: Tensor, recipe: Recipe) -> Scales:
-    """Where the scales of a weight begin: those that lose least of it."""
-    return search(weight.detach().float(), recipe.weight)
 
 
 def _recomputing() -> bool:
