@@ -13,6 +13,7 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,7 +35,10 @@ TORCHAO = "int4:group32"
 
 #: The model, and how every row is trained: tokens come in batches of so many sequences.
 MODEL = Path("out/demo/model")
-STEPS, LR, BATCH, CLIP, WARMUP = 100, 1e-3, 4, 1.0, 10
+STEPS, BATCH, CLIP, WARMUP = 100, 4, 1.0, 10
+
+#: Learning rates, each a row: much damage takes a large one, while little damage is less than the noise of such steps.
+RATES = (1e-3, 1e-4)
 
 #: How many held-out windows losses are of.
 WINDOWS = 48
@@ -42,11 +46,12 @@ WINDOWS = 48
 
 @dataclass(frozen=True)
 class Row:
-    """One model: what was done to it, its held-out loss in nats a token, and the seconds of training."""
+    """One model: what was done to it, its held-out loss in nats a token, the learning rate and seconds of training."""
 
     scheme: str
     what: str
     loss: float
+    rate: float | None = None
     seconds: float = 0.0
 
 
@@ -58,14 +63,14 @@ class Run:
     windows: Tensor
     teacher: GPT
 
-    def train(self, model: nn.Module, distil: bool) -> float:
-        """Train ``model`` in place; the seconds that it took. Scales get a tenth of the learning rate, and no decay."""
+    def train(self, model: nn.Module, distil: bool, rate: float) -> float:
+        """Train ``model`` in place; the seconds that it took. Scales get a tenth of the learning rate ``rate``."""
         start = time.perf_counter()
         weights = [p for name, p in model.named_parameters() if not _is_scale(name)]
         scales = [p for name, p in model.named_parameters() if _is_scale(name)]
         groups = [{"params": weights, "factor": 1.0}, {"params": scales, "factor": 0.1}]
         optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.0)
-        schedule = TrainConfig(steps=STEPS, lr=LR, warmup=WARMUP, final_lr=0.0)
+        schedule = TrainConfig(steps=STEPS, lr=rate, warmup=WARMUP, final_lr=0.0)
         model.train()
         for step in range(STEPS):
             inputs, targets = self.corpus.batch(step, BATCH, self.teacher.config.context, seed=1)
@@ -105,20 +110,20 @@ def untrained(run: Run, recipe: lb.Recipe) -> Iterator[Row]:
         yield Row(recipe.weight.name, method, run.loss(model))
 
 
-def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool) -> Row:
+def trained(run: Run, recipe: lb.Recipe, learn_scale: bool, distil: bool, rate: float) -> Row:
     """With ``lb.qat``."""
     model = run.student()
     lb.qat.prepare_(model, recipe, learn_scale=learn_scale)
-    seconds = run.train(model, distil)
+    seconds = run.train(model, distil, rate)
     prepared = run.loss(model)
     lb.qat.convert_(model)
     loss = run.loss(model)
     assert loss == prepared, f"deployed {loss}, prepared {prepared}"
     what = "QAT" + (", learned scales" if learn_scale else "") + (", distillation" if distil else "")
-    return Row(recipe.weight.name, what, loss, seconds)
+    return Row(recipe.weight.name, what, loss, rate, seconds)
 
 
-def torchao(run: Run, distil: bool) -> Iterator[Row]:
+def torchao(run: Run, distil: bool, rate: float) -> Iterator[Row]:
     """With torchao's QAT, where it is installed: int4 weights in groups of 32, symmetric, by its own calls."""
     try:
         from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
@@ -132,9 +137,9 @@ def torchao(run: Run, distil: bool) -> Iterator[Row]:
     model = run.student()
     base = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
     quantize_(model, QATConfig(base, step="prepare"), filter_fn=blocks)
-    seconds = run.train(model, distil)
+    seconds = run.train(model, distil, rate)
     quantize_(model, QATConfig(base, step="convert"), filter_fn=blocks)
-    yield Row(TORCHAO, "torchao QAT" + (", distillation" if distil else ""), run.loss(model), seconds)
+    yield Row(TORCHAO, "torchao QAT" + (", distillation" if distil else ""), run.loss(model), rate, seconds)
 
 
 def teacher() -> tuple[GPT, Corpus]:
@@ -153,25 +158,26 @@ def teacher() -> tuple[GPT, Corpus]:
 def measure(run: Run) -> Iterator[Row]:
     """Every row, in order."""
     yield Row("fp32", "the teacher", run.loss(run.teacher))
-    more = run.student()
-    seconds = run.train(more, distil=False)
-    yield Row("fp32", "trained on, without quantization", run.loss(more), seconds)
+    for rate in RATES:
+        more = run.student()
+        seconds = run.train(more, False, rate)
+        yield Row("fp32", "trained on, without quantization", run.loss(more), rate, seconds)
     for scheme in SCHEMES:
         recipe = lb.Recipe(lb.Gemm(None, scheme))
         yield from untrained(run, recipe)
-        for distil in (False, True):
+        for distil, rate in product((False, True), RATES):
             for learn_scale in (False, True):
-                yield trained(run, recipe, learn_scale, distil)
+                yield trained(run, recipe, learn_scale, distil, rate)
             if scheme == TORCHAO:
-                yield from torchao(run, distil)
+                yield from torchao(run, distil, rate)
 
 
 def table(rows: list[Row]) -> list[str]:
     """The rows as Markdown. ``recovered``: of what the teacher's loss is below that of nearest, or of search."""
     full = rows[0].loss
     lines = [
-        "| weights | | held-out loss | recovered of nearest | recovered of search | s |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| weights | | learning rate | held-out loss | recovered of nearest | recovered of search | s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         parts = []
@@ -181,7 +187,8 @@ def table(rows: list[Row]) -> list[str]:
             parts.append(f"{(base - row.loss) / (base - full):.0%}" if known else "")
         took = f"{row.seconds:.0f}" if row.seconds else ""
         scheme = f"`{row.scheme}`" if row.scheme != "fp32" else row.scheme
-        lines.append(f"| {scheme} | {row.what} | {row.loss:.4f} | {parts[0]} | {parts[1]} | {took} |")
+        rate = "" if row.rate is None else f"{row.rate:g}"
+        lines.append(f"| {scheme} | {row.what} | {rate} | {row.loss:.4f} | {parts[0]} | {parts[1]} | {took} |")
     return lines
 
 

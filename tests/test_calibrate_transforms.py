@@ -12,8 +12,7 @@ import lowbit as lb
 from lowbit.calibrate import MAPS, TRANSFORMS, Map
 from lowbit.calibrate.calibration import Edit
 from lowbit.calibrate.observe import Recorder
-from lowbit.calibrate.observed import Observed
-from lowbit.calibrate.run import observed
+from lowbit.calibrate.observed import Observed, observed
 from lowbit.calibrate.transforms import transform_
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.recipes import plan

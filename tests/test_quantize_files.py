@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.calibrate.methods import METHODS, signround
 from lowbit.serialize import empty_weights, shards
 
 ROOT = Path(lb.__file__).parents[1]
@@ -79,7 +81,8 @@ def test_files_have_the_bits_of_quantizing_in_memory(tmp_path, name, dtype, reci
 
 
 def large(layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(*((1024, 512) if i % 2 == 0 else (512, 1024))) for i in range(layers)))
+    """A chain of blocks of two layers each."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)) for _ in range(layers // 2)))
 
 
 LIMITED = """
@@ -87,27 +90,31 @@ import resource, sys, torch, lowbit as lb
 from lowbit.serialize import empty_weights
 torch.set_num_threads(1)
 lb.quantize_(nn.Sequential(nn.Linear(1024, 512)), "int8")    # what a first call allocates for good
+torch.randn(64, 64) @ torch.randn(64, 64)
 with empty_weights():
     model = large(LAYERS)
+batches = [torch.randn(32, 1024, generator=torch.Generator().manual_seed(i)) for i in range(2)] if METHOD else None
 held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT, held + LIMIT))
 try:
     large(LAYERS)
 except RuntimeError as error:
     print(error)
-lb.quantize_files(sys.argv[1], "int8", sys.argv[2], model=model, shard_bytes=SHARD)
+lb.quantize_files(sys.argv[1], "int8", sys.argv[2], METHOD, batches=batches, model=model, shard_bytes=SHARD)
 """
 
 
+@pytest.mark.parametrize(("method", "layers", "limit"), [(None, 104, 64 << 20), ("search", 62, 40 << 20)])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's")
-def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path):
-    layers, limit, shard = 104, 64 << 20, 32 << 20
+def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path, method, layers, limit):
+    shard = limit // 2
     model = large(layers)
     (tmp_path / "plain").mkdir()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
     assert (tmp_path / "plain" / "model.safetensors").stat().st_size > 3 * limit
     code = (
-        f"from torch import nn\nLAYERS, LIMIT, SHARD = {layers}, {limit}, {shard}\n{inspect.getsource(large)}{LIMITED}"
+        f"from torch import nn\nLAYERS, LIMIT, SHARD, METHOD = {layers}, {limit}, {shard}, {method!r}\n"
+        f"{inspect.getsource(large)}{LIMITED}"
     )
 
     done = subprocess.run(
@@ -117,10 +124,40 @@ def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "can't allocate memory" in done.stdout, "the limit is no limit"
-    lb.quantize_(model, "int8")
+    batches = [torch.randn(32, 1024, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    lb.quantize_(model, "int8", lb.calibrate(model, batches, "int8", method) if method else None)
     with empty_weights():
         empty = large(layers)
     assert same(lb.load_model(tmp_path / "out", empty), model)
+
+
+SHORT_SIGNROUND = METHODS["signround"]._replace(tune=partial(signround.tune, iterations=4))
+DATA = tuple(torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "recipe", "method", "skip"),
+    [
+        ("LlamaForCausalLM", torch.bfloat16, "int4-weight-only:group32", None, ("lm_head",)),
+        ("LlamaForCausalLM", torch.float32, {"*": "nf4", "*.down_proj": "nvfp4"}, "search", ()),
+        ("LlamaForCausalLM", torch.float32, "int8", ("smoothquant", "ls-gptq"), ("lm_head",)),
+        ("GPT2LMHeadModel", torch.float16, "int8-static", ("gptq", "percentile"), ("lm_head",)),
+        ("BertModel", torch.float32, "int4-weight-only", ("hadamard", "gptq"), ("*pooler*",)),
+        ("BertModel", torch.float32, "nf4", SHORT_SIGNROUND, ("*pooler*",)),
+        ("BertModel", torch.float32, "int8", "signed", ()),
+    ],
+)
+def test_files_have_the_bits_of_calibrating_in_memory(tmp_path, name, dtype, recipe, method, skip):
+    kind = saved(tmp_path / "plain", name, dtype)
+    report = lb.quantize_files(
+        tmp_path / "plain", recipe, tmp_path / "out", method, batches=DATA, skip=skip, shard_bytes=30_000
+    )
+    model = kind.from_pretrained(tmp_path / "plain", dtype="auto").eval()
+    found = lb.calibrate(model, DATA, recipe, method, skip=skip)
+    expected = lb.quantize_(model, recipe, found, skip=skip)
+    assert str(report) == str(expected) and report.left == expected.left
+    assert same(lb.load_model(tmp_path / "out"), model)
+    assert not (tmp_path / "out" / "calibration").exists()
 
 
 class Killed(Exception):
@@ -168,6 +205,38 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_file(tmp_path):
     assert same(lb.load_model(tmp_path / "out", nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), model)
 
 
+@pytest.mark.parametrize("method", ["guided-gptq", "ls-gptq"])
+def test_a_calibration_from_files_goes_on_from_every_block_and_file(tmp_path, method):
+    saved(tmp_path / "plain", "LlamaForCausalLM", torch.float32)
+
+    def go(out: str, stop: int | None) -> list[str]:
+        told: list[str] = []
+
+        def progress(what: str, done: int, total: int) -> None:
+            told.append(f"{what} {done} of {total}")
+            if len(told) - 1 == stop:
+                raise Killed
+
+        lb.quantize_files(
+            tmp_path / "plain", "int4-weight-only:group32", tmp_path / out, method, batches=DATA, shard_bytes=30_000,
+            progress=progress,
+        )  # fmt: skip
+        return told
+
+    told = go("whole", None)
+    assert told[:4] == ["block 0 of 2", "block 1 of 2", "block 2 of 2", "file 0 of 4"]
+    for stop in range(len(told)):
+        with pytest.raises(Killed):
+            go(f"out{stop}", stop)
+        again = go(f"out{stop}", None)
+        assert again == told[3:] if stop >= 3 else again == told
+        assert {path.name for path in (tmp_path / f"out{stop}").iterdir()} == {
+            path.name for path in (tmp_path / "whole").iterdir()
+        }
+        for path in (tmp_path / "whole").iterdir():
+            assert (tmp_path / f"out{stop}" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_what_does_not_fit_is_refused_before_a_file_is_written(tmp_path):
     model = plain(tmp_path)
 
@@ -179,6 +248,7 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(tmp_path):
     refused(ValueError, "is not on the meta device", model)
     meta = copy.deepcopy(model).to("meta")
     refused(ValueError, "methods without data, one of nearest, .*got 'gptq'", meta, method="gptq")
+    refused(ValueError, "smoothquant needs data; give batches=", meta, method="smoothquant")
     refused(ValueError, "scales that come from data", meta, "int8-static")
     refused(ValueError, "shard_bytes must be 1 or more", meta, shard_bytes=0)
     refused(ValueError, "lacks 2 tensors, such as 6.weight", nn.Sequential(*meta, nn.Linear(64, 64, device="meta")))
@@ -233,3 +303,13 @@ def test_the_command_quantizes_from_disk(run, tmp_path, dtype):
     assert {**made, "out": None} == {**in_memory, "out": None}
     assert same(lb.load_model(tmp_path / "disk"), lb.load_model(tmp_path / "memory"))
     assert (tmp_path / "disk" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_model_that_is_no_chain_of_blocks_is_calibrated_in_memory(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"Sequential is no stack of blocks .* call lowbit.calibrate and lowbit.quant"):
+        lb.quantize_files(
+            tmp_path / "plain", "int8", tmp_path / "out", "gptq", batches=[torch.randn(2, 64)], model=model.to("meta")
+        )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer, find_observer
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
+from lowbit.casts import refuse_beyond
+from lowbit.recipes import Plan, Recipe, plan
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "choose", "planned"]
 
 
 #: The transform that is a part of the recipe.
@@ -82,3 +84,20 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
 def _known() -> str:
     before = ", ".join([*TRANSFORMS, _HADAMARD])
     return f"{', '.join(METHODS)} (weights), {before} (before), {', '.join(OBSERVERS)} (activations)"
+
+
+def planned(
+    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    method: str | Method | Iterable[str | Method] | None,
+    caller: str,
+) -> tuple[Plan, Choice]:
+    """The recipes with the transform that ``method`` asks of them, and the Choice. Raises ValueError for recipes that
+    ``caller`` cannot serve.
+    """
+    chosen, choice = plan(recipe), choose(method)
+    if choice.rotated:
+        chosen = chosen.map(Recipe.rotated)
+    for one in chosen.recipes:
+        refuse_beyond(one, caller, ("output.a",), scale=("static",), transform=("hadamard",))
+        refuse_beyond(one, caller, ("output.b",), transform=("hadamard",))
+    return chosen, choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.calibrate.blockwise import Blockwise
+from lowbit.calibrate.calibration import Edit, digest
+from lowbit.calibrate.choice import Choice, planned
+from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.methods import Method
+from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.sources import without_data
-from lowbit.casts import refuse_beyond
+from lowbit.calibrate.stored import Stored, storage
 from lowbit.convert.maker import Allocated, Source, decibel
-from lowbit.convert.quantize import quantize_from
+from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface
 from lowbit.serialize.layout import CONFIG
 from lowbit.serialize.saving import described, distinct
@@ -30,55 +36,75 @@ from lowbit.tensor.quantized import Quantized
 
 __all__ = ["quantize_files"]
 
+#: Where in ``out`` the finished blocks are while a model is calibrated.
+_CALIBRATION = "calibration"
+
 
 @torch.no_grad()
 def quantize_files(
     directory: str | Path,
     recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
     out: str | Path,
-    method: str = "nearest",
+    method: str | Method | Iterable[str | Method] | None = None,
     *,
+    batches: Iterable[Any] | None = None,
     model: nn.Module | None = None,
     skip: Iterable[str] = DEFAULT_SKIP,
+    loss: Loss | None = None,
     shard_bytes: int = 1 << 30,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
-    """Quantize a checkpoint of safetensors files to ``out``, with no more in memory than the largest tensor and what
-    quantizing that takes. The bits are those of ``quantize_`` and ``save_model``.
+    """Quantize a checkpoint of safetensors files to ``out``, with little of it in memory at a time. The bits are those
+    of ``calibrate``, ``quantize_`` and ``save_model``.
+
+    Without ``batches`` that is the largest tensor, and what quantizing it takes. With them it is what is outside of the
+    model's blocks, one block in its own dtype and as codes, and of each batch what goes from block to block; the blocks
+    have to be a chain, as those of a transformer are.
 
     ``directory``: ``model.safetensors``, or several files with an index, as ``save_pretrained`` writes them.
-    ``recipe``, ``skip``: as for ``quantize_``. ``method``: one of ``lowbit.calibrate.METHODS`` that needs no data.
+    ``recipe``, ``skip``: as for ``quantize_``. ``method``, ``batches``, ``loss``: as for ``calibrate``; without batches
+    the method is ``nearest`` by default. ``guided-gptq`` reads each block twice more for every batch.
     ``model``: what the checkpoint is of, on the meta device, where it stays; weights are converted to its dtypes. None:
     it is built from the ``config.json`` of transformers. ``load_model`` reads ``out``, given such a model where this
     was; so does ``from_pretrained`` of a transformers that ``lowbit.integrations.transformers`` serves.
     ``shard_bytes``: of a file in ``out``, at most, unless one tensor is larger. ``progress(what, done, total)`` is
-    called before each file.
-    A call that was stopped goes on after the last finished file, and ends with the same bits.
+    called before each block that is calibrated, and before each file.
+    A call that was stopped goes on after the last finished block or file, and ends with the same bits.
 
-    Raises: as ``quantize_``; FileNotFoundError for missing files; FileExistsError where ``out`` holds something else;
-    ValueError for another run that was stopped there, a damaged file, a checkpoint that does not fit the model, a
-    method that needs data or cannot serve a weight; ImportError without transformers.
+    Raises: as ``calibrate`` and ``quantize_``; FileNotFoundError for missing files; FileExistsError where ``out`` holds
+    something else; ValueError for another run that was stopped there, a damaged file, a checkpoint that does not fit
+    the model, batches for a model that is no chain of blocks; ImportError without transformers.
     """
     directory, out = Path(directory), Path(out)
     if shard_bytes < 1:
         raise ValueError(f"quantize_files: shard_bytes must be 1 or more, got {shard_bytes}")
-    chosen, source = plan(recipe), without_data(method, "quantize_files")
-    for one in chosen.recipes:
-        refuse_beyond(one, "quantize_files", ("output.b",), transform=("hadamard",))
+    chosen, choice = planned(recipe, method, "quantize_files")
+    data = [] if batches is None else list(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
     checkpoint = Checkpoint(directory)
     model = huggingface.without_weights(directory) if model is None else copy.deepcopy(model)
-    work = _Work(model, checkpoint, chosen, source, skip)
-    files = pack(work.groups(), shard_bytes)
-    dtypes = sorted({str(tensor.dtype) for tensor in work.tensors.values()})
+    stored = Stored(model, checkpoint)
+    dtypes = sorted({str(tensor.dtype) for tensor in model.state_dict().values()})
     about = {
-        "model": checkpoint.digest(), "recipe": str(chosen.to_dict()), "method": method, "skip": " ".join(sorted(skip)),
-        "dtypes": " ".join(dtypes), "shard_bytes": shard_bytes, "lowbit": __version__,
+        "model": checkpoint.digest(), "recipe": str(chosen.to_dict()), "method": str(choice),
+        "skip": " ".join(sorted(skip)), "dtypes": " ".join(dtypes), "data": digest(data),
+        "shard_bytes": str(shard_bytes), "lowbit": __version__,
     }  # fmt: skip
-    written = Written(out, about)
+    progress = progress or (lambda what, done, total: None)
+    if data:
+        written = Written(out, about)
+        finished = Finished(out / _CALIBRATION, about)
+        found = finished.opened()
+        if found is None:
+            run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
+            found = run.all(progress)
+        work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
+    else:
+        work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
+        written = Written(out, about)
+    files = pack(work.groups(), shard_bytes)
     for index, groups in enumerate(files):
-        if progress is not None:
-            progress("file", index, len(files))
+        progress("file", index, len(files))
         if index >= len(written.files):
             layout = {name: work.tensors[name] for names, _ in groups for name in names}
             file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
@@ -87,8 +113,21 @@ def quantize_files(
         write_index(out, written.files)
     rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
     write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
+    shutil.rmtree(out / _CALIBRATION, ignore_errors=True)
     written.forget()
     return work.reported(written.told)
+
+
+def _without_data(chosen: Plan, choice: Choice, loss: Loss | None) -> Source:
+    """The Source of a choice, where there are no batches; to the nearest code if it names no method."""
+    if loss is not None:
+        raise ValueError("quantize_files: a loss is for method='guided-gptq', which needs data; give batches=")
+    if choice.transforms:
+        raise ValueError(f"quantize_files: {choice.transforms[0].name} needs data; give batches=")
+    source = without_data(choice.weights.name if choice.weights else "nearest", "quantize_files")
+    for one in chosen.recipes:
+        source.input_scales("", torch.empty(0, device="meta"), one)  # refuses static scales
+    return source
 
 
 class _Job(NamedTuple):
@@ -107,7 +146,7 @@ class _Planned(Allocated):
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, None]:
         made, _ = super().weight(name, matrix, recipe)
-        self.jobs[_storage(made.codes)] = _Job(name, matrix, recipe)
+        self.jobs[storage(made.codes)] = _Job(name, matrix, recipe)
         return made, None
 
 
@@ -118,26 +157,27 @@ class _Work:
     """
 
     def __init__(
-        self, model: nn.Module, checkpoint: Checkpoint, chosen: Plan, source: Source, skip: Iterable[str]
+        self,
+        model: nn.Module,
+        stored: Stored,
+        chosen: Plan,
+        source: Source,
+        skip: Iterable[str],
+        edits: Iterable[Edit] = (),
     ) -> None:
-        self.checkpoint, self.source = checkpoint, source
-        self.names = _names(model, checkpoint)
-        for one in chosen.recipes:
-            source.input_scales("", torch.empty(0, device="meta"), one)  # refuses static scales without data
+        self.stored, self.source = stored, source
+        self.edits = {edit.name: edit.value for edit in edits}
+        chosen = source.plan(chosen)
         planned = _Planned()
         self.report = quantize_from(model, chosen, planned, skip)
         self.tensors, self.tied = distinct(model.state_dict())
         self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
-        self.jobs = {name: planned.jobs[_storage(layer.codes)] for name, layer in self.layers.items()}
+        self.jobs = {name: planned.jobs[storage(layer.codes)] for name, layer in self.layers.items()}
         self.row_of = {
             id(inner): row.name for row in self.report.layers for inner in model.get_submodule(row.name).modules()
         }
         for name, tensor in self.tensors.items():
-            if (
-                tensor.is_meta
-                and name.rpartition(".")[2] not in (*PARTS, *INPUT_PARTS)
-                and _storage(tensor) not in self.names
-            ):
+            if tensor.is_meta and name.rpartition(".")[2] not in (*PARTS, *INPUT_PARTS) and not self.stored.has(tensor):
                 raise ValueError(f"{name} is made of a part of a tensor, which is only done in memory; use quantize_")
 
     def groups(self) -> list[Group]:
@@ -157,7 +197,8 @@ class _Work:
         for names, _ in groups:
             layer = names[0].rpartition(".")[0]
             if not self._is_part(names[0]):
-                yield names[0], self._plain(self.tensors[names[0]])
+                edit = self.edits.get(names[0])
+                yield names[0], self.stored.read(self.tensors[names[0]]) if edit is None else edit
                 continue
             try:
                 made, told[layer] = self._quantized(self.jobs[layer])
@@ -165,13 +206,8 @@ class _Work:
                 raise type(error)(f"layer {layer!r}: {error}") from error
             yield from ((name, made[name.rpartition(".")[2]]) for name in names)
 
-    def _plain(self, tensor: Tensor) -> Tensor:
-        """What the checkpoint has for a tensor of the model, in the model's dtype."""
-        return self.checkpoint.read(self.names[_storage(tensor)]).to(tensor.dtype) if tensor.is_meta else tensor
-
     def _quantized(self, job: _Job) -> tuple[dict[str, Tensor], list[float]]:
-        whole, m = self._plain(job.matrix), job.matrix
-        matrix = whole.as_strided(m.shape, m.stride(), m.storage_offset())
+        matrix = self.stored.read(job.matrix)
         made, pair = self.source.weight(job.name, matrix, job.recipe)
         assert pair is not None
         layer = QuantLinear(made, None, job.recipe, self.source.input_scales(job.name, matrix, job.recipe))
@@ -186,53 +222,3 @@ class _Work:
             total[:] = [a + b for a, b in zip(total, energies[first], strict=True)]
         rows = tuple(replace(row, sqnr=decibel(*sums[row.name])) for row in self.report.layers)
         return replace(self.report, layers=rows)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
-    """The checkpoint's name of each tensor of the model, by its storage, with or without the prefix of a base model.
-
-    Raises ValueError where one is missing or has another shape, or where tied ones differ, and for a model that is not
-    on the meta device. Warns of tensors that the model does not have.
-    """
-    held, prefix = checkpoint.entries, f"{getattr(model, 'base_model_prefix', '')}."
-    found: dict[int, str] = {}
-    missing: dict[int, str] = {}
-    used: set[str] = set()
-    for name, tensor in model.state_dict().items():
-        if not tensor.is_meta:
-            raise ValueError(
-                f"quantize_files: {name} is not on the meta device; build the model within "
-                f"`with lowbit.serialize.empty_weights():`, or call lowbit.quantize_"
-            )
-        known = next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in held), None)
-        if known is None:
-            missing[_storage(tensor)] = name
-            continue
-        if held[known].shape != tensor.shape:
-            raise ValueError(
-                f"{checkpoint.directory} does not fit this model: {known} is {list(held[known].shape)}, and the model "
-                f"has {list(tensor.shape)}"
-            )
-        used.add(known)
-        first = found.setdefault(_storage(tensor), known)
-        if first != known and not torch.equal(checkpoint.read(first), checkpoint.read(known)):
-            raise ValueError(
-                f"{checkpoint.directory} does not fit this model, which has one tensor for {first} and {known}"
-            )
-    lost = [name for storage, name in missing.items() if storage not in found]
-    if lost:
-        raise ValueError(
-            f"{checkpoint.directory} does not fit this model: it lacks {len(lost)} tensors, such as "
-            f"{', '.join(lost[:4])}; it has {', '.join(list(held)[:4])}. Where transformers renames them while it "
-            f"loads, use from_pretrained and lowbit.quantize_"
-        )
-    others = sorted(held.keys() - used)
-    if others:
-        warnings.warn(
-            f"quantize_files leaves out tensors that the model does not have: {', '.join(others[:8])}", stacklevel=5
-        )
-    return found

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
+import copy
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.calibrate.statistics import Statistics
-from lowbit.convert.maker import Maker
+from lowbit.convert.engine import Task, convert, swap
+from lowbit.convert.maker import Maker, measured
+from lowbit.convert.select import plain_layers, protections
 from lowbit.functional import fake_quantize, hadamard
 from lowbit.ops.conv import Window
-from lowbit.recipes import Recipe
+from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Observed", "ObservedMaker"]
+__all__ = ["Observed", "observed", "observed_layers"]
 
 
 class Observed(nn.Module):
@@ -57,7 +60,7 @@ class Observed(nn.Module):
     def features(self) -> int:
         """The length of an input's last axis."""
         depth = self.weight.shape[1]
-        return depth if self.window is None else depth // prod(self.window.kernel_size) * self.window.groups
+        return depth if self.window is None else depth // math.prod(self.window.kernel_size) * self.window.groups
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = self._operands(x)
@@ -84,7 +87,7 @@ class Observed(nn.Module):
         return y if self.watch is None else self.watch(y)
 
 
-class ObservedMaker(Maker[Observed]):
+class _ObservedMaker(Maker[Observed]):
     """Makes the Observed layers of a model; those that share a weight share its name."""
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> Observed:
@@ -92,3 +95,28 @@ class ObservedMaker(Maker[Observed]):
 
     def twin(self, first: Observed, name: str, matrix: Tensor, bias: Any) -> Observed:
         return Observed(name, first.weight_name, first.weight, bias, first.recipe)
+
+
+def observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
+    """A copy of ``model`` that shares its tensors, in eval mode, with Observed layers for those to be quantized."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    work = copy.deepcopy(model, shared).eval()
+    config: Any = getattr(work, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
+    names, protect = protections(work, skip, plan, unties=True)
+    maker = _ObservedMaker(work)
+
+    def measure(layer: nn.Module, made: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
+        return measured(layer, made, 0, math.nan)
+
+    task = Task(
+        "calibrate", "nn.Linear, nn.Conv1d to 3d, nn.MultiheadAttention", plain_layers(), maker.convert, measure, swap
+    )
+    convert(work, task, plan, names, protect)
+    return work
+
+
+def observed_layers(module: nn.Module) -> list[Observed]:
+    """Those inside of ``module``."""
+    return [layer for layer in module.modules() if isinstance(layer, Observed)]

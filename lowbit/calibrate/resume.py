@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lowbit.calibrate.calibration import CONFIG, Calibration
 from lowbit.files import read_json, shown, write_json
+from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Finished"]
 
 #: What says which run a directory is of, and where its blocks are.
-_RUN, _BLOCKS = "run.json", "blocks"
+_RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
 
 class Finished:
@@ -52,6 +53,23 @@ class Finished:
         """Keep what was found for block ``index``."""
         part.save(self._block(index))
 
+    def close(self, parts: int) -> None:
+        """Say that all blocks are there, ``parts`` of them with what is outside of blocks."""
+        write_json(self.directory / _CLOSED, {"parts": parts})
+
+    def opened(self) -> Calibration | None:
+        """What was found for all blocks, its weights left on disk until they are asked for; None before ``close``."""
+        if not (self.directory / _CLOSED).exists():
+            return None
+        found = Calibration()
+        where: dict[str, Path] = {}
+        for index in range(read_json(self.directory / _CLOSED)["parts"]):
+            part = Calibration.load(self._block(index))
+            where.update((name, self._block(index)) for name in part.weights)
+            found.add(part)
+        found.weights = _OnDisk(where)  # type: ignore[assignment]  # only read
+        return found
+
     def whole(self) -> Calibration | None:
         """The result of a run that came to its end."""
         return Calibration.load(self.directory) if (self.directory / CONFIG).exists() else None
@@ -60,3 +78,23 @@ class Finished:
         """Save the result, and remove the blocks."""
         found.save(self.directory)
         shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
+
+
+class _OnDisk(Mapping[str, Quantized]):
+    """Weights in directories that Calibrations were saved to; those of the last directory stay in memory."""
+
+    def __init__(self, where: dict[str, Path]) -> None:
+        self.where = where
+        self.last: tuple[Path | None, Mapping[str, Quantized]] = None, {}
+
+    def __getitem__(self, name: str) -> Quantized:
+        directory = self.where[name]
+        if self.last[0] != directory:
+            self.last = directory, Calibration.load(directory).weights
+        return self.last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.where)
+
+    def __len__(self) -> int:
+        return len(self.where)

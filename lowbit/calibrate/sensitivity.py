@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lowbit.calibrate.blocks import feed
 from lowbit.calibrate.budget import Option, allocate
 from lowbit.calibrate.observe import mask_of
-from lowbit.calibrate.observed import Observed
-from lowbit.calibrate.run import observed, observed_layers
+from lowbit.calibrate.observed import Observed, observed, observed_layers
 from lowbit.calibrate.sources import without_data
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled

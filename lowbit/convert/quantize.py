@@ -21,7 +21,7 @@ from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["quantize_", "quantize_from", "replacements"]
+__all__ = ["Calibrated", "quantize_", "quantize_from", "replacements"]
 
 
 def quantize_(
@@ -107,10 +107,10 @@ def _source(calibration: Any) -> Source:
             f"quantize_: calibration must be what lowbit.calibrate returned, got {type(calibration).__name__}; to "
             f"calibrate with batches, call lowbit.calibrate(model, batches, recipe) first"
         )
-    return _Calibrated(calibration)
+    return Calibrated(calibration)
 
 
-class _Calibrated:
+class Calibrated:
     """A Calibration as a Source."""
 
     def __init__(self, calibration: Any) -> None:

@@ -1,0 +1,336 @@
+"""A model's weights quantized one block after the other, each with the inputs that those before it give."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.calibrate.blocks import Chain, feed
+from lowbit.calibrate.calibration import Calibration, Row, digest
+from lowbit.calibrate.choice import Choice
+from lowbit.calibrate.importance import Loss, weigh
+from lowbit.calibrate.methods import METHODS, Method, default_method
+from lowbit.calibrate.observe import Recorder, inputs_of, stages
+from lowbit.calibrate.observed import Observed, observed, observed_layers
+from lowbit.calibrate.resume import Finished
+from lowbit.calibrate.statistics import NEEDS, Statistics
+from lowbit.calibrate.stored import InMemory
+from lowbit.calibrate.transforms import transform_
+from lowbit.convert.engine import swap
+from lowbit.convert.maker import decibel, require_numbers
+from lowbit.memory.checkpoint import find_blocks
+from lowbit.nn.linear import QuantLinear
+from lowbit.recipes import Plan
+
+__all__ = ["Blockwise"]
+
+
+class Blockwise:
+    """One call of ``calibrate``. ``work``: a copy of the model, sharing its tensors, that is quantized on the way;
+    ``weights``: where they are. ``found``: what was found; of weights that are not in memory, what is needed yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: list[Any],
+        plan: Plan,
+        choice: Choice,
+        skip: Iterable[str],
+        finished: Finished | None,
+        loss: Loss | None = None,
+        weights: InMemory | None = None,
+    ) -> None:
+        self.data, self.choice, self.finished = data, choice, finished
+        self.weights = weights or InMemory()
+        self.gradient = True
+        self.work = observed(model, plan, skip)
+        self.names = {id(module): name for name, module in self.work.named_modules()}
+        self.found = Calibration(data=digest(data) if data else None)
+        self.chain: Chain | None = None
+        self.plain: Chain | None = None  # of the model as it was, where a method compares with it
+        layers = observed_layers(self.work)
+        need = max((self._uses(layer) for layer in layers), key=NEEDS.index)
+        guided = [layer for layer in layers if self.method_for(layer).guided]
+        if loss is not None and not guided:
+            raise ValueError("calibrate: only method='guided-gptq' looks at a loss; give that method, or no loss")
+        self.static = any(layer.recipe.static for layer in layers)
+        if need == "nothing" and not self.static and not choice.transforms and not self.weights.forgets:
+            return
+        self.weights.load(self.work, _blocks(self.work))
+        if guided:
+            with self.weights.paged(_blocks(self.work)):
+                self._weigh(guided, loss)
+        self.chain = self._chain(self.work)
+        if self.chain is None and self.weights.forgets:
+            raise ValueError(
+                f"{type(model).__name__} is no stack of blocks that follow one another, and is calibrated as a whole, "
+                f"in memory: load it, and call lowbit.calibrate and lowbit.quantize_"
+            )
+        comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
+        if comparing:
+            plain = observed(model, plan, skip)
+            self.weights.load(plain, _blocks(plain))
+            self.plain = self._chain(plain)
+            if self.chain is None or self.plain is None:
+                raise ValueError(
+                    f"{comparing[0].name} compares blocks that follow one another with those of the unquantized model, "
+                    f"and this model is no such stack; use method='gptq'"
+                )
+
+    def _chain(self, model: nn.Module) -> Chain | None:
+        """The blocks of ``model`` with the inputs of the first, where they are a chain."""
+        blocks = _blocks(model)
+        if not blocks:
+            return None
+        chain = Chain(blocks)
+        with self.weights.held(blocks[0]):
+            return chain if chain.record(model, self.data) else None
+
+    def _uses(self, layer: Observed) -> str:
+        """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
+        weight = layer.recipe.weight
+        method = self.method_for(layer)
+        reason = method.refuses(weight)
+        if reason is not None:
+            raise ValueError(f"layer {layer.name!r}: method {method.name!r} cannot serve it: {reason}")
+        if self.data:
+            return method.uses
+        if method.need != "nothing":
+            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {_without_data()}")
+        if self.choice.transforms:
+            raise ValueError(f"{self.choice.transforms[0].name} needs data; give batches")
+        if layer.recipe.static:
+            raise ValueError(
+                f"recipe {layer.recipe.name!r} quantizes inputs by scales that come from data; give batches, or use a "
+                f"recipe with dynamic ones"
+            )
+        return "nothing"
+
+    def method_for(self, layer: Observed) -> Method:
+        """How the layer's weight is chosen."""
+        return self.choice.weights or default_method(layer.recipe.weight, bool(self.data), self.gradient)
+
+    def _weigh(self, layers: Sequence[Observed], loss: Loss | None) -> None:
+        """Find the importance of the rows of inputs; where no method was asked for, it may turn out that none is."""
+        try:
+            weigh(self.work, layers, self.data, loss)
+        except (ValueError, RuntimeError) as error:
+            if self.choice.weights is not None or loss is not None:
+                raise
+            self.gradient = False
+            for layer in layers:
+                layer.importance = None
+            warnings.warn(
+                f"calibrate: gptq takes the place of guided-gptq, as the model's loss has no gradient ({error}); give "
+                f"method='gptq' to say so, or loss=lambda output, batch: ...",
+                stacklevel=5,
+            )
+
+    # -- the way through the model ------------------------------------------------------------------------------------
+    def all(self, progress: Callable[[str, int, int], None]) -> Calibration:
+        """Solve every layer. The weights of what is returned stay on disk where not all of them fit into memory."""
+        chain = self.chain
+        blocks = [] if chain is None else chain.blocks
+        for index, block in enumerate(blocks):
+            assert chain is not None
+            progress("block", index, len(blocks))
+            with self.weights.held(*([block] if self.plain is None else [block, self.plain.blocks[index]])):
+                self._restore_or_quantize(block, index)
+                chain.advance(index)
+                if self.plain is not None:
+                    self.plain.advance(index)
+        progress("block", len(blocks), len(blocks))
+        self._restore_or_quantize(self.work, None)
+        if not self.weights.forgets or self.finished is None:
+            return self.found
+        self.finished.close(len(blocks) + 1)
+        found = self.finished.opened()
+        assert found is not None
+        return found
+
+    def _restore_or_quantize(self, root: nn.Module, index: int | None) -> None:
+        """Quantize block ``index``, or what is left, unless an earlier run has; keep what was found."""
+        before = self.found.names()
+        number = index if index is not None else 0 if self.chain is None else len(self.chain.blocks)
+        part = None if self.finished is None else self.finished.load(number)
+        if part is not None:
+            self._restore(root, part)
+        else:
+            self._quantize(root, index)
+            if self.finished is not None:
+                self.finished.save(number, self.found.since(before))
+        if self.weights.forgets:
+            needed = {layer.weight_name for layer in observed_layers(self.work)}
+            self.found.weights = {name: q for name, q in self.found.weights.items() if name in needed}
+
+    def _restore(self, block: nn.Module, part: Calibration) -> None:
+        """Put what an earlier run found for a block in its place."""
+        self.found.add(part)
+        for edit in part.edits:
+            owner, _, name = edit.name.rpartition(".")
+            self.work.get_submodule(owner).register_parameter(name, nn.Parameter(edit.value, requires_grad=False))
+        self._put(block, observed_layers(block))
+
+    def _quantize(self, root: nn.Module, index: int | None) -> None:
+        """Quantize the layers of block ``index``, or those that are left."""
+        layers = observed_layers(root)
+        if not layers:
+            return
+        if index is not None or self.chain is None:
+            for transform in self.choice.transforms:
+                self._observe(layers, index, transform.need, None, rotated=False)
+                self.found.add_edits(transform_(root, transform, self.names))
+        if index is not None:
+            self._tune(layers, index)
+        for stage in self._stages(layers, index):
+            need = max((self._uses(layer) for layer in stage), key=NEEDS.index)
+            if index is None and need == "cross":
+                need = "gram"
+            self._observe(stage, index, need, self.choice.inputs.histogram)
+            self._replace(root, stage)
+
+    def _tune(self, layers: Sequence[Observed], index: int) -> None:
+        """Let the methods that learn do so, on the block's outputs in the unquantized model."""
+        chain, plain = self.chain, self.plain
+        for method in {m for layer in layers if (m := self.method_for(layer)).tune is not None}:
+            assert chain is not None and plain is not None and method.tune is not None
+            self._observe(layers, index, method.uses, None)
+            own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
+            targets = [plain.run(index, number) for number in range(len(self.data))]
+            with torch.enable_grad():
+                method.tune(own, lambda number: chain.run(index, number), targets)
+
+    @staticmethod
+    def _reached(layer: Observed) -> bool:
+        return layer.statistics is not None and layer.statistics.rows > 0
+
+    def _stages(self, layers: Sequence[Observed], index: int | None) -> list[list[Observed]]:
+        """The layers of a block in the order of their calls, each measured behind those that are quantized already.
+        All at once outside of blocks, and where no more than squares are looked at, which change little.
+        """
+        chain = self.chain
+        squares = not self.static and all(self._uses(layer) in ("nothing", "squares") for layer in layers)
+        if index is None or chain is None or squares:
+            return [list(layers)]
+        return stages(layers, lambda: chain.run(index, 0))
+
+    def _observe(
+        self,
+        layers: Sequence[Observed],
+        index: int | None,
+        need: str,
+        histogram: bool | None,
+        rotated: bool = True,
+    ) -> None:
+        """Run the batches through block ``index``, or through what is outside of the blocks, and count the inputs;
+        ``rotated``: as they are after the transform of the layer's recipe.
+        """
+        if need == "nothing" and (histogram is None or not self.static):
+            return
+        recorder = Recorder(layers, need, histogram, rotated)
+        for number in range(len(self.data)):
+            if index is None:
+                self._run_outside(number)
+                recorder.count(number, self.data[number], None)
+                continue
+            assert self.chain is not None
+            plain = None
+            if need == "cross":
+                assert self.plain is not None
+                plain = inputs_of(observed_layers(self.plain.blocks[index]), self.plain, index, number)
+                for layer in layers:
+                    if layer.factors is not None:
+                        plain[layer.name] = [x.float() / layer.factors for x in plain[layer.name]]
+            self.chain.run(index, number)
+            recorder.count(number, self.data[number], plain)
+        recorder.finish()
+
+    def _run_outside(self, number: int) -> None:
+        if self.chain is None:
+            feed(self.work, self.data[number])
+            return
+        with self.chain.replayed(number):
+            feed(self.work, self.data[number])
+
+    # -- a layer ------------------------------------------------------------------------------------------------------
+    def _replace(self, root: nn.Module, layers: Sequence[Observed]) -> None:
+        """Solve the layers of ``root`` and put quantized ones in their place."""
+        for layer in layers:
+            try:
+                if layer.weight_name not in self.found.rows:
+                    self._solve(layer)
+                self._choose_input_scales(layer)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"layer {layer.name!r}: {error}") from error
+        self._put(root, layers)
+
+    def _put(self, root: nn.Module, layers: Sequence[Observed]) -> None:
+        """Quantized layers in the place of ``layers``, of what was found."""
+        found = self.found
+        made: dict[int, nn.Module] = {}
+        for layer in layers:
+            scales = found.input_scales(layer.name, layer.recipe)
+            made[id(layer)] = QuantLinear(found.weights[layer.weight_name], layer.bias, layer.recipe, scales)
+        swap(root, made)
+
+    def _solve(self, layer: Observed) -> None:
+        scheme, method, statistics = layer.recipe.weight, self.method_for(layer), layer.statistics
+        if statistics is not None and not statistics.rows:
+            statistics = None
+            if method.uses != "nothing":
+                warnings.warn(
+                    f"calibrate: no batch reaches {layer.name}; its weight is chosen without data", stacklevel=8
+                )
+        if statistics is None and method.need != "nothing":
+            method = METHODS["search"]
+        if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):
+            method = METHODS["gptq"]
+        require_numbers(layer.weight)
+        weight = layer.rotated(layer.weight.float())
+        q = method.solve(weight, scheme, statistics) if layer.tuned is None else layer.tuned
+        wrong = q.dequantize(torch.float32).sub_(weight)
+        self.found.weights[layer.weight_name] = replace(q, dtype=layer.plain.dtype)
+        self.found.rows[layer.weight_name] = Row(
+            layer.recipe, method.name, digest(layer.plain), _energy(weight, None), _energy(wrong, None),
+            None if statistics is None or statistics.need == "nothing"
+            else decibel(_energy(weight, statistics), _energy(wrong, statistics)),
+        )  # fmt: skip
+
+    def _choose_input_scales(self, layer: Observed) -> None:
+        if not layer.recipe.static:
+            return
+        ranges = None if layer.statistics is None else layer.statistics.ranges
+        if ranges is None or not bool((ranges.low <= ranges.high).all()):
+            raise ValueError(
+                f"no batch reaches it, and its recipe {layer.recipe.name!r} needs input scales that come from data; "
+                f"give batches that reach it, or leave it out with skip=..."
+            )
+        observer = self.choice.inputs
+        self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of ``model``, where it is a stack of some."""
+    try:
+        return find_blocks(model)
+    except ValueError:
+        return []
+
+
+def _without_data() -> str:
+    return ", ".join(method.name for method in METHODS.values() if method.need == "nothing")
+
+
+def _energy(matrix: Tensor, statistics: Statistics | None) -> float:
+    """The sum of squares of ``matrix``, or of what it computes of the inputs."""
+    if statistics is None:
+        return float(matrix.square().sum(dtype=torch.float64))
+    if NEEDS.index(statistics.need) >= NEEDS.index("gram"):
+        return float(((matrix @ statistics.gram) * matrix).sum(dtype=torch.float64))
+    return float((matrix.square() @ statistics.squares).sum(dtype=torch.float64))
