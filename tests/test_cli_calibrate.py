@@ -53,6 +53,24 @@ def test_what_is_found_is_what_python_finds(run, llama):
         assert torch.equal(loaded(x).logits, model(x).logits)
 
 
+@pytest.mark.parametrize(("method", "options"), [(None, ()), ("smoothquant,gptq", ("--method", "smoothquant,gptq"))])
+def test_quantize_calibrates_with_a_text_in_memory_and_from_disk(run, llama, method, options):
+    root, model, numbers = llama
+    text = ("--text", str(root / "book.txt"), "--windows", "3", "--length", "32")
+    given = ("quantize", str(root / "llama"), "int8", *text, *options)
+    for where in ("--in-memory", "--from-disk"):
+        table = run(*given, where, "--out", str(root / where.strip("-")))
+        assert " s, peak memory " in table
+    data = list(numbers[: 3 * 32].view(3, 1, 32))
+    lb.quantize_(model, "int8", lb.calibrate(model, data, "int8", None if method is None else method.split(",")))
+    x = numbers[None, :20]
+    with torch.no_grad():
+        for where in ("in-memory", "from-disk"):
+            assert torch.equal(lb.load_model(root / where)(x).logits, model(x).logits), where
+    error = run(*given, "--calibration", "found", "--out", str(root / "t"), code=1)
+    assert "leave out --method and --text" in error
+
+
 def test_without_data_and_with_other_layers_left(run, llama):
     root, _, _ = llama
     found = str(root / "found")

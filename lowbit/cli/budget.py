@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.progress import Progress
 from torch import nn
 
 from lowbit.calibrate import sensitivity
-from lowbit.cli.console import errors, size
+from lowbit.cli.console import bar, errors, size
 from lowbit.cli.models import windows
 from lowbit.recipes import Plan, plan
 from lowbit.recipes import recipe as find_recipe
@@ -67,11 +66,10 @@ class Budget(NamedTuple):
         assert self.text is not None
         candidates = CANDIDATES if recipes is None else tuple(name.strip() for name in recipes.split(","))
         data = windows(directory, self.text, self.samples, self.length)
-        with Progress(console=errors) as bar:
-            task = bar.add_task("measuring layers", total=len(data))
+        with bar("measuring layers") as progress:
             found = sensitivity(
                 model, [None if name == "none" else find_recipe(name) for name in candidates], data, method=method,
-                skip=skip, progress=lambda what, done, total: bar.update(task, completed=done),
+                skip=skip, progress=progress,
             )  # fmt: skip
         if self.plot is not None:
             found.plot(self.plot)

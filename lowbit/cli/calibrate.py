@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate import calibrate as run
 from lowbit.calibrate.choice import choose
-from lowbit.cli.console import errors, out, print_json, size
+from lowbit.cli.console import bar, errors, out, print_json, size
 from lowbit.cli.models import Dtype, cast_, load, windows
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
@@ -65,17 +64,12 @@ def calibrate(
         model = load(directory)
         cast_(model, dtype)
         batches = None if text is None else windows(directory, text, count, length)
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left:"), TimeRemainingColumn(), console=errors,
-    )  # fmt: skip
     reset_peak()
     started = time.perf_counter()
-    with bar:
-        task = bar.add_task("calibrating", total=None)
+    with bar("calibrating") as progress:
         found = run(
             model, batches, chosen, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
-            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+            progress=progress,
         )  # fmt: skip
     told = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
     if json:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.calibrate import Calibration, calibrate, quantize_files
 from lowbit.cli.budget import CANDIDATES, Budget
-from lowbit.cli.console import errors, out, print_json
-from lowbit.cli.models import Dtype, cast_, load
+from lowbit.cli.console import bar, errors, out, print_json, size
+from lowbit.cli.models import Dtype, cast_, load, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
-from lowbit.memory.rss import available_bytes
+from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.recipes import RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, save_model
@@ -38,6 +38,9 @@ safetensors)
 
 `lowbit quantize SmolLM2-135M int4-weight-only --calibration found` — after `lowbit calibrate SmolLM2-135M
 int4-weight-only --text book.txt --out found`
+
+`lowbit quantize SmolLM2-135M int4-weight-only --text book.txt` — both in one; with --from-disk the model may be larger
+than memory
 
 `lowbit quantize SmolLM2-135M --bits 4.5 --text book.txt` — recipes by layer, those that lose the least
 
@@ -75,26 +78,32 @@ def quantize(
         list[str] | None, typer.Option(metavar="NAME", help="Modules to leave, * for many; lm_head by default.")
     ] = None,
     method: Annotated[
-        str, typer.Option(metavar="NAME", help="How weights are rounded without a calibration: nearest, search ...")
-    ] = "nearest",
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Methods, as of lowbit calibrate; without --text nearest, with it the best known."
+        ),
+    ] = None,
     from_disk: Annotated[
         bool | None,
         typer.Option(
             "--from-disk/--in-memory",
-            help="Read, quantize and write one weight after the other; by default where the weights take more than "
-            "half of the free memory.",
+            help="Read, quantize and write one weight after the other, or with --text one block; by default where the "
+            "weights take more than half of the free memory.",
         ),
     ] = None,
     bits: Annotated[
         float | None, typer.Option(help="Choose a recipe for each layer, of so many bits a weight on average.")
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="80MB", help="The same, for so many bytes of the whole model.")
+    total: Annotated[
+        str | None, typer.Option("--size", metavar="80MB", help="The same, for so many bytes of the whole model.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --bits and --size: UTF-8 text that layers are judged by.")
+        Path | None,
+        typer.Option(metavar="FILE", help="UTF-8 text that methods look at, or --bits and --size judge layers by."),
     ] = None,
-    count: Annotated[int, typer.Option("--windows", min=1, help="Windows of the text, at most.")] = 8,
+    count: Annotated[
+        int | None, typer.Option("--windows", min=1, help="Windows of the text, at most: 16, or 8 to judge layers.")
+    ] = None,
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --bits and --size: draw what each layer loses.")
@@ -106,7 +115,10 @@ def quantize(
     Weights are rounded to the nearest code, by --method, or with --calibration as lowbit calibrate has chosen. With
     --from-disk a run that was stopped goes on when it is given again.
     """
-    budget = Budget(bits, size, text, count, length, plot)
+    started = time.perf_counter()
+    reset_peak()
+    budget = Budget(bits, total, text, count or 8, length, plot)
+    methods = _methods(method, text, budget)
     chosen = _recipe(recipe, budget, calibration)
     directory = directory.resolve() if directory.name in ("", "..") else directory
     label = budget.label if chosen is None else chosen.name.replace(":", "-")
@@ -117,14 +129,17 @@ def quantize(
     if from_disk:
         if chosen is None or calibration is not None:
             raise ValueError("--calibration, --bits and --size need the model in memory; leave out --from-disk")
-        report = _quantize_files(directory, chosen, target, method, dtype, skipped)
+        data = None if text is None else windows(directory, text, count or 16, length)
+        report = _quantize_files(directory, chosen, target, methods, data, dtype, skipped)
     else:
         if target.exists():
             raise FileExistsError(f"{target} exists; remove it or choose another with --out")
         model = _loaded(directory, dtype)
-        recipes = chosen or budget.choose(model, directory, recipe, method, skipped)
+        recipes = chosen or budget.choose(model, directory, recipe, method or "nearest", skipped)
+        data = None if text is None or budget.given else windows(directory, text, count or 16, length)
+        found = _found(model, recipes, data, calibration, methods, skipped)
         with errors.status(Text(f"quantizing with {recipes}"[:100])) as status:
-            report = quantize_(model, recipes, _found(model, recipes, calibration, method, skipped), skip=skipped)
+            report = quantize_(model, recipes, found, skip=skipped)
             status.update(Text(f"saving to {target}"))
             save_model(model, target)
     _copy_others(directory, target)
@@ -132,7 +147,11 @@ def quantize(
         print_json(_as_json(report, target))
         return
     out.print(str(report), soft_wrap=True)
-    out.print(f"saved in {target}; load it with lowbit.load_model({str(target)!r})", soft_wrap=True)
+    out.print(
+        f"{time.perf_counter() - started:.1f} s, peak memory {size(peak_bytes())}; saved in {target}; load it with "
+        f"lowbit.load_model({str(target)!r})",
+        soft_wrap=True,
+    )
 
 
 quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG.format(recipes=', '.join(RECIPES))}"
@@ -164,14 +183,29 @@ def _loaded(directory: Path, dtype: Dtype) -> nn.Module:
     return model
 
 
+def _methods(method: str | None, text: Path | None, budget: Budget) -> list[str] | None:
+    """The names in --method; None: the best known with a text, else rounding to nearest."""
+    if method is not None:
+        return [name.strip() for name in method.split(",")]
+    return None if text is not None and not budget.given else ["nearest"]
+
+
 def _found(
-    model: nn.Module, chosen: Recipe | Plan, calibration: Path | None, method: str, skip: Iterable[str]
+    model: nn.Module,
+    chosen: Recipe | Plan,
+    data: list[Tensor] | None,
+    calibration: Path | None,
+    methods: list[str] | None,
+    skip: Iterable[str],
 ) -> Calibration | None:
     """What says how weights are rounded; None: to the nearest code."""
     if calibration is None:
-        return None if method == "nearest" else calibrate(model, None, chosen, method, skip=skip)
-    if method != "nearest":
-        raise ValueError(f"--calibration has chosen the codes; leave out --method {method}")
+        if methods == ["nearest"] and data is None:
+            return None
+        with bar("calibrating") as progress:
+            return calibrate(model, data, chosen, methods, skip=skip, progress=progress)
+    if data is not None or methods != ["nearest"]:
+        raise ValueError("--calibration has chosen the codes; leave out --method and --text")
     return Calibration.load(calibration)
 
 
@@ -184,20 +218,22 @@ def _is_large(directory: Path) -> bool:
 
 
 def _quantize_files(
-    directory: Path, chosen: Recipe, target: Path, method: str, dtype: Dtype, skip: Iterable[str]
+    directory: Path,
+    chosen: Recipe,
+    target: Path,
+    methods: list[str] | None,
+    data: list[Tensor] | None,
+    dtype: Dtype,
+    skip: Iterable[str],
 ) -> Report:
-    """Quantize without the whole model in memory, with a bar of the files."""
+    """Quantize without the whole model in memory, with a bar of the blocks and files."""
     with errors.status(Text(f"reading {directory}")):
         model = huggingface.without_weights(directory)
         cast_(model, dtype)
-    with Progress(console=errors) as bar:
-        task = bar.add_task("quantizing", total=None)
-        report = quantize_files(
-            directory, chosen, target, method, model=model, skip=skip,
-            progress=lambda what, done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
-        bar.update(task, completed=1, total=1)
-    return report
+    with bar("quantizing") as progress:
+        return quantize_files(
+            directory, chosen, target, methods, batches=data, model=model, skip=skip, progress=progress
+        )
 
 
 def _copy_others(directory: Path, target: Path) -> None:

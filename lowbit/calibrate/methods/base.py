@@ -80,4 +80,7 @@ def default_method(scheme: Scheme, data: bool, gradient: bool = True) -> Method:
     """
     if data:
         return METHODS["guided-gptq" if gradient else "gptq"]
-    return METHODS["nearest" if rounding.unsigned(scheme) else "signed"]
+    if rounding.unsigned(scheme) is None:
+        return METHODS["signed"]
+    coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
+    return METHODS["mse" if coded else "nearest"]
