@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import lowbit as lb
 from lowbit._version import __version__
 from lowbit.calibrate.choice import choose
-from lowbit.calibrate.methods import METHODS
 from lowbit.calibrate.observers import find_observer
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request, calibrated
 from lowbit.evaluate.data import Wanted, require
@@ -154,7 +153,10 @@ def plan(
 
 def _repeats(method: str) -> bool:
     """Whether a recipe without static scales is measured with this already: observers have nothing to observe there."""
-    return method == NEAREST or any(step not in METHODS and find_observer(step) for step in method.split("+"))
+    steps = calibrated(method.split("+"))
+    weights = choose(steps).weights
+    observers = [step for step in steps if find_observer(step) and (weights is None or step != weights.name)]
+    return method == NEAREST or bool(observers)
 
 
 def _data_key(model: Model, wanted: Wanted) -> dict[str, Any]:
