@@ -9,7 +9,7 @@ from lowbit import convert, memory, nn, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
-from lowbit.calibrate import Calibration, Sensitivity, calibrate, quantize_files, sensitivity
+from lowbit.calibrate import Calibration, Sensitivity, calibrate, correct_bias_, quantize_files, sensitivity
 from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import (
@@ -48,6 +48,7 @@ __all__ = [
     "adamw_",
     "calibrate",
     "convert",
+    "correct_bias_",
     "decode",
     "dequantize_",
     "encode",

@@ -107,6 +107,16 @@ def test_the_entropy_of_outliers_is_worth_less_than_the_resolution_of_the_rest()
     assert float(OBSERVERS["entropy"].range(seen([clean]))[1]) > 0.95
 
 
+@pytest.mark.parametrize("scheme", ["int8:tensor", "uint8:tensor:affine"])
+def test_zeros_do_not_change_the_range_of_least_entropy(scheme):
+    """Every range has a code for zero: ReLU's zeros ask for no finer one."""
+    x = torch.rand(4000, 8) * 6
+    x[0, 0] = 6.0
+    mostly_zeros = torch.cat([x, torch.zeros(40000, 8)])
+    found = [float(OBSERVERS["entropy"].range(seen([one], scheme))[1]) for one in (x, mostly_zeros)]
+    assert found[0] == found[1] > 5.5
+
+
 def test_moving_averages_follow_the_batches():
     batches = [torch.full((2, 3), float(k)) for k in (1, 2, 3)]
     low, high = OBSERVERS["moving_average"].range(seen(batches))

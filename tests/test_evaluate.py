@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 import os
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 import lowbit as lb
 from lowbit.cli import app
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.evaluate import cell, data, metrics, models, peers, report, run
+from lowbit.evaluate import cell, data, loaders, metrics, models, peers, report, run
 from lowbit.evaluate.data import Wanted
 
 transformers = pytest.importorskip("transformers")
@@ -127,6 +129,16 @@ def test_cosines_and_top_classes_of_special_rows():
     assert metrics.same_top(a, b) == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
+def test_sqnr_and_classes_among_the_largest():
+    a = torch.tensor([[3.0, 4.0, 0.0, 1.0], [1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 1.0, 0.0]])
+    b = torch.tensor([[3.0, 3.0, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0], [0.0, 5.0, 1.0, 0.0]])
+    expected = [10 * math.log10(22 / 2), 200.0, 10 * math.log10(26 / 25)]
+    assert metrics.sqnr(a, b) == pytest.approx(expected)
+    assert metrics.same_top(torch.tensor([[9.0, 8, 7, 6, 5, 4]]), torch.tensor([[0.0, 0, 0, 0, 1, 0]]), 5) == [1.0]
+    assert metrics.same_top(torch.tensor([[9.0, 8, 7, 6, 5, 4]]), torch.tensor([[0.0, 0, 0, 0, 0, 1]]), 5) == [0.0]
+    assert metrics.same_top(torch.full((1, 6), math.nan), torch.ones(1, 6), 5) == [0.0]
+
+
 def test_packing_changes_no_figure_of_an_integer_product(measured):
     plain, packed = measured["int8", "plain"].result, measured["int8", "packed"].result
     if "refused" in packed:
@@ -220,6 +232,57 @@ def test_peers_are_measured_like_recipes(llama, text, tmp_path, monkeypatch):
     assert half.result["values"]["loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ImportError, match="gone is not installed; get it with: pip install no_such_package"):
         run.plan(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["gone"])
+
+
+def normed(path: Path, wanted: Wanted) -> loaders.Loaded:
+    """A convolutional network with BatchNorm, and other images to calibrate on than to evaluate on."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.rand(value.shape, generator=generator) - (0.5 if value.dim() > 1 else -0.1))
+    images = torch.rand(8, 3, 4, 4, generator=generator)
+    part = images[:3] if wanted.part == "calibration" else images[3:]
+    batches = [data.Batch(image[None], None, 1, 1) for image in part]
+    return loaders.Loaded(model.eval(), "logits", lambda of, inputs: of(inputs), batches, "numbers")
+
+
+def test_batchnorm_is_folded_before_and_biases_are_corrected_after(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "fingerprint", lambda row: "none")
+    monkeypatch.setattr(run, "fingerprint", lambda row: "none")
+    row = models.Model("normed", "", normed, "fp32", str(tmp_path))
+    monkeypatch.setitem(models.MODELS, "normed", row)
+    monkeypatch.setattr(models.Model, "location", lambda self: tmp_path)
+    methods = run.Methods(("nearest", "fold+nearest", "fold+nearest+mse", "fold+nearest+bias"), None, 3)
+    row = models.MODELS["normed"] = dataclasses.replace(row, module="normed")
+    cells = run.plan(row, ["int8", "int8-static:tensor"], Wanted(None, 3, 8), tmp_path, methods=methods)
+    assert [(one.request.recipe, one.request.method) for one in cells[2:]] == [
+        ("int8", None), ("int8", "fold+nearest"), ("int8", "fold+nearest+bias"),
+        *(("int8-static:tensor", method) for method in methods.names),
+    ]  # fmt: skip
+    found = {(one.request.recipe, one.request.method): one for one in in_process(cells)}
+    wanted = cells[0].request.wanted
+    exact = [normed(tmp_path, wanted).model(batch.inputs) for batch in normed(tmp_path, wanted).batches]
+    seen = [batch.inputs for batch in normed(tmp_path, Wanted(part="calibration")).batches]
+    for method in ("nearest", "fold+nearest", "fold+nearest+bias"):
+        model = normed(tmp_path, wanted).model
+        if "fold" in method:
+            lb.convert.fold_(model)
+        plain = copy.deepcopy(model)
+        lb.quantize_(model, "int8-static:tensor", lb.calibrate(model, seen, "int8-static:tensor", "nearest"))
+        if "bias" in method:
+            lb.correct_bias_(model, plain, seen)
+        with torch.no_grad():
+            made = [model(batch.inputs) for batch in normed(tmp_path, wanted).batches]
+        expected = [metrics.sqnr(a, b)[0] for a, b in zip(made, exact, strict=True)]
+        assert found["int8-static:tensor", method].result["values"]["sqnr"] == pytest.approx(expected, abs=1e-4)
+        assert found["int8-static:tensor", method].note == ""
+
+
+def test_a_result_without_a_metric_has_no_such_figure(measured):
+    older = dataclasses.replace(measured["int8", "plain"], result={**measured["int8", "plain"].result, "values": {}})
+    assert report.figures(older, measured["fp32", "plain"]) == {}
 
 
 def test_bytes_of_a_peer_are_those_inside_of_its_tensors():

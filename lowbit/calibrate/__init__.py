@@ -1,5 +1,6 @@
 """Calibration: codes and scales of weights, and static scales of inputs, chosen by looking at what layers are given."""
 
+from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
@@ -20,6 +21,7 @@ __all__ = [
     "Sensitivity",
     "Transform",
     "calibrate",
+    "correct_bias_",
     "quantize_files",
     "sensitivity",
 ]  # fmt: skip

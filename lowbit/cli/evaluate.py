@@ -26,6 +26,9 @@ EPILOG = """
 `lowbit evaluate smollm2 --text wiki.test.raw --recipes int4-weight-only --methods search,gptq,awq+gptq --calibrate
 wiki.valid.raw` — methods of calibration beside rounding to nearest
 
+`lowbit evaluate efficientnet-lite0 --recipes int8-static-affine --methods fold+nearest+mse,fold+nearest+mse+bias` —
+`fold`: BatchNorm is folded before; `bias`: biases are corrected after
+
 `lowbit evaluate ./my-model --text book.txt` — a directory that transformers loads
 
 A run that was stopped goes on when it is given again: finished cells are read from --out.

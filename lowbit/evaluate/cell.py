@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import statistics
@@ -30,7 +31,17 @@ from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.memory.rss import peak_bytes, reset_peak
 
-__all__ = ["FLOATS", "OUTPUTS", "PACKED", "PLAIN", "REFERENCE", "Request", "measure", "weight_error"]
+__all__ = [
+    "FLOATS",
+    "OUTPUTS",
+    "PACKED",
+    "PLAIN",
+    "REFERENCE",
+    "Request",
+    "calibrated",
+    "measure",
+    "weight_error",
+]
 
 #: The layout in which nothing is packed, and the rows that quantize nothing.
 PLAIN, PACKED = "plain", "packed"
@@ -39,6 +50,9 @@ FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: The row whose outputs the others are held against, and the file that keeps them.
 REFERENCE, OUTPUTS = "fp32", "reference.pt"
 
+#: What a method may name besides those of ``lb.calibrate``: BatchNorm folded before, biases corrected after.
+FOLD, BIAS = "fold", "bias"
+
 #: Generation is timed over so many tokens after a prompt of so many; the first is left out.
 PROMPT, NEW_TOKENS = 16, 24
 
@@ -46,7 +60,8 @@ PROMPT, NEW_TOKENS = 16, 24
 @dataclass(frozen=True)
 class Request:
     """What to measure, and where the result goes. ``recipe``: one of lowbit's, a float format, or a peer. ``dtype``: of
-    what a recipe leaves alone. ``method``: of calibration, several joined by ``+``; None: rounding to nearest.
+    what a recipe leaves alone. ``method``: of calibration, several joined by ``+``, ``fold`` and ``bias`` among them;
+    None: rounding to nearest.
     ``calibration``: the text it is on, where the model needs one; ``samples``: how many windows or texts of it.
     """
 
@@ -65,6 +80,11 @@ class Request:
     part: str = "all"
 
     @property
+    def steps(self) -> list[str]:
+        """The names that ``method`` joins."""
+        return [] if self.method is None else self.method.split("+")
+
+    @property
     def wanted(self) -> Wanted:
         return Wanted(Path(self.text) if self.text else None, self.windows, self.limit, self.part)
 
@@ -73,6 +93,11 @@ class Request:
         """The data that the method looks at."""
         text = Path(self.calibration) if self.calibration else None
         return Wanted(text, self.samples, self.samples, "calibration")
+
+
+def calibrated(steps: list[str]) -> list[str]:
+    """Those of the names that ``lb.calibrate`` knows."""
+    return [name for name in steps if name not in (FOLD, BIAS)]
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -85,27 +110,30 @@ def measure(request: Request) -> dict[str, Any]:
     result: dict[str, Any] = {"task": loaded.task, "data": loaded.origin, "data_sha256": digest(loaded.batches)}
     model = loaded.model
     calibration = None
+    data: list[Any] = []
     if request.method is not None:
+        data = [batch.inputs for batch in row.load(row.location(), request.calibrated_on).batches]
+        gc.collect()
+        reset_peak()
         start = time.perf_counter()
         try:
-            calibration = _calibrate(row, model, request)
+            if FOLD in request.steps:
+                lb.convert.fold_(model)
+            calibration = lb.calibrate(model, data, request.recipe, calibrated(request.steps))
         except (ValueError, TypeError) as error:
             return {"key": dict(request.key), "result": {**result, "refused": str(error)}, "made": provenance()}
         result.update(seconds_to_calibrate=time.perf_counter() - start, peak_bytes_to_calibrate=peak_bytes())
+    plain = copy.deepcopy(model) if BIAS in request.steps else None
     converted = _convert(model, request, calibration)
     result.update(converted)
+    if plain is not None and "refused" not in converted:
+        start = time.perf_counter()
+        result["corrected"] = len(lb.correct_bias_(model, plain, data).converted)
+        result["seconds_to_calibrate"] += time.perf_counter() - start
+    del plain, data
     if "refused" not in converted:
         result.update(_evaluate(loaded, request))
     return {"key": dict(request.key), "result": result, "made": provenance()}
-
-
-def _calibrate(row: models.Model, model: nn.Module, request: Request) -> lb.Calibration:
-    """What the method finds, on data that no row is evaluated on."""
-    assert request.method is not None
-    data = [batch.inputs for batch in row.load(row.location(), request.calibrated_on).batches]
-    gc.collect()
-    reset_peak()
-    return lb.calibrate(model, data, request.recipe, request.method.split("+"))
 
 
 def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ head). Padding is TensorFlow's "same", which for stride 2 is uneven.
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 __all__ = ["MEAN", "SCALE", "SIDE", "EfficientNetLite0"]
 
@@ -25,6 +25,7 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
 
 
+@fx.wrap  # what depends on sizes cannot be traced
 def _same(x: Tensor, kernel: int, stride: int) -> Tensor:
     """Pad [B, C, H, W] so that a convolution gives ceil(size / stride) positions, the odd one at the far end."""
     need = [max((-(-size // stride) - 1) * stride + kernel - size, 0) for size in (x.shape[3], x.shape[2])]

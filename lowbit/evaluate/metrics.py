@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Estimate", "change_of_perplexity", "cosine", "mean", "perplexity", "same_top", "window_losses"]
+__all__ = [
+    "Estimate",
+    "change_of_perplexity",
+    "cosine",
+    "mean",
+    "perplexity",
+    "same_top",
+    "sqnr",
+    "window_losses",
+]
 
 #: Rows of logits whose softmax is taken at once: a vocabulary of 50000 in float64 needs 26 MB for 64 rows.
 _ROWS = 64
@@ -52,12 +61,23 @@ def cosine(outputs: Tensor, reference: Tensor) -> list[float]:
     return torch.where(lengths == 0, equal, cosines).tolist()
 
 
-def same_top(outputs: Tensor, reference: Tensor) -> list[float]:
-    """1.0 for each row of ``outputs`` [B, D] whose largest element is where that of ``reference`` [B, D] is, else 0.0.
+def sqnr(outputs: Tensor, reference: Tensor) -> list[float]:
+    """10 log10 of the energy of each row of ``reference`` [B, D] over that of what ``outputs`` [B, D] differ by, in dB;
+    at most 200, which stands for none.
+    """
+    a, b = outputs.double(), reference.double()
+    ratio = b.square().sum(-1) / (a - b).square().sum(-1)
+    return (10 * ratio.log10()).clamp(max=200.0).tolist()
+
+
+def same_top(outputs: Tensor, reference: Tensor, count: int = 1) -> list[float]:
+    """1.0 for each row of ``reference`` [B, D] whose largest element is where one of the ``count`` largest of that row
+    of ``outputs`` [B, D] is, else 0.0.
 
     A row with NaN agrees with none.
     """
-    agree = (outputs.argmax(-1) == reference.argmax(-1)) & ~outputs.isnan().any(-1)
+    found = outputs.topk(min(count, outputs.shape[-1]), -1).indices
+    agree = (found == reference.argmax(-1, keepdim=True)).any(-1) & ~outputs.isnan().any(-1)
     return agree.double().tolist()
 
 

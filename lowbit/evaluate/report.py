@@ -14,7 +14,7 @@ from lowbit.backends.cpu import processor
 from lowbit.evaluate.cell import FLOATS, PACKED
 from lowbit.evaluate.metrics import Estimate
 from lowbit.evaluate.peers import PEERS
-from lowbit.evaluate.run import Cell
+from lowbit.evaluate.run import NEAREST, Cell
 from lowbit.evaluate.tasks import TASKS, Figure, Task
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
@@ -26,9 +26,6 @@ __all__ = ["as_json", "figures", "rows", "write"]
 
 #: What ``write`` writes.
 MARKDOWN, TABLE, PLOT = "evaluate.md", "evaluate.csv", "evaluate.png"
-
-#: What stands for rounding to nearest, in tables of methods.
-_RECIPE_ALONE = "nearest"
 
 _MIB = 2**20
 _INK, _PALE, _BAR, _FLAGGED = "#1f2933", "#9aa5b1", "#2f6fde", "#e4e7eb"
@@ -80,7 +77,9 @@ def figures(cell: Cell, baseline: Cell | None) -> dict[str, Estimate]:
         )
     found = {}
     for figure in TASKS[cell.result["task"]].figures:
-        found[figure.title] = figure.estimate(cell.result["values"], baseline.result["values"])
+        ours, theirs = (result["values"].get(figure.of) for result in (cell.result, baseline.result))
+        if ours is not None and theirs is not None:
+            found[figure.title] = figure.estimate(ours, theirs)
     return found
 
 
@@ -210,7 +209,7 @@ def _how(cell: Cell) -> str:
     """By what a row's weights were chosen."""
     if cell.request.recipe in PEERS or cell.request.recipe in FLOATS:
         return ""
-    return cell.request.method or _RECIPE_ALONE
+    return cell.request.method or NEAREST
 
 
 def _line(parts: Sequence[str]) -> str:

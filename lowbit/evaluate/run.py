@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import lowbit as lb
 from lowbit._version import __version__
 from lowbit.calibrate.choice import choose
-from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request
+from lowbit.calibrate.observers import find_observer
+from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request, calibrated
 from lowbit.evaluate.data import Wanted, require
 from lowbit.evaluate.models import Model, fingerprint, sha256
 from lowbit.evaluate.peers import PEERS
@@ -25,10 +26,13 @@ from lowbit.evaluate.tasks import TASKS
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["Cell", "Methods", "plan", "read", "run"]
+__all__ = ["NEAREST", "Cell", "Methods", "plan", "read", "run"]
 
 #: The version of result files.
 FORMAT = 1
+
+#: What rows without a method are.
+NEAREST = "nearest"
 
 #: Lines of a failed process's output that are shown.
 TAIL = 12
@@ -75,7 +79,8 @@ class Cell:
 
 
 class Methods(NamedTuple):
-    """The methods of calibration to compare, each several names joined by ``+``; the text that they look at, where the
+    """The methods of calibration to compare, each several names joined by ``+`` (``fold`` and ``bias`` fold BatchNorm
+    before, and correct biases after); the text that they look at, where the
     model needs one; how many windows or texts of it.
     """
 
@@ -94,14 +99,14 @@ def plan(
     peers: Iterable[str] = (),
 ) -> list[Cell]:
     """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, rounded to
-    nearest and by each method; then each of ``peers``.
+    nearest and by each method that says something of the recipe; then each of ``peers``.
 
     Raises: ValueError for an unknown recipe, method, peer or dtype, and where the model needs a text to calibrate on;
     ImportError for a peer that is not installed, and as ``Model.location`` where the model is not.
     """
     others = [find_peer(name) for name in dict.fromkeys(peers)]
     for one in methods.names:
-        choose(one.split("+"))
+        choose(calibrated(one.split("+")))
     if methods.names:
         wanted = wanted._replace(part="held out")
         if model.needs_text and methods.text is None:
@@ -127,7 +132,7 @@ def plan(
     for name in dict.fromkeys(names):
         static = find_recipe(name).static
         rows += [(name, layout, None) for layout in layouts if not static]
-        rows += [(name, PLAIN, method) for method in methods.names]
+        rows += [(name, PLAIN, method) for method in methods.names if static or not _repeats(method)]
     rows += [(peer.name, PLAIN, None) for peer in others]
     versions = {peer.name: {"peer": peer.name, **{name: _installed(name) for name in peer.packages}} for peer in others}
     cells = []
@@ -144,6 +149,14 @@ def plan(
         )  # fmt: skip
         cells.append(Cell(model, request))
     return cells
+
+
+def _repeats(method: str) -> bool:
+    """Whether a recipe without static scales is measured with this already: observers have nothing to observe there."""
+    steps = calibrated(method.split("+"))
+    weights = choose(steps).weights
+    observers = [step for step in steps if find_observer(step) and (weights is None or step != weights.name)]
+    return method == NEAREST or bool(observers)
 
 
 def _data_key(model: Model, wanted: Wanted) -> dict[str, Any]:

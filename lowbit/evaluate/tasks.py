@@ -15,6 +15,7 @@ from lowbit.evaluate.metrics import (
     mean,
     perplexity,
     same_top,
+    sqnr,
     window_losses,
 )
 
@@ -37,10 +38,13 @@ class Batch(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One column of the table. ``percent``: written as a percentage; ``loss``: how far from none lost, for the plot."""
+    """One column of the table, an ``estimate`` of the items' values of the metric ``of`` and the baseline's; none where
+    a result has no such metric. ``percent``: written as a percentage; ``loss``: how far from none lost, for the plot.
+    """
 
     title: str
-    estimate: Callable[[Values, Values], Estimate]
+    of: str
+    estimate: Callable[[Sequence[float], Sequence[float]], Estimate]
     percent: bool = False
     loss: Callable[[float], float] | None = None
 
@@ -72,29 +76,36 @@ def _directions(batch: Batch, outputs: Tensor, reference: Tensor | None) -> dict
 def _classes(batch: Batch, outputs: Tensor, reference: Tensor | None) -> dict[str, list[float]]:
     """A photograph is one item: its crops ``[items * crops, classes]`` are averaged, because they are alike."""
     assert reference is not None
-    made = {"top-1": same_top(outputs, reference), "cosine": cosine(outputs, reference)}
+    made = {
+        "top-1": same_top(outputs, reference), "top-5": same_top(outputs, reference, 5),
+        "cosine": cosine(outputs, reference), "sqnr": sqnr(outputs, reference),
+    }  # fmt: skip
     return {name: torch.tensor(values).view(batch.items, -1).mean(1).tolist() for name, values in made.items()}
 
 
-_COSINE = Figure(
-    "cosine to fp32", lambda values, baseline: mean(values["cosine"]), loss=lambda value: 1 - value
-)  # fmt: skip
+def _mean(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    return mean(values)
+
+
+_COSINE = Figure("cosine to fp32", "cosine", _mean, loss=lambda value: 1 - value)
 
 #: Every kind of model. The names stand in result files.
 TASKS: dict[str, Task] = {
     "perplexity": Task(
         "windows", "tokens", False, _next_tokens,
         (
-            Figure("perplexity", lambda values, baseline: perplexity(values["loss"])),
-            Figure(
-                "change", lambda values, baseline: change_of_perplexity(values["loss"], baseline["loss"]),
-                percent=True, loss=lambda value: value,
-            ),
+            Figure("perplexity", "loss", lambda values, baseline: perplexity(values)),
+            Figure("change", "loss", change_of_perplexity, percent=True, loss=lambda value: value),
         ),
     ),
     "embeddings": Task("texts", "texts", True, _directions, (_COSINE,)),
     "logits": Task(
         "photographs", "images", True, _classes,
-        (Figure("same top class as fp32", lambda values, baseline: mean(values["top-1"]), percent=True), _COSINE),
+        (
+            Figure("same top class as fp32", "top-1", _mean, percent=True),
+            Figure("fp32's class in the top 5", "top-5", _mean, percent=True),
+            _COSINE,
+            Figure("SQNR, dB", "sqnr", _mean),
+        ),
     ),
 }  # fmt: skip
