@@ -109,10 +109,12 @@ def _bf16(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
     return _folded(model).to(torch.bfloat16, memory_format=torch.channels_last), _last(x).bfloat16()
 
 
-def _lowbit(dtype: torch.dtype) -> Callable[[nn.Module, Tensor], tuple[Run, Tensor]]:
+def _lowbit(dtype: torch.dtype, join: bool = False) -> Callable[[nn.Module, Tensor], tuple[Run, Tensor]]:
     def make(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
         model = nn.Sequential(_folded(model))
         lb.quantize_(model, "int8-static", lb.calibrate(model, [x], "int8-static", "nearest"))
+        if join:
+            lb.join_(model)
         return model.to(dtype), _last(x).to(dtype)
 
     return make
@@ -135,6 +137,7 @@ MAKERS: dict[str, Callable[[nn.Module, Tensor], tuple[Run, Tensor]]] = {
     "fp32 channels-last": _channels_last,
     "bf16 channels-last": _bf16,
     "lowbit int8-static": _lowbit(torch.float32),
+    "lowbit int8-static, joined": _lowbit(torch.float32, join=True),
     "lowbit int8-static, bf16 between": _lowbit(torch.bfloat16),
     "torch static int8 (fx, onednn)": _torch_static,
 }

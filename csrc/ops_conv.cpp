@@ -52,14 +52,17 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
         cols % w.groups == 0 && (w.groups == 1 || p.b.block_rows >= cols || cols / w.groups % p.b.block_rows == 0),
         "lowbit: conv: groups must have rows of the weight, and scales, of their own");
     add_bias(p, bias);
+    const bool are_codes = x.scalar_type() == torch::headeronly::ScalarType::Byte;
     std::optional<cpu::PixelInput> from;
     if (input) {
         const SchemeParams& s = input->rounded.scheme;
         const cpu::Shape shape =
             input->once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{rows * w.groups, p.depth};
         STD_TORCH_CHECK(input->once ? s.format.bits == 8 : s.block_rows == 1, "lowbit: conv: not a scheme of pixels");
-        from = cpu::PixelInput{s, given_scales(input->rounded, shape), input->once};
+        from = cpu::PixelInput{s, given_scales(input->rounded, shape), input->once, are_codes};
     }
+    STD_TORCH_CHECK(!are_codes || (from && from->once && from->given.scale != nullptr),
+                    "lowbit: conv: codes have one scale, which is given");
     std::optional<cpu::Output> to;
     if (output) {
         const SchemeParams& s = output->scheme;
@@ -69,7 +72,8 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
     } else {
         add_out(p, rows, out);
     }
-    cpu::conv({x.const_data_ptr(), dtype_of(x, "x"), w.channels}, w, from ? &*from : nullptr, p, to ? &*to : nullptr);
+    const Dtype dtype = are_codes ? Dtype::kFloat32 : dtype_of(x, "x");  // of codes nothing reads it
+    cpu::conv({x.const_data_ptr(), dtype, w.channels}, w, from ? &*from : nullptr, p, to ? &*to : nullptr);
 }
 
 namespace {

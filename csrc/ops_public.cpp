@@ -214,7 +214,7 @@ struct Roundings {
 bool linear_into(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
                  const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias, const Roundings& r,
                  const Tensor& out) {
-    if (x.numel() == 0) return false;
+    if (x.numel() == 0 || !is_float(x.scalar_type())) return false;
     const int64_t cols = x.size(x.dim() - 1), rows = x.numel() / cols;
     const auto codes = coded(weight, scheme, scale, zero_point, outer, cols);
     std::optional<Rounded> from, to;

@@ -10,7 +10,7 @@ from lowbit import integrations as _integrations  # noqa: F401  (models of trans
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
 from lowbit.calibrate import Calibration, Sensitivity, calibrate, correct_bias_, quantize_files, sensitivity
-from lowbit.convert import dequantize_, prepack_, quantize_, unpack_
+from lowbit.convert import dequantize_, join_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import (
     adamw_,
@@ -57,6 +57,7 @@ __all__ = [
     "float_format",
     "hadamard",
     "impls",
+    "join_",
     "linear",
     "load_model",
     "memory",

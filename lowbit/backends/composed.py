@@ -55,6 +55,8 @@ def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Sca
     given = given_scales(call)
     if given is None:
         return _quantize(parts, x, scaling.scheme(call.input))
+    if x.dtype == torch.uint8:
+        return x, given
     assert given.scale is not None
     static = q.QuantizeStatic(x, call.input, given.scale, given.zero_point, given.global_scale)
     (codes,) = outs = _empty("quantize_static", static, x.device)
@@ -85,6 +87,9 @@ def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
     x = as_rows(call.x)
     if call.input is None:
         return parts["scaled_mm"].supports(product(call, x))
+    if x.dtype == torch.uint8:
+        reason = _no_codes(parts, call)
+        return reason or parts["scaled_mm"].supports(product(call, x, given_scales(call) or Scales()))
     reason = _no_codes(parts, call)
     if reason is not None:
         return reason
@@ -100,7 +105,7 @@ def _no_codes(parts: dict[str, Impl], call: Linear) -> str | None:
     """Why the given scales of input or output cannot be used."""
     x = as_rows(call.x)
     asked = []
-    if call.input is not None and call.input_scale is not None:
+    if call.input is not None and call.input_scale is not None and x.dtype != torch.uint8:
         asked.append(q.QuantizeStatic(x, call.input, call.input_scale, call.input_zero_point, call.input_global_scale))
     if call.out_scheme is not None and call.out_scale is not None:
         y = torch.empty((x.shape[0], call.weight.shape[0]), device="meta")
@@ -158,6 +163,9 @@ def _multiply_patches(parts: dict[str, Impl], out: Tensor, call: convolution.Con
 
 def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales]:
     """What patches are made of, and the scales that span it: floats, or codes, a byte each, where one scale does."""
+    given = convolution.given_scales(call)
+    if given is not None and call.x.dtype == torch.uint8:
+        return convolution.coded_pixels(call, given), given
     source = convolution.pixels(call.x)
     if call.input is None:
         return source, Scales()
@@ -169,7 +177,6 @@ def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Sca
         (outer,) = _empty("global_scale", asked, source.device)
         parts["global_scale"].run((outer,), asked)
         return source, Scales(global_scale=outer)
-    given = convolution.given_scales(call)
     if given is None:
         codes, scales = _quantize(parts, source, scheme)
     else:
@@ -205,7 +212,8 @@ def _rows_at_a_time(call: convolution.Conv) -> int:
 def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None:
     """Asks the kernels in turn, of patches that are not made yet."""
     rows, cols = min(_rows_at_a_time(call), call.x.shape[0] * prod(convolution.out_sizes(call))), call.weight.shape[0]
-    x = torch.empty((rows, convolution.columns(call)), dtype=call.x.dtype, device="meta")
+    dtype = torch.float32 if call.x.dtype == torch.uint8 else call.x.dtype
+    x = torch.empty((rows, convolution.columns(call)), dtype=dtype, device="meta")
     asked: list[tuple[str, object]] = []
     data, scales = x, Scales()
     if call.input is not None:

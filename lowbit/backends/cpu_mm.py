@@ -14,14 +14,15 @@ from torch import Tensor
 
 from lowbit import scaling
 from lowbit.backends.native import features, loading_error
-from lowbit.backends.native_ops import scheme_number
+from lowbit.backends.native_ops import RUN, scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops import matmul
 from lowbit.ops.conv import Conv, spans_tensor
-from lowbit.ops.linear import Linear
+from lowbit.ops.linear import Linear, Scales, given_scales, product
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.packed import LinearPacked
-from lowbit.ops.spec import Numerics
+from lowbit.ops.quantize import QuantizeStatic
+from lowbit.ops.spec import Numerics, as_rows
 from lowbit.scaling import Scheme
 
 __all__ = ["IMPLS", "no_gain_by_packing"]
@@ -46,6 +47,8 @@ def _x_rows(x: Tensor, quantized: bool) -> Tensor:
 
 
 def _linear(outs: tuple[Tensor, ...], call: Linear) -> None:
+    if call.x.dtype == torch.uint8:
+        return _linear_of_codes(outs, call)
     given = (call.input_scale, call.input_zero_point, call.input_global_scale)
     torch.ops.lowbit_native.linear(
         _x_rows(call.x, call.input is not None), scheme_number(call.input),
@@ -54,6 +57,17 @@ def _linear(outs: tuple[Tensor, ...], call: Linear) -> None:
         call.bias, scheme_number(call.out_scheme),
         *(None if t is None else t.contiguous() for t in (call.out_scale, call.out_zero_point)), outs[0],
     )  # fmt: skip
+
+
+def _linear_of_codes(outs: tuple[Tensor, ...], call: Linear) -> None:
+    """The product alone; its result becomes codes as a whole."""
+    x, out = as_rows(call.x), as_rows(outs[0])
+    y = out if call.out_scheme is None else torch.empty((x.shape[0], call.weight.shape[0]))
+    _scaled_mm((y,), product(call, x, given_scales(call) or Scales()))
+    if call.out_scheme is not None:
+        assert call.out_scale is not None
+        static = QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point)
+        RUN["quantize_static"]((out,), static)
 
 
 def _linear_packed(outs: tuple[Tensor, ...], call: LinearPacked) -> None:

@@ -316,11 +316,12 @@ class Blockwise:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of ``model``, where it is a stack of some."""
+    """The blocks of ``model``, where it is a stack of some and none is there twice."""
     try:
-        return find_blocks(model)
+        found = find_blocks(model)
     except ValueError:
         return []
+    return found if len({id(block) for block in found}) == len(found) else []
 
 
 def _without_data() -> str:

@@ -100,16 +100,19 @@ class _Watch:
 def _checkpointed(model: nn.Module) -> Iterator[None]:
     """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some."""
     try:
-        blocks = [block for block in find_blocks(model) if "forward" not in vars(block)]
+        blocks = list(dict.fromkeys(find_blocks(model)))
     except ValueError:
         blocks = []
+    before = [vars(block).get("forward") for block in blocks]
     if blocks:
         checkpoint_blocks_(model, blocks)
     try:
         yield
     finally:
-        for block in blocks:
+        for block, forward in zip(blocks, before, strict=True):
             del block.forward
+            if forward is not None:
+                block.forward = forward  # type: ignore[method-assign]
 
 
 def _normalize(layer: Observed) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.engine import Origin, Task, convert, origin, shell, swap
+from lowbit.convert.join import unjoin_
 from lowbit.convert.maker import measured
 from lowbit.convert.prepack import unpack_
 from lowbit.convert.report import Report
@@ -32,6 +33,8 @@ def dequantize_(model: nn.Module) -> Report:
     """
     if isinstance(model, nn.Module) and any(kind(module) == "packed" for module in model.modules()):
         unpack_(model)
+    if isinstance(model, nn.Module):
+        unjoin_(model)
     plain = _PlainWeights()
     task = Task(
         "dequantize_", "QuantLinear, QuantConv, QuantMultiheadAttention", _judge, plain.restore, plain.measure, swap

@@ -27,6 +27,7 @@ __all__ = [
     "QuantLinear",
     "empty",
     "empty_scales",
+    "is_signed",
     "misfits",
     "plain_state",
     "rename_parts",
@@ -99,6 +100,10 @@ class QuantLinear(nn.Module):
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
     call chooses anew.
 
+    ``lowbit.join_`` sets ``feeds``, the one layer whose static scheme and scales the layers share that take its result:
+    the result of an fp32 input is then codes in that scheme, int8 where zero is the code 0, else uint8, unless a
+    gradient is asked for. No bit of what these layers compute from them changes.
+
     ``lowbit.prepack_`` makes a ``PackedLinear`` of it, which is faster on CPUs.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
     """
@@ -112,6 +117,7 @@ class QuantLinear(nn.Module):
     input_scale: nn.Parameter | None
     input_zero_point: nn.Parameter | None
     bias: nn.Parameter | None
+    feeds: tuple[QuantLinear, ...] = ()  # in a tuple: it is not a part of this layer
 
     def __init__(
         self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe, input_scales: Scales | None = None
@@ -165,9 +171,7 @@ class QuantLinear(nn.Module):
             self._parameters[name] = other._parameters[name]
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = result_dtype(x)
-        if self._input_name is None and x.dtype != dtype:
-            x = x.to(dtype)
+        x, dtype = self._given(x)
         if x.shape[-1:] != (self.in_features,):
             raise wrong_width(self, x)
         if self.rotation is not None:
@@ -177,22 +181,45 @@ class QuantLinear(nn.Module):
         refuse_tangents("linear", x, bias)
         y: Tensor = call(
             "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"], bias,
-            self._input_name, dtype, *(self.input_scales or ()),
+            self._input_name, dtype, *self._scales(x, dtype),
         )  # fmt: skip
-        return y
+        return self._signed(y)
 
     def conv(self, x: Tensor, window: Window) -> Tensor:
         """A convolution's result ``[N, *S', out_features]``, of ``x [N, *S, C]``, with this weight."""
-        dtype = result_dtype(x)
-        if self._input_name is None and x.dtype != dtype:
-            x = x.to(dtype)
+        x, dtype = self._given(x)
         own: dict[str, Any] = self._parameters
         refuse_tangents("conv", x, own["bias"])
         y: Tensor = call(
             "conv", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"],
-            own["bias"], *window, self._input_name, dtype, *(self.input_scales or ()),
+            own["bias"], *window, self._input_name, dtype, *self._scales(x, dtype),
         )  # fmt: skip
-        return y
+        return self._signed(y)
+
+    def _given(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """An input as the op takes it, and the dtype of the result: fp32 of codes."""
+        if x.dtype in (torch.int8, torch.uint8) and self.recipe.static:
+            return x.view(torch.uint8), torch.float32
+        dtype = result_dtype(x)
+        return x.to(dtype) if self._input_name is None and x.dtype != dtype else x, dtype
+
+    def _scales(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The scales of the input, and what makes codes of a result of that dtype, as ops take them."""
+        own = self.input_scales
+        graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, self.bias))
+        if not self.feeds or dtype != torch.float32 or graded:
+            return () if own is None else tuple(own)
+        next_ = self.feeds[0]
+        theirs = next_.input_scales
+        assert own is not None and theirs is not None
+        return own.scale, own.zero_point, None, next_._input_name, theirs.scale, theirs.zero_point
+
+    def _signed(self, y: Tensor) -> Tensor:
+        """Codes as numbers in their order, where zero is the code 0."""
+        if y.dtype != torch.uint8:
+            return y
+        scheme = self.feeds[0].recipe.input
+        return y.view(torch.int8) if scheme is not None and is_signed(scheme) else y
 
     def extra_repr(self) -> str:
         return (
@@ -236,6 +263,11 @@ class QuantLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self
+
+
+def is_signed(scheme: Scheme) -> bool:
+    """Whether codes of a scheme are the bytes of signed integers, zero being the code 0."""
+    return scheme.format.kind == "integer" and scheme.format.bits == 8 and scheme.format.signed and not scheme.affine
 
 
 def empty_scales(scheme: Scheme, cols: int, device: torch.device | str | None = None) -> Scales:

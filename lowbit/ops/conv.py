@@ -33,6 +33,7 @@ from lowbit.ops.spec import (
     require,
     require_codes,
     require_float,
+    require_input,
     require_scales,
     stored_global,
     stored_scale,
@@ -98,8 +99,9 @@ class Window(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """``x [N, *S, C]`` float; ``weight``: stored codes ``[O, packed taps * C / groups]`` with their scales, of which
-    floating-point ones may be the integers of their bits, as layers keep them.
+    """``x [N, *S, C]`` float, or codes of 8 bits in the scheme ``input`` with ``input_scale``; ``weight``: stored codes
+    ``[O, packed taps * C / groups]`` with their scales, of which floating-point ones may be the integers of their bits,
+    as layers keep them.
 
     ``kernel_size``, ``stride``, ``dilation``: a number for each axis of S. ``padding``: two for each, the zeros before
     and after it. ``input``, ``out_scheme`` and their scales: as of ``linear``, the result being ``[N * S', O]``;
@@ -156,6 +158,15 @@ def pixels(x: Tensor) -> Tensor:
     """``x [N, *S, C]`` as ``[N * S + 1, C]``: the last row is zeros, of which padding is made."""
     rows = x.reshape(-1, x.shape[-1])
     return torch.cat([rows, rows.new_zeros(1, x.shape[-1])])
+
+
+def coded_pixels(call: Conv, scales: Scales) -> Tensor:
+    """The same of an x that holds codes: the last row is the codes of zeros."""
+    assert scales.scale is not None
+    zeros = torch.zeros(1, call.x.shape[-1], device=call.x.device)
+    given = (scales.scale, scales.zero_point, scales.global_scale)
+    codes = reference.quantize_static(zeros, scaling.scheme(call.input or ""), *given, None)
+    return torch.cat([call.x.reshape(-1, call.x.shape[-1]), codes])
 
 
 def patches(source: Tensor, call: Conv, group: int, begin: int, end: int) -> Tensor:
@@ -263,7 +274,9 @@ def products(call: Conv) -> list[ScaledMM]:
     outer = reference.global_scale(source, scheme) if scheme.outer == "tensor" else None
     made: list[ScaledMM] = []
     scales = given_scales(call) or Scales()
-    if scales.scale is not None:
+    if call.x.dtype == torch.uint8:
+        codes = coded_pixels(call, scales)
+    elif scales.scale is not None:
         codes = reference.quantize_static(source, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
     elif spans_tensor(scheme):
         codes, scale, zero = reference.quantize(source, scheme, outer, None)
@@ -290,7 +303,7 @@ def _outputs(call: Conv) -> list[Out]:
 
 
 def _check(call: Conv) -> None:
-    require_float("conv", "x", call.x)
+    require_input("conv", call.x, call.input, call.input_scale)
     _check_geometry(call)
     require_codes("conv", "weight", call.weight)
     scheme, cols = scaling.scheme(call.scheme), columns(call)

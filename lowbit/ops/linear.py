@@ -25,6 +25,7 @@ from lowbit.ops.spec import (
     require,
     require_codes,
     require_float,
+    require_input,
     require_scales,
     stored_global,
     stored_scale,
@@ -33,8 +34,9 @@ from lowbit.tensor import packing
 
 
 class Linear(NamedTuple):
-    """``x [..., K]`` float; ``weight``: stored codes ``[N, packed K]`` with their scales, of which floating-point ones
-    may be the integers of their bits, as layers keep them.
+    """``x [..., K]`` float, or codes of 8 bits in the scheme ``input`` with ``input_scale``; ``weight``: stored codes
+    ``[N, packed K]`` with their scales, of which floating-point ones may be the integers of their bits, as layers keep
+    them.
 
     ``input``: the scheme that x is quantized in, by scales that are made of it, or by ``input_scale`` and the others.
     ``out_scheme``: the result is quantized by ``out_scale`` and ``out_zero_point`` into stored codes ``[..., packed
@@ -93,6 +95,8 @@ def quantized(call: Linear) -> ScaledMM:
         return product(call, x)
     scheme = scaling.scheme(call.input)
     scales = given_scales(call)
+    if scales is not None and call.x.dtype == torch.uint8:
+        return product(call, x, scales)
     if scales is not None:
         assert scales.scale is not None
         codes = reference.quantize_static(x, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
@@ -111,7 +115,7 @@ def _outputs(call: Linear) -> list[Out]:
 
 
 def _check(call: Linear) -> None:
-    require_float("linear", "x", call.x)
+    require_input("linear", call.x, call.input, call.input_scale)
     require(call.x.dim() >= 1, "lowbit.linear: x needs at least one axis")
     require_codes("linear", "weight", call.weight)
     scheme, cols = scaling.scheme(call.scheme), call.x.shape[-1]

@@ -125,7 +125,9 @@ class Convolution {
         uint8_t* codes = (bytes > kKeptBytes ? large_ : kept).reserve(static_cast<size_t>(bytes));
         const Values rows{x.data, x.dtype, shape.cols};
         Scales scales = input_->given;
-        if (scales.scale != nullptr) {
+        if (input_->are_codes) {
+            std::memcpy(codes, x.data, static_cast<size_t>(shape.rows * shape.cols));
+        } else if (scales.scale != nullptr) {
             quantize_static(rows, shape, s, scales, kNearest, {}, codes);
         } else {
             if (s.outer) global_scale(rows, shape, s, &outer_);

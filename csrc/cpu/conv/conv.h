@@ -6,11 +6,12 @@
 namespace lowbit::cpu {
 
 // How x is quantized: `once`, as it lies, by one scale (which may be given) to codes of 8 bits; or each patch by
-// itself, in blocks of one row.
+// itself, in blocks of one row. `are_codes`: x holds the codes already.
 struct PixelInput {
     SchemeParams scheme;
     Scales given;
     bool once;
+    bool are_codes;
 };
 
 // `x` [pixels, channels], contiguous, `window` says of what; null `input`: its floats are multiplied. `problem`: the

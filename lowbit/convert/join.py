@@ -1,0 +1,133 @@
+"""join_: static layers that follow one another hand on codes, so that no floats lie between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from lowbit.nn.conv import QuantConv
+from lowbit.nn.linear import QuantLinear, is_signed
+
+__all__ = ["join_", "unjoin_"]
+
+#: What computes the same of codes as of the numbers that they stand for: modules, functions and methods of tensors.
+_ANY = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten, torch.flatten, torch.reshape, "flatten", "reshape", "view")
+#: The same where codes are integers of which 0 is zero.
+_SIGNED = (nn.ReLU, torch.relu, F.relu, "relu")
+
+
+def join_(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Let layers with static input scales take codes from the layers before them, in place; return which layers are
+    taken from which.
+
+    A layer answers in codes where all that follows it is layers with one and the same static input scheme and scale,
+    through ReLU (of schemes without a zero point), flattening and dropout. No bit of the model's results changes. So it
+    is for fp32 inputs without gradients (``torch.no_grad()``); else layers answer in floats, as before.
+    For inference, as the last step: ``unjoin_`` and ``dequantize_`` take it back, ``quantize_`` and ``load_model`` know
+    nothing of it, nor do state and files.
+
+    Raises ValueError for a model that torch.fx cannot trace.
+    """
+    unjoin_(model)
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:  # what a model does when it is traced has no end
+        raise ValueError(
+            f"join_ follows the calls of a model by torch.fx, which cannot trace {type(model).__name__} ({error}); "
+            f"call it on a part of the model that it can, or leave it out: the model computes the same"
+        ) from error
+    modules = dict(model.named_modules())
+    calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    joined: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        layer = _static(modules, node)
+        if layer is None or calls.count(str(node.target)) > 1:
+            continue
+        names = _takers(modules, node)
+        if names:
+            layer.feeds = (_inner(modules[names[0]]),)
+            joined[str(node.target)] = names
+    return joined
+
+
+def unjoin_(model: nn.Module) -> None:
+    """Undo ``join_``."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.feeds = ()
+
+
+class _Tracer(fx.Tracer):
+    """Takes quantized layers as they are."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, QuantLinear | QuantConv) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _inner(module: nn.Module) -> QuantLinear:
+    found = module.linear if isinstance(module, QuantConv) else module
+    assert isinstance(found, QuantLinear)
+    return found
+
+
+def _static(modules: dict[str, nn.Module], node: fx.Node) -> QuantLinear | None:
+    """The layer that a node calls, where its input scales are static."""
+    module = modules.get(str(node.target)) if node.op == "call_module" else None
+    if not isinstance(module, QuantLinear | QuantConv):
+        return None
+    layer = _inner(module)
+    return layer if type(layer) is QuantLinear and layer.recipe.static else None
+
+
+def _takers(modules: dict[str, nn.Module], node: fx.Node) -> tuple[str, ...]:
+    """The layers that the result of ``node`` goes to, where they can take codes; none where something else does too."""
+    found: list[str] = []
+    signed = True
+    for user in _users(modules, node):
+        if user is None:
+            return ()
+        layer = _static(modules, user)
+        if layer is not None:
+            found.append(str(user.target))
+        else:
+            signed = False
+    first = None
+    for name in found:
+        layer, module = _inner(modules[name]), modules[name]
+        scheme, scales = layer.recipe.input, layer.input_scales
+        assert scheme is not None and scales is not None
+        if isinstance(module, QuantConv) and module.padding_mode != "zeros":
+            return ()
+        if scheme.format.bits != 8 or scheme.outer or scales.scale.numel() != 1 or not (signed or is_signed(scheme)):
+            return ()
+        key = (scheme.name, *(None if one is None else float(one) for one in scales))
+        first = first or key
+        if key != first:
+            return ()
+    return tuple(found)
+
+
+def _users(modules: dict[str, nn.Module], node: fx.Node) -> Iterator[fx.Node | None]:
+    """The static layers behind ``node``, through what computes the same of codes, and the nodes on the way that ask for
+    integers; None for everything else.
+    """
+    for user in node.users:
+        if _static(modules, user) is not None:
+            yield user
+        elif _is(modules, user, _ANY):
+            yield from _users(modules, user)
+        elif _is(modules, user, _SIGNED):
+            yield user
+            yield from _users(modules, user)
+        else:
+            yield None
+
+
+def _is(modules: dict[str, nn.Module], node: fx.Node, kinds: tuple[Any, ...]) -> bool:
+    if node.op == "call_module":
+        return type(modules[str(node.target)]) in kinds
+    return node.op in ("call_function", "call_method") and node.target in kinds
