@@ -11,7 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+from lowbit.calibrate.methods import default_method
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
 from lowbit.evaluate.peers import PEERS
@@ -20,10 +22,11 @@ from lowbit.evaluate.run import Cell
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.recipes import RECIPES
+from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md")
+FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md", "bench/results/calibrate/README.md")
 
 
 def _markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
@@ -130,18 +133,25 @@ def speed() -> str:
     return _markdown(head, (row(*shown) for shown in SHOWN))
 
 
-def _cells() -> list[Cell]:
-    """The records of ``lowbit evaluate`` in bench/results/evaluate, in the order of the recipes."""
+def _cells(directory: str) -> list[Cell]:
+    """The records of ``lowbit evaluate`` in that directory of bench/results, in the order of the recipes."""
     found = []
-    for path in (ROOT / "bench" / "results" / "evaluate").glob("*/*.json"):
-        record, (name, layout, _) = json.loads(path.read_text()), path.name.split(".")
-        key, recipe = record["key"], re.sub(r"-(group\d+)$", r":\1", name)
+    for path in (ROOT / "bench" / "results" / directory).glob("**/*.json"):
+        record = json.loads(path.read_text())
+        key, made_of = record["key"], record["key"]["recipe"]
+        told = made_of if isinstance(made_of, dict) else {"name": made_of}
         request = Request(
-            path.parent.name, recipe, layout, key["dtype"], None, key["windows"], key["limit"], str(path), key
-        )
+            path.parent.name, told.get("name") or told["peer"], key["layout"], key["dtype"], None, key["windows"],
+            key["limit"], str(path), key, key.get("method"),
+        )  # fmt: skip
         found.append(Cell(models.find(path.parent.name), request, record["result"]))
     order = [*FLOATS, *RECIPES]
-    return sorted(found, key=lambda cell: (order.index(cell.request.recipe.split(":")[0]), cell.request.result))
+
+    def place(cell: Cell) -> tuple[Any, ...]:
+        base = cell.request.recipe.split(":")[0]
+        return cell.request.recipe in PEERS, order.index(base) if base in order else len(order), cell.request.result
+
+    return sorted(found, key=place)
 
 
 #: Of the records of ``lowbit evaluate``: the figure of each model that the README shows, and how it is written.
@@ -154,7 +164,7 @@ EVALUATED = {
 
 def evaluate() -> str:
     """Quality by recipe; size and speed of the language model, relative to its bf16 baseline."""
-    cells = {(row["model"], row["recipe"], row["layout"]): row for row in rows(_cells())}
+    cells = {(row["model"], row["recipe"], row["layout"]): row for row in rows(_cells("evaluate"))}
     base = cells["smollm2", "bf16", "plain"]
 
     def figure(name: str, model: str) -> str:
@@ -189,45 +199,87 @@ def evaluate() -> str:
     )  # fmt: skip
 
 
-def calibrate() -> str:
-    """Quality by recipe and method of calibration, and of other packages."""
-    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for path in sorted((ROOT / "bench" / "results" / "calibrate").glob("*/evaluate.csv")):
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                if row["recipe"] not in FLOATS and not row["note"]:
-                    method = row["method"] or ("" if row["recipe"] in PEERS else "nearest")
-                    found.setdefault((row["recipe"], method), {})[row["model"]] = row
+def _calibrated() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """The records of methods of calibration and of other packages, by recipe and method, then by model."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows(_cells("calibrate")):
+        if row["recipe"] not in FLOATS and not row["note"]:
+            method = row["method"] or ("" if row["recipe"] in PEERS else "nearest")
+            found.setdefault((row["recipe"], method), {})[row["model"]] = row
+    return found
 
-    def figure(row: dict[str, str] | None, model: str) -> str:
-        if row is None:
-            return ""
-        _, column, style = EVALUATED[model]
-        value, error = float(row[column]), float(row[f"{column}, standard error"])
-        value = 1 - value if column.startswith("cosine") else value
-        return f"{value:{style}} ± {error:{'.1g' if style == '.2g' else style.lstrip('+')}}"
 
-    def took(row: dict[str, str] | None) -> str:
-        return f"{float(row['seconds_to_calibrate']):.0f}" if row and row["seconds_to_calibrate"] else ""
+def _quality(row: dict[str, Any] | None, model: str, error: bool) -> str:
+    """The figure of a model, with its standard error on request."""
+    if row is None:
+        return ""
+    _, column, style = EVALUATED[model]
+    value, of = row[column], row[f"{column}, standard error"]
+    value = 1 - value if column.startswith("cosine") else value
+    return f"{value:{style}}" + (f" ± {of:{'.1g' if style == '.2g' else style.lstrip('+')}}" if error else "")
 
+
+def methods() -> str:
+    """All records, with standard errors and the seconds of calibration."""
+    found = _calibrated()
     names = [name for name in EVALUATED if any(name in by for by in found.values())]
-    head = " | ".join(["recipe", "method", *(EVALUATED[name][0] for name in names), *(f"{name}, s" for name in names)])
+    head = ["recipe", "method", *(EVALUATED[name][0] for name in names), *(f"{name}, s" for name in names)]
+
+    def took(row: dict[str, Any] | None) -> str:
+        return f"{row['seconds_to_calibrate']:.0f}" if row and row["seconds_to_calibrate"] else ""
+
     return _markdown(
-        head,
+        " | ".join(head),
         (
             (
-                f"`{recipe}`",
-                method,
-                *(figure(by.get(name), name) for name in names),
+                f"`{recipe}`", method, *(_quality(by.get(name), name, True) for name in names),
                 *(took(by.get(name)) for name in names),
             )
-            for (recipe, method), by in sorted(found.items(), key=lambda one: (one[0][0] in PEERS, one[0][0]))
+            for (recipe, method), by in found.items()
+        ),
+    )  # fmt: skip
+
+
+#: What the README shows of them: recipes, and the method of each column; None: the default one without data.
+COMPARED = (
+    "int4-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "mxfp4-weight-only",
+    "int3-weight-only:group128", "int2-weight-only:group32", "nvfp4", "int8", "int8-group", "fp8",
+)  # fmt: skip
+SHOWN_METHODS = {
+    "nearest": "nearest", "without data": None, "search": "search", "gptq": "gptq", "guided-gptq": "guided-gptq",
+    "hadamard, guided-gptq": "hadamard+guided-gptq", "smoothquant, gptq": "smoothquant+gptq",
+}  # fmt: skip
+
+
+def calibrate() -> str:
+    """Quality by recipe and method of calibration, of two models."""
+    found = _calibrated()
+
+    def shown(recipe: str, method: str | None) -> str:
+        by = found.get((recipe, method or default_method(find_recipe(recipe).weight, data=False).name), {})
+        figures = (_quality(by.get(model), model, False) for model in ("smollm2", "minilm"))
+        return ", ".join(figure for figure in figures if figure)
+
+    return _markdown(
+        " | ".join(["recipe", *SHOWN_METHODS]),
+        ((f"`{recipe}`", *(shown(recipe, name) for name in SHOWN_METHODS.values())) for recipe in COMPARED),
+    )
+
+
+def others() -> str:
+    """What other packages make of the same models, each at its best on a CPU."""
+    return _markdown(
+        " | ".join(["package", *(EVALUATED[model][0] for model in ("smollm2", "minilm"))]),
+        (
+            (f"`{recipe}`", *(_quality(by.get(model), model, True) for model in ("smollm2", "minilm")))
+            for (recipe, _), by in _calibrated().items()
+            if recipe in PEERS
         ),
     )
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed, evaluate, calibrate)
+    f.__name__: f for f in (formats, scalings, short_names, recipes, ops, speed, evaluate, calibrate, others, methods)
 }
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

