@@ -258,7 +258,7 @@ def calibrate() -> str:
     def shown(recipe: str, method: str | None) -> str:
         by = found.get((recipe, method or default_method(find_recipe(recipe).weight, data=False).name), {})
         figures = (_quality(by.get(model), model, False) for model in ("smollm2", "minilm"))
-        return ", ".join(figure for figure in figures if figure)
+        return ", ".join(figure or "-" for figure in figures) if by else ""
 
     return _markdown(
         " | ".join(["recipe", *SHOWN_METHODS]),
