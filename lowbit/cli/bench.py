@@ -28,6 +28,7 @@ class Suite(str, Enum):
     products = "products"
     small = "small"
     qat = "qat"
+    qat_conv = "qat-conv"
     conv = "conv"
 
 
@@ -37,7 +38,7 @@ def bench(
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
             "formats; codecs in the caches and what a call costs; convolutions; or what quantization-aware training "
-            "brings back."
+            "brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[
@@ -60,7 +61,7 @@ def bench(
         if only or quick or list_only or json:
             raise ValueError(f"--only, --quick, --list and --json are of the suite 'ops', not of {suite.value!r}")
         with errors.status(f"measuring {suite.value}"):
-            path = import_module(f"lowbit.bench.{suite.value}").run(directory)
+            path = import_module(f"lowbit.bench.{suite.name}").run(directory)
         out.print(path.read_text(), markup=False, soft_wrap=True)
         return
     items = run.select(only, quick)
