@@ -107,7 +107,10 @@ class Stored(InMemory):
             key = storage(tensor)
             if key not in read:
                 if key not in self.names:
-                    raise ValueError(f"{name} is made of a part of a tensor, which is only done in memory")
+                    raise ValueError(
+                        f"{name} is made of a part of a tensor, which is only done in memory; load the model, and use "
+                        f"quantize_"
+                    )
                 read[key] = self.checkpoint.read(self.names[key]).to(tensor.dtype)
             real: Tensor = read[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             filled.append((where, name, tensor))
