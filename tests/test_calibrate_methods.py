@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS, scales
+from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate.choice import choose
 from lowbit.calibrate.methods import default_method, gptq
 from lowbit.calibrate.methods.gptq import damped
 from lowbit.calibrate.statistics import Statistics
+from lowbit.datafree import scales
 
 SCHEMES = (
     "int4:group32", "int4:row", "int8:row", "int4:tensor", "int4:block16x16", "uint4:group32:affine", "nf4", "mxfp4",

@@ -30,6 +30,8 @@ LAYERS = [
     {"backends"},
     {"autograd"},
     {"functional"},
+    {"datafree"},
+    {"models"},
     {"nn"},
     {"convert"},
     {"serialize"},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.calibrate.scales import search
+from lowbit.datafree.scales import search
 from lowbit.qat.learned import Learned, gradient_scale
 from lowbit.recipes import RECIPES, STATIC_RECIPES
 
@@ -57,7 +57,7 @@ def test_the_prepared_model_computes_the_bits_of_the_converted_one(recipe, learn
     if not learn_scale and "static" not in recipe:
         plain = net()
         plain.load_state_dict(prepared.state_dict())
-        lb.quantize_(plain, recipe)
+        lb.quantize_(plain, recipe, method="nearest")
         with torch.no_grad():
             assert torch.equal(plain(x), evaluated)
 
@@ -214,7 +214,7 @@ def test_training_recovers_what_rounding_lost(weight, learn_scale):
         return F.mse_loss(model(x), target)
 
     rounded = copy.deepcopy(teacher)
-    lb.quantize_(rounded, recipe)
+    lb.quantize_(rounded, recipe, method="nearest")
     student = copy.deepcopy(teacher).train()
     lb.qat.prepare_(student, recipe, learn_scale)
     optimizer = torch.optim.Adam(student.parameters())

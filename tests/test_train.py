@@ -24,7 +24,8 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import Interrupted, TrainConfig, Trainer, evaluate
 from lowbit.demo.tokenizer import Tokenizer
 from lowbit.files import read_checked, write_atomically, write_checked
-from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
+from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.models import find_blocks
 
 ENGLISH = Path(__file__).parent / "data" / "english.txt"
 TINY = GPTConfig(vocab=300, context=32, layers=2, heads=2, dim=32, hidden=64)

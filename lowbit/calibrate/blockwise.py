@@ -23,7 +23,7 @@ from lowbit.calibrate.stored import InMemory
 from lowbit.calibrate.transforms import transform_
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
-from lowbit.memory.checkpoint import find_blocks
+from lowbit.models import find_blocks
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan
 

@@ -19,9 +19,8 @@ from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished
-from lowbit.calibrate.sources import without_data
 from lowbit.calibrate.stored import Stored, storage
-from lowbit.convert.maker import Allocated, Source, decibel
+from lowbit.convert.maker import Allocated, Ruled, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
@@ -62,8 +61,8 @@ def quantize_files(
     have to be a chain, as those of a transformer are.
 
     ``directory``: ``model.safetensors``, or several files with an index, as ``save_pretrained`` writes them.
-    ``recipe``, ``skip``: as for ``quantize_``. ``method``, ``batches``, ``loss``: as for ``calibrate``; without batches
-    the method is ``nearest`` by default. ``guided-gptq`` reads each block twice more for every batch.
+    ``recipe``, ``skip``: as for ``quantize_``. ``method``, ``batches``, ``loss``: as for ``calibrate``. ``guided-gptq`` reads
+    each block twice more for every batch.
     ``model``: what the checkpoint is of, on the meta device, where it stays; weights are converted to its dtypes. None:
     it is built from the ``config.json`` of transformers. ``load_model`` reads ``out``, given such a model where this
     was; so does ``from_pretrained`` of a transformers that ``lowbit.integrations.transformers`` serves.
@@ -119,12 +118,12 @@ def quantize_files(
 
 
 def _without_data(chosen: Plan, choice: Choice, loss: Loss | None) -> Source:
-    """The Source of a choice, where there are no batches; to the nearest code if it names no method."""
+    """The Source of a choice, where there are no batches."""
     if loss is not None:
         raise ValueError("quantize_files: a loss is for method='guided-gptq', which needs data; give batches=")
     if choice.transforms:
         raise ValueError(f"quantize_files: {choice.transforms[0].name} needs data; give batches=")
-    source = without_data(choice.weights.name if choice.weights else "nearest", "quantize_files")
+    source = Ruled(None if choice.weights is None else choice.weights.rule("quantize_files"))
     for one in chosen.recipes:
         source.input_scales("", torch.empty(0, device="meta"), one)  # refuses static scales
     return source

@@ -19,7 +19,8 @@ from lowbit.calibrate.calibration import digest
 from lowbit.calibrate.observe import mask_of
 from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.observers import processes
-from lowbit.memory.checkpoint import checkpoint_blocks_, find_blocks
+from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.models import find_blocks
 
 __all__ = ["Loss", "weigh"]
 

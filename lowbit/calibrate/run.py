@@ -43,8 +43,8 @@ def calibrate(
     tokens are padding and do not count. None, or none: only for methods that need no data. ``recipe``, ``skip``: as for
     ``quantize_``.
     ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known, with data
-    ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without ``signed`` for
-    signed integers, ``mse`` for mxfp4 and nvfp4, else ``nearest``.
+    ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without any that of
+    ``quantize_``.
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
     given: ``("smoothquant", "gptq")``.
     ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,

@@ -17,12 +17,12 @@ from lowbit.calibrate.blocks import feed
 from lowbit.calibrate.budget import Option, allocate
 from lowbit.calibrate.observe import mask_of
 from lowbit.calibrate.observed import Observed, observed, observed_layers
-from lowbit.calibrate.sources import without_data
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled
-from lowbit.convert.maker import Source, decibel
+from lowbit.convert.maker import Ruled, Source, decibel
 from lowbit.convert.report import amount, family
 from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
 from lowbit.recipes import Recipe, plan
 from lowbit.recipes import recipe as find_recipe
@@ -177,7 +177,7 @@ def sensitivity(
     recipes: Iterable[str | Recipe | None],
     batches: Iterable[Any],
     *,
-    method: str = "nearest",
+    method: str | None = None,
     loss: Loss | None = None,
     skip: Iterable[str] = DEFAULT_SKIP,
     progress: Callable[[str, int, int], None] | None = None,
@@ -188,8 +188,8 @@ def sensitivity(
     with quantized weight and input and L is the loss (the diagonal of the empirical Fisher information, as TensorRT
     Model Optimizer's ``auto_quantize`` takes it). Where there is no loss it is the energy of y_q - y over that of y.
     ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
-    ``calibrate``. ``method``: of weights, one without data. ``loss(output, batch)``: None: the sum over tokens of the
-    cross entropy of the next one, for models that answer ``.logits`` to ``input_ids`` [B, T]; no loss for others.
+    ``calibrate``. ``method``: of weights, as for ``quantize_``. ``loss(output, batch)``: None: the sum over tokens of
+    the cross entropy of the next one, for models that answer ``.logits`` to ``input_ids`` [B, T]; no loss for others.
     ``progress(what, done, total)`` is called before each batch.
     Holds the activations of one batch, and the codes of each recipe.
 
@@ -205,7 +205,7 @@ def sensitivity(
     data = list(batches)
     if not data:
         raise ValueError("sensitivity: give batches of what the model will see")
-    source = without_data(method, "sensitivity")
+    source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
     with torch.no_grad():
         run = _Run(model, table, source, skip)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import tensor_bytes
 from lowbit.convert.select import plain_name
-from lowbit.functional import hadamard, quantize
+from lowbit.datafree import Rule, default_rule
+from lowbit.functional import hadamard
 from lowbit.nn.linear import QuantLinear, empty, empty_scales
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = [
-    "Allocated", "Maker", "Nearest", "QuantMaker", "Source", "decibel", "energies", "measured", "require_float",
+    "Allocated", "Maker", "QuantMaker", "Ruled", "Source", "decibel", "energies", "measured", "require_float",
     "require_numbers",
 ]  # fmt: skip
 
@@ -85,22 +86,26 @@ class Source(Protocol):
         """New values for other parameters of the model, by name, that go with the weights."""
 
 
-class Nearest:
-    """Weights are rounded to the nearest code."""
+class Ruled:
+    """Weights are what a rule that needs no data makes of them; ``rule``: None is the best known for each scheme."""
+
+    def __init__(self, rule: Rule | None = None) -> None:
+        self.rule = rule
 
     def plan(self, chosen: Plan) -> Plan:
         """As it is."""
         return chosen
 
     def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
-        """The quantized weight. Raises as ``require_numbers``."""
+        """The quantized weight. Raises as ``require_numbers``, and ValueError where the rule has nothing to offer."""
         require_numbers(matrix)
-        if recipe.rotation is None:
-            made = quantize(matrix, recipe.weight)
-            return made, energies(matrix, made.dequantize(torch.float32))
-        rotated = hadamard(matrix.float(), recipe.rotation)
-        made = replace(quantize(rotated, recipe.weight), dtype=matrix.dtype)
-        return made, energies(rotated, made.dequantize(torch.float32))
+        rule = self.rule or default_rule(recipe.weight)
+        reason = rule.refuses(recipe.weight)
+        if reason is not None:
+            raise ValueError(f"method {rule.name!r} cannot serve it: {reason}")
+        plain = matrix.float() if recipe.rotation is None else hadamard(matrix.float(), recipe.rotation)
+        codes = replace(rule.solve(plain, recipe.weight), dtype=matrix.dtype)
+        return codes, energies(plain, codes.dequantize(torch.float32))
 
     def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> None:
         """Raises ValueError where the recipe needs static ones."""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
-from lowbit.convert.maker import Allocated, Nearest, QuantMaker, Source, require_numbers
+from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
 from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers, protections
+from lowbit.datafree import find_rule
 from lowbit.nn.base import KINDS, kind
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
@@ -29,6 +30,7 @@ def quantize_(
     recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
     calibration: Any = None,
     *,
+    method: str | None = None,
     skip: Iterable[str] = DEFAULT_SKIP,
     group: int | None = None,
     prepack: bool = False,
@@ -39,8 +41,10 @@ def quantize_(
     None}``: the last pattern that matches a layer's full name decides, and None leaves the layer.
     Converted: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, transformers' Conv1D, their subclasses that
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
-    ``calibration``: what ``lowbit.calibrate`` found for this model and recipe; None: each weight is rounded to the
-    nearest code.
+    ``calibration``: what ``lowbit.calibrate`` found for this model and recipe.
+    ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.RULES``.
+    None is the best known for each scheme: ``signed`` for signed integers below 8 bits, ``mse`` for mxfp4
+    and nvfp4, else ``nearest``, which rounds to the nearest code by scales from the largest magnitude.
     ``skip``: names of modules to leave, with wildcards; ``"lm_head"`` also means ``"model.lm_head"`` and all inside.
     ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
     result, for inference.
@@ -56,7 +60,7 @@ def quantize_(
     by itself) compiled, a weight with NaN or Inf or without a shape yet, a pattern without a match, an unknown recipe.
     TypeError for weights that are no plain fp32, bf16 or fp16, and for a model or a recipe that is none.
     """
-    source = _source(calibration)
+    source = _source(calibration, method)
     if prepack:
         from lowbit.convert.prepack import prepack_
     report = quantize_from(model, _plan(recipe, group), source, skip)
@@ -93,10 +97,15 @@ def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Iterable
     return replace(report, notes=notes)
 
 
-def _source(calibration: Any) -> Source:
-    """Where the weights come from: rounding to nearest, or what calibration found."""
+def _source(calibration: Any, method: str | None) -> Source:
+    """Where the weights come from: a rule that needs no data, or what calibration found."""
     if calibration is None:
-        return Nearest()
+        return Ruled(find_rule(method, "quantize_"))
+    if method is not None:
+        raise ValueError(
+            f"quantize_: method={method!r} is for weights without calibration, and the calibration has chosen them; "
+            f"give one of the two"
+        )
     if isinstance(calibration, str) or (
         isinstance(calibration, tuple | list | set) and calibration and all(isinstance(one, str) for one in calibration)
     ):

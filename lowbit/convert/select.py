@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.report import left_lines
+from lowbit.models import stems
 from lowbit.nn.base import KINDS, full_name, kind
 from lowbit.recipes import Plan, Recipe
 
@@ -23,6 +24,9 @@ __all__ = [
 
 #: Left in high precision unless the caller says otherwise: the output projection of language models.
 DEFAULT_SKIP = ("lm_head",)
+
+#: Layers that read raw input take a recipe of so many bits or more, unless the caller says otherwise.
+_STEM_BITS = 8
 
 #: Parts of a module's name by which fine-tuning libraries call the weights that they train.
 _ADAPTER_WORDS = ("lora_*", "modules_to_save")
@@ -280,9 +284,10 @@ def protections(
 ) -> tuple[Iterable[str], Callable[[str, nn.Module], Protection | None]]:
     """The names to skip, and what stays unless a pattern of ``plan`` names it.
 
-    Always protected: adapters, and embeddings, of which reports say nothing. ``unties``: the conversion gives a layer a
-    weight of its own, so that output layers tied to an embedding are protected as well, unless ``skip`` is empty. The
-    default ``skip`` is a protection too: a pattern may name ``lm_head``, and the report gives the reason.
+    Always protected: adapters, and embeddings, of which reports say nothing. Unless ``skip`` is empty, also layers that
+    read raw input, from recipes of less than 8 bits; and where a conversion ``unties``, which gives a layer a weight of
+    its own, output layers tied to an embedding. The default ``skip`` is a protection too: a pattern may name
+    ``lm_head``, and the report gives the reason.
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
@@ -290,6 +295,8 @@ def protections(
     guards = [_adapters(model), _table]
     if unties and skip:
         guards.append(_tied(model))
+    if skip:
+        guards.append(_raw_input(model, plan))
     if default:
         skip = ()
         guards.append(_output_layer)
@@ -308,6 +315,23 @@ def _output_layer(name: str, module: nn.Module) -> Protection | None:
     word = next((word for word in DEFAULT_SKIP if matches(word, name)), None)
     reason = f"an output layer stays in high precision; skip=(), or a recipe for '*{word}', converts it"
     return None if word is None else Protection(word, reason)
+
+
+def _raw_input(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects layers that read raw input, whose few channels carry all that the model sees, from few bits."""
+    readers = {id(layer) for layer in stems(model)}
+    reason = (
+        f"it reads raw input, and stays in high precision below {_STEM_BITS} bits; skip=(), or a recipe for its name, "
+        f"converts it"
+    )
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        recipe = plan.recipe_for(plain_name(name)) if id(module) in readers else None
+        if recipe is None or recipe.weight.format.bits >= _STEM_BITS:
+            return None
+        return Protection(name.split(".")[-1], reason)
+
+    return protect
 
 
 def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:

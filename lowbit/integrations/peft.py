@@ -23,7 +23,7 @@ from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 
 from lowbit.convert.engine import take_over
-from lowbit.convert.maker import Nearest
+from lowbit.convert.maker import Ruled
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.linear import QuantLinear
@@ -238,7 +238,7 @@ def _plain(base: Any) -> nn.Linear:
 
 def _requantized(plain: Any, base: QuantLinear) -> QuantLinear:
     """The layer that ``base`` becomes with the weight and bias of ``plain``. Raises ValueError for NaN and Inf."""
-    weight, _ = Nearest().weight("", plain.weight.detach(), base.recipe)
+    weight, _ = Ruled().weight("", plain.weight.detach(), base.recipe)
     bias = plain.bias
     if bias is not None and base.bias is not None:
         bias = nn.Parameter(bias.detach().to(base.bias.dtype), base.bias.requires_grad)

@@ -19,7 +19,7 @@ from lowbit._version import __version__
 from lowbit.casts import refuse_beyond
 from lowbit.convert.dequantize import dequantize_
 from lowbit.convert.engine import make_all, quantized_layers, swap
-from lowbit.convert.maker import Nearest, QuantMaker
+from lowbit.convert.maker import QuantMaker, Ruled
 from lowbit.convert.quantize import replacements
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections, select
 from lowbit.files import shown
@@ -122,7 +122,7 @@ class _Loading:
     """The layers of one model that are to be quantized while it loads, each as soon as its tensors are there."""
 
     def __init__(self, model: Any, plan: Plan, skip: Iterable[str]) -> None:
-        self.model, self.maker = model, QuantMaker(model, Nearest())
+        self.model, self.maker = model, QuantMaker(model, Ruled())
         tied = model.all_tied_weights_keys
         for name, source in tied.items():  # as transformers does once they are loaded
             path, _, own = name.rpartition(".")

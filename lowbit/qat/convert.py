@@ -32,8 +32,8 @@ def prepare_(
     skip: Iterable[str] = DEFAULT_SKIP,
     observe: int | None = None,
 ) -> Report:
-    """Let the layers of ``model`` compute, in place, what ``quantize_(model, recipe)`` would have them compute, with
-    gradients; the report is that of ``quantize_``.
+    """Let the layers of ``model`` compute, in place, what ``quantize_(model, recipe, method="nearest")`` would have
+    them compute, with gradients; the report is that of ``quantize_``.
 
     ``recipe``, ``skip``, and which layers are taken: as for ``quantize_``. Weights stay parameters in high precision;
     those of nn.Linear the very ones, so that a plain model's ``state_dict`` fits (``strict=False`` where scales are

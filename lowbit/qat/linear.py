@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.calibrate.observers import MOMENTUM, Ranges
-from lowbit.calibrate.scales import search
 from lowbit.calls import call
+from lowbit.datafree.scales import search
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.linear import result_dtype, wrong_width

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lowbit.calibrate.methods import gptq, hqq, rounding, signround
+from lowbit.calibrate.methods import gptq, signround
 from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.statistics import Statistics
+from lowbit.datafree import RULES, Rule, default_rule, scales
+from lowbit.functional import quantize
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
@@ -36,24 +38,30 @@ class Method(NamedTuple):
     guided: bool = False
     tune: Callable[[Sequence[Observed], Callable[[int], Tensor], Sequence[Tensor]], None] | None = None
 
+    def rule(self, caller: str) -> Rule:
+        """The method without data. Raises ValueError where it needs some."""
+        if self.need != "nothing":
+            raise ValueError(f"{caller} takes methods without data, one of {', '.join(RULES)}; got {self.name!r}")
+        return Rule(self.name, self.about, lambda weight, scheme: self.solve(weight, scheme, None), self.refuses)
 
-#: Every method. Names are API.
+
+def _search(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:
+    """The least squared error of the weights, weighted with E[x^2]."""
+    importance = statistics.squares if statistics is not None and statistics.rows else None
+    return quantize(weight, scheme, *scales.search(weight, scheme, importance))
+
+
+def _without_data(rule: Rule) -> Method:
+    """A rule as a method, which looks at no statistics."""
+    return Method(rule.name, rule.about, lambda weight, scheme, _: rule.solve(weight, scheme), refuses=rule.refuses)
+
+
+#: Every method: the rules that need no data, and those that look at it. Names are API.
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
-        Method("nearest", "each weight to the nearest code, scales from the largest magnitude", rounding.nearest),
-        Method(
-            "signed", "integers: the element of largest magnitude takes the least code, scales of either sign",
-            rounding.signed, refuses=rounding.unsigned,
-        ),
-        Method("mse", "the scale of each block with the least squared error of the weights", rounding.mse),
-        Method(
-            "search", "the same, weighted with E[x^2] of the inputs where there is data", rounding.search,
-            uses="squares",
-        ),
-        Method(
-            "hqq", "zero points by half-quadratic splitting (Badri and Shaji 2023)", hqq.solve, refuses=hqq.unfit
-        ),
+        *map(_without_data, RULES.values()),
+        _without_data(RULES["search"])._replace(solve=_search, uses="squares"),
         Method(
             "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
             gptq.solve, "gram", "gram",
@@ -68,7 +76,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "signround", f"rounding learned by {signround.ITERATIONS} steps of signed descent (arXiv 2309.05516)",
-            rounding.search, "squares", "squares", tune=signround.tune,
+            _search, "squares", "squares", tune=signround.tune,
         ),
     )
 }  # fmt: skip
@@ -78,9 +86,4 @@ def default_method(scheme: Scheme, data: bool, gradient: bool = True) -> Method:
     """The best known method for weights of this scheme, with data or without; ``gradient``: whether the model's loss
     can be differentiated.
     """
-    if data:
-        return METHODS["guided-gptq" if gradient else "gptq"]
-    if rounding.unsigned(scheme) is None:
-        return METHODS["signed"]
-    coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
-    return METHODS["mse" if coded else "nearest"]
+    return METHODS["guided-gptq" if gradient else "gptq"] if data else METHODS[default_rule(scheme).name]

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowbit.calibrate import scales
 from lowbit.calibrate.statistics import Statistics
+from lowbit.datafree import scales
 from lowbit.functional import decode, encode, quantize
 from lowbit.reference import scale_value, spread
 from lowbit.scaling import Scheme

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lowbit.calibrate import scales
 from lowbit.calibrate.observed import Observed
+from lowbit.datafree import scales
 from lowbit.functional import fake_quantize, quantize
 from lowbit.reference import scale_value, spread
 from lowbit.scaling import Scheme

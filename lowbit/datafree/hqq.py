@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.calibrate import scales
-from lowbit.calibrate.statistics import Statistics
+from lowbit.datafree import scales
 from lowbit.functional import fake_quantize, quantize
 from lowbit.reference import in_blocks, spread
 from lowbit.scaling import Scheme
@@ -29,7 +28,7 @@ def unfit(scheme: Scheme) -> str | None:
     return None
 
 
-def solve(weight: Tensor, scheme: Scheme, statistics: Statistics | None = None) -> Quantized:
+def solve(weight: Tensor, scheme: Scheme) -> Quantized:
     """Codes and the outliers that they leave out, in turns; of each block the scale with the least norm is kept."""
     rows, cols = weight.shape
     block = scheme.block_of(rows, cols)

@@ -1,0 +1,87 @@
+"""Rules by which a weight becomes codes and scales without data, and which of them is the best for a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowbit.datafree import hqq, scales
+from lowbit.functional import quantize
+from lowbit.scaling import Scheme
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["RULES", "Rule", "default_rule", "find_rule"]
+
+
+class Rule(NamedTuple):
+    """``solve(weight, scheme)``: the codes and scales of ``weight`` fp32 [out, in]. ``refuses(scheme)``: why the rule
+    has nothing to offer for weights of this scheme, or None.
+    """
+
+    name: str
+    about: str
+    solve: Callable[[Tensor, Scheme], Quantized]
+    refuses: Callable[[Scheme], str | None] = lambda scheme: None
+
+
+def _signed(weight: Tensor, scheme: Scheme) -> Quantized:
+    """The element of largest magnitude of each block takes the least code, which has no positive counterpart."""
+    return quantize(weight, scheme, *scales.signed(weight, scheme))
+
+
+def _unsigned(scheme: Scheme) -> str | None:
+    """Why weights of a scheme have no use for scales of either sign."""
+    if scheme.format.kind != "integer" or scheme.affine or scheme.scale_format.dtype == "uint8":
+        return f"{scheme} is not of signed integers with floating-point scales"
+    return None
+
+
+def _least_squares(weight: Tensor, scheme: Scheme) -> Quantized:
+    return quantize(weight, scheme, *scales.search(weight, scheme))
+
+
+#: Every rule. Names are API.
+RULES: dict[str, Rule] = {
+    row.name: row
+    for row in (
+        Rule("nearest", "each weight to the nearest code, scales from the largest magnitude", quantize),
+        Rule(
+            "signed", "integers: the element of largest magnitude takes the least code, scales of either sign",
+            _signed, _unsigned,
+        ),
+        Rule("mse", "the scale of each block with the least squared error of the weights", _least_squares),
+        Rule("search", "the same; with data, weighted with E[x^2] of the inputs", _least_squares),
+        Rule("hqq", "zero points by half-quadratic splitting (Badri and Shaji 2023)", hqq.solve, hqq.unfit),
+    )
+}  # fmt: skip
+
+
+def default_rule(scheme: Scheme) -> Rule:
+    """The best known rule for weights of this scheme; docs/measured.md has the figures."""
+    if _unsigned(scheme) is None and scheme.format.bits < 8:  # with 256 codes one more is worth nothing
+        return RULES["signed"]
+    coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
+    return RULES["mse" if coded else "nearest"]
+
+
+def find_rule(name: str | None, caller: str) -> Rule | None:
+    """The rule of that name; None for None, which stands for the default of each scheme.
+
+    Raises ValueError for an unknown name, TypeError for what is no name.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise TypeError(f"{caller}: method must be a name, one of {', '.join(RULES)}; got {type(name).__name__}")
+    rule = RULES.get(name.lower().replace("_", "-"))
+    if rule is None:
+        close = get_close_matches(name, RULES, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(
+            f"{caller} takes methods without data, one of {', '.join(RULES)}; got {name!r}{meant}. For those that need "
+            f"data call lowbit.calibrate(model, batches, recipe, {name!r})"
+        )
+    return rule

@@ -1,0 +1,6 @@
+"""Facts about a model: which blocks it repeats, and which layers read its raw input."""
+
+from lowbit.models.blocks import find_blocks
+from lowbit.models.stems import stems
+
+__all__ = ["find_blocks", "stems"]

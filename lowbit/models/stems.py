@@ -1,0 +1,56 @@
+"""Which layers of a model read its raw input: pixels, samples of sound, measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lowbit.models.blocks import find_blocks
+
+__all__ = ["stems"]
+
+#: A convolution of so many channels or fewer reads an image or a waveform.
+_RAW_CHANNELS = 4
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def stems(model: nn.Module) -> list[nn.Module]:
+    """The layers of ``model`` that read its raw input, as far as its structure tells.
+
+    These are convolutions of one to four channels; and the first layer with a weight of the model, and of each part
+    that transformers takes for a model (the encoder of Whisper, the vision tower of CLIP), where it is a convolution,
+    or a Linear before the blocks that the part repeats. A model of one layer has none.
+    """
+    weighted = list(_weighted(model))
+    if len(weighted) < 2:
+        return []
+    found: list[nn.Module] = [
+        layer
+        for layer in weighted
+        if isinstance(layer, _CONVOLUTIONS) and layer.groups == 1 and layer.in_channels <= _RAW_CHANNELS
+    ]
+    for part in model.modules():
+        if part is not model and not isinstance(getattr(type(part), "main_input_name", None), str):
+            continue
+        first = next(_weighted(part), None)
+        if isinstance(first, _CONVOLUTIONS) or (isinstance(first, nn.Linear) and _is_before_blocks(part, first)):
+            found.append(first)
+    return found
+
+
+def _weighted(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hold a parameter of two axes or more, in the order in which they were registered."""
+    for module in model.modules():
+        if any(p is not None and (is_lazy(p) or p.dim() > 1) for p in module._parameters.values()):
+            yield module
+
+
+def _is_before_blocks(part: nn.Module, layer: nn.Module) -> bool:
+    try:
+        blocks = find_blocks(part)
+    except ValueError:
+        return False
+    return all(layer is not module for block in blocks for module in block.modules())
