@@ -61,8 +61,8 @@ def quantize_files(
     have to be a chain, as those of a transformer are.
 
     ``directory``: ``model.safetensors``, or several files with an index, as ``save_pretrained`` writes them.
-    ``recipe``, ``skip``: as for ``quantize_``. ``method``, ``batches``, ``loss``: as for ``calibrate``. ``guided-gptq`` reads
-    each block twice more for every batch.
+    ``recipe``, ``skip``: as for ``quantize_``. ``method``, ``batches``, ``loss``: as for ``calibrate``. ``guided-gptq``
+    reads each block twice more for every batch.
     ``model``: what the checkpoint is of, on the meta device, where it stays; weights are converted to its dtypes. None:
     it is built from the ``config.json`` of transformers. ``load_model`` reads ``out``, given such a model where this
     was; so does ``from_pretrained`` of a transformers that ``lowbit.integrations.transformers`` serves.
