@@ -181,7 +181,7 @@ def test_without_a_gradient_the_default_is_gptq():
     plain = lb.calibrate(model, batches(), RECIPE, "gptq", skip=())
     assert {row.method for row in made.rows.values()} == {"gptq"}
     assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in plain.weights.items())
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"is there a no_grad in the model.*method='gptq'"):
         lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
 
 

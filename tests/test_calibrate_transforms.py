@@ -55,8 +55,7 @@ def transformed(model: nn.Module, x: Tensor, transform: str) -> tuple[nn.Module,
     work = observed(model, plan("int8-weight-only"), ())
     layers = [layer for layer in work.modules() if isinstance(layer, Observed)]
     recorder = Recorder(layers, "gram", None)
-    work(x)
-    recorder.count(0, x, None)
+    recorder.count(0, x, lambda: work(x))
     recorder.finish()
     edits = transform_(work, TRANSFORMS[transform], {id(m): n for n, m in work.named_modules()})
     return work, edits, layers

@@ -4,30 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Chain", "Feed", "feed"]
+__all__ = ["Chain", "Feed", "Unchanged", "copied", "feed"]
 
 #: Calls a model with a batch.
 Feed = Callable[[nn.Module, Any], Any]
 
+Tree = TypeVar("Tree")
+
 
 def feed(model: nn.Module, batch: Any) -> Any:
-    """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword.
+    """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword; with copies,
+    since a model may write to what it is given.
 
     Raises TypeError for a batch of another type.
     """
     if isinstance(batch, Tensor):
-        return model(batch)
+        return model(copied(batch))
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(**copied(dict(batch)))
     if isinstance(batch, tuple | list):
-        return model(*batch)
+        return model(*copied(tuple(batch)))
     raise TypeError(
         f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments; got {type(batch).__name__}"
     )
+
+
+def copied(tree: Tree) -> Tree:
+    """``tree`` with a copy of each tensor in it."""
+    copies: Tree = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return copies
+
+
+class Unchanged:
+    """Knows of tensors whether they have been written to since."""
+
+    def __init__(self, tree: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        self.before = [(tensor, tensor.clone() if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+    def __bool__(self) -> bool:
+        return all(
+            tensor.equal(before) if isinstance(before, Tensor) else tensor._version == before
+            for tensor, before in self.before
+        )
 
 
 class _Call(NamedTuple):
@@ -47,17 +72,24 @@ class _Call(NamedTuple):
         return kwargs[name], cls((), {k: v for k, v in kwargs.items() if k != name}, name)
 
     def run(self, block: nn.Module, hidden: Tensor) -> Any:
+        """The block's output; it is given copies, which it may write to."""
+        args, kwargs = copied(self.args), copied(self.kwargs)
         if self.keyword is None:
-            return block(hidden, *self.args, **self.kwargs)
-        return block(**{self.keyword: hidden}, **self.kwargs)
+            return block(hidden.clone(), *args, **kwargs)
+        return block(**{self.keyword: hidden.clone()}, **kwargs)
 
 
 class _NotAChain(Exception):
-    """The blocks do not feed one another."""
+    """The blocks do not feed one another, or something happens between them."""
 
 
 def _hidden(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def _formed(behind: tuple[Any, ...] | None, hidden: Tensor) -> Any:
+    """What a block returns: the hidden state, and ``behind`` it what the first block returned there."""
+    return hidden if behind is None else (hidden, *behind)
 
 
 class Chain:
@@ -70,44 +102,35 @@ class Chain:
         self.blocks = list(blocks)
         self.hidden: list[Tensor] = []
         self.calls: list[list[_Call]] = []
-        self._form: Callable[[Tensor], Any] = lambda hidden: hidden
+        self._form: Callable[[Tensor], Any] = partial(_formed, None)
 
     def record(self, model: nn.Module, batches: Sequence[Any]) -> bool:
         """Learn what the blocks are called with; of them only the first computes. False where they are no chain."""
         self.hidden, self.calls = [], []
         for batch in batches:
-            calls: list[_Call] = []
+            recording = _Recording()
             try:
-                with self._patched(self._recorder(calls)):
+                with self._patched(recording.called):
                     feed(model, batch)
+                recording.finish(len(self.blocks))
             except _NotAChain:
                 return False
-            if len(calls) != len(self.blocks):
-                return False
-            self.calls.append(calls)
+            self.hidden.append(recording.hidden)
+            self.calls.append(recording.calls)
+            self._form = partial(_formed, recording.behind)
         return True
 
-    def _recorder(self, calls: list[_Call]) -> Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]:
-        last: Any = None
-
-        def called(index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal last
-            hidden, call = _Call.split(args, kwargs)
-            if not isinstance(hidden, Tensor) or index != len(calls) or (index and hidden is not last):
-                raise _NotAChain
-            calls.append(call)
-            if index:
-                return self._form(hidden)
-            self.hidden.append(hidden)
-            output = forward(*args, **kwargs)
-            last = _hidden(output)
-            if not isinstance(last, Tensor) or last.shape != hidden.shape:
-                raise _NotAChain
-            behind = tuple(output[1:]) if isinstance(output, tuple | list) else None
-            self._form = lambda hidden: hidden if behind is None else (hidden, *behind)
-            return output
-
-        return called
+    def positions(self, index: int, number: int) -> frozenset[int]:
+        """How many rows batch ``number`` gives to a layer of block ``index``, or a multiple of it: those of the hidden
+        state [B, T, features], or of another argument of this kind. A layer with others is given what the block picks.
+        Empty where the hidden state is of another kind.
+        """
+        hidden = self.hidden[number]
+        if hidden.dim() != 3:
+            return frozenset()
+        given = [leaf for leaf in tree_leaves(tuple(self.calls[number][index])) if isinstance(leaf, Tensor)]
+        alike = [other for other in given if other.dim() == 3 and other.shape[0] == hidden.shape[0]]
+        return frozenset(x.shape[0] * x.shape[1] for x in (hidden, *alike)) - {0}
 
     def run(self, index: int, number: int) -> Tensor:
         """The output of block ``index`` for batch ``number``."""
@@ -125,7 +148,7 @@ class Chain:
 
         def called(index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given, _ = _Call.split(args, kwargs)
-            return self._form(self.hidden[number] if index == len(self.blocks) - 1 else given)
+            return self._form(self.hidden[number].clone() if index == len(self.blocks) - 1 else given)
 
         with self._patched(called):
             yield
@@ -145,3 +168,60 @@ class Chain:
                 del block.forward
                 if forward is not None:
                     block.forward = forward  # type: ignore[method-assign]
+
+
+class _Recording:
+    """One call of a model, of whose blocks only the first computes; and the second where it is given more of what the
+    first returned than the hidden state, which has to be the same for all blocks.
+
+    Raises _NotAChain where a block is not given what the one before returned, or where that is written to on the way.
+    """
+
+    hidden: Tensor
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.last: Any = None
+        self.behind: tuple[Any, ...] | None = None
+        self.returned = Unchanged(())
+        self.given: list[Unchanged] = []
+
+    def called(self, index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of block ``index``."""
+        hidden, call = _Call.split(args, kwargs)
+        if not isinstance(hidden, Tensor) or index != len(self.calls) or (index and hidden is not self.last):
+            raise _NotAChain
+        if not self.returned:
+            raise _NotAChain
+        self.calls.append(call)
+        self.given.append(Unchanged(call))
+        if index == 0:
+            return self._first(hidden, forward, args, kwargs)
+        if index == 1 and self._state(call):
+            copy = hidden.clone()  # of all that it is given it may write to this
+            args = tuple(copy if value is hidden else value for value in args)
+            kwargs = {name: copy if value is hidden else value for name, value in kwargs.items()}
+            behind = forward(*args, **kwargs)[1:]
+            if not all(any(state is other for other in tree_leaves(behind)) for state in self._state(call)):
+                raise _NotAChain
+        return _formed(self.behind, hidden)
+
+    def _first(self, hidden: Tensor, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.hidden = hidden.clone()
+        output = forward(*args, **kwargs)
+        self.last = _hidden(output)
+        if not isinstance(self.last, Tensor) or self.last.shape != hidden.shape:
+            raise _NotAChain
+        self.behind = tuple(output[1:]) if isinstance(output, tuple | list) else None
+        self.returned = Unchanged((self.last, self.behind))
+        return output
+
+    def _state(self, call: _Call) -> list[Tensor]:
+        """The tensors among a block's arguments that the first block returned behind the hidden state."""
+        returned = {id(leaf) for leaf in tree_leaves(self.behind) if isinstance(leaf, Tensor)}
+        return [leaf for leaf in tree_leaves(tuple(call)) if id(leaf) in returned]
+
+    def finish(self, blocks: int) -> None:
+        """The model's call is over."""
+        if len(self.calls) != blocks or not all(self.given):
+            raise _NotAChain

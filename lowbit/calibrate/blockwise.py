@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lowbit.calibrate.blocks import Chain, feed
 from lowbit.calibrate.calibration import Calibration, Row, digest
 from lowbit.calibrate.choice import Choice
-from lowbit.calibrate.importance import Loss, weigh
+from lowbit.calibrate.importance import Loss, despite_writes, weigh
 from lowbit.calibrate.methods import METHODS, Method, default_method
 from lowbit.calibrate.observe import Recorder, inputs_of, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
@@ -89,7 +90,7 @@ class Blockwise:
         if not blocks:
             return None
         chain = Chain(blocks)
-        with self.weights.held(blocks[0]):
+        with self.weights.held(*blocks[:2]):
             return chain if chain.record(model, self.data) else None
 
     def _uses(self, layer: Observed) -> str:
@@ -203,8 +204,9 @@ class Blockwise:
             self._observe(layers, index, method.uses, None)
             own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
             targets = [plain.run(index, number) for number in range(len(self.data))]
+            learn = partial(method.tune, own, partial(chain.run, index), targets)
             with torch.enable_grad():
-                method.tune(own, lambda number: chain.run(index, number), targets)
+                despite_writes(learn)
 
     @staticmethod
     def _reached(layer: Observed) -> bool:
@@ -233,23 +235,27 @@ class Blockwise:
         """
         if need == "nothing" and (histogram is None or not self.static):
             return
-        recorder = Recorder(layers, need, histogram, rotated)
-        for number in range(len(self.data)):
-            if index is None:
-                self._run_outside(number)
-                recorder.count(number, self.data[number], None)
-                continue
-            assert self.chain is not None
-            plain = None
-            if need == "cross":
-                assert self.plain is not None
-                plain = inputs_of(observed_layers(self.plain.blocks[index]), self.plain, index, number)
-                for layer in layers:
-                    if layer.factors is not None:
-                        plain[layer.name] = [x.float() / layer.factors for x in plain[layer.name]]
-            self.chain.run(index, number)
-            recorder.count(number, self.data[number], plain)
-        recorder.finish()
+        while True:
+            recorder = Recorder(layers, need, histogram, rotated)
+            for number, batch in enumerate(self.data):
+                if index is None:
+                    recorder.count(number, batch, partial(self._run_outside, number))
+                    continue
+                assert self.chain is not None
+                plain = self._plain_inputs(layers, index, number) if need == "cross" else None
+                run = partial(self.chain.run, index, number)
+                recorder.count(number, batch, run, plain, self.chain.positions(index, number))
+            if recorder.finish():
+                return
+
+    def _plain_inputs(self, layers: Sequence[Observed], index: int, number: int) -> dict[str, list[Tensor]]:
+        """What ``layers`` are given in the unquantized model, after the transforms of the quantized one."""
+        assert self.plain is not None
+        plain = inputs_of(observed_layers(self.plain.blocks[index]), self.plain, index, number)
+        for layer in layers:
+            if layer.factors is not None and layer.name in plain:
+                plain[layer.name] = [x.float() / layer.factors for x in plain[layer.name]]
+        return plain
 
     def _run_outside(self, number: int) -> None:
         if self.chain is None:
@@ -290,6 +296,8 @@ class Blockwise:
         if statistics is None and method.need != "nothing":
             method = METHODS["search"]
         if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):
+            method = METHODS["gptq"]
+        if method.guided and layer.importance is None:
             method = METHODS["gptq"]
         require_numbers(layer.weight)
         weight = layer.rotated(layer.weight.float())

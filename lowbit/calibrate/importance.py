@@ -6,15 +6,16 @@ Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import feed
+from lowbit.calibrate.blocks import Unchanged, feed
 from lowbit.calibrate.calibration import digest
 from lowbit.calibrate.observe import mask_of
 from lowbit.calibrate.observed import Observed
@@ -22,7 +23,9 @@ from lowbit.calibrate.observers import processes
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.models import find_blocks
 
-__all__ = ["Loss", "weigh"]
+__all__ = ["Loss", "despite_writes", "weigh"]
+
+Result = TypeVar("Result")
 
 #: The loss of what the model answers to a batch, a scalar.
 Loss = Callable[[Any, Any], Tensor]
@@ -40,21 +43,8 @@ def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], 
     for layer in layers:
         layer.importance = []
     for number, batch in enumerate(batches):
-        watches = {layer: _Watch() for layer in layers}
-        for layer, watch in watches.items():
-            layer.watch = watch
-        try:
-            with torch.enable_grad(), _checkpointed(model):
-                output = feed(model, batch)
-                value = _loss(output, batch) if loss is None else loss(output, batch)
-                for watch in watches.values():
-                    watch.forward = False
-                zeros = [call.zero for watch in watches.values() for call in watch.calls]
-                if zeros:
-                    torch.autograd.grad(value, zeros, allow_unused=True)
-        finally:
-            for layer in layers:
-                layer.watch = None
+        backward = partial(_backward, model, layers, batch, loss)
+        watches = despite_writes(backward, partial(backward, checkpointed=False))
         for layer, watch in watches.items():
             assert layer.importance is not None
             if not all(bool(call.rows.isfinite().all()) for call in watch.calls):
@@ -65,6 +55,55 @@ def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], 
             layer.importance.append([call.rows for call in watch.calls])
     for layer in layers:
         _normalize(layer)
+
+
+class _Written(Exception):
+    """A block writes to what it is given, so that it cannot be computed a second time."""
+
+
+def despite_writes(run: Callable[[], Result], otherwise: Callable[[], Result] | None = None) -> Result:
+    """``run()``, which takes gradients; where the model writes to tensors that these need, ``otherwise()``, by default
+    the same, with such tensors copied first.
+    """
+    try:
+        return run()
+    except _Written:
+        pass
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        return (otherwise or run)()
+
+
+def _backward(
+    model: nn.Module, layers: Sequence[Observed], batch: Any, loss: Loss | None, checkpointed: bool = True
+) -> dict[Observed, _Watch]:
+    """What the layers' watches see of the loss of a batch; ``checkpointed``: whether blocks are.
+
+    Raises ValueError for a loss that has no gradient.
+    """
+    watches = {layer: _Watch() for layer in layers}
+    for layer, watch in watches.items():
+        layer.watch = watch
+    try:
+        with torch.enable_grad(), _checkpointed(model) if checkpointed else nullcontext():
+            output = feed(model, batch)
+            value = _loss(output, batch) if loss is None else loss(output, batch)
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                raise ValueError(
+                    "the loss does not depend on the layers by anything that has a gradient (is there a no_grad in the "
+                    "model, or a detach?); give calibrate method='gptq'"
+                )
+            for watch in watches.values():
+                watch.forward = False
+            zeros = [call.zero for watch in watches.values() for call in watch.calls]
+            if zeros:
+                torch.autograd.grad(value, zeros, allow_unused=True)
+    finally:
+        for layer in layers:
+            layer.watch = None
+    return watches
 
 
 class _Call:
@@ -99,21 +138,36 @@ class _Watch:
 
 @contextmanager
 def _checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some."""
+    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises _Written out of the call of
+    a block that writes to what it is given.
+    """
     try:
         blocks = list(dict.fromkeys(find_blocks(model)))
     except ValueError:
         blocks = []
+    given: list[Unchanged] = []
+
+    def called(block: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append(Unchanged((args, kwargs)))
+
+    def returned(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not given.pop():
+            raise _Written
+
     before = [vars(block).get("forward") for block in blocks]
     if blocks:
         checkpoint_blocks_(model, blocks)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward  # type: ignore[method-assign]
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(called, with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(returned, with_kwargs=True).remove)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, before, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward  # type: ignore[method-assign]
 
 
 def _normalize(layer: Observed) -> None:
@@ -144,20 +198,32 @@ def _loss(output: Any, batch: Any) -> Tensor:
         if mask is not None and mask.shape == ids.shape:
             targets = targets.masked_fill(~mask[:, 1:], -100)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    generator = torch.Generator().manual_seed(int(digest(batch)[:15], 16))  # whatever the order of the batches
     mask = mask_of(batch)
+    if mask is None and isinstance(ids, Tensor) and isinstance(batch, Mapping) and ids.dim() == 2:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+    seed = digest(batch if mask is None else _without_padding(batch, mask))
+    generator = torch.Generator().manual_seed(int(seed[:15], 16))  # whatever the order of the batches
     projected = []
-    for one in _tensors(output):
-        direction = torch.randn(one.shape, generator=generator).to(one.device)
-        if mask is not None and one.shape[:2] == mask.shape:
-            direction[~mask] = 0
-        projected.append((one.float() * direction).sum())
+    for answer in _tensors(output):
+        if mask is not None and answer.shape[:2] == mask.shape:
+            answer = answer[mask]
+        direction = torch.randn(answer.shape, generator=generator).to(answer.device)
+        projected.append((answer.float() * direction).sum())
     if not projected:
         raise ValueError(
             f"the model answers {type(output).__name__} without a tensor that has a gradient; give calibrate "
             f"loss=lambda output, batch: ..."
         )
     return torch.stack(projected).sum()
+
+
+def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
+    """What of a batch counts."""
+    given = {name: value for name, value in batch.items() if name != "attention_mask"}
+    return {
+        name: value[mask] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
+        for name, value in given.items()
+    }
 
 
 def _ids(batch: Any) -> Any:

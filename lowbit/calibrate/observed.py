@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.calibrate.blocks import Unchanged
 from lowbit.calibrate.statistics import Statistics
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, measured
@@ -19,7 +20,7 @@ from lowbit.ops.conv import Window
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Observed", "observed", "observed_layers"]
+__all__ = ["Journal", "Observed", "observed", "observed_layers"]
 
 
 class Observed(nn.Module):
@@ -28,7 +29,8 @@ class Observed(nn.Module):
     ``name``: what the layer is called in a Calibration; ``weight_name``: what its codes are called, which is the name
     of the first layer with this weight. ``plain``: the weight as the model has it, where a transform has changed
     ``weight``. ``statistics``: where its inputs are counted, shared with the layers that are given the same tensors;
-    None: nowhere. ``journal``: where the layer writes down its calls, with their inputs; None: nowhere. ``rounding``:
+    None: nowhere. ``journal``: where the layer notes its inputs; None: nowhere. ``picks``: whether the model picks by
+    what it computes which rows the layer is given, as it does for experts. ``rounding``:
     gives the weight to compute with while a method learns it, and ``tuned`` is what it has learned. ``factors``: what
     transforms have multiplied the weight's columns with. ``importance``: for each batch and call how much each row of
     the inputs counts; None: all the same. ``watch``: what outputs go through while that is found. ``window``: of a
@@ -44,7 +46,8 @@ class Observed(nn.Module):
         self.weight = self.plain = weight
         self.register_parameter("bias", bias)
         self.statistics: Statistics | None = None
-        self.journal: list[tuple[Observed, Tensor]] | None = None
+        self.journal: Journal | None = None
+        self.picks = False
         self.rounding: Callable[[], Tensor] | None = None
         self.tuned: Quantized | None = None
         self.factors: Tensor | None = None
@@ -75,7 +78,7 @@ class Observed(nn.Module):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.journal is not None:
-            self.journal.append((self, x))
+            self.journal.note(self, x)
         weight = self.weight
         if self.rounding is not None:
             weight, x = self.rounding(), self.rotated(x)
@@ -85,6 +88,52 @@ class Observed(nn.Module):
 
     def _watched(self, y: Tensor) -> Tensor:
         return y if self.watch is None else self.watch(y)
+
+
+class Journal:
+    """What layers are given, in the order of their calls: ``entries`` of a layer and its input.
+
+    ``copies``: inputs are copied as they come, for a model that writes to them afterwards. Calls with one tensor, which
+    nothing has written to in between, have one copy.
+    """
+
+    def __init__(self, copies: bool = False) -> None:
+        self.copies = copies
+        self.entries: list[tuple[Observed, Tensor]] = []
+        self.noted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.unchanged: list[Unchanged] = []
+
+    def note(self, layer: Observed, x: Tensor) -> None:
+        """Add a call of ``layer``."""
+        if self.copies:
+            key = (id(x), -1 - len(self.entries) if x.is_inference() else x._version)
+            x = self.noted.setdefault(key, (x, x.clone()))[1]  # x is kept, so that no other tensor gets its id
+        else:
+            self.unchanged.append(Unchanged(x))
+        self.entries.append((layer, x))
+
+    @classmethod
+    def of(cls, layers: Iterable[Observed], run: Callable[[], object], copies: bool = False) -> Journal:
+        """What ``layers`` are given in ``run``, which is called once more where something writes to that."""
+        journal = cls(copies)
+        for layer in layers:
+            layer.journal = journal
+        try:
+            run()
+        finally:
+            for layer in layers:
+                layer.journal = None
+        if not all(journal.unchanged):
+            return cls.of(layers, run, copies=True)
+        journal.noted, journal.unchanged = {}, []
+        return journal
+
+    def by_layer(self) -> dict[Observed, list[Tensor]]:
+        """The inputs of each layer that was called."""
+        found: dict[Observed, list[Tensor]] = {}
+        for layer, x in self.entries:
+            found.setdefault(layer, []).append(x)
+        return found
 
 
 class _ObservedMaker(Maker[Observed]):
@@ -98,8 +147,10 @@ class _ObservedMaker(Maker[Observed]):
 
 
 def observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
-    """A copy of ``model`` that shares its tensors, in eval mode, with Observed layers for those to be quantized."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    """A copy of ``model`` in eval mode, with Observed layers for those to be quantized. It shares the parameters; a
+    buffer, which a forward pass may write to, it has for itself.
+    """
+    shared = {id(t): t for t in (*model.parameters(), *(b for b in model.buffers() if b.is_meta))}
     work = copy.deepcopy(model, shared).eval()
     config: Any = getattr(work, "config", None)
     if hasattr(config, "use_cache"):
