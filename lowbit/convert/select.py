@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
+from lowbit.convert.readers import read_layers
 from lowbit.convert.report import left_lines
 from lowbit.nn.base import KINDS, full_name, kind
 from lowbit.recipes import Plan, Recipe
@@ -54,7 +55,9 @@ class Chosen(NamedTuple):
 
 
 class Protection(NamedTuple):
-    """Why a module stays unless a mapping of recipes names ``word``, the part of its name that tells what it is."""
+    """Why a module stays unless a mapping of recipes names ``word``, the part of its name that tells what it is; with
+    no ``word`` whatever is named.
+    """
 
     word: str
     reason: str
@@ -281,13 +284,16 @@ def protections(
     """The names to skip, and what stays unless a pattern of ``plan`` names it.
 
     Always protected: adapters, and embeddings, of which reports say nothing. ``unties``: the conversion gives a layer a
-    weight of its own, so that output layers tied to an embedding are protected as well, unless ``skip`` is empty. The
+    weight of its own, so that output layers tied to an embedding are protected as well, unless ``skip`` is empty, and
+    layers whose weight the model reads itself, even where a pattern names them. The
     default ``skip`` is a protection too: a pattern may name ``lm_head``, and the report gives the reason.
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
     skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
     guards = [_adapters(model), _table]
+    if unties:
+        guards.insert(0, _read_by_model(model, plan))
     if unties and skip:
         guards.append(_tied(model))
     if default:
@@ -298,6 +304,20 @@ def protections(
         return next((found for guard in guards if (found := guard(name, module)) is not None), None)
 
     return skip, protect
+
+
+def _read_by_model(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects layers whose weight code of the model reads itself; of embeddings, which stay anyway, named ones."""
+    readers = read_layers(model)
+    patterns = [pattern for pattern, _ in plan.patterns]
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        unnamed_table = is_table(module) and not _named(patterns, name.split(".")[-1])
+        if id(module) not in readers or find(module).adapter is None or unnamed_table:
+            return None
+        return Protection("", f"its model reads its weight itself, in {readers[id(module)]}")
+
+    return protect
 
 
 def _table(name: str, module: nn.Module) -> Protection | None:
