@@ -71,6 +71,23 @@ def test_no_pattern_converts_what_would_crash():
     assert "0.read" in lb.train.prepare_(nn.Sequential(Reader()), "fp8").converted  # its weight stays a tensor
 
 
+class Dtype(nn.Module):
+    """Asks attention for a weight that it has under no name once it is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2)
+
+    def forward(self, x):
+        x = x.to(self.attention.in_proj_weight.dtype)
+        return self.attention(x, x, x)[0]
+
+
+def test_weights_inside_of_a_layer():
+    report = lb.quantize_(nn.Sequential(Dtype(), nn.Linear(32, 32)), "int8-weight-only")
+    assert report.converted == ("1",) and WHY in report.left["0.attention"]
+
+
 def test_what_has_no_source_is_converted():
     scope = {"nn": nn, "__name__": "nowhere"}
     exec("class Unknown(nn.Module):\n  def forward(self, x):\n    return x @ self.fc.weight", scope)

@@ -19,7 +19,7 @@ from lowbit.nn.base import full_name
 
 __all__ = ["read_layers"]
 
-#: What a quantized weight answers as the plain one does: that of any layer, and the matrix of a Linear.
+#: What a quantized layer's ``weight`` answers as the plain one does: of any layer, and of a Linear.
 _ANSWERED = ("dtype", "device")
 _ANSWERED_BY_LINEAR = (*_ANSWERED, "shape", "ndim", "size", "dim", "numel")
 
@@ -71,23 +71,25 @@ def read_layers(model: nn.Module) -> dict[int, str]:
     readers: dict[int, str] = {}
     for module in modules:
         for read in reads[type(module)]:
-            for layers, attribute in _resolved(module, read.path):
+            for layers, (parameter, *attributes) in _resolved(module, read.path):
                 plain = find(layers[-1]).listed == full_name(nn.Linear)
-                harmless = attribute in (_ANSWERED_BY_LINEAR if plain else _ANSWERED)
-                if not harmless and all(_may_be(test, holds, module, read.me) for test, holds in read.tests):
+                answered = attributes and attributes[0] in (_ANSWERED_BY_LINEAR if plain else _ANSWERED)
+                if not (answered and parameter == "weight") and all(
+                    _may_be(test, holds, module, read.me) for test, holds in read.tests
+                ):
                     readers.update({id(layer): read.where for layer in layers})
     return readers
 
 
 def _resolved(
     module: nn.Module, path: tuple[str, ...], layers: tuple[nn.Module, ...] = ()
-) -> Iterator[tuple[tuple[nn.Module, ...], str]]:
-    """The modules on the way to each weight inside of ``module`` that ``path`` names, and what is read of it."""
+) -> Iterator[tuple[tuple[nn.Module, ...], tuple[str, ...]]]:
+    """The modules on the way to each weight inside of ``module`` that ``path`` names, and its end from there on."""
     if not path:
         return
     name, rest = path[0], path[1:]
     if layers and name in module._parameters and name != "bias":
-        yield layers, rest[0] if rest else ""
+        yield layers, path
     inner: Iterable[nn.Module | None] = module._modules.values() if name == _ANY else (module._modules.get(name),)
     for child in inner:
         if child is not None:
