@@ -28,6 +28,9 @@ DEFAULT_SKIP = ("lm_head",)
 #: Parts of a module's name by which fine-tuning libraries call the weights that they train.
 _ADAPTER_WORDS = ("lora_*", "modules_to_save")
 
+#: Words in the names of parameters that no product has for a weight.
+_ADDED = frozenset({"token", "tokens", "embed", "embedding", "embeddings", "bias"})
+
 
 class Verdict(NamedTuple):
     """What a conversion does with one kind of module.
@@ -255,8 +258,8 @@ def _not_ready(names: list[str], module: nn.Module, replaced: bool) -> str | Non
 
 def _not_converted(module: nn.Module) -> str:
     name = type(module).__name__
-    stacked = [f"{p} {list(w.shape)}" for p, w in module._parameters.items() if w is not None and w.dim() == 3]
-    if len(stacked) > 0 and not hasattr(module, "kernel_size"):
+    stacked = [f"{p} {list(w.shape)}" for p, w in _weights(module).items() if not is_lazy(w) and w.dim() == 3]
+    if stacked and not hasattr(module, "kernel_size"):
         return f"{name} holds stacked matrices ({', '.join(stacked)}), and is not a class that is converted"
     return f"{name} is not a class that is converted"
 
@@ -274,7 +277,17 @@ def _holds_weights(module: nn.Module) -> bool:
     """Whether the module has a weight matrix that a reader of the report would miss: not embeddings and norms."""
     if is_table(module) or "Norm" in type(module).__name__:
         return False
-    return any(_matrix(p) for p in module._parameters.values())
+    return bool(_weights(module))
+
+
+def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's own matrices, without what is added to activations or looked up: by its name, or ``[1, N, D]``."""
+    return {
+        name: p
+        for name, p in module._parameters.items()
+        if p is not None and _matrix(p) and _ADDED.isdisjoint(name.lower().split("_"))
+        if is_lazy(p) or p.dim() == 2 or p.shape[0] > 1 or hasattr(module, "kernel_size")
+    }
 
 
 # -- what stays unless it is named ------------------------------------------------------------------------------------
