@@ -306,7 +306,7 @@ def protections(
     skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
     guards = [_adapters(model), _table]
     if unties:
-        guards.insert(0, _read_by_model(model, plan))
+        guards.insert(1, _read_by_model(model, plan))
     if unties and skip:
         guards.append(_tied(model))
     if default:
