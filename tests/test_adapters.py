@@ -96,7 +96,9 @@ def test_peft_then_quantize_trains_and_merges_after_dequantize():
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     model = peft.get_peft_model(llama(), config)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(lb.quantize_(model, "nf4").converted) == 14
+    report = lb.quantize_(model, "nf4")
+    assert len(report.converted) == 14
+    assert all("to be trained" in reason for name, reason in report.left.items() if "lora" in name)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     ids, losses = torch.randint(0, 64, (2, 7)), []

@@ -45,6 +45,19 @@ def test_the_bias_takes_what_rounded_weights_lose():
         torch.testing.assert_close(made[int(name)].bias.double(), bias, rtol=0, atol=1e-6)
 
 
+def test_a_bias_that_two_layers_share_stays():
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    second.bias = first.bias
+    made, plain = pair(first, second, nn.Linear(16, 4), recipe="int4-weight-only", batches=[])
+    before = plain[0].bias.detach().clone()
+    report = lb.correct_bias_(made, plain, [torch.rand(5, 16)])
+    assert report.converted == ("2",) and set(report.left) == {"0", "1"}
+    assert "shares its bias with another layer" in report.left["1"]
+    assert made[0].bias is made[1].bias and torch.equal(made[0].bias, before)
+    with pytest.raises(ValueError, match="shares its bias"):
+        lb.correct_bias_(made[:2], plain[:2].eval(), [torch.rand(5, 16)])
+
+
 @pytest.mark.parametrize("recipe", ["int8-static", "int8-static-affine:tensor", "int8"])
 def test_convolutions_lose_nothing_in_the_mean(recipe: str):
     layers = nn.Conv2d(6, 8, 3, groups=2, padding=1), nn.ReLU6(), nn.Conv2d(8, 4, 1)

@@ -325,3 +325,35 @@ def test_transformers_conv1d_is_known_by_its_name():
     lb.quantize_(model, "int8-weight-only")
     assert type(model[0]) is QuantLinear and (model[0].in_features, model[0].out_features) == (33, 6)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
+class Keywords(nn.Module):
+    """Calls its layers by the name that torch gives their argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.conv, self.fc = nn.Embedding(8, 32), nn.Conv1d(32, 32, 1), nn.Linear(32, 32)
+
+    def forward(self, ids):
+        return self.fc(input=self.conv(input=self.table(input=ids).mT).mT)
+
+
+def test_layers_are_called_by_keyword():
+    plain, ids = Keywords().eval(), torch.arange(6).reshape(2, 3)
+    model = copy.deepcopy(plain)
+    found = lb.calibrate(model, [ids], "int8-static", "nearest")
+    assert set(found.rows) == {"conv", "fc"}
+    lb.quantize_(model, "int8-static", found)
+    torch.testing.assert_close(model(ids), plain(ids), rtol=0.1, atol=0.05)
+    assert lb.correct_bias_(model, plain, [ids]).converted == ("conv", "fc")
+    model = copy.deepcopy(plain)
+    lb.quantize_(model, {"*": "int8-weight-only", "table": "int8-weight-only"})
+    torch.testing.assert_close(model(ids), plain(ids), rtol=0.1, atol=0.05)
+    model = copy.deepcopy(plain)
+    lb.quantize_(model, "int4-weight-only:group32", prepack=True)
+    assert model(ids).isfinite().all()
+    for prepare in (lb.qat.prepare_, lb.train.prepare_):
+        model = copy.deepcopy(plain)
+        prepare(model, "fp8")
+        model(ids).sum().backward()
+        assert bool(model.fc.weight.grad.any())

@@ -151,6 +151,32 @@ def test_a_conversion_of_less_than_half_the_weights_names_what_was_left():
     assert report.left["experts"].startswith("Experts holds stacked matrices (gate_up [4, 64, 32])")
 
 
+def test_tokens_and_positions_are_no_weights_of_a_product():
+    """The parameters of torchvision's vision transformers, and of others with windows or queries that are learned."""
+
+    def holder(**shapes: tuple[int, ...]) -> nn.Module:
+        made = nn.Sequential(nn.Linear(32, 32))
+        for name, shape in shapes.items():
+            made.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        return made
+
+    model = nn.ModuleDict(
+        {
+            "tokens": holder(class_token=(1, 1, 32), register_tokens=(4, 32)),
+            "encoder": holder(pos_embedding=(1, 17, 32)),
+            "window": holder(relative_position_bias_table=(9, 4)),
+            "pool": holder(query=(1, 8, 32)),
+            "mixed": holder(class_token=(1, 1, 32), stack=(3, 32, 32)),
+            "row": holder(proj=(1, 32)),
+        }
+    )
+    left = lb.quantize_(model, "int8").left
+    assert left == {
+        "mixed": "Sequential holds stacked matrices (stack [3, 32, 32]), and is not a class that is converted",
+        "row": "Sequential is not a class that is converted",
+    }
+
+
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [("int8", {"skip": ("blocks.0", "lm_head")}), ({"*": "int8", "blocks.0*": None}, {})],

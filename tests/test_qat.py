@@ -262,6 +262,24 @@ def test_observers_average_and_are_frozen():
     torch.testing.assert_close(model[0].input_scales.scale, torch.full((1, 1), expected / 127))
 
 
+@pytest.mark.parametrize("learn_scale", [False, True])
+@pytest.mark.parametrize("recipe", ["int8-static", "int8-static-affine"])
+def test_a_layer_that_is_called_twice_before_backward(recipe, learn_scale):
+    """Each call's gradients are those of the scales that it was computed with, though the second call moves them."""
+    model, xs = net().train(), [torch.randn(8, 40), 3 * torch.randn(8, 40)]
+    lb.qat.prepare_(model, recipe, learn_scale)
+    alone = []
+    for index, x in enumerate(xs):
+        copied = copy.deepcopy(model)
+        for before in xs[:index]:
+            copied(before)
+        copied(x).square().sum().backward()
+        alone.append([p.grad for p in copied.parameters()])
+    sum(model(x).square().sum() for x in xs).backward()
+    for p, *parts in zip(model.parameters(), *alone, strict=True):
+        torch.testing.assert_close(p.grad, sum(parts), rtol=1e-5, atol=1e-5)
+
+
 def test_batchnorm_is_frozen_in_training_mode():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     x = torch.randn(32, 4)

@@ -82,6 +82,20 @@ def test_a_loaded_model_generates_as_the_saved_one(tmp_path):
     assert torch.equal(loaded.generate(TOKENS, do_sample=False), expected) and expected.shape[1] <= 6 + 7
 
 
+def test_infinity_in_a_config(tmp_path):
+    """transformers writes it as an object, because JSON has no word for it."""
+    pytest.importorskip("transformers", minversion="5")
+    sizes = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "num_hidden_layers": 1}
+    config = transformers.Mamba2Config(vocab_size=100, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes)
+    assert config.time_step_limit[1] == float("inf")
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    lb.quantize_(model, "int8")
+    lb.save_model(model, tmp_path)
+    loaded = lb.load_model(tmp_path)
+    assert list(loaded.config.time_step_limit) == list(config.time_step_limit)
+    assert torch.equal(run(loaded), run(model))
+
+
 def test_a_directory_that_was_not_quantized_says_how(tmp_path):
     build("BertModel").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"a model of transformers that is not quantized; .*lowbit quantize"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,9 +28,9 @@ class _Shift:
         self.total = torch.zeros_like(made.bias, dtype=torch.float64)
         self.mask: Tensor | None = None
 
-    def add(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def add(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """A forward hook of the plain layer."""
-        lost = (output - self.made(args[0])).double()
+        lost = (output - self.made(*args, **kwargs)).double()
         if isinstance(self.made, QuantConv):
             lost = lost.movedim(-len(self.made.kernel_size) - 1, -1)
         elif self.mask is not None and lost.shape[:-1] == self.mask.shape:
@@ -46,7 +47,7 @@ def correct_bias_(model: nn.Module, plain: nn.Module, batches: Iterable[Any]) ->
 
     ``plain``: the model that was quantized, in eval mode; it stays as it is. Its layers are given ``batches`` as
     ``lb.calibrate`` gives them, and what the quantized layer of the same name makes of the same inputs is held against
-    theirs, without padding tokens. Layers without a bias are left.
+    theirs, without padding tokens. Layers without a bias, or that share one, are left.
     Raises, with both models as they were: ValueError for ``plain`` in training mode, no batches, NaN and Inf, and a
     ``model`` that holds other numbers beside its codes than ``plain`` (it was calibrated with a transform, or corrected
     already); TypeError for batches of other types.
@@ -56,7 +57,7 @@ def correct_bias_(model: nn.Module, plain: nn.Module, batches: Iterable[Any]) ->
         raise ValueError("correct_bias_: the plain model is in training mode; call plain.eval() first")
     pairs, left = _pairs(model, plain)
     shifts = {name: _Shift(made) for name, (made, _) in pairs.items()}
-    hooks = [before.register_forward_hook(shifts[name].add) for name, (_, before) in pairs.items()]
+    hooks = [before.register_forward_hook(shifts[name].add, with_kwargs=True) for name, (_, before) in pairs.items()]
     try:
         for batch in batches:
             for shift in shifts.values():
@@ -86,6 +87,7 @@ def correct_bias_(model: nn.Module, plain: nn.Module, batches: Iterable[Any]) ->
 def _pairs(model: nn.Module, plain: nn.Module) -> tuple[dict[str, tuple[Any, nn.Module]], dict[str, str]]:
     """By name each quantized layer that has a bias, with the plain layer; and why others are left."""
     modules = dict(plain.named_modules())
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     pairs: dict[str, tuple[Any, nn.Module]] = {}
     left: dict[str, str] = {}
     inside = ""
@@ -98,6 +100,8 @@ def _pairs(model: nn.Module, plain: nn.Module) -> tuple[dict[str, tuple[Any, nn.
             left[name] = "the plain model has no plain layer of this name"
         elif made.bias is None:
             left[name] = "it has no bias; fold BatchNorm into it first, or give it a bias of zeros"
+        elif holders[id(made.bias)] > 1:
+            left[name] = "it shares its bias with another layer, which has lost something else; give each its own first"
         else:
             pairs[name] = made, before
     if not pairs:

@@ -65,8 +65,8 @@ class Observed(nn.Module):
         depth = self.weight.shape[1]
         return depth if self.window is None else depth // math.prod(self.window.kernel_size) * self.window.groups
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = self._operands(x)
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight, bias = self._operands(input)
         return self._watched(F.linear(x, weight, bias))
 
     def conv(self, x: Tensor, window: Window) -> Tensor:

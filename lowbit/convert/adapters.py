@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.nn.attention import QuantMultiheadAttention
@@ -114,6 +115,8 @@ def find(module: nn.Module) -> Found:
             f"a {cls.__name__} replaces {' and '.join(changed)} of {base.__name__}, and may compute something else; "
             f"if it does not, call lowbit.convert.register({cls.__name__}, {base.__name__})",
         )
+    if _EXPERTS in ADAPTERS and _decorated(cls):
+        return Found(ADAPTERS[_EXPERTS], _EXPERTS, None)
     return Found(None, None, None)
 
 
@@ -244,27 +247,58 @@ def _attention_back(layer: nn.MultiheadAttention, made: QuantMultiheadAttention,
 
 
 # -- stacked experts of transformers ----------------------------------------------------------------------------------
+#: The row of every class that this decorates, which says how it computes what all of them do.
+_EXPERTS = "transformers.integrations.moe.use_experts_implementation"
+
+
+def _decorated(cls: type) -> bool:
+    """Whether ``forward`` is the one that the decorator makes."""
+    made_in = getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__")
+    return bool(made_in == _EXPERTS.rpartition(".")[0])
+
+
+def _stacks(layer: Any) -> tuple[str, str]:
+    return "gate_up_proj" if layer.has_gate else "up_proj", "down_proj"
+
+
+def _own(part: Tensor, trained: bool) -> nn.Parameter:
+    """A copy of a part of stacked biases; on the meta device the very part, by which files know what it is of."""
+    return nn.Parameter(part.detach() if part.is_meta else part.detach().clone(), trained)
+
+
 def _experts(layer: Any, make: Make) -> QuantExperts:
-    stacks = (layer.gate_up_proj, layer.down_proj)
-    gate_up, down = ([make(stack, matrix, None) for matrix in stack] for stack in stacks)
+    def layers(name: str) -> list[QuantLinear]:
+        stack = getattr(layer, name)
+        biases: Any = getattr(layer, f"{name}_bias") if layer.has_bias else [None] * len(stack)
+        return [
+            make(
+                stack,
+                matrix.t() if layer.is_transposed else matrix,
+                None if bias is None else _own(bias, biases.requires_grad),
+            )
+            for matrix, bias in zip(stack, biases, strict=True)
+        ]
+
+    gate_up, down = (layers(name) for name in _stacks(layer))
     return QuantExperts(layer, gate_up, down)
 
 
 def _experts_back(layer: Any, made: QuantExperts, plain: Plain) -> None:
-    for name, of in (("gate_up_proj", made.gate_up), ("down_proj", made.down)):
-        stack = plain(*of).detach().unflatten(0, (len(of), -1))  # type: ignore[no-untyped-call]
-        setattr(layer, name, nn.Parameter(stack))
+    for name, of in zip(_stacks(layer), (made.gate_up, made.down), strict=True):
+        layers: Any = list(of)
+        stack = plain(*layers).detach().unflatten(0, (len(layers), -1))  # type: ignore[no-untyped-call]
+        setattr(layer, name, nn.Parameter(stack.transpose(1, 2).contiguous() if layer.is_transposed else stack))
+        if layer.has_bias:
+            setattr(layer, f"{name}_bias", nn.Parameter(torch.stack([inner.bias.detach() for inner in layers])))
 
 
 def _refuses_experts(layer: Any) -> str | None:
-    gated = getattr(type(layer)._apply_gate, "__name__", "") == "_default_apply_gate"
-    if not gated or layer.is_transposed or layer.has_bias or not layer.has_gate or layer.has_post_expert_norm:
-        return f"a {type(layer).__name__} computes more than down(act(gate) * up)"
-    return unusual(layer, ("gate_up_proj", "down_proj"), children=("act_fn",))
+    if layer.has_post_expert_norm:
+        return f"a {type(layer).__name__} normalizes what each expert computes"
+    stacks = _stacks(layer)
+    biases = tuple(f"{name}_bias" for name in stacks) if layer.has_bias else ()
+    return unusual(layer, (*stacks, *biases), children=("act_fn",))
 
-
-#: Mixtures whose experts are one stack of ``[gate; up]`` and one of ``down``, ``[E, out, in]``.
-_EXPERTS = ("mixtral.modeling_mixtral.MixtralExperts", "qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts")
 
 #: What is converted, by the full name of the class, which need not be importable.
 ADAPTERS: dict[str, Adapter] = {
@@ -278,10 +312,5 @@ ADAPTERS: dict[str, Adapter] = {
         _attention, _attention_back, _refuses_attention, (*_PROJECTIONS, "bias_k", "bias_v")
     ),
     "transformers.pytorch_utils.Conv1D": Adapter(_conv1d, _conv1d_back, unusual),
-    **{
-        f"transformers.models.{name}": Adapter(
-            _experts, _experts_back, _refuses_experts, ("gate_up_proj", "down_proj", "_apply_gate")
-        )
-        for name in _EXPERTS
-    },
+    _EXPERTS: Adapter(_experts, _experts_back, _refuses_experts),
 }

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
+from lowbit.convert.readers import read_layers
 from lowbit.convert.report import left_lines
 from lowbit.models import stems
 from lowbit.nn.base import KINDS, full_name, kind
@@ -30,6 +31,9 @@ _STEM_BITS = 8
 
 #: Parts of a module's name by which fine-tuning libraries call the weights that they train.
 _ADAPTER_WORDS = ("lora_*", "modules_to_save")
+
+#: Words in the names of parameters that no product has for a weight.
+_ADDED = frozenset({"token", "tokens", "embed", "embedding", "embeddings", "bias"})
 
 
 class Verdict(NamedTuple):
@@ -58,7 +62,9 @@ class Chosen(NamedTuple):
 
 
 class Protection(NamedTuple):
-    """Why a module stays unless a mapping of recipes names ``word``, the part of its name that tells what it is."""
+    """Why a module stays unless a mapping of recipes names ``word``, the part of its name that tells what it is; with
+    no ``word`` whatever is named.
+    """
 
     word: str
     reason: str
@@ -256,8 +262,8 @@ def _not_ready(names: list[str], module: nn.Module, replaced: bool) -> str | Non
 
 def _not_converted(module: nn.Module) -> str:
     name = type(module).__name__
-    stacked = [f"{p} {list(w.shape)}" for p, w in module._parameters.items() if w is not None and w.dim() == 3]
-    if len(stacked) > 0 and not hasattr(module, "kernel_size"):
+    stacked = [f"{p} {list(w.shape)}" for p, w in _weights(module).items() if not is_lazy(w) and w.dim() == 3]
+    if stacked and not hasattr(module, "kernel_size"):
         return f"{name} holds stacked matrices ({', '.join(stacked)}), and is not a class that is converted"
     return f"{name} is not a class that is converted"
 
@@ -275,7 +281,17 @@ def _holds_weights(module: nn.Module) -> bool:
     """Whether the module has a weight matrix that a reader of the report would miss: not embeddings and norms."""
     if is_table(module) or "Norm" in type(module).__name__:
         return False
-    return any(_matrix(p) for p in module._parameters.values())
+    return bool(_weights(module))
+
+
+def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's own matrices, without what is added to activations or looked up: by its name, or ``[1, N, D]``."""
+    return {
+        name: p
+        for name, p in module._parameters.items()
+        if p is not None and _matrix(p) and _ADDED.isdisjoint(name.lower().split("_"))
+        if is_lazy(p) or p.dim() == 2 or p.shape[0] > 1 or hasattr(module, "kernel_size")
+    }
 
 
 # -- what stays unless it is named ------------------------------------------------------------------------------------
@@ -285,14 +301,17 @@ def protections(
     """The names to skip, and what stays unless a pattern of ``plan`` names it.
 
     Always protected: adapters, and embeddings, of which reports say nothing. Unless ``skip`` is empty, also layers that
-    read raw input, from recipes of less than 8 bits; and where a conversion ``unties``, which gives a layer a weight of
-    its own, output layers tied to an embedding. The default ``skip`` is a protection too: a pattern may name
-    ``lm_head``, and the report gives the reason.
+    read raw input, from recipes of less than 8 bits. Where a conversion ``unties``, which gives a layer a weight of its
+    own, so are output layers tied to an embedding, unless ``skip`` is empty, and layers whose weight the model reads
+    itself, even where a pattern names them. The default ``skip`` is a protection too: a pattern may name ``lm_head``,
+    and the report gives the reason.
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
     skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
     guards = [_adapters(model), _table]
+    if unties:
+        guards.insert(1, _read_by_model(model, plan))
     if unties and skip:
         guards.append(_tied(model))
     if skip:
@@ -305,6 +324,20 @@ def protections(
         return next((found for guard in guards if (found := guard(name, module)) is not None), None)
 
     return skip, protect
+
+
+def _read_by_model(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Protection | None]:
+    """Protects layers whose weight code of the model reads itself; of embeddings, which stay anyway, named ones."""
+    readers = read_layers(model)
+    patterns = [pattern for pattern, _ in plan.patterns]
+
+    def protect(name: str, module: nn.Module) -> Protection | None:
+        unnamed_table = is_table(module) and not _named(patterns, name.split(".")[-1])
+        if id(module) not in readers or find(module).adapter is None or unnamed_table:
+            return None
+        return Protection("", f"its model reads its weight itself, in {readers[id(module)]}")
+
+    return protect
 
 
 def _table(name: str, module: nn.Module) -> Protection | None:

@@ -61,21 +61,21 @@ class QuantConv(nn.Module):
     def bias(self) -> nn.Parameter | None:
         return self.linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         axes = len(self.kernel_size)
-        if x.dim() not in (axes + 1, axes + 2) or x.shape[-axes - 1] != self.in_channels:
+        if input.dim() not in (axes + 1, axes + 2) or input.shape[-axes - 1] != self.in_channels:
             raise ValueError(
                 f"{type(self).__name__}: expected an input [N, C, *S] or [C, *S] with C={self.in_channels} and {axes} "
-                f"axes S, got {list(x.shape)}"
+                f"axes S, got {list(input.shape)}"
             )
-        images = x if x.dim() == axes + 2 else x[None]
+        images = input if input.dim() == axes + 2 else input[None]
         if self.padding_mode != "zeros" and any(self._pads):
             images = F.pad(images, self._pads, mode=self.padding_mode)
         pixels = images.movedim(1, -1)
         y: Tensor = self.linear.conv(pixels, self.window).movedim(-1, 1)
         if images.stride(1) != 1 or not pixels.is_contiguous():
             y = y.contiguous()
-        return y if x.dim() == axes + 2 else y[0]
+        return y if input.dim() == axes + 2 else y[0]
 
     def get_extra_state(self) -> Tensor:
         """The order of the weight's columns, for ``_load_from_state_dict``."""

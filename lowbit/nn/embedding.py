@@ -49,7 +49,8 @@ class QuantEmbedding(nn.Module):
         """The table."""
         return self.linear.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        ids = input
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise TypeError(f"QuantEmbedding: ids must be integers, got {ids.dtype}")
         flat, table, scheme = ids.reshape(-1).long(), self.weight, self.linear.scheme

@@ -170,8 +170,8 @@ class QuantLinear(nn.Module):
         for name in PARTS:
             self._parameters[name] = other._parameters[name]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, dtype = self._given(x)
+    def forward(self, input: Tensor) -> Tensor:
+        x, dtype = self._given(input)
         if x.shape[-1:] != (self.in_features,):
             raise wrong_width(self, x)
         if self.rotation is not None:

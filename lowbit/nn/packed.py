@@ -107,11 +107,10 @@ class PackedLinear(nn.Module):
         """The QuantLinear of this weight, with the very bias of this layer."""
         return QuantLinear(self.weight, self.bias, self.recipe)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         packed, bias = self._buffers["packed"], self._parameters["bias"]
-        if self.rotation is not None:
-            x = hadamard(x, self.rotation)
+        x = input if self.rotation is None else hadamard(input, self.rotation)
         if x.requires_grad and torch.is_grad_enabled():
             return _no_backward(x, call("linear_packed", x.detach(), packed, self.out_features, bias, dtype))
         try:  # without another Python function in between, which would take a tenth of a small layer's time

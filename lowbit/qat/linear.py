@@ -108,12 +108,12 @@ class FakeQuantLinear(nn.Module):
 
     # -- operands ------------------------------------------------------------------------------------------------------
     def _operand(self, name: str, scheme: Any) -> Operand:
-        scale = getattr(self, f"{name}_scale")
+        scale, zero_point, global_scale = (getattr(self, f"{name}_{part}") for part in Learned._fields)
         if scale is None:
             return Operand(scheme)
-        return Operand(
-            scheme, Learned(scale, getattr(self, f"{name}_zero_point"), getattr(self, f"{name}_global_scale"))
-        )
+        if name == "input":  # backward needs those of this call, and the next one may write to them
+            scale, zero_point = scale.clone(), None if zero_point is None else zero_point.clone()
+        return Operand(scheme, Learned(scale, zero_point, global_scale))
 
     def _rotated(self) -> Tensor:
         """The weight as it is quantized."""
@@ -150,8 +150,8 @@ class FakeQuantLinear(nn.Module):
             )
 
     # -- forward -------------------------------------------------------------------------------------------------------
-    def forward(self, x: Tensor) -> Tensor:
-        return self._product(x, None)
+    def forward(self, input: Tensor) -> Tensor:
+        return self._product(input, None)
 
     def conv(self, x: Tensor, window: Window) -> Tensor:
         """A convolution with this weight, as ``QuantLinear.conv``."""

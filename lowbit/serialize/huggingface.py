@@ -75,7 +75,8 @@ def build(described: dict[str, Any]) -> nn.Module:
 
     Raises: ImportError without transformers; ValueError for a class or a config that it does not have.
     """
-    name, config = described["architecture"], dict(described["config"])
+    name = described["architecture"]
+    config = json.loads(json.dumps(described["config"]), object_hook=_number)
     library = _transformers(f"a {shown(name)}")
     made, kind = _class(library, name), config.get("model_type")
     if made is None:
@@ -87,6 +88,12 @@ def build(described: dict[str, Any]) -> nn.Module:
     if described["generation"] is not None:
         model.generation_config = library.GenerationConfig.from_dict(described["generation"])
     return model.eval()
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """A JSON object, or the number without a spelling in JSON that transformers writes as one."""
+    number = value.get("__float__") if len(value) == 1 else None
+    return float(number) if number in ("Infinity", "-Infinity", "NaN") else value
 
 
 def _class(library: Any, name: Any) -> Any:

@@ -61,12 +61,11 @@ class TrainLinear(nn.Linear):
         self.recipe = find_recipe(recipe)
         self.products, self.state, self.path = Products.of(self.recipe), None, ""
 
-    def forward(self, x: Tensor) -> Tensor:
-        dtype, view = result_dtype(x), None
+    def forward(self, input: Tensor) -> Tensor:
+        dtype, view = result_dtype(input), None
         if self.products.stateful:
             view = self._view()
-        if self.products.input is None:
-            x = x.to(dtype)
+        x = input.to(dtype) if self.products.input is None else input
         return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype)
 
     def _view(self) -> View:
