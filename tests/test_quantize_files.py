@@ -284,6 +284,43 @@ def test_damaged_files_are_one_message(tmp_path):
         lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
 
 
+def test_the_index_says_which_file_a_tensor_is_read_from(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    state = model.state_dict()
+    directory = tmp_path / "plain"
+    directory.mkdir()
+    first = {name: state[name] for name in ("0.weight", "0.bias")}
+    stale = {**state, "0.weight": torch.zeros(64, 64), "0.bias": torch.ones(64)}
+    safetensors.torch.save_file(first, directory / "a.safetensors")
+    safetensors.torch.save_file(stale, directory / "b.safetensors")
+    where = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
+
+    def index(where: dict[str, str]) -> None:
+        (directory / shards.INDEX).write_text(json.dumps({"weight_map": where}))
+
+    def quantized() -> None:
+        lb.quantize_files(directory, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+
+    index({**where, "1.bias": "a.safetensors"})
+    with pytest.raises(
+        ValueError, match=r"index.json says that '1\.bias' is in a\.safetensors, which does not have it"
+    ):
+        quantized()
+    index({name: file for name, file in where.items() if name != "1.bias"})
+    with pytest.raises(ValueError, match=r"index.json does not name '1\.bias', which b\.safetensors holds"):
+        quantized()
+    assert not (tmp_path / "out").exists()
+    index(where)
+    before = shards.Checkpoint(directory).digest()
+    quantized()
+    index({**where, "0.bias": "b.safetensors"})
+    assert shards.Checkpoint(directory).digest() != before
+    lb.quantize_(model, "int8")
+    with empty_weights():
+        empty = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    assert same(lb.load_model(tmp_path / "out", empty), model)
+
+
 def test_tensors_that_are_tied_in_the_model_must_be_equal_in_the_files(tmp_path):
     model = plain(tmp_path)
     model[1].weight = model[0].weight

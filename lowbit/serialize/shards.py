@@ -22,6 +22,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: What a run that is not finished has written.
 _PROGRESS = "lowbit-progress.json"
 
+#: What to do where an index and its files differ.
+_COPY = "they are of two checkpoints; copy the whole directory again"
+
 #: Names of tensors that are made together, and the bytes of all of them.
 Group = tuple[tuple[str, ...], int]
 
@@ -29,22 +32,37 @@ Group = tuple[tuple[str, ...], int]
 class Checkpoint:
     """The tensors of a directory with ``model.safetensors``, or with an index that names several files.
 
-    ``entries``: where each lies. Raises: FileNotFoundError for a missing file; ValueError for a damaged one, and for an
-    index that names a file elsewhere or a tensor that its file does not have.
+    ``entries``: where each lies: of several files that hold one name, in the file that the index gives it. Raises:
+    FileNotFoundError for a missing file; ValueError for a damaged one, for an index that names a file elsewhere or a
+    tensor that its file does not have, and for a tensor that the index does not name.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         index = directory / INDEX
-        files = [SINGLE] if not index.exists() else _files_of(index)
-        self.entries: dict[str, safetensors.Entry] = {}
-        for file in files:
-            path = directory / file
-            if not path.exists():
-                other = "no other format is read" if file == SINGLE else f"{INDEX} names it; copy the whole directory"
-                raise FileNotFoundError(f"{path} does not exist; {other}")
-            self.entries.update(safetensors.entries(path))
+        where = _weight_map(index) if index.exists() else None
+        files = [SINGLE] if where is None else sorted(set(where.values()))
+        held = {file: self._entries(file) for file in files}
         self.files = [directory / file for file in files]
+        self.entries: dict[str, safetensors.Entry] = held[SINGLE] if where is None else {}
+        if where is None:
+            return
+        self.files.append(index)
+        for name, file in where.items():
+            if name not in held[file]:
+                raise ValueError(f"{index} says that {shown(name)} is in {file}, which does not have it; {_COPY}")
+            self.entries[name] = held[file][name]
+        for file, rows in held.items():
+            unnamed = sorted(rows.keys() - where.keys())
+            if unnamed:
+                raise ValueError(f"{index} does not name {shown(unnamed[0])}, which {file} holds; {_COPY}")
+
+    def _entries(self, file: str) -> dict[str, safetensors.Entry]:
+        path = self.directory / file
+        if not path.exists():
+            other = "no other format is read" if file == SINGLE else f"{INDEX} names it; copy the whole directory"
+            raise FileNotFoundError(f"{path} does not exist; {other}")
+        return safetensors.entries(path)
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in memory of its own."""
@@ -55,21 +73,16 @@ class Checkpoint:
         told = "".join(f"{path.name} {(s := path.stat()).st_size} {s.st_mtime_ns}\n" for path in self.files)
         return hashlib.sha256(told.encode()).hexdigest()
 
-    @property
-    def bytes(self) -> int:
-        """Of all its files."""
-        return sum(path.stat().st_size for path in self.files)
 
-
-def _files_of(index: Path) -> list[str]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError for a damaged index, and for a file outside of its directory."""
     held = read_json(index).get("weight_map")
     if not isinstance(held, dict) or not all(isinstance(file, str) for file in held.values()):
         raise ValueError(f"{index} is damaged: its weight_map is {shown(held)}; copy it again")
-    files = sorted(set(held.values()))
-    for file in files:
+    for file in held.values():
         if Path(file).name != file:
-            raise ValueError(f"{index} names a file outside of its directory: {file!r}")
-    return files
+            raise ValueError(f"{index} names a file outside of its directory: {shown(file)}")
+    return held
 
 
 def pack(groups: Iterable[Group], most: int) -> list[list[Group]]:
