@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.calibrate.identity import digest
 from lowbit.convert.maker import decibel
 from lowbit.files import read_json, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, plain_state
@@ -246,28 +247,6 @@ class Calibration:
                 f"{name:<44}{row.recipe.name:<24}{row.method:<12}{row.sqnr:>8.1f}{output:>11}  {inputs}".rstrip()
             )
         return "\n".join(lines)
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of a tensor, or of tensors in mappings, tuples and lists, with their dtypes and shapes."""
-    return _hash(_bytes_of(value))
-
-
-def _bytes_of(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        yield f"{plain.dtype} {list(plain.shape)}".encode()
-        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    elif hasattr(value, "items"):
-        for name, one in sorted(value.items()):
-            yield str(name).encode()
-            yield from _bytes_of(one)
-    elif isinstance(value, tuple | list):
-        yield str(len(value)).encode()
-        for one in value:
-            yield from _bytes_of(one)
-    else:
-        yield repr(value).encode()
 
 
 def _hash(pieces: Iterable[bytes]) -> str:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit._version import __version__
 from lowbit.calibrate.blockwise import Blockwise
-from lowbit.calibrate.calibration import Edit, digest
+from lowbit.calibrate.calibration import Edit
 from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import Method
-from lowbit.calibrate.resume import Finished
+from lowbit.calibrate.resume import Finished, run_of
 from lowbit.calibrate.sources import without_data
 from lowbit.calibrate.stored import Stored, storage
 from lowbit.convert.maker import Allocated, Source, decibel
@@ -86,9 +85,8 @@ def quantize_files(
     stored = Stored(model, checkpoint)
     dtypes = sorted({str(tensor.dtype) for tensor in model.state_dict().values()})
     about = {
-        "model": checkpoint.digest(), "recipe": str(chosen.to_dict()), "method": str(choice),
-        "skip": " ".join(sorted(skip)), "dtypes": " ".join(dtypes), "data": digest(data),
-        "shard_bytes": str(shard_bytes), "lowbit": __version__,
+        **run_of(checkpoint.digest(), chosen, choice, skip, data, loss),
+        "dtypes": " ".join(dtypes), "shard_bytes": str(shard_bytes),
     }  # fmt: skip
     progress = progress or (lambda what, done, total: None)
     if data:
@@ -124,7 +122,7 @@ def _without_data(chosen: Plan, choice: Choice, loss: Loss | None) -> Source:
         raise ValueError("quantize_files: a loss is for method='guided-gptq', which needs data; give batches=")
     if choice.transforms:
         raise ValueError(f"quantize_files: {choice.transforms[0].name} needs data; give batches=")
-    source = without_data(choice.weights.name if choice.weights else "nearest", "quantize_files")
+    source = without_data(choice.weights or "nearest", "quantize_files")
     for one in chosen.recipes:
         source.input_scales("", torch.empty(0, device="meta"), one)  # refuses static scales
     return source

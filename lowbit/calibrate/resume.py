@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from lowbit._version import __version__
 from lowbit.calibrate.calibration import CONFIG, Calibration
+from lowbit.calibrate.choice import Choice
+from lowbit.calibrate.identity import digest
+from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.methods import METHODS
 from lowbit.files import read_json, shown, write_json
+from lowbit.recipes import Plan
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Finished"]
+__all__ = ["Finished", "run_of"]
 
 #: What says which run a directory is of, and where its blocks are.
 _RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
 
+def run_of(
+    model: str, chosen: Plan, choice: Choice, skip: Iterable[str], data: Any, loss: Loss | None
+) -> dict[str, str | None]:
+    """What decides every bit of a run's result. ``model``: its digest.
+
+    Raises ValueError for batches, a loss or a method that cannot be told from others.
+    """
+    method = choice.weights
+    named = method is None or METHODS.get(method.name) == method
+    return {
+        "model": model,
+        "recipe": str(chosen.to_dict()),
+        "method": str(choice) if named else f"{choice} {digest(method, 'the method')[:16]}",
+        "skip": " ".join(sorted(skip)),
+        "data": digest(data),
+        "loss": None if loss is None else digest(loss, "the loss"),
+        "lowbit": __version__,
+    }
+
+
 class Finished:
     """``directory/blocks/INDEX`` holds the Calibration of one block, complete once its ``calibration.json`` is there.
 
-    ``run``: what decides every bit of the result: model, recipe, method, data. Raises ValueError for a directory of
-    another run, naming the first difference; OSError where it cannot be written.
+    ``run``: what ``run_of`` says of it. Raises ValueError for a directory of another run, naming the first difference;
+    OSError where it cannot be written.
     """
 
     def __init__(self, directory: str | Path, run: Mapping[str, str | None]) -> None:

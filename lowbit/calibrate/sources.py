@@ -16,13 +16,15 @@ from lowbit.tensor.quantized import Quantized
 __all__ = ["without_data"]
 
 
-def without_data(method: str, caller: str) -> Source:
-    """The weights that the method of that name makes. Raises ValueError for one that is unknown or needs data."""
-    found = METHODS.get(method)
+def without_data(method: str | Method, caller: str) -> Source:
+    """The weights that a method makes, or that of a name. Raises ValueError for one that is unknown or needs data."""
+    found = METHODS.get(method) if isinstance(method, str) else method
     if found is None or found.need != "nothing":
         free = ", ".join(row.name for row in METHODS.values() if row.need == "nothing")
-        raise ValueError(f"{caller} takes methods without data, one of {free}; got {method!r}")
-    return Nearest() if method == "nearest" else _Solved(found)
+        raise ValueError(
+            f"{caller} takes methods without data, one of {free}; got {(found.name if found else method)!r}"
+        )
+    return Nearest() if found == METHODS["nearest"] else _Solved(found)
 
 
 class _Solved(Nearest):
