@@ -9,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import reprlib
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
     "check_regular",
     "flush",
+    "left_behind",
     "read_checked",
     "read_json",
+    "replaced",
     "shown",
     "sync_directory",
     "write_atomically",
@@ -37,6 +41,9 @@ _SEAL = "sha256"
 #: What a checked file begins with; the digest, a newline and the payload follow.
 _MAGIC = b"lowbit-checked-1 sha256:"
 
+#: What ``replaced`` calls a file that is not finished.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
@@ -44,23 +51,35 @@ _short.maxstring = _short.maxother = 80
 shown: Callable[[Any], str] = _short.repr
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in its place; a failure leaves the old file.
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new, empty file beside ``path``, which takes its place once it is filled; a failure leaves the old file.
 
     Of several writers at once the last one wins. Raises: OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    file = open(temporary, "xb")  # never an existing file, never through a link
+    temporary.open("xb").close()  # never an existing file, never through a link
     try:
-        with file:
-            write(file)
-            flush(file)
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill the file that is ``replaced``. Raises: OSError."""
+    with replaced(path) as temporary, open(temporary, "wb") as file:
+        write(file)
+        flush(file)
+
+
+def left_behind(directory: Path, name: str | None = None) -> list[Path]:
+    """What killed writers of ``directory / name``, or of any file, have left beside it."""
+    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in directory.iterdir())
+    return [path for path, match in found if match and name in (None, match["name"])]
 
 
 def flush(file: BinaryIO) -> None:

@@ -205,6 +205,51 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_file(tmp_path):
     assert same(lb.load_model(tmp_path / "out", nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), model)
 
 
+@pytest.mark.parametrize("batches", [None, [torch.ones(4, 64)]], ids=["without data", "with data"])
+def test_a_run_that_is_killed_in_its_first_write_goes_on(tmp_path, monkeypatch, batches):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    replace = os.replace
+
+    def go(out: str, killed_at: int | None = None) -> int:
+        """Kill the process, as far as files can tell, before that rename; how many renames there were."""
+        renames = 0
+
+        def counted(*paths: object) -> None:
+            nonlocal renames
+            if renames == killed_at:
+                raise Killed
+            renames += 1
+            replace(*paths)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", counted)
+            if killed_at is not None:
+                patch.setattr(Path, "unlink", lambda *_, **__: None)
+            lb.quantize_files(
+                tmp_path / "plain", "int8", tmp_path / out, "search" if batches else None, batches=batches,
+                model=copy.deepcopy(model).to("meta"), shard_bytes=1,
+            )  # fmt: skip
+        return renames
+
+    for killed_at in range(go("whole")):
+        out = tmp_path / f"out{killed_at}"
+        with pytest.raises(Killed):
+            go(out.name, killed_at)
+        assert list(out.rglob(".*.tmp"))
+        go(out.name)
+        assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+        for path in (tmp_path / "whole").iterdir():
+            assert (out / path.name).read_bytes() == path.read_bytes()
+
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / f".thesis.txt.{'0' * 16}.tmp").write_text("")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        go("mine")
+
+
 @pytest.mark.parametrize("method", ["guided-gptq", "ls-gptq"])
 def test_a_calibration_from_files_goes_on_from_every_block_and_file(tmp_path, method):
     saved(tmp_path / "plain", "LlamaForCausalLM", torch.float32)

@@ -13,7 +13,7 @@ from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import METHODS
-from lowbit.files import read_json, shown, write_json
+from lowbit.files import left_behind, read_json, shown, write_json
 from lowbit.recipes import Plan
 from lowbit.tensor.quantized import Quantized
 
@@ -61,11 +61,13 @@ class Finished:
                         f"{self.directory} holds a calibration of another run: its {name} is "
                         f"{shown(before.get(name))}, here it is {shown(value)}; give another directory, or remove it"
                     )
-        elif self.directory.exists() and any(self.directory.iterdir()):
-            raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
         else:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if set(self.directory.iterdir()) - set(left_behind(self.directory, _RUN)):
+                raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
             write_json(path, dict(run))
+        for path in left_behind(self.directory):
+            path.unlink()
 
     def _block(self, index: int) -> Path:
         return self.directory / _BLOCKS / f"{index:04}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lowbit.files import read_json, shown, sync_directory, write_json
+from lowbit.files import left_behind, read_json, replaced, shown, write_json
 from lowbit.serialize import safetensors
 
 __all__ = ["INDEX", "Checkpoint", "Group", "Written", "pack", "write_index"]
@@ -121,25 +119,21 @@ class Written:
                         f"give another directory, or remove it"
                     )
             self.files, self.told = list(held["files"]), dict(held["told"])
-        elif directory.exists() and any(directory.iterdir()):
-            raise FileExistsError(f"{directory} is not empty; remove it, or give another directory")
-        directory.mkdir(parents=True, exist_ok=True)
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            if set(directory.iterdir()) - set(left_behind(directory, _PROGRESS)):
+                raise FileExistsError(f"{directory} is not empty; remove it, or give another directory")
         self._keep()
+        for path in left_behind(directory):
+            path.unlink()
 
     def _keep(self) -> None:
         write_json(self.path, {"run": self.run, "files": self.files, "told": self.told})
 
     def write(self, file: str, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> None:
         """Write a file of what ``made`` yields, whole or not at all. ``layout``: the dtypes and shapes of all that."""
-        temporary = self.directory / f".{file}.{secrets.token_hex(8)}.tmp"
-        temporary.open("xb").close()  # never an existing file, never through a link
-        try:
+        with replaced(self.directory / file) as temporary:
             digest, size = safetensors.write_as_made(temporary, layout, made)
-            os.replace(temporary, self.directory / file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(self.directory)
         self.files.append({"file": file, "sha256": digest, "bytes": size, "names": list(layout)})
         self._keep()
 
