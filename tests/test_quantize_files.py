@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -248,6 +249,47 @@ def test_a_run_that_is_killed_in_its_first_write_goes_on(tmp_path, monkeypatch, 
     (mine / f".thesis.txt.{'0' * 16}.tmp").write_text("")
     with pytest.raises(FileExistsError, match="is not empty"):
         go("mine")
+
+
+def test_a_run_that_is_killed_while_its_calibration_is_removed_goes_on(tmp_path, monkeypatch):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    batches = [torch.randn(4, 64)]
+
+    def go(out: Path) -> tuple[lb.Report, list[str]]:
+        told: list[str] = []
+        report = lb.quantize_files(
+            tmp_path / "plain", {"*": "int8", "0.0": "int8-static"}, out, batches=batches, shard_bytes=1,
+            model=copy.deepcopy(model).to("meta"), progress=lambda what, done, total: told.append(what),
+        )  # fmt: skip
+        return report, told
+
+    whole, told = go(tmp_path / "whole")
+    assert "block" in told
+    remove, done = shutil.rmtree, False
+    for killed_at in range(20):
+
+        def removed(directory: Path, killed_at: int = killed_at, **_: object) -> None:
+            for path in sorted(directory.rglob("*.*"), reverse=True)[:killed_at]:
+                path.unlink()
+            if killed_at % 2 or not list(directory.rglob("*.*")):
+                remove(directory / "blocks")
+            raise Killed
+
+        out = tmp_path / f"out{killed_at}"
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", removed)
+            with pytest.raises(Killed):
+                go(out)
+        done = not list((out / "calibration").rglob("*.*"))
+        report, told = go(out)
+        assert str(report) == str(whole) and "block" not in told
+        assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+        assert all((out / path.name).read_bytes() == path.read_bytes() for path in (tmp_path / "whole").iterdir())
+        if done:
+            break
+    assert done
 
 
 @pytest.mark.parametrize("method", ["guided-gptq", "ls-gptq"])

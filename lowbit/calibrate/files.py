@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.calibrate.blockwise import Blockwise
-from lowbit.calibrate.calibration import Edit
+from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import Method
@@ -91,11 +91,12 @@ def quantize_files(
     progress = progress or (lambda what, done, total: None)
     if data:
         written = Written(out, about)
-        finished = Finished(out / _CALIBRATION, about)
-        found = finished.opened()
-        if found is None:
-            run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
-            found = run.all(progress)
+        if (out / CONFIG).exists():  # every file is there, and the calibration half removed
+            found = Calibration()
+        else:
+            finished = Finished(out / _CALIBRATION, about)
+            opened = finished.opened()
+            found = opened or Blockwise(model, data, chosen, choice, skip, finished, loss, stored).all(progress)
         work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
     else:
         work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)

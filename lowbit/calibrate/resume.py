@@ -100,8 +100,12 @@ class Finished:
         return found
 
     def whole(self) -> Calibration | None:
-        """The result of a run that came to its end."""
-        return Calibration.load(self.directory) if (self.directory / CONFIG).exists() else None
+        """The result of a run that came to its end; its blocks are removed."""
+        if not (self.directory / CONFIG).exists():
+            return None
+        found = Calibration.load(self.directory)
+        shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
+        return found
 
     def finish(self, found: Calibration) -> None:
         """Save the result, and remove the blocks."""
