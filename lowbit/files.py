@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 __all__ = [
     "check_regular",
     "flush",
+    "is_file_name",
     "left_behind",
     "read_checked",
     "read_json",
@@ -108,6 +109,11 @@ def check_regular(path: Path, most: int | None = None) -> int:
     if most is not None and status.st_size > most:
         raise ValueError(f"{path} has {status.st_size} bytes and may have {most} at most; copy or save it again")
     return status.st_size
+
+
+def is_file_name(text: Any) -> bool:
+    """Whether ``text`` can be the name of a file in a directory, as another file gives it."""
+    return isinstance(text, str) and text.isprintable() and 0 < len(text.encode()) <= 255 and Path(text).name == text
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
