@@ -366,9 +366,38 @@ def test_damaged_files_are_one_message(tmp_path):
         with pytest.raises(ValueError, match=r"model.safetensors is (damaged|no safetensors file)"):
             lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
     path.unlink()
-    (path.parent / shards.INDEX).write_text(json.dumps({"weight_map": {"0.weight": "../model.safetensors"}}))
-    with pytest.raises(ValueError, match="names a file outside"):
-        lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+    for file in ("../model.safetensors", "x" * 5000, "a\0b", "\ud800", ""):
+        (path.parent / shards.INDEX).write_text(json.dumps({"weight_map": {"0.weight": file}}))
+        with pytest.raises(ValueError, match="names a file outside") as caught:
+            lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+        assert len(str(caught.value)) < 500
+
+
+DTYPES = ("uint16", "uint32", "uint64", "complex64", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float64")
+
+
+def test_every_dtype_of_the_format_goes_from_file_to_file(tmp_path):
+    model = plain(tmp_path)
+    path = tmp_path / "plain" / "model.safetensors"
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        bits = torch.randint(0, 2, (6, dtype.itemsize), dtype=torch.uint8)
+        model.register_buffer(name, bits.view(dtype).squeeze(-1))
+    safetensors.torch.save_file(model.state_dict(), path)
+    lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    held = safetensors.torch.load_file(file)
+    for name in DTYPES:
+        buffer = model.get_buffer(name)
+        assert held[name].dtype == buffer.dtype and torch.equal(held[name].view(torch.uint8), buffer.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
+def test_a_dtype_that_is_not_read_is_not_called_damage(tmp_path, dtype):
+    head = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+    with pytest.raises(ValueError, match=f"model.safetensors holds 'a' in {dtype}, a dtype that lowbit does not read"):
+        lb.quantize_files(tmp_path, "int8", tmp_path / "out", model=nn.Linear(8, 8, device="meta"))
 
 
 def test_the_index_says_which_file_a_tensor_is_read_from(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit.files import left_behind, read_json, replaced, shown, write_json
+from lowbit.files import is_file_name, left_behind, read_json, replaced, shown, write_json
 from lowbit.serialize import safetensors
 
 __all__ = ["INDEX", "Checkpoint", "Group", "Written", "pack", "write_index"]
@@ -78,7 +78,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(held, dict) or not all(isinstance(file, str) for file in held.values()):
         raise ValueError(f"{index} is damaged: its weight_map is {shown(held)}; copy it again")
     for file in held.values():
-        if Path(file).name != file:
+        if not is_file_name(file):
             raise ValueError(f"{index} names a file outside of its directory: {shown(file)}")
     return held
 
