@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 __all__ = [
     "check_regular",
     "flush",
+    "going_on",
     "is_file_name",
     "left_behind",
     "read_checked",
@@ -53,21 +54,41 @@ shown: Callable[[Any], str] = _short.repr
 
 
 @contextmanager
+def going_on(directory: Path) -> Iterator[None]:
+    """An error of the system inside says what remains of a run in ``directory``."""
+    try:
+        yield
+    except OSError as error:
+        text = (
+            f"{error.strerror or error}; what was finished in {directory} is whole: mend that, and the same call goes "
+            f"on from there"
+        )
+        if error.errno is None:
+            raise OSError(text) from error
+        raise OSError(error.errno, text, error.filename2 or error.filename or str(directory)) from error
+
+
+@contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A new, empty file beside ``path``, which takes its place once it is filled; a failure leaves the old file.
 
-    Of several writers at once the last one wins. Raises: OSError.
+    Of several writers at once the last one wins. Raises: OSError, with the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    temporary.open("xb").close()  # never an existing file, never through a link
     try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+        temporary.open("xb").close()  # never an existing file, never through a link
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # of a full disk the system names no file
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

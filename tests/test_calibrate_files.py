@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,3 +138,23 @@ def test_layers_of_every_kind_come_back(tmp_path, dtype):
         other = again.weights[name]
         assert (weight.shape, weight.dtype, weight.scheme) == (other.shape, other.dtype, other.scheme)
         assert all(torch.equal(part, other.parts[key]) for key, part in weight.parts.items())
+
+
+LIMITED = """
+import resource, sys, torch
+import lowbit as lb
+model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    lb.calibrate(model, None, "int8", "search", directory=sys.argv[1])
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits on file sizes")
+def test_a_write_that_really_fails_names_the_file_and_what_remains(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    said = rf"File too large; what was finished in {tmp_path} is whole: .*: '{tmp_path}/\S*/weights-\w+\.safetensors'\n"
+    assert re.search(said, done.stdout), done.stdout + done.stderr
+    assert not list(tmp_path.rglob("*.safetensors*"))

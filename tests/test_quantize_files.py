@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import json
 import os
@@ -249,6 +250,42 @@ def test_a_run_that_is_killed_in_its_first_write_goes_on(tmp_path, monkeypatch, 
     (mine / f".thesis.txt.{'0' * 16}.tmp").write_text("")
     with pytest.raises(FileExistsError, match="is not empty"):
         go("mine")
+
+
+@pytest.mark.parametrize("batches", [None, [torch.ones(4, 64)]], ids=["without data", "with data"])
+def test_a_full_disk_is_named_with_the_file_and_what_remains(tmp_path, monkeypatch, batches):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    fsync = os.fsync
+
+    def go(out: Path, room: int = 1000) -> int:
+        """Quantize to a disk that has room for so many flushes; how many there were."""
+        flushes = 0
+
+        def counted(handle: int) -> None:
+            nonlocal flushes
+            if flushes == room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            flushes += 1
+            fsync(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", counted)
+            lb.quantize_files(
+                tmp_path / "plain", "int8", out, "search" if batches else None, batches=batches,
+                model=copy.deepcopy(model).to("meta"), shard_bytes=1,
+            )  # fmt: skip
+        return flushes
+
+    for room in range(go(tmp_path / "whole")):
+        out = tmp_path / f"out{room}"
+        told = rf"No space left on device; what was finished in {out}\S* is whole: .*goes on from there: '{out}/.*\w'"
+        with pytest.raises(OSError, match=told) as caught:
+            go(out, room)
+        assert caught.value.errno == errno.ENOSPC and ".tmp" not in str(caught.value)
+        go(out)
+        assert all((out / path.name).read_bytes() == path.read_bytes() for path in (tmp_path / "whole").iterdir())
 
 
 def test_a_run_that_is_killed_while_its_calibration_is_removed_goes_on(tmp_path, monkeypatch):

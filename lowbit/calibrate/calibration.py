@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.calibrate.identity import digest
 from lowbit.convert.maker import decibel
-from lowbit.files import is_file_name, read_json, shown, write_json
+from lowbit.files import is_file_name, read_json, replaced, shown, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, empty, empty_scales, plain_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
@@ -191,7 +191,8 @@ class Calibration:
         )
         tensors.update((f"edit.{edit.name}", edit.value) for edit in self.edits)
         file = f"weights-{self._key()[:16]}.safetensors"
-        sha256, size = safetensors.write(directory / file, tensors)
+        with replaced(directory / file) as temporary:
+            sha256, size = safetensors.write(temporary, tensors)
         config = {
             "format": FORMAT, "version": VERSION, "lowbit": __version__, "data": self.data, "seconds": self.seconds,
             "weights": {"file": file, "sha256": sha256, "bytes": size},

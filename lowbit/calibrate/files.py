@@ -24,7 +24,7 @@ from lowbit.convert.maker import Allocated, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
-from lowbit.files import write_json
+from lowbit.files import going_on, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
 from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface
@@ -108,10 +108,11 @@ def quantize_files(
             layout = {name: work.tensors[name] for names, _ in groups for name in names}
             file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
             written.write(file, layout, work.make(groups, written.told))
-    if not huggingface.is_pretrained(model) or huggingface.write_configs(model, out):
-        write_index(out, written.files)
-    rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
-    write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
+    with going_on(out):
+        if not huggingface.is_pretrained(model) or huggingface.write_configs(model, out):
+            write_index(out, written.files)
+        rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
+        write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
     shutil.rmtree(out / _CALIBRATION, ignore_errors=True)
     written.forget()
     return work.reported(written.told)

@@ -13,7 +13,7 @@ from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import METHODS
-from lowbit.files import left_behind, read_json, shown, write_json
+from lowbit.files import going_on, left_behind, read_json, shown, write_json
 from lowbit.recipes import Plan
 from lowbit.tensor.quantized import Quantized
 
@@ -47,7 +47,7 @@ class Finished:
     """``directory/blocks/INDEX`` holds the Calibration of one block, complete once its ``calibration.json`` is there.
 
     ``run``: what ``run_of`` says of it. Raises ValueError for a directory of another run, naming the first difference;
-    OSError where it cannot be written.
+    OSError where it cannot be written, which says what remains.
     """
 
     def __init__(self, directory: str | Path, run: Mapping[str, str | None]) -> None:
@@ -65,7 +65,8 @@ class Finished:
             self.directory.mkdir(parents=True, exist_ok=True)
             if set(self.directory.iterdir()) - set(left_behind(self.directory, _RUN)):
                 raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
-            write_json(path, dict(run))
+            with going_on(self.directory):
+                write_json(path, dict(run))
         for path in left_behind(self.directory):
             path.unlink()
 
@@ -80,11 +81,13 @@ class Finished:
 
     def save(self, index: int, part: Calibration) -> None:
         """Keep what was found for block ``index``."""
-        part.save(self._block(index))
+        with going_on(self.directory):
+            part.save(self._block(index))
 
     def close(self, parts: int) -> None:
         """Say that all blocks are there, ``parts`` of them with what is outside of blocks."""
-        write_json(self.directory / _CLOSED, {"parts": parts})
+        with going_on(self.directory):
+            write_json(self.directory / _CLOSED, {"parts": parts})
 
     def opened(self) -> Calibration | None:
         """What was found for all blocks, its weights left on disk until they are asked for; None before ``close``."""
@@ -109,7 +112,8 @@ class Finished:
 
     def finish(self, found: Calibration) -> None:
         """Save the result, and remove the blocks."""
-        found.save(self.directory)
+        with going_on(self.directory):
+            found.save(self.directory)
         shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +42,9 @@ _SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
 #: The library writes no longer header.
 _MOST_HEADER = 100_000_000
 
+#: How the library words an error of the system.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
 #: Bytes that are hashed at a time.
 _PIECE = 1 << 20
 
@@ -66,7 +71,10 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
     try:
         safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from None
+        code = _OS_ERROR.search(str(error))
+        if code is None:
+            raise OSError(f"{path} cannot be written: {error}") from None
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
     with open(path, "rb+") as file:
         flush(file)
     return _sha256(path), path.stat().st_size
