@@ -9,18 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import reprlib
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
     "check_regular",
     "flush",
+    "going_on",
+    "is_file_name",
+    "left_behind",
     "read_checked",
     "read_json",
+    "replaced",
     "shown",
     "sync_directory",
     "write_atomically",
@@ -37,6 +43,9 @@ _SEAL = "sha256"
 #: What a checked file begins with; the digest, a newline and the payload follow.
 _MAGIC = b"lowbit-checked-1 sha256:"
 
+#: What ``replaced`` calls a file that is not finished.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
@@ -44,23 +53,55 @@ _short.maxstring = _short.maxother = 80
 shown: Callable[[Any], str] = _short.repr
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in its place; a failure leaves the old file.
+@contextmanager
+def going_on(directory: Path) -> Iterator[None]:
+    """An error of the system inside says what remains of a run in ``directory``."""
+    try:
+        yield
+    except OSError as error:
+        text = (
+            f"{error.strerror or error}; what was finished in {directory} is whole: mend that, and the same call goes "
+            f"on from there"
+        )
+        if error.errno is None:
+            raise OSError(text) from error
+        raise OSError(error.errno, text, error.filename2 or error.filename or str(directory)) from error
 
-    Of several writers at once the last one wins. Raises: OSError.
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new, empty file beside ``path``, which takes its place once it is filled; a failure leaves the old file.
+
+    Of several writers at once the last one wins. Raises: OSError, with the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    file = open(temporary, "xb")  # never an existing file, never through a link
     try:
-        with file:
-            write(file)
-            flush(file)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+        temporary.open("xb").close()  # never an existing file, never through a link
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # of a full disk the system names no file
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill the file that is ``replaced``. Raises: OSError."""
+    with replaced(path) as temporary, open(temporary, "wb") as file:
+        write(file)
+        flush(file)
+
+
+def left_behind(directory: Path, name: str | None = None) -> list[Path]:
+    """What killed writers of ``directory / name``, or of any file, have left beside it."""
+    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in directory.iterdir())
+    return [path for path, match in found if match and name in (None, match["name"])]
 
 
 def flush(file: BinaryIO) -> None:
@@ -89,6 +130,11 @@ def check_regular(path: Path, most: int | None = None) -> int:
     if most is not None and status.st_size > most:
         raise ValueError(f"{path} has {status.st_size} bytes and may have {most} at most; copy or save it again")
     return status.st_size
+
+
+def is_file_name(text: Any) -> bool:
+    """Whether ``text`` can be the name of a file in a directory, as another file gives it."""
+    return isinstance(text, str) and text.isprintable() and 0 < len(text.encode()) <= 255 and Path(text).name == text
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

@@ -460,6 +460,23 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
         lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "b")
 
 
+def test_what_a_kill_in_the_first_write_leaves_is_no_other_run(tmp_path):
+    run = lb.calibrate(Stack(1), None, "int8", "search", directory=tmp_path / "whole")
+    (tmp_path / "run").mkdir()
+    for name in (f".run.json.{'a' * 16}.tmp", f".run.json.{'b' * 16}.tmp"):
+        (tmp_path / "run" / name).write_text("{")
+    model = Stack(1)
+    made = lb.calibrate(model, None, "int8", "search", directory=tmp_path / "run")
+    assert made.rows.keys() == run.rows.keys() and not list((tmp_path / "run").glob(".*"))
+    (tmp_path / "run" / f".calibration.json.{'c' * 16}.tmp").write_text("{")
+    assert lb.calibrate(model, None, "int8", "search", directory=tmp_path / "run").rows == made.rows
+    assert not list((tmp_path / "run").glob(".*"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".thesis.txt.tmp").write_text("")
+    with pytest.raises(ValueError, match="not empty and holds no run"):
+        lb.calibrate(model, None, "int8", "search", directory=tmp_path / "other")
+
+
 def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
     from lowbit.serialize import safetensors
 
@@ -473,7 +490,7 @@ def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
         return write(path, tensors)
 
     monkeypatch.setattr(safetensors, "write", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=rf"No space left.*finished in {tmp_path} is whole.*: '{tmp_path}/blocks/0002/"):
         lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path)
     monkeypatch.undo()
     done = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -205,6 +207,128 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_file(tmp_path):
     assert same(lb.load_model(tmp_path / "out", nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), model)
 
 
+@pytest.mark.parametrize("batches", [None, [torch.ones(4, 64)]], ids=["without data", "with data"])
+def test_a_run_that_is_killed_in_its_first_write_goes_on(tmp_path, monkeypatch, batches):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    replace = os.replace
+
+    def go(out: str, killed_at: int | None = None) -> int:
+        """Kill the process, as far as files can tell, before that rename; how many renames there were."""
+        renames = 0
+
+        def counted(*paths: object) -> None:
+            nonlocal renames
+            if renames == killed_at:
+                raise Killed
+            renames += 1
+            replace(*paths)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", counted)
+            if killed_at is not None:
+                patch.setattr(Path, "unlink", lambda *_, **__: None)
+            lb.quantize_files(
+                tmp_path / "plain", "int8", tmp_path / out, "search" if batches else None, batches=batches,
+                model=copy.deepcopy(model).to("meta"), shard_bytes=1,
+            )  # fmt: skip
+        return renames
+
+    for killed_at in range(go("whole")):
+        out = tmp_path / f"out{killed_at}"
+        with pytest.raises(Killed):
+            go(out.name, killed_at)
+        assert list(out.rglob(".*.tmp"))
+        go(out.name)
+        assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+        for path in (tmp_path / "whole").iterdir():
+            assert (out / path.name).read_bytes() == path.read_bytes()
+
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / f".thesis.txt.{'0' * 16}.tmp").write_text("")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        go("mine")
+
+
+@pytest.mark.parametrize("batches", [None, [torch.ones(4, 64)]], ids=["without data", "with data"])
+def test_a_full_disk_is_named_with_the_file_and_what_remains(tmp_path, monkeypatch, batches):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    fsync = os.fsync
+
+    def go(out: Path, room: int = 1000) -> int:
+        """Quantize to a disk that has room for so many flushes; how many there were."""
+        flushes = 0
+
+        def counted(handle: int) -> None:
+            nonlocal flushes
+            if flushes == room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            flushes += 1
+            fsync(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", counted)
+            lb.quantize_files(
+                tmp_path / "plain", "int8", out, "search" if batches else None, batches=batches,
+                model=copy.deepcopy(model).to("meta"), shard_bytes=1,
+            )  # fmt: skip
+        return flushes
+
+    for room in range(go(tmp_path / "whole")):
+        out = tmp_path / f"out{room}"
+        told = rf"No space left on device; what was finished in {out}\S* is whole: .*goes on from there: '{out}/.*\w'"
+        with pytest.raises(OSError, match=told) as caught:
+            go(out, room)
+        assert caught.value.errno == errno.ENOSPC and ".tmp" not in str(caught.value)
+        go(out)
+        assert all((out / path.name).read_bytes() == path.read_bytes() for path in (tmp_path / "whole").iterdir())
+
+
+def test_a_run_that_is_killed_while_its_calibration_is_removed_goes_on(tmp_path, monkeypatch):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    batches = [torch.randn(4, 64)]
+
+    def go(out: Path) -> tuple[lb.Report, list[str]]:
+        told: list[str] = []
+        report = lb.quantize_files(
+            tmp_path / "plain", {"*": "int8", "0.0": "int8-static"}, out, batches=batches, shard_bytes=1,
+            model=copy.deepcopy(model).to("meta"), progress=lambda what, done, total: told.append(what),
+        )  # fmt: skip
+        return report, told
+
+    whole, told = go(tmp_path / "whole")
+    assert "block" in told
+    remove, done = shutil.rmtree, False
+    for killed_at in range(20):
+
+        def removed(directory: Path, killed_at: int = killed_at, **_: object) -> None:
+            for path in sorted(directory.rglob("*.*"), reverse=True)[:killed_at]:
+                path.unlink()
+            if killed_at % 2 or not list(directory.rglob("*.*")):
+                remove(directory / "blocks")
+            raise Killed
+
+        out = tmp_path / f"out{killed_at}"
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", removed)
+            with pytest.raises(Killed):
+                go(out)
+        done = not list((out / "calibration").rglob("*.*"))
+        report, told = go(out)
+        assert str(report) == str(whole) and "block" not in told
+        assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+        assert all((out / path.name).read_bytes() == path.read_bytes() for path in (tmp_path / "whole").iterdir())
+        if done:
+            break
+    assert done
+
+
 @pytest.mark.parametrize("method", ["guided-gptq", "ls-gptq"])
 def test_a_calibration_from_files_goes_on_from_every_block_and_file(tmp_path, method):
     saved(tmp_path / "plain", "LlamaForCausalLM", torch.float32)
@@ -279,9 +403,75 @@ def test_damaged_files_are_one_message(tmp_path):
         with pytest.raises(ValueError, match=r"model.safetensors is (damaged|no safetensors file)"):
             lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
     path.unlink()
-    (path.parent / shards.INDEX).write_text(json.dumps({"weight_map": {"0.weight": "../model.safetensors"}}))
-    with pytest.raises(ValueError, match="names a file outside"):
-        lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+    for file in ("../model.safetensors", "x" * 5000, "a\0b", "\ud800", ""):
+        (path.parent / shards.INDEX).write_text(json.dumps({"weight_map": {"0.weight": file}}))
+        with pytest.raises(ValueError, match="names a file outside") as caught:
+            lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+        assert len(str(caught.value)) < 500
+
+
+DTYPES = ("uint16", "uint32", "uint64", "complex64", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float64")
+
+
+def test_every_dtype_of_the_format_goes_from_file_to_file(tmp_path):
+    model = plain(tmp_path)
+    path = tmp_path / "plain" / "model.safetensors"
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        bits = torch.randint(0, 2, (6, dtype.itemsize), dtype=torch.uint8)
+        model.register_buffer(name, bits.view(dtype).squeeze(-1))
+    safetensors.torch.save_file(model.state_dict(), path)
+    lb.quantize_files(path.parent, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    held = safetensors.torch.load_file(file)
+    for name in DTYPES:
+        buffer = model.get_buffer(name)
+        assert held[name].dtype == buffer.dtype and torch.equal(held[name].view(torch.uint8), buffer.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
+def test_a_dtype_that_is_not_read_is_not_called_damage(tmp_path, dtype):
+    head = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+    with pytest.raises(ValueError, match=f"model.safetensors holds 'a' in {dtype}, a dtype that lowbit does not read"):
+        lb.quantize_files(tmp_path, "int8", tmp_path / "out", model=nn.Linear(8, 8, device="meta"))
+
+
+def test_the_index_says_which_file_a_tensor_is_read_from(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    state = model.state_dict()
+    directory = tmp_path / "plain"
+    directory.mkdir()
+    first = {name: state[name] for name in ("0.weight", "0.bias")}
+    stale = {**state, "0.weight": torch.zeros(64, 64), "0.bias": torch.ones(64)}
+    safetensors.torch.save_file(first, directory / "a.safetensors")
+    safetensors.torch.save_file(stale, directory / "b.safetensors")
+    where = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
+
+    def index(where: dict[str, str]) -> None:
+        (directory / shards.INDEX).write_text(json.dumps({"weight_map": where}))
+
+    def quantized() -> None:
+        lb.quantize_files(directory, "int8", tmp_path / "out", model=copy.deepcopy(model).to("meta"))
+
+    index({**where, "1.bias": "a.safetensors"})
+    with pytest.raises(
+        ValueError, match=r"index.json says that '1\.bias' is in a\.safetensors, which does not have it"
+    ):
+        quantized()
+    index({name: file for name, file in where.items() if name != "1.bias"})
+    with pytest.raises(ValueError, match=r"index.json does not name '1\.bias', which b\.safetensors holds"):
+        quantized()
+    assert not (tmp_path / "out").exists()
+    index(where)
+    before = shards.Checkpoint(directory).digest()
+    quantized()
+    index({**where, "0.bias": "b.safetensors"})
+    assert shards.Checkpoint(directory).digest() != before
+    lb.quantize_(model, "int8")
+    with empty_weights():
+        empty = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    assert same(lb.load_model(tmp_path / "out", empty), model)
 
 
 def test_tensors_that_are_tied_in_the_model_must_be_equal_in_the_files(tmp_path):

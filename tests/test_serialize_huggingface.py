@@ -9,7 +9,7 @@ import torch
 
 import lowbit as lb
 from lowbit import files
-from lowbit.serialize import empty_weights
+from lowbit.serialize import empty_weights, huggingface
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,6 +130,85 @@ def test_a_strangers_description_of_a_model_is_refused(tmp_path, change, told):
     with pytest.raises(ValueError, match=told) as caught:
         lb.load_model(tmp_path)
     assert str(tmp_path / "lowbit.json") in str(caught.value)
+
+
+#: Parts of a config that would make transformers or timm fetch something, and what is said of each.
+ELSEWHERE = [
+    *(({key: "owner/repo"}, "may be one of eager, sdpa, .*choose kernels after loading") for key in (
+        "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation",
+        "_experts_implementation",
+    )),
+    ({"_attn_implementation": "flash_attention_2"}, "need a package. Remove it, .*set_attn_implementation"),
+    ({"_experts_implementation": "sonicmoe"}, "other kernels are fetched as code"),
+    ({"attn_implementation": {"": "sdpa", "text_config": "paged|owner/repo@v1:f"}}, "may be one of eager"),
+    ({"text_config": {"_attn_implementation": "owner/repo"}}, "'text_config._attn_implementation' is 'owner/repo'"),
+    ({"layers": [{"attn_implementation": "owner/repo"}]}, "'layers.attn_implementation' is 'owner/repo'"),
+    ({"text_config": {"auto_map": {"AutoModel": "owner/repo--m.M"}}}, "names code in other files; lowbit runs none"),
+    ({"backbone": "hf-hub:owner/repo"}, "names a model of another place"),
+    ({"model_args": {"checkpoint_path": "/tmp/x.pth"}}, "names a file of weights"),
+    ({"configuration_files": ["config.4.0.0.json"]}, "names other configs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "told"), ELSEWHERE, ids=[json.dumps(change) for change, _ in ELSEWHERE])
+def test_a_config_that_fetches_code_is_refused_before_a_model_is_built(tmp_path, monkeypatch, change, told):
+    model = build("BertModel")
+    model.save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({**config, **change}))
+    lb.quantize_(model, "int8")
+    lb.save_model(model, tmp_path / "saved")
+    saved = files.read_json(tmp_path / "saved" / "lowbit.json")
+    saved["model"]["config"]["config"].update(change)
+    files.write_json(tmp_path / "saved" / "lowbit.json", saved)
+
+    def built(*_, **__):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", built)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", built)
+    for load in (
+        lambda: lb.load_model(tmp_path / "saved"),
+        lambda: huggingface.from_directory(tmp_path / "plain"),
+        lambda: lb.quantize_files(tmp_path / "plain", "int8", tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            load()
+
+
+def test_code_that_a_directory_brings_never_runs(tmp_path):
+    model = build("BertModel")
+    model.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    maps = {"AutoConfig": "mine.C", "AutoModel": "mine.M", "AutoModelForMaskedLM": "owner/repo--mine.M"}
+    change = {
+        "auto_map": maps,
+        "trust_remote_code": True,
+        "cache_implementation": "hybrid",
+        "_attn_implementation": "eager",
+    }
+    expected = model.state_dict()
+    for architectures in (["BertModel"], ["Other"]):
+        (tmp_path / "plain" / "config.json").write_text(
+            json.dumps({**config, **change, "architectures": architectures})
+        )
+        found = huggingface.from_directory(tmp_path / "plain").state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert huggingface.without_weights(tmp_path / "plain").state_dict().keys() == expected.keys()
+    other = {"model_type": "mine", "architectures": ["Other"]}
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({**config, **change, **other}))
+    with pytest.raises(ValueError, match="transformers cannot"):
+        huggingface.from_directory(tmp_path / "plain")
+
+    lb.quantize_(model, "int8")
+    lb.save_model(model, tmp_path / "saved")
+    saved = files.read_json(tmp_path / "saved" / "lowbit.json")
+    saved["model"]["config"]["config"].update(change)
+    files.write_json(tmp_path / "saved" / "lowbit.json", saved)
+    again = lb.load_model(tmp_path / "saved")
+    assert all(torch.equal(again.state_dict()[name], part) for name, part in model.state_dict().items())
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_class_of_ones_own_is_loaded_into_a_model(tmp_path):

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.calibrate.identity import digest
 from lowbit.convert.maker import decibel
-from lowbit.files import read_json, write_json
-from lowbit.nn.linear import INPUT_PARTS, PARTS, plain_state
+from lowbit.files import is_file_name, read_json, replaced, shown, write_json
+from lowbit.nn.linear import INPUT_PARTS, PARTS, empty, empty_scales, plain_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.serialize import safetensors
+from lowbit.serialize.layout import DTYPES
 from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["Calibration", "Edit", "Row", "digest"]
 
 CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
+
+#: The fields of a Row in the file, but for its recipe, and what JSON has for them.
+_NUMBER = (float, int)
+_ROW: dict[str, tuple[type, ...]] = {
+    "method": (str,), "digest": (str,), "signal": _NUMBER, "noise": _NUMBER, "output_sqnr": (*_NUMBER, type(None)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,9 @@ class Calibration:
                     f"the calibration changes {edit.name} together with the weight of {missing[0]}, which is not "
                     f"quantized here; calibrate with the recipe and skip=... that quantize_ is given"
                 )
-            if edit.name not in own or digest(own[edit.name]) != edit.digest:
+            known = own.get(edit.name)
+            fits = known is not None and (known.shape, known.dtype) == (edit.value.shape, edit.value.dtype)
+            if not fits or digest(known) != edit.digest:
                 raise ValueError(
                     f"the parameter {edit.name!r} is not the one that was calibrated; calibrate this model, or load "
                     f"that one"
@@ -181,7 +191,8 @@ class Calibration:
         )
         tensors.update((f"edit.{edit.name}", edit.value) for edit in self.edits)
         file = f"weights-{self._key()[:16]}.safetensors"
-        sha256, size = safetensors.write(directory / file, tensors)
+        with replaced(directory / file) as temporary:
+            sha256, size = safetensors.write(temporary, tensors)
         config = {
             "format": FORMAT, "version": VERSION, "lowbit": __version__, "data": self.data, "seconds": self.seconds,
             "weights": {"file": file, "sha256": sha256, "bytes": size},
@@ -202,36 +213,35 @@ class Calibration:
         config = read_json(path)
         if config.get("format") != FORMAT or config.get("version") != VERSION:
             raise ValueError(f"{path} was not written by this version of lowbit's Calibration.save")
-        try:
-            return cls._read(Path(directory), config)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); copy or save it again") from None
+        with _damage(path):
+            stored = config["weights"]
+            if not is_file_name(stored["file"]):
+                raise ValueError(f"it names a file outside of its directory: {shown(stored['file'])}")
+            file = path.with_name(stored["file"])
+            sha256, size = _typed(stored, "sha256", str), _typed(stored, "bytes", int)
+        tensors = safetensors.read(file, sha256, size)
+        with _damage(path):
+            return cls._read(config, tensors)
 
     @classmethod
-    def _read(cls, directory: Path, config: dict[str, Any]) -> Calibration:
-        stored = config["weights"]
-        if Path(stored["file"]).name != stored["file"]:
-            raise ValueError(f"{directory / CONFIG} names a file outside of its directory: {stored['file']!r}")
-        tensors = safetensors.read(directory / stored["file"], stored["sha256"], stored["bytes"])
-        made = cls(data=config["data"], seconds=config["seconds"])
+    def _read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
+        """What the file says of ``tensors``, all of which it takes. Raises KeyError, TypeError or ValueError."""
+        made = cls(data=_typed(config, "data", str, type(None)), seconds=_typed(config, "seconds", *_NUMBER))
         for name, row in config["layers"].items():
             recipe = Recipe.from_dict(row["recipe"])
-            made.rows[name] = Row(recipe, row["method"], row["digest"], row["signal"], row["noise"], row["output_sqnr"])
-            parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
-            made.weights[name] = Quantized(
-                parts["codes"], stored_scale(parts["scale"], recipe.weight.name), parts.get("zero_point"),
-                stored_global(parts.get("global_scale")), recipe.weight, torch.Size(row["shape"]),
-                getattr(torch, row["dtype"]),
-            )  # fmt: skip
+            made.rows[name] = Row(recipe, *(_typed(row, field, *kinds) for field, kinds in _ROW.items()))
+            made.weights[name] = _weight(name, row, recipe, tensors)
         for name, observer in config["inputs"].items():
-            scale, zero = (tensors.get(f"{name}.{part}") for part in INPUT_PARTS)
-            if scale is None:
-                raise KeyError(f"{name}.{INPUT_PARTS[0]}")
-            made.inputs[name] = Scales(scale, zero), observer
-        made.edits = [
-            Edit(name, tensors[f"edit.{name}"], edit["digest"], tuple(edit["weights"]))
-            for name, edit in config["edits"].items()
-        ]
+            if name not in made.rows or not isinstance(observer, str):
+                raise ValueError(f"the inputs of {shown(name)}, by {shown(observer)}, are of no layer")
+            made.inputs[name] = _input_scales(name, made.rows[name].recipe, made.weights[name], tensors), observer
+        for name, edit in config["edits"].items():
+            weights = _typed(edit, "weights", list)
+            if not all(isinstance(weight, str) for weight in weights):
+                raise TypeError(f"the weights of an edit are {shown(weights)}, and must be names")
+            made.edits.append(Edit(name, tensors.pop(f"edit.{name}"), _typed(edit, "digest", str), tuple(weights)))
+        if tensors:
+            raise ValueError(f"no layer and no edit has the tensors {', '.join(list(tensors)[:4])}")
         return made
 
     def __repr__(self) -> str:
@@ -248,26 +258,61 @@ class Calibration:
         return "\n".join(lines)
 
 
-def digest(value: Any) -> str:
-    """SHA-256 of a tensor, or of tensors in mappings, tuples and lists, with their dtypes and shapes."""
-    return _hash(_bytes_of(value))
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Whatever is wrong with what a file says is told as damage of that file."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        text = f"{type(error).__name__}: {str(error)[:500]}"
+        raise ValueError(f"{path} is damaged ({text}); copy or save it again") from None
 
 
-def _bytes_of(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        yield f"{plain.dtype} {list(plain.shape)}".encode()
-        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    elif hasattr(value, "items"):
-        for name, one in sorted(value.items()):
-            yield str(name).encode()
-            yield from _bytes_of(one)
-    elif isinstance(value, tuple | list):
-        yield str(len(value)).encode()
-        for one in value:
-            yield from _bytes_of(one)
-    else:
-        yield repr(value).encode()
+def _typed(row: dict[str, Any], name: str, *kinds: type) -> Any:
+    """A field of the file. Raises KeyError; TypeError for one that is of none of ``kinds``."""
+    if type(row[name]) not in kinds:
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise TypeError(f"{name} is {shown(row[name])}, and must be a {expected}")
+    return row[name]
+
+
+def _weight(name: str, row: dict[str, Any], recipe: Recipe, tensors: dict[str, Tensor]) -> Quantized:
+    """A layer's weight. Raises ValueError for tensors that do not fit its recipe and shape."""
+    shape = _typed(row, "shape", list)
+    if len(shape) != 2 or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"the shape of {name} is {shown(shape)}, and must be that of a matrix")
+    dtype = DTYPES.get(_typed(row, "dtype", str))
+    if dtype is None:
+        raise ValueError(f"the dtype of {name} is {shown(row['dtype'])}, and may be one of {', '.join(DTYPES)}")
+    expected = empty(tuple(shape), recipe.weight, dtype, "meta")
+    parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
+    parts["scale"] = stored_scale(parts["scale"], recipe.weight.name)
+    outer = stored_global(parts.get("global_scale"))
+    if outer is not None:
+        parts["global_scale"] = outer
+    _check_parts(name, parts, expected.parts)
+    return Quantized(
+        parts["codes"], parts["scale"], parts.get("zero_point"), outer, recipe.weight, expected.shape, dtype
+    )  # fmt: skip
+
+
+def _input_scales(name: str, recipe: Recipe, weight: Quantized, tensors: dict[str, Tensor]) -> Scales:
+    """The static scales of a layer's inputs. Raises ValueError for tensors that do not fit its recipe and width."""
+    if not recipe.static or recipe.input is None:
+        raise ValueError(f"{name} has input scales, and its recipe {recipe.name!r} none that are static")
+    expected = empty_scales(recipe.input, weight.shape[1], "meta")
+    wanted = zip(INPUT_PARTS, (expected.scale, expected.zero_point), strict=True)
+    parts = {part: tensors.pop(f"{name}.{part}") for part in INPUT_PARTS if f"{name}.{part}" in tensors}
+    _check_parts(name, parts, {part: like for part, like in wanted if like is not None})
+    return Scales(*(parts.get(part) for part in INPUT_PARTS))  # type: ignore[arg-type]  # a scale is always there
+
+
+def _check_parts(name: str, parts: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raises ValueError for missing or further tensors, and for other dtypes and shapes."""
+    own, wanted = ({part: (t.dtype, list(t.shape)) for part, t in given.items()} for given in (parts, expected))
+    for part in (*PARTS, *INPUT_PARTS):
+        if own.get(part) != wanted.get(part):
+            raise ValueError(f"{name}.{part} is {own.get(part)}, and must be {wanted.get(part)}")
 
 
 def _hash(pieces: Iterable[bytes]) -> str:

@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit._version import __version__
 from lowbit.calibrate.blockwise import Blockwise
-from lowbit.calibrate.calibration import Edit, digest
+from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import Method
-from lowbit.calibrate.resume import Finished
+from lowbit.calibrate.resume import Finished, run_of
 from lowbit.calibrate.stored import Stored, storage
 from lowbit.convert.maker import Allocated, Ruled, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
-from lowbit.files import write_json
+from lowbit.files import going_on, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
 from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface
@@ -85,18 +84,18 @@ def quantize_files(
     stored = Stored(model, checkpoint)
     dtypes = sorted({str(tensor.dtype) for tensor in model.state_dict().values()})
     about = {
-        "model": checkpoint.digest(), "recipe": str(chosen.to_dict()), "method": str(choice),
-        "skip": " ".join(sorted(skip)), "dtypes": " ".join(dtypes), "data": digest(data),
-        "shard_bytes": str(shard_bytes), "lowbit": __version__,
+        **run_of(checkpoint.digest(), chosen, choice, skip, data, loss),
+        "dtypes": " ".join(dtypes), "shard_bytes": str(shard_bytes),
     }  # fmt: skip
     progress = progress or (lambda what, done, total: None)
     if data:
         written = Written(out, about)
-        finished = Finished(out / _CALIBRATION, about)
-        found = finished.opened()
-        if found is None:
-            run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
-            found = run.all(progress)
+        if (out / CONFIG).exists():  # every file is there, and the calibration half removed
+            found = Calibration()
+        else:
+            finished = Finished(out / _CALIBRATION, about)
+            opened = finished.opened()
+            found = opened or Blockwise(model, data, chosen, choice, skip, finished, loss, stored).all(progress)
         work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
     else:
         work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
@@ -108,10 +107,11 @@ def quantize_files(
             layout = {name: work.tensors[name] for names, _ in groups for name in names}
             file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
             written.write(file, layout, work.make(groups, written.told))
-    if not huggingface.is_pretrained(model) or huggingface.write_configs(model, out):
-        write_index(out, written.files)
-    rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
-    write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
+    with going_on(out):
+        if not huggingface.is_pretrained(model) or huggingface.write_configs(model, out):
+            write_index(out, written.files)
+        rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
+        write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
     shutil.rmtree(out / _CALIBRATION, ignore_errors=True)
     written.forget()
     return work.reported(written.told)

@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from lowbit._version import __version__
 from lowbit.calibrate.calibration import CONFIG, Calibration
-from lowbit.files import read_json, shown, write_json
+from lowbit.calibrate.choice import Choice
+from lowbit.calibrate.identity import digest
+from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.methods import METHODS
+from lowbit.files import going_on, left_behind, read_json, shown, write_json
+from lowbit.recipes import Plan
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Finished"]
+__all__ = ["Finished", "run_of"]
 
 #: What says which run a directory is of, and where its blocks are.
 _RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
 
+def run_of(
+    model: str, chosen: Plan, choice: Choice, skip: Iterable[str], data: Any, loss: Loss | None
+) -> dict[str, str | None]:
+    """What decides every bit of a run's result. ``model``: its digest.
+
+    Raises ValueError for batches, a loss or a method that cannot be told from others.
+    """
+    method = choice.weights
+    named = method is None or METHODS.get(method.name) == method
+    return {
+        "model": model,
+        "recipe": str(chosen.to_dict()),
+        "method": str(choice) if named else f"{choice} {digest(method, 'the method')[:16]}",
+        "skip": " ".join(sorted(skip)),
+        "data": digest(data),
+        "loss": None if loss is None else digest(loss, "the loss"),
+        "lowbit": __version__,
+    }
+
+
 class Finished:
     """``directory/blocks/INDEX`` holds the Calibration of one block, complete once its ``calibration.json`` is there.
 
-    ``run``: what decides every bit of the result: model, recipe, method, data. Raises ValueError for a directory of
-    another run, naming the first difference; OSError where it cannot be written.
+    ``run``: what ``run_of`` says of it. Raises ValueError for a directory of another run, naming the first difference;
+    OSError where it cannot be written, which says what remains.
     """
 
     def __init__(self, directory: str | Path, run: Mapping[str, str | None]) -> None:
@@ -34,11 +61,14 @@ class Finished:
                         f"{self.directory} holds a calibration of another run: its {name} is "
                         f"{shown(before.get(name))}, here it is {shown(value)}; give another directory, or remove it"
                     )
-        elif self.directory.exists() and any(self.directory.iterdir()):
-            raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
         else:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(path, dict(run))
+            if set(self.directory.iterdir()) - set(left_behind(self.directory, _RUN)):
+                raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
+            with going_on(self.directory):
+                write_json(path, dict(run))
+        for path in left_behind(self.directory):
+            path.unlink()
 
     def _block(self, index: int) -> Path:
         return self.directory / _BLOCKS / f"{index:04}"
@@ -51,11 +81,13 @@ class Finished:
 
     def save(self, index: int, part: Calibration) -> None:
         """Keep what was found for block ``index``."""
-        part.save(self._block(index))
+        with going_on(self.directory):
+            part.save(self._block(index))
 
     def close(self, parts: int) -> None:
         """Say that all blocks are there, ``parts`` of them with what is outside of blocks."""
-        write_json(self.directory / _CLOSED, {"parts": parts})
+        with going_on(self.directory):
+            write_json(self.directory / _CLOSED, {"parts": parts})
 
     def opened(self) -> Calibration | None:
         """What was found for all blocks, its weights left on disk until they are asked for; None before ``close``."""
@@ -71,12 +103,17 @@ class Finished:
         return found
 
     def whole(self) -> Calibration | None:
-        """The result of a run that came to its end."""
-        return Calibration.load(self.directory) if (self.directory / CONFIG).exists() else None
+        """The result of a run that came to its end; its blocks are removed."""
+        if not (self.directory / CONFIG).exists():
+            return None
+        found = Calibration.load(self.directory)
+        shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
+        return found
 
     def finish(self, found: Calibration) -> None:
         """Save the result, and remove the blocks."""
-        found.save(self.directory)
+        with going_on(self.directory):
+            found.save(self.directory)
         shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
 
 

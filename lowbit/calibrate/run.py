@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit._version import __version__
 from lowbit.calibrate.blockwise import Blockwise
-from lowbit.calibrate.calibration import Calibration, digest
+from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
+from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import Loss
 from lowbit.calibrate.methods import Method
-from lowbit.calibrate.resume import Finished
+from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.recipes import Plan, Recipe
@@ -48,7 +48,8 @@ def calibrate(
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
     given: ``("smoothquant", "gptq")``.
     ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
-    recipe, method and data goes on after the last finished block, and finds the same bits.
+    recipe, method, data and loss goes on after the last finished block, and finds the same bits. A loss or a Method of
+    one's own is the same where its code is, and what the code closes over or reaches by global names.
     ``loss(output, batch)``: what ``guided-gptq`` differentiates, a scalar; by default the cross-entropy of the next
     token where the model answers with logits of token ids, else a random projection of its outputs.
     ``progress(what, done, total)`` is called before each block.
@@ -58,7 +59,8 @@ def calibrate(
     whole. ``guided-gptq`` first runs the whole model forward and backward, one batch at a time, its blocks
     checkpointed.
 
-    Raises ValueError: as ``quantize_``; for a directory of another run; for a method or static scales that need data
+    Raises ValueError: as ``quantize_``; for a directory of another run; for data, a loss or a method with a directory
+    that cannot be told from others, as what pickle cannot write; for a method or static scales that need data
     without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
     batches of other types.
     Warns of layers that no batch reaches; their weights are chosen without data.
@@ -70,11 +72,7 @@ def calibrate(
     model = uncompiled(model)
     finished = None
     if directory is not None:
-        about = {
-            "model": digest(model.state_dict()), "recipe": str(chosen.to_dict()), "method": str(choice),
-            "skip": " ".join(sorted(skip)), "data": digest(data), "lowbit": __version__,
-        }  # fmt: skip
-        finished = Finished(directory, about)
+        finished = Finished(directory, run_of(digest(model.state_dict()), chosen, choice, skip, data, loss))
         whole = finished.whole()
         if whole is not None:
             return whole

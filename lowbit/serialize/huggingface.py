@@ -6,7 +6,6 @@ transformers is imported only where a file or a user asks for one of its models.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from lowbit.files import read_json, shown
+from lowbit.serialize.configs import check_config
 from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.shards import Checkpoint
 
@@ -24,12 +24,8 @@ __all__ = [
     "write_configs",
 ]  # fmt: skip
 
-#: No size in a config comes near this; larger ones would be allocated where a model computes its tables.
-MOST_SIZE = 1 << 31
-
-#: What a number of layers is called, and more of them than models have.
-_LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)")
-MOST_LAYERS = 2048
+#: Nothing but the directory is read, and no code in it runs.
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def _transformers(what: str) -> Any:
@@ -83,7 +79,7 @@ def build(described: dict[str, Any]) -> nn.Module:
         raise ValueError(f"transformers {library.__version__} has no model {shown(name)}")
     if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
         raise ValueError(f"transformers {library.__version__} knows no model_type {shown(kind)}")
-    _check_sizes(config)
+    check_config(config)
     model: nn.Module = made(library.CONFIG_MAPPING[kind].from_dict(config))
     if described["generation"] is not None:
         model.generation_config = library.GenerationConfig.from_dict(described["generation"])
@@ -100,20 +96,6 @@ def _class(library: Any, name: Any) -> Any:
     """The model of transformers with that name, or None."""
     found = getattr(library, name, None) if isinstance(name, str) else None
     return found if isinstance(found, type) and issubclass(found, library.PreTrainedModel) else None
-
-
-def _check_sizes(value: Any, name: str = "config") -> None:
-    """Raises ValueError for an integer that can be no size, or no number of layers, of a model."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_sizes(inner, str(key))
-    elif isinstance(value, list):
-        for inner in value:
-            _check_sizes(inner, name)
-    elif isinstance(value, int):
-        most = MOST_LAYERS if _LAYERS.fullmatch(name) else MOST_SIZE
-        if abs(value) > most:
-            raise ValueError(f"{shown(name)} is {shown(value)}, and may be {most} at most")
 
 
 # -- directories -------------------------------------------------------------------------------------------------------
@@ -141,8 +123,8 @@ def from_directory(directory: Path) -> nn.Module:
     """
     _, kind = _class_of(directory)
     try:
-        _check_sizes(read_json(directory / "config.json"))
-        model: nn.Module = kind.from_pretrained(str(directory), dtype="auto", use_safetensors=True)
+        check_config(read_json(directory / "config.json"))
+        model: nn.Module = kind.from_pretrained(str(directory), dtype="auto", use_safetensors=True, **_LOCAL)
     except Exception as error:  # what a library raises for a stranger's files has no end
         raise ValueError(f"transformers cannot load {directory}: {_first(error)}") from error
     return model.eval()
@@ -157,14 +139,14 @@ def without_weights(directory: Path) -> nn.Module:
     library, kind = _class_of(directory)
     held = next((e.dtype for e in Checkpoint(directory).entries.values() if e.dtype.is_floating_point), torch.float32)
     try:
-        _check_sizes(read_json(directory / "config.json"))
-        config = library.AutoConfig.from_pretrained(str(directory))
+        check_config(read_json(directory / "config.json"))
+        config = library.AutoConfig.from_pretrained(str(directory), **_LOCAL)
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else held
         with empty_weights():
             made = kind.from_config if kind is library.AutoModel else kind._from_config
             model = to_meta_(made(config, dtype=dtype))
         if (directory / "generation_config.json").exists() and getattr(model, "generation_config", None) is not None:
-            model.generation_config = library.GenerationConfig.from_pretrained(str(directory))
+            model.generation_config = library.GenerationConfig.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:
         raise ValueError(f"transformers cannot build the model of {directory}: {_first(error)}") from error
     lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()))

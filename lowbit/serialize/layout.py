@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.files import read_json
@@ -16,7 +17,18 @@ from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 from lowbit.serialize import huggingface
 
-__all__ = ["CONFIG", "FORMAT", "REBUILD", "VERSION", "WEIGHTS", "identity", "in_features", "our_config", "rebuild_of"]
+__all__ = [
+    "CONFIG",
+    "DTYPES",
+    "FORMAT",
+    "REBUILD",
+    "VERSION",
+    "WEIGHTS",
+    "identity",
+    "in_features",
+    "our_config",
+    "rebuild_of",
+]
 
 FORMAT, VERSION = "lowbit-model", 1
 
@@ -25,6 +37,10 @@ CONFIG, OLD_CONFIG = "lowbit.json", "config.json"
 
 #: What the name of a weights' file looks like: of ``save_model``, and of ``quantize_files`` as transformers names them.
 WEIGHTS = re.compile(r"(weights-[0-9a-f]{16}|model-\d{5}-of-\d{5})\.safetensors")
+
+
+#: What a weight may have been before it was quantized.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Rebuild(NamedTuple):

@@ -18,12 +18,9 @@ from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.empty import empty_weights, to_meta_
-from lowbit.serialize.layout import CONFIG, REBUILD, VERSION, WEIGHTS, identity, in_features, our_config
+from lowbit.serialize.layout import CONFIG, DTYPES, REBUILD, VERSION, WEIGHTS, identity, in_features, our_config
 
 __all__ = ["load_model"]
-
-#: What a weight may have been before it was quantized.
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Layer(NamedTuple):
@@ -198,11 +195,11 @@ def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
         found = _recipe(recipe)
     except ValueError as error:
         raise ValueError(f"{path}: layer {name!r}: {error}") from None
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise ValueError(
             f"{path}: layer {shown(name)} has a weight of dtype {shown(entry['dtype'])}; expected one of "
-            f"{', '.join(_DTYPES)}"
+            f"{', '.join(DTYPES)}"
         )
     return Layer(found, dtype, entry.get("in_features"))
 
@@ -231,10 +228,10 @@ def _build(saved: Saved) -> nn.Module:
         with empty_weights(most=4 * len(saved.tensors) + 1000):
             model = to_meta_(REBUILD[described["class"]].build(described["config"]))
         for name, dtype in described.get("buffers", {}).items():
-            if dtype in _DTYPES:
+            if dtype in DTYPES:
                 prefix, _, own = name.rpartition(".")
                 buffers = model.get_submodule(prefix)._buffers
-                buffers[own] = buffers[own].to(_DTYPES[dtype])  # type: ignore[union-attr]
+                buffers[own] = buffers[own].to(DTYPES[dtype])  # type: ignore[union-attr]
         return model
     except ImportError:
         raise

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,25 +20,30 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lowbit.files import check_regular, flush
+from lowbit.files import check_regular, flush, shown
 
 __all__ = ["Entry", "check_writable", "entries", "read", "read_entry", "write", "write_as_made"]
 
 #: What a file begins with that ``torch.save`` or pickle wrote.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
-#: The dtypes of the format, as its headers spell them.
+#: The dtypes of the format that torch has, as its headers spell them; and those whose elements are parts of bytes.
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_UNREAD = ("F4", "F6_E2M3", "F6_E3M2")
 
 _SPELLED = {dtype: name for name, dtype in _DTYPES.items()}
 
 #: The library writes no longer header.
 _MOST_HEADER = 100_000_000
+
+#: How the library words an error of the system.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 #: Bytes that are hashed at a time.
 _PIECE = 1 << 20
@@ -64,7 +71,10 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
     try:
         safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from None
+        code = _OS_ERROR.search(str(error))
+        if code is None:
+            raise OSError(f"{path} cannot be written: {error}") from None
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
     with open(path, "rb+") as file:
         flush(file)
     return _sha256(path), path.stat().st_size
@@ -131,7 +141,7 @@ class Entry(NamedTuple):
 def entries(path: Path) -> dict[str, Entry]:
     """The tensors of a file by name, none of them read.
 
-    Raises: FileNotFoundError; ValueError for what is no safetensors file, or has a dtype that torch lacks.
+    Raises: FileNotFoundError; ValueError for what is no safetensors file, or has a dtype that is not read.
     """
     size = check_regular(path)
     with open(path, "rb") as file:
@@ -142,9 +152,16 @@ def entries(path: Path) -> dict[str, Entry]:
     try:
         rows = json.loads(head)
         rows.pop("__metadata__", None)
-        return {name: _entry(path, row, 8 + length, size) for name, row in rows.items()}
+        unread = [name for name, row in rows.items() if row["dtype"] in _UNREAD]
+        found = {name: _entry(path, row, 8 + length, size) for name, row in rows.items() if name not in unread}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {str(error)[:300]}; copy or save it again") from None
+    if unread:
+        raise ValueError(
+            f"{path} holds {shown(unread[0])} in {rows[unread[0]]['dtype']}, a dtype that lowbit does not read; start "
+            f"from the checkpoint in high precision that it was made of"
+        )
+    return found
 
 
 def _entry(path: Path, row: dict[str, Any], start: int, size: int) -> Entry:

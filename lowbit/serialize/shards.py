@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lowbit.files import read_json, shown, sync_directory, write_json
+from lowbit.files import going_on, is_file_name, left_behind, read_json, replaced, shown, write_json
 from lowbit.serialize import safetensors
 
 __all__ = ["INDEX", "Checkpoint", "Group", "Written", "pack", "write_index"]
@@ -22,6 +20,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: What a run that is not finished has written.
 _PROGRESS = "lowbit-progress.json"
 
+#: What to do where an index and its files differ.
+_COPY = "they are of two checkpoints; copy the whole directory again"
+
 #: Names of tensors that are made together, and the bytes of all of them.
 Group = tuple[tuple[str, ...], int]
 
@@ -29,22 +30,37 @@ Group = tuple[tuple[str, ...], int]
 class Checkpoint:
     """The tensors of a directory with ``model.safetensors``, or with an index that names several files.
 
-    ``entries``: where each lies. Raises: FileNotFoundError for a missing file; ValueError for a damaged one, and for an
-    index that names a file elsewhere or a tensor that its file does not have.
+    ``entries``: where each lies: of several files that hold one name, in the file that the index gives it. Raises:
+    FileNotFoundError for a missing file; ValueError for a damaged one, for an index that names a file elsewhere or a
+    tensor that its file does not have, and for a tensor that the index does not name.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         index = directory / INDEX
-        files = [SINGLE] if not index.exists() else _files_of(index)
-        self.entries: dict[str, safetensors.Entry] = {}
-        for file in files:
-            path = directory / file
-            if not path.exists():
-                other = "no other format is read" if file == SINGLE else f"{INDEX} names it; copy the whole directory"
-                raise FileNotFoundError(f"{path} does not exist; {other}")
-            self.entries.update(safetensors.entries(path))
+        where = _weight_map(index) if index.exists() else None
+        files = [SINGLE] if where is None else sorted(set(where.values()))
+        held = {file: self._entries(file) for file in files}
         self.files = [directory / file for file in files]
+        self.entries: dict[str, safetensors.Entry] = held[SINGLE] if where is None else {}
+        if where is None:
+            return
+        self.files.append(index)
+        for name, file in where.items():
+            if name not in held[file]:
+                raise ValueError(f"{index} says that {shown(name)} is in {file}, which does not have it; {_COPY}")
+            self.entries[name] = held[file][name]
+        for file, rows in held.items():
+            unnamed = sorted(rows.keys() - where.keys())
+            if unnamed:
+                raise ValueError(f"{index} does not name {shown(unnamed[0])}, which {file} holds; {_COPY}")
+
+    def _entries(self, file: str) -> dict[str, safetensors.Entry]:
+        path = self.directory / file
+        if not path.exists():
+            other = "no other format is read" if file == SINGLE else f"{INDEX} names it; copy the whole directory"
+            raise FileNotFoundError(f"{path} does not exist; {other}")
+        return safetensors.entries(path)
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in memory of its own."""
@@ -55,21 +71,16 @@ class Checkpoint:
         told = "".join(f"{path.name} {(s := path.stat()).st_size} {s.st_mtime_ns}\n" for path in self.files)
         return hashlib.sha256(told.encode()).hexdigest()
 
-    @property
-    def bytes(self) -> int:
-        """Of all its files."""
-        return sum(path.stat().st_size for path in self.files)
 
-
-def _files_of(index: Path) -> list[str]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor. Raises ValueError for a damaged index, and for a file outside of its directory."""
     held = read_json(index).get("weight_map")
     if not isinstance(held, dict) or not all(isinstance(file, str) for file in held.values()):
         raise ValueError(f"{index} is damaged: its weight_map is {shown(held)}; copy it again")
-    files = sorted(set(held.values()))
-    for file in files:
-        if Path(file).name != file:
-            raise ValueError(f"{index} names a file outside of its directory: {file!r}")
-    return files
+    for file in held.values():
+        if not is_file_name(file):
+            raise ValueError(f"{index} names a file outside of its directory: {shown(file)}")
+    return held
 
 
 def pack(groups: Iterable[Group], most: int) -> list[list[Group]]:
@@ -108,25 +119,22 @@ class Written:
                         f"give another directory, or remove it"
                     )
             self.files, self.told = list(held["files"]), dict(held["told"])
-        elif directory.exists() and any(directory.iterdir()):
-            raise FileExistsError(f"{directory} is not empty; remove it, or give another directory")
-        directory.mkdir(parents=True, exist_ok=True)
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            if set(directory.iterdir()) - set(left_behind(directory, _PROGRESS)):
+                raise FileExistsError(f"{directory} is not empty; remove it, or give another directory")
         self._keep()
+        for path in left_behind(directory):
+            path.unlink()
 
     def _keep(self) -> None:
-        write_json(self.path, {"run": self.run, "files": self.files, "told": self.told})
+        with going_on(self.directory):
+            write_json(self.path, {"run": self.run, "files": self.files, "told": self.told})
 
     def write(self, file: str, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> None:
         """Write a file of what ``made`` yields, whole or not at all. ``layout``: the dtypes and shapes of all that."""
-        temporary = self.directory / f".{file}.{secrets.token_hex(8)}.tmp"
-        temporary.open("xb").close()  # never an existing file, never through a link
-        try:
+        with going_on(self.directory), replaced(self.directory / file) as temporary:
             digest, size = safetensors.write_as_made(temporary, layout, made)
-            os.replace(temporary, self.directory / file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(self.directory)
         self.files.append({"file": file, "sha256": digest, "bytes": size, "names": list(layout)})
         self._keep()
 
