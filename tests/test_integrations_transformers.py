@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import lowbit as lb
 from lowbit.convert.engine import quantized_layers
+from lowbit.serialize.huggingface import plain_weights
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -119,6 +122,63 @@ def test_recipes_skip_and_dtypes(tmp_path, recipe, skip, tied, dtype):
         assert torch.equal(run(model), run(expected))
     assert again.config.tie_word_embeddings == (tied and "lm_head" not in found)
     assert all(layer.weight.dtype == dtype for layer in quantized_layers(again).values())
+
+
+LOAD = """
+import sys
+import transformers
+model = getattr(transformers, sys.argv[2]).from_pretrained(sys.argv[1])
+print(sorted({type(m).__name__ for m in model.modules() if "Quant" in type(m).__name__}))
+"""
+
+
+def load_in_another_process(directory, name: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", first + LOAD, str(directory), class_of(name).__name__]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "name, recipe",
+    [("llama", "int8"), ("llama", {"*": None, "*embed_tokens": "int8-weight-only"}), ("gpt2", "W4A16"),
+     ("mixtral", {"*": None, "*experts": "int8"})],
+    ids=str,
+)  # fmt: skip
+def test_a_process_without_lowbit_refuses_the_directory(tmp_path, name, recipe):
+    model = build(name)
+    lb.quantize_(model, recipe)
+    model.save_pretrained(tmp_path)
+    again, told = class_of(name).from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(run(again, name), run(model, name))
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    without = load_in_another_process(tmp_path, name)
+    assert without.returncode == 1 and "RuntimeError" in without.stderr and "got lowbit" in without.stderr
+
+
+def test_nor_does_it_load_what_was_quantized_file_by_file(tmp_path, plain):
+    lb.quantize_files(plain, "int8", tmp_path / "out")
+    again, told = class_of("llama").from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert torch.equal(run(again), run(lb.load_model(tmp_path / "out"))) and not told["unexpected_keys"]
+    without = load_in_another_process(tmp_path / "out", "llama")
+    assert without.returncode == 1 and "RuntimeError" in without.stderr and "got lowbit" in without.stderr
+
+
+@pytest.mark.parametrize("first", ["import lowbit", "from transformers.quantizers import auto\nimport lowbit"])
+def test_importing_lowbit_is_enough(tmp_path, first):
+    model = build("llama")
+    lb.quantize_(model, "int8")
+    model.save_pretrained(tmp_path)
+    with_ = load_in_another_process(tmp_path, "llama", first)
+    assert with_.returncode == 0 and with_.stdout == "['QuantLinear']\n", with_.stderr
+
+
+def test_what_was_saved_before_loads_as_it_did(tmp_path):
+    """Directories had no tensors by the names of plain weights."""
+    model = build("llama")
+    lb.quantize_(model, "int8")
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: [t.pop(name) for name in plain_weights(model)])
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(run(again), run(model))
 
 
 def test_no_more_than_a_layer_is_held_in_full_precision(plain, monkeypatch):

@@ -1,20 +1,26 @@
 """lowbit inside of other libraries: ``lowbit.integrations.transformers`` and ``lowbit.integrations.peft``.
 
-Each is imported by who uses it, since neither library need be there. One thing works without: a conversion tells the
-models of transformers in it that they are quantized, so that their ``save_pretrained`` writes it down.
+Neither library need be there, and lowbit imports neither. Where they are imported, before lowbit or after it,
+``from_pretrained`` knows the method ``"lowbit"``; a conversion tells the models of transformers in it that they are
+quantized, so that their ``save_pretrained`` writes it down; and peft puts adapters on quantized layers.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
 from lowbit.convert.engine import AFTER_SWAP
+from lowbit.integrations.imports import when_imported
 
 #: The first version of transformers whose quantizers lowbit serves.
 TRANSFORMERS = 5
+
+#: What a config of transformers calls the models that lowbit quantized.
+METHOD = "lowbit"
 
 
 def _tell_transformers(model: nn.Module) -> None:
@@ -26,4 +32,17 @@ def _tell_transformers(model: nn.Module) -> None:
         import_module("lowbit.integrations.transformers").mark(model)
 
 
+class _LowbitConfig:
+    """Stands for ``LowbitConfig`` in transformers' table until a file asks for it."""
+
+    @staticmethod
+    def from_dict(*args: Any, **kwargs: Any) -> Any:
+        return import_module("lowbit.integrations.transformers").LowbitConfig.from_dict(*args, **kwargs)
+
+
+def _register(auto: Any) -> None:
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _LowbitConfig)
+
+
 AFTER_SWAP.append(_tell_transformers)
+when_imported("transformers.quantizers.auto", _register)

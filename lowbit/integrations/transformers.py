@@ -1,13 +1,14 @@
 """transformers: ``from_pretrained`` that quantizes while it loads, and ``save_pretrained`` of quantized models.
 
-Importing this module registers the quantization method ``"lowbit"``. A saved model's ``config.json`` lists its
-quantized layers with their recipes; its safetensors files hold their codes and scales. transformers reads such a
-directory only where this module has been imported.
+A saved model's ``config.json`` has the quantization method ``"lowbit"`` and lists its quantized layers with their
+recipes; its safetensors files hold their codes and scales. transformers reads such a directory where lowbit has been
+imported, and refuses it elsewhere.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,9 +24,10 @@ from lowbit.convert.maker import Nearest, QuantMaker
 from lowbit.convert.quantize import replacements
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections, select
 from lowbit.files import shown
-from lowbit.integrations import TRANSFORMERS
+from lowbit.integrations import METHOD, TRANSFORMERS
 from lowbit.nn.linear import INPUT_PARTS, PARTS
 from lowbit.recipes import Plan, Recipe, plan
+from lowbit.serialize.huggingface import plain_weights
 from lowbit.tensor.quantized import Quantized
 
 if int(transformers.__version__.split(".")[0]) < TRANSFORMERS:
@@ -35,18 +37,16 @@ if int(transformers.__version__.split(".")[0]) < TRANSFORMERS:
     )
 
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 __all__ = ["LowbitConfig", "LowbitHfQuantizer", "mark"]
-
-METHOD = "lowbit"
 
 #: Models initialize what has no such mark, also weights of the layers inside of a module.
 Quantized._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-@register_quantization_config(METHOD)
 class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How ``from_pretrained`` quantizes: ``from_pretrained(NAME, quantization_config=LowbitConfig("W4A16"))``.
 
@@ -100,6 +100,9 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def to_diff_dict(self) -> dict[str, Any]:
         """All of ``to_dict``: nothing in it is a default."""
         return self.to_dict()
+
+
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowbitConfig
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
@@ -209,6 +212,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             swap(model, replacements(model, recipes))
         except ValueError as error:
             raise ValueError(f"the quantization_config does not fit a {type(model).__name__}: {error}") from None
+        model._keys_to_ignore_on_load_unexpected.update(rf"(^|\.){re.escape(name)}$" for name in plain_weights(model))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self._loading is not None and self._loading.layer_of.get(param_name) in self._loading.awaited
@@ -248,7 +252,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 if place in seen:  # files of transformers share nothing but what its models tie
                     state[key] = state[key].clone()
                 seen.add(place)
-        return state, {METHOD: __version__}
+        return {**state, **plain_weights(model)}, {METHOD: __version__}
 
     def _describe(self, model: Any) -> None:
         config = LowbitConfig(layers={name: layer.recipe for name, layer in quantized_layers(model).items()})
