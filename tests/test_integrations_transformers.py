@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import lowbit as lb
 from lowbit.convert.engine import quantized_layers
+from lowbit.integrations.imports import when_imported
 from lowbit.serialize.huggingface import plain_weights
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -127,48 +129,70 @@ def test_recipes_skip_and_dtypes(tmp_path, recipe, skip, tied, dtype):
 LOAD = """
 import sys
 import transformers
-model = getattr(transformers, sys.argv[2]).from_pretrained(sys.argv[1])
-print(sorted({type(m).__name__ for m in model.modules() if "Quant" in type(m).__name__}))
+for directory, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        model = getattr(transformers, name).from_pretrained(directory)
+        print(*sorted({type(m).__name__ for m in model.modules() if "Quant" in type(m).__name__}))
+    except RuntimeError as error:
+        print(error)
 """
+DIRECTORIES = {
+    "int8": ("llama", "int8"),
+    "embedding": ("llama", {"*": None, "*embed_tokens": "int8-weight-only"}),
+    "conv1d": ("gpt2", "W4A16"),
+    "experts": ("mixtral", {"*": None, "*experts": "int8"}),
+}
 
 
-def load_in_another_process(directory, name: str, first: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", first + LOAD, str(directory), class_of(name).__name__]
-    return subprocess.run(command, capture_output=True, text=True)
+def loaded_in_another_process(directories: dict[str, str], first: str) -> list[str]:
+    """What a process prints of each directory: its quantized classes, or transformers' error."""
+    given = [text for directory, name in directories.items() for text in (directory, class_of(name).__name__)]
+    done = subprocess.run([sys.executable, "-c", first + LOAD, *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("got lowbit" in done.stderr) == (not first)
+    return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "name, recipe",
-    [("llama", "int8"), ("llama", {"*": None, "*embed_tokens": "int8-weight-only"}), ("gpt2", "W4A16"),
-     ("mixtral", {"*": None, "*experts": "int8"})],
-    ids=str,
-)  # fmt: skip
-def test_a_process_without_lowbit_refuses_the_directory(tmp_path, name, recipe):
-    model = build(name)
-    lb.quantize_(model, recipe)
-    model.save_pretrained(tmp_path)
-    again, told = class_of(name).from_pretrained(tmp_path, output_loading_info=True)
-    assert torch.equal(run(again, name), run(model, name))
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    without = load_in_another_process(tmp_path, name)
-    assert without.returncode == 1 and "RuntimeError" in without.stderr and "got lowbit" in without.stderr
+def test_importing_lowbit_is_enough_and_without_it_directories_are_refused(tmp_path, plain):
+    directories = {}
+    for directory, (name, recipe) in DIRECTORIES.items():
+        model = build(name)
+        lb.quantize_(model, recipe)
+        model.save_pretrained(tmp_path / directory)
+        directories[str(tmp_path / directory)] = name
+        again, told = class_of(name).from_pretrained(tmp_path / directory, output_loading_info=True)
+        assert torch.equal(run(again, name), run(model, name))
+        assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    lb.quantize_files(plain, "int8", tmp_path / "files")
+    again, told = class_of("llama").from_pretrained(tmp_path / "files", output_loading_info=True)
+    assert torch.equal(run(again), run(lb.load_model(tmp_path / "files"))) and not told["unexpected_keys"]
+    directories[str(tmp_path / "files")] = "llama"
+
+    refused = loaded_in_another_process(directories, "")
+    assert len(refused) == 5 and all("ignore_mismatched_sizes" in line for line in refused)
+    loaded = loaded_in_another_process(directories, "import lowbit")
+    experts = "QuantExperts QuantLinear"
+    assert loaded == ["QuantLinear", "QuantEmbedding QuantLinear", "QuantLinear", experts, "QuantLinear"]
 
 
-def test_nor_does_it_load_what_was_quantized_file_by_file(tmp_path, plain):
-    lb.quantize_files(plain, "int8", tmp_path / "out")
-    again, told = class_of("llama").from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert torch.equal(run(again), run(lb.load_model(tmp_path / "out"))) and not told["unexpected_keys"]
-    without = load_in_another_process(tmp_path / "out", "llama")
-    assert without.returncode == 1 and "RuntimeError" in without.stderr and "got lowbit" in without.stderr
-
-
-@pytest.mark.parametrize("first", ["import lowbit", "from transformers.quantizers import auto\nimport lowbit"])
-def test_importing_lowbit_is_enough(tmp_path, first):
-    model = build("llama")
-    lb.quantize_(model, "int8")
-    model.save_pretrained(tmp_path)
-    with_ = load_in_another_process(tmp_path, "llama", first)
-    assert with_.returncode == 0 and with_.stdout == "['QuantLinear']\n", with_.stderr
+def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    name, done = "module_that_fails_at_first", []
+    when_imported(name, done.append)
+    with pytest.raises(ImportError):
+        importlib.import_module(name)
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError")
+    importlib.invalidate_caches()
+    with pytest.raises(RuntimeError):
+        importlib.import_module(name)
+    assert not done
+    (tmp_path / f"{name}.py").write_text("value = 'not the same size'")
+    module = importlib.import_module(name)
+    assert done == [module] and module.value
+    monkeypatch.delitem(sys.modules, name)
+    importlib.import_module(name)
+    when_imported(name, done.append)
+    assert len(done) == 2, "once, and at once"
 
 
 def test_what_was_saved_before_loads_as_it_did(tmp_path):
