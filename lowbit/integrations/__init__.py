@@ -8,12 +8,14 @@ quantized, so that their ``save_pretrained`` writes it down; and peft puts adapt
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
-from lowbit.convert.engine import AFTER_SWAP
+from lowbit.convert.engine import AFTER_SWAP, quantized_layers
 from lowbit.integrations.imports import when_imported
 
 #: The first version of transformers whose quantizers lowbit serves.
@@ -44,5 +46,30 @@ def _register(auto: Any) -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _LowbitConfig)
 
 
+def _teach_peft(tuners: Any) -> None:
+    """Let every way into peft's tuners know quantized layers: each makes a tuner or adds an adapter to it."""
+    make, inject = tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter
+
+    @wraps(make)
+    def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        with _on(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
+            make(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        with _on(self, model, self.peft_config[adapter_name]):
+            inject(self, model, adapter_name, *args, **kwargs)
+
+    def _on(tuner: Any, model: nn.Module, config: Any) -> AbstractContextManager[None]:
+        if not quantized_layers(model):
+            return nullcontext()
+        around: AbstractContextManager[None]
+        around = import_module("lowbit.integrations.peft").on_quantized_layers(tuner, model, config)
+        return around
+
+    tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter = __init__, inject_adapter
+
+
 AFTER_SWAP.append(_tell_transformers)
 when_imported("transformers.quantizers.auto", _register)
+when_imported("peft.tuners.tuners_utils", _teach_peft)
