@@ -327,6 +327,25 @@ def test_peft_itself_knows_quantized_layers(tmp_path):
     assert sum(type(module) is LoraQuantLinear for module in inside.modules()) == 14
 
 
+def test_trl_trains_adapters_on_quantized_layers(tmp_path):
+    trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
+    words = tokenizers.models.WordLevel({str(i): i for i in range(100)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="0", eos_token="2", unk_token="0"
+    )
+    args = trl.SFTConfig(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"input_ids": [list(range(3, 15))] * 2})
+    config = peft.LoraConfig(target_modules="all-linear")
+    trainer = trl.SFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer, peft_config=config)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert len(changed) == 14 and all("lora_B" in name for name in changed), "lora_A has no gradient while B is 0"
+
+
 def test_lowbit_imported_before_peft_does_the_same():
     code = """
 import lowbit as lb, sys

@@ -301,6 +301,24 @@ def test_weights_that_no_checkpoint_has_are_drawn_and_then_quantized(tmp_path):
     assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in expected.state_dict().items())
 
 
+def test_trainer_refuses_a_model_without_adapters_however_it_was_quantized(plain, tmp_path):
+    pytest.importorskip("accelerate")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=LowbitConfig("int8"))
+    model = build("llama")
+    lb.quantize_(model, "int8")
+    args = transformers.TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True)
+    errors = []
+    for quantized in (loaded, model):
+        with pytest.raises(ValueError, match="fine-tuning on purely quantized models") as raised:
+            transformers.Trainer(quantized, args)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    lb.dequantize_(model)
+    transformers.Trainer(model, args)
+    lb.qat.prepare_(model, "int8")
+    transformers.Trainer(model, args)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 @pytest.fixture
 def saved(tmp_path):

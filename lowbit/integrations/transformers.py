@@ -311,6 +311,7 @@ def mark(model: nn.Module) -> None:
         layers = {name: layer.recipe for name, layer in quantized_layers(module).items()}
         if layers and given is None:
             module.hf_quantizer = LowbitHfQuantizer(LowbitConfig(layers=layers))
+            module.is_quantized, module.quantization_method = True, METHOD  # Trainer asks for adapters
         elif not layers and isinstance(given, LowbitHfQuantizer):
             given.remove_quantization_config(module)
         tied = getattr(module, "all_tied_weights_keys", None)
