@@ -289,6 +289,37 @@ def test_a_conversion_says_what_the_model_is_now(tmp_path):
     assert {p.dtype for p in again.dequantize(torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("stored", ["F32", "Q8_0"])
+def test_a_model_out_of_a_gguf_file_is_saved(tmp_path, stored):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    for key, value in {
+        "context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96, "head_count": 4,
+        "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4, "vocab_size": 100,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    shapes = {
+        "token_embd": (100, 64), "output": (100, 64), "output_norm": (64,), "blk.0.attn_norm": (64,),
+        "blk.0.ffn_norm": (64,), "blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64),
+        "blk.0.attn_output": (64, 64), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType[stored if len(shape) == 2 else "F32"]
+        value = gguf.quants.quantize(0.1 * torch.randn(shape, generator=generator).numpy(), kind)
+        writer.add_tensor(f"{name}.weight", value, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    lb.quantize_(model, "int8")
+    assert type(model.hf_quantizer) is LowbitHfQuantizer
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert len(quantized_layers(again)) == 7 and torch.equal(run(again), run(model))
+
+
 def test_weights_that_no_checkpoint_has_are_drawn_and_then_quantized(tmp_path):
     build("llama").model.save_pretrained(tmp_path)
     cls = transformers.LlamaForSequenceClassification
@@ -384,6 +415,11 @@ def test_configs_are_checked_when_they_are_made(plain):
         LowbitConfig("W4A17")
     config = LowbitConfig({"*": "nf4", "lm_head": None}, skip=("q_proj",))
     assert json.loads(config.to_json_string())["recipe"] == lb.recipes.plan({"*": "nf4", "lm_head": None}).to_dict()
+    names = ["q_proj", "lm_head"]
+    assert LowbitConfig("int8", modules_to_not_convert=names).to_dict() == LowbitConfig("int8", names).to_dict()
+    assert LowbitConfig("int8", modules_to_not_convert=None).to_dict() == LowbitConfig("int8").to_dict()
+    with pytest.raises(ValueError, match="give one of them"):
+        LowbitConfig("int8", skip=names, modules_to_not_convert=names)
     with pytest.raises(ValueError, match="skip pattern 'nothing' matches no module"):
         told = LowbitConfig("int8", skip=("nothing",))
         transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=told)

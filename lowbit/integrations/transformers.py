@@ -50,11 +50,11 @@ Quantized._is_hf_initialized = True  # type: ignore[attr-defined]
 class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How ``from_pretrained`` quantizes: ``from_pretrained(NAME, quantization_config=LowbitConfig("W4A16"))``.
 
-    ``recipe``, ``skip``: as for ``lowbit.quantize_``, with the same result in every bit; ``skip`` is what other
-    configs call ``modules_to_not_convert``. ``layers``: of a model that is quantized already, its recipes by the full
-    names of its layers; ``config.json`` has them.
+    ``recipe``, ``skip``: as for ``lowbit.quantize_``, with the same result in every bit; ``modules_to_not_convert`` is
+    what other configs call ``skip``. ``layers``: of a model that is quantized already, its recipes by the full names of
+    its layers; ``config.json`` has them.
     Raises TypeError and ValueError as ``lowbit.quantize_`` does for recipes, and for neither or both of ``recipe`` and
-    ``layers``.
+    ``layers``, or both of ``skip`` and ``modules_to_not_convert``.
     """
 
     def __init__(
@@ -62,10 +62,15 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None] | None = None,
         skip: Iterable[str] = DEFAULT_SKIP,
         *,
+        modules_to_not_convert: Iterable[str] | None = None,
         layers: Mapping[str, Recipe] | None = None,
     ) -> None:
         if (recipe is None) == (layers is None):
             raise ValueError("LowbitConfig: give a recipe, for instance LowbitConfig('W4A16')")
+        if modules_to_not_convert is not None:
+            if skip is not DEFAULT_SKIP:
+                raise ValueError("LowbitConfig: skip and modules_to_not_convert are one and the same; give one of them")
+            skip = modules_to_not_convert
         self.quant_method = METHOD
         self.plan = None if recipe is None else plan(recipe)
         for one in () if self.plan is None else self.plan.recipes:
@@ -302,13 +307,17 @@ def _unshare_config(model: Any) -> None:
 def mark(model: nn.Module) -> None:
     """Give the models of transformers inside ``model`` the quantizer that saves them, or take it away.
 
-    Every conversion of lowbit does this. A quantizer of another library stays.
+    Every conversion of lowbit does this. A quantizer of another library stays, unless it has no layers in the model:
+    that of a GGUF file whose weights transformers read as plain ones.
     """
     for module in model.modules():
         if not isinstance(module, transformers.PreTrainedModel):
             continue
-        given = getattr(module, "hf_quantizer", None)
+        given: Any = getattr(module, "hf_quantizer", None)
         layers = {name: layer.recipe for name, layer in quantized_layers(module).items()}
+        if layers and _read_gguf(given):
+            given.remove_quantization_config(module)
+            given = None
         if layers and given is None:
             module.hf_quantizer = LowbitHfQuantizer(LowbitConfig(layers=layers))
             module.is_quantized, module.quantization_method = True, METHOD  # Trainer asks for adapters
@@ -318,3 +327,9 @@ def mark(model: nn.Module) -> None:
         if tied and layers:
             known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             module.all_tied_weights_keys = {a: b for a, b in tied.items() if a in known and b in known}
+
+
+def _read_gguf(quantizer: Any) -> bool:
+    """Whether a quantizer has done its work: it read a GGUF file, and kept no weight in the file's blocks."""
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    return method == "gguf" and not getattr(quantizer, "packed_modules", None)
