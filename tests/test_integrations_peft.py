@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,13 @@ import lowbit as lb
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from lowbit.integrations.peft import LoraQuantLinear, from_pretrained, get_peft_model, register  # noqa: E402
+from lowbit.integrations.peft import (  # noqa: E402
+    LoraQuantLinear,
+    MethodRefused,
+    from_pretrained,
+    get_peft_model,
+    register,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 RECIPES = ["nf4", "int4-weight-only:group32", "nvfp4-weight-only"]
@@ -25,7 +33,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def llama(recipe: str = "nf4") -> nn.Module:
+def llama(recipe: object = "nf4") -> nn.Module:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
     lb.quantize_(model, recipe)
@@ -280,8 +288,74 @@ def test_what_cannot_have_adapters_says_so():
         model(torch.randn(2, 64, requires_grad=True)).sum().backward()
 
 
-def test_without_the_helper_peft_itself_refuses():
+@pytest.mark.parametrize("config", [
+    peft.IA3Config(target_modules=["first"], feedforward_modules=[]), peft.OFTConfig(target_modules=["first"]),
+    peft.VeraConfig(target_modules=["first"]), peft.LoHaConfig(target_modules=["first"]),
+    peft.AdaLoraConfig(target_modules="all-linear", total_step=10),
+], ids=lambda config: config.peft_type.value)  # fmt: skip
+def test_other_methods_are_refused_with_what_to_do(config):
     model = Net()
     lb.quantize_(model, "nf4")
-    with pytest.raises(ValueError, match=r"Target module QuantLinear.* is not supported"):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["first"]))
+    with pytest.raises(MethodRefused, match=r"LoRA and DoRA work.*lowbit.dequantize_\(model\) first. peft says: \S+"):
+        peft.get_peft_model(model, config)
+    model = Net()
+    lb.quantize_(model, "nf4")
+    lb.dequantize_(model)
+    assert peft.get_peft_model(model, config)(torch.randn(2, 64)).requires_grad
+
+
+def test_embeddings_and_experts_are_refused_by_name():
+    model = llama({"*": "nf4", "*embed_tokens": "int8-weight-only"})
+    with pytest.raises(ValueError, match=r"model.embed_tokens is an embedding; leave it out of target_modules"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["embed_tokens"]))
+
+
+# -- calls of peft and trl, with nothing of lowbit but quantize_ ------------------------------------------------------
+def test_peft_itself_knows_quantized_layers(tmp_path):
+    model = llama()
+    expected = model(TOKENS).logits
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
+    assert sum(type(module) is LoraQuantLinear for module in model.modules()) == 14
+    model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    stir(model, "default")
+    trained = model(TOKENS).logits
+    assert not torch.equal(trained, expected)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    assert torch.equal(again(TOKENS).logits, trained)
+    inside = peft.inject_adapter_in_model(peft.LoraConfig(target_modules="all-linear"), llama())
+    assert sum(type(module) is LoraQuantLinear for module in inside.modules()) == 14
+
+
+def test_trl_trains_adapters_on_quantized_layers(tmp_path):
+    trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
+    words = tokenizers.models.WordLevel({str(i): i for i in range(100)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="0", eos_token="2", unk_token="0"
+    )
+    args = trl.SFTConfig(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"input_ids": [list(range(3, 15))] * 2})
+    config = peft.LoraConfig(target_modules="all-linear")
+    trainer = trl.SFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer, peft_config=config)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert len(changed) == 14 and all("lora_B" in name for name in changed), "lora_A has no gradient while B is 0"
+
+
+def test_lowbit_imported_before_peft_does_the_same():
+    code = """
+import lowbit as lb, sys
+assert not {"peft", "transformers"} & sys.modules.keys()
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 32))
+lb.quantize_(model, "nf4")
+import peft
+model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+print(type(model.base_model.model[0]).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "LoraQuantLinear\n", done.stderr

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import lowbit as lb
 from lowbit.convert.engine import quantized_layers
+from lowbit.integrations.imports import when_imported
+from lowbit.serialize.huggingface import plain_weights
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -121,6 +126,85 @@ def test_recipes_skip_and_dtypes(tmp_path, recipe, skip, tied, dtype):
     assert all(layer.weight.dtype == dtype for layer in quantized_layers(again).values())
 
 
+LOAD = """
+import sys
+import transformers
+for directory, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        model = getattr(transformers, name).from_pretrained(directory)
+        print(*sorted({type(m).__name__ for m in model.modules() if "Quant" in type(m).__name__}))
+    except RuntimeError as error:
+        print(error)
+"""
+DIRECTORIES = {
+    "int8": ("llama", "int8"),
+    "embedding": ("llama", {"*": None, "*embed_tokens": "int8-weight-only"}),
+    "conv1d": ("gpt2", "W4A16"),
+    "experts": ("mixtral", {"*": None, "*experts": "int8"}),
+}
+
+
+def loaded_in_another_process(directories: dict[str, str], first: str) -> list[str]:
+    """What a process prints of each directory: its quantized classes, or transformers' error."""
+    given = [text for directory, name in directories.items() for text in (directory, class_of(name).__name__)]
+    done = subprocess.run([sys.executable, "-c", first + LOAD, *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("got lowbit" in done.stderr) == (not first)
+    return done.stdout.splitlines()
+
+
+def test_importing_lowbit_is_enough_and_without_it_directories_are_refused(tmp_path, plain):
+    directories = {}
+    for directory, (name, recipe) in DIRECTORIES.items():
+        model = build(name)
+        lb.quantize_(model, recipe)
+        model.save_pretrained(tmp_path / directory)
+        directories[str(tmp_path / directory)] = name
+        again, told = class_of(name).from_pretrained(tmp_path / directory, output_loading_info=True)
+        assert torch.equal(run(again, name), run(model, name))
+        assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    lb.quantize_files(plain, "int8", tmp_path / "files")
+    again, told = class_of("llama").from_pretrained(tmp_path / "files", output_loading_info=True)
+    assert torch.equal(run(again), run(lb.load_model(tmp_path / "files"))) and not told["unexpected_keys"]
+    directories[str(tmp_path / "files")] = "llama"
+
+    refused = loaded_in_another_process(directories, "")
+    assert len(refused) == 5 and all("ignore_mismatched_sizes" in line for line in refused)
+    loaded = loaded_in_another_process(directories, "import lowbit")
+    experts = "QuantExperts QuantLinear"
+    assert loaded == ["QuantLinear", "QuantEmbedding QuantLinear", "QuantLinear", experts, "QuantLinear"]
+
+
+def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    name, done = "module_that_fails_at_first", []
+    when_imported(name, done.append)
+    with pytest.raises(ImportError):
+        importlib.import_module(name)
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError")
+    importlib.invalidate_caches()
+    with pytest.raises(RuntimeError):
+        importlib.import_module(name)
+    assert not done
+    (tmp_path / f"{name}.py").write_text("value = 'not the same size'")
+    module = importlib.import_module(name)
+    assert done == [module] and module.value
+    monkeypatch.delitem(sys.modules, name)
+    importlib.import_module(name)
+    when_imported(name, done.append)
+    assert len(done) == 2, "once, and at once"
+
+
+def test_what_was_saved_before_loads_as_it_did(tmp_path):
+    """Directories had no tensors by the names of plain weights."""
+    model = build("llama")
+    lb.quantize_(model, "int8")
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: [t.pop(name) for name in plain_weights(model)])
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(run(again), run(model))
+
+
 def test_no_more_than_a_layer_is_held_in_full_precision(plain, monkeypatch):
     """Every weight is quantized before the next one is read."""
     import lowbit.integrations.transformers as module
@@ -205,6 +289,37 @@ def test_a_conversion_says_what_the_model_is_now(tmp_path):
     assert {p.dtype for p in again.dequantize(torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("stored", ["F32", "Q8_0"])
+def test_a_model_out_of_a_gguf_file_is_saved(tmp_path, stored):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    for key, value in {
+        "context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96, "head_count": 4,
+        "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4, "vocab_size": 100,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{key}")(value)
+    shapes = {
+        "token_embd": (100, 64), "output": (100, 64), "output_norm": (64,), "blk.0.attn_norm": (64,),
+        "blk.0.ffn_norm": (64,), "blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64),
+        "blk.0.attn_output": (64, 64), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType[stored if len(shape) == 2 else "F32"]
+        value = gguf.quants.quantize(0.1 * torch.randn(shape, generator=generator).numpy(), kind)
+        writer.add_tensor(f"{name}.weight", value, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    lb.quantize_(model, "int8")
+    assert type(model.hf_quantizer) is LowbitHfQuantizer
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert len(quantized_layers(again)) == 7 and torch.equal(run(again), run(model))
+
+
 def test_weights_that_no_checkpoint_has_are_drawn_and_then_quantized(tmp_path):
     build("llama").model.save_pretrained(tmp_path)
     cls = transformers.LlamaForSequenceClassification
@@ -215,6 +330,24 @@ def test_weights_that_no_checkpoint_has_are_drawn_and_then_quantized(tmp_path):
     loaded = cls.from_pretrained(tmp_path, quantization_config=LowbitConfig("int8"))
     assert "score" in quantized_layers(loaded)
     assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in expected.state_dict().items())
+
+
+def test_trainer_refuses_a_model_without_adapters_however_it_was_quantized(plain, tmp_path):
+    pytest.importorskip("accelerate")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=LowbitConfig("int8"))
+    model = build("llama")
+    lb.quantize_(model, "int8")
+    args = transformers.TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True)
+    errors = []
+    for quantized in (loaded, model):
+        with pytest.raises(ValueError, match="fine-tuning on purely quantized models") as raised:
+            transformers.Trainer(quantized, args)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    lb.dequantize_(model)
+    transformers.Trainer(model, args)
+    lb.qat.prepare_(model, "int8")
+    transformers.Trainer(model, args)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -282,6 +415,11 @@ def test_configs_are_checked_when_they_are_made(plain):
         LowbitConfig("W4A17")
     config = LowbitConfig({"*": "nf4", "lm_head": None}, skip=("q_proj",))
     assert json.loads(config.to_json_string())["recipe"] == lb.recipes.plan({"*": "nf4", "lm_head": None}).to_dict()
+    names = ["q_proj", "lm_head"]
+    assert LowbitConfig("int8", modules_to_not_convert=names).to_dict() == LowbitConfig("int8", names).to_dict()
+    assert LowbitConfig("int8", modules_to_not_convert=None).to_dict() == LowbitConfig("int8").to_dict()
+    with pytest.raises(ValueError, match="give one of them"):
+        LowbitConfig("int8", skip=names, modules_to_not_convert=names)
     with pytest.raises(ValueError, match="skip pattern 'nothing' matches no module"):
         told = LowbitConfig("int8", skip=("nothing",))
         transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=told)

@@ -36,6 +36,41 @@ def test_rows_are_those_of_one_quantization_however_they_come(scheme, lengths, w
     assert rows.length == lengths[0] and torch.equal(rows.read(), expected[[1, 0, 1], :, : lengths[0]])
 
 
+@pytest.mark.parametrize("scheme", [*SCHEMES, "nvfp4:global_row"])
+def test_no_rows_are_rows_too(scheme):
+    x = torch.randn(2, 3, 5, 40)
+    rows = QuantizedRows(scheme)
+    assert rows.shape == (0, 0) and rows.nbytes == 0
+    with pytest.raises(RuntimeError, match="nothing was appended yet"):
+        rows.read()
+    for some in (x[:, :, :0], x, x[:, :, :0]):
+        rows.append(some)
+        assert rows.shape == rows.read().shape == (2, 3, rows.length, 40)
+    assert torch.equal(rows.read(), lb.quantize(x, scheme).dequantize())
+    rows.crop(0)
+    assert rows.read().shape == (2, 3, 0, 40)
+    for empty in ((0, 3, 5, 40), (0, 3, 0, 40), (2, 0, 5, 40)):
+        rows = QuantizedRows(scheme)
+        rows.append(torch.empty(empty))
+        assert rows.read().shape == empty
+
+
+@each
+def test_rows_of_another_shape_are_refused(scheme):
+    x = torch.randn(2, 3, 5, 40)
+    rows = QuantizedRows(scheme)
+    rows.append(x)
+    before = rows.read()
+    for other in ((2, 3, 1, 39), (2, 3, 1, 41), (1, 3, 1, 40), (2, 6, 1, 40), (6, 1, 40)):
+        with pytest.raises(
+            ValueError, match=r"expected rows of the shape \[2, 3, 5, 40\] that is there, but for S, got"
+        ):
+            rows.append(torch.randn(other))
+    with pytest.raises(ValueError, match=r"expected rows \[..., T, D\], got \[40\]"):
+        QuantizedRows(scheme).append(torch.randn(40))
+    assert torch.equal(rows.read(), before)
+
+
 def test_schemes_whose_rows_share_scales_are_refused():
     for scheme in ("int8:tensor", "fp8_e4m3:block128x128", "nvfp4"):
         with pytest.raises(ValueError, match="rows that are appended need scales of their own"):
@@ -112,6 +147,57 @@ def test_generation_greedy_and_by_beams(llama):
         plain = llama.generate(ids, **options)
         found = llama.generate(ids, past_key_values=quantized_cache(llama, "int8:group32"), **options)
         assert torch.equal(plain, found)
+
+
+#: Encoder-decoder models: a class, its config, and what the encoder is given.
+PAIRS = {
+    "whisper": (
+        "Whisper",
+        {
+            "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
+            "max_source_positions": 20, "max_target_positions": 32, "bos_token_id": 1, "eos_token_id": 2,
+            "decoder_start_token_id": 3, "init_std": 0.3,
+        },
+        torch.linspace(-3, 3, 2 * 8 * 40).reshape(2, 8, 40).sin(),
+    ),
+    "t5": (
+        "T5",
+        {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "initializer_factor": 3.0,
+         "decoder_start_token_id": 0},
+        torch.arange(3, 17).reshape(2, 7),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("scheme", ["int8:row", "nf4"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_encoder_decoder_models(name, scheme, beams):
+    """The oracle: transformers' own cache, given keys and values that are rounded before they are stored."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+    from lowbit.integrations.kv_cache import quantized_cache
+
+    class Rounded(DynamicLayer):
+        def update(self, keys, values, *args, **kwargs):
+            return super().update(*(lb.quantize(one, scheme).dequantize() for one in (keys, values)), *args, **kwargs)
+
+    kind, config, given = PAIRS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=100, pad_token_id=0, **config)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    options = {"max_new_tokens": 10, "do_sample": False, "num_beams": beams, "repetition_penalty": 3.0}
+    rounded = EncoderDecoderCache(*(Cache(layer_class_to_replicate=Rounded) for _ in range(2)))
+    expected = model.generate(given, past_key_values=rounded, **options)
+    cache = quantized_cache(model, scheme)
+    assert torch.equal(model.generate(given, past_key_values=cache, **options), expected)
+    assert len(expected.unique()) > 2, "a model that always says the same shows nothing"
+    for own, other in ((cache.self_attention_cache, rounded.self_attention_cache),
+                       (cache.cross_attention_cache, rounded.cross_attention_cache)):  # fmt: skip
+        for layer, plain in zip(own.layers, other.layers, strict=True):
+            assert all(map(torch.equal, (rows.read() for rows in layer.rows), (plain.keys, plain.values)))
 
 
 def test_models_with_other_layers_are_refused(llama):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import lowbit as lb
@@ -366,3 +368,72 @@ def test_distillation_refuses_what_is_no_pair():
     excluded = x.clone()
     excluded[:, 0] = -torch.inf
     assert math.isfinite(float(lb.qat.distillation_loss(x, excluded)))
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+def trained(recipe: str, learn_scale: bool) -> nn.Module:
+    """A prepared network as after some training."""
+    model = net()
+    lb.qat.prepare_(model, recipe, learn_scale)
+    seen(model, torch.randn(9, 40))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p += 0.05 * torch.randn_like(p) * (1.0 if name.endswith("point") else p.abs().mean())
+    return model
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("learn_scale", [False, True])
+@pytest.mark.parametrize("recipe", ["int4-weight-only:group8", "int8-static", "nvfp4"])
+def test_a_checkpoint_has_the_learned_scales(tmp_path, recipe, learn_scale, shards):
+    model = trained(recipe, learn_scale)
+    state = model.state_dict()
+    if shards:
+        files = {"a.safetensors": list(state)[::2], "b.safetensors": list(state)[1::2]}
+        for file, names in files.items():
+            save_file({name: state[name] for name in names}, tmp_path / file)
+        index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    x = torch.randn(9, 40)
+    for checkpoint in (tmp_path, str(tmp_path), state):
+        again = net()
+        lb.qat.prepare_(again, recipe, learn_scale)
+        lb.qat.load_(again, checkpoint)
+        assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+        lb.qat.convert_(again)
+        with torch.no_grad():
+            assert torch.equal(again(x), model(x))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_and_the_model_untouched():
+    state = trained("int4-weight-only:group8", True).state_dict()
+    plain = trained("int4-weight-only:group8", False).state_dict()
+    other = {**state, "0.weight_scale": state["0.weight_scale"][:, :1], "3.weight": torch.zeros(1)}
+    for learn_scale, checkpoint, message in (
+        (False, state, r"2 that the model does not have, \['0.weight_scale', '2.weight_scale'\]"),
+        (True, plain, r"2 that the model needs besides, \['0.weight_scale', '2.weight_scale'\]"),
+        (True, other, r"does not have, \['3.weight'\]; 1 that the model has in other shapes, \['0.weight_scale'\]"),
+    ):
+        model = net()
+        lb.qat.prepare_(model, "int4-weight-only:group8", learn_scale)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=message):
+            lb.qat.load_(model, checkpoint)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"not prepared; call lowbit.qat.prepare_"):
+        lb.qat.load_(net(), state)
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors does not exist"):
+        lb.qat.load_(model, "nowhere")
+
+
+def test_names_that_share_a_parameter_need_be_there_once():
+    model = net()
+    model.append(nn.Linear(24, 64, bias=False))
+    model.append(nn.Linear(64, 24, bias=False))
+    model[4] = model[3]
+    lb.qat.prepare_(model, "int8", True)
+    state = {name: value + 1 for name, value in model.state_dict().items() if not name.startswith("4.")}
+    lb.qat.load_(model, state)
+    assert model[4].weight is model[3].weight and torch.equal(model[4].weight, state["3.weight"])

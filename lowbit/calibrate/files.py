@@ -108,8 +108,9 @@ def quantize_files(
             file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
             written.write(file, layout, work.make(groups, written.told))
     with going_on(out):
-        if not huggingface.is_pretrained(model) or huggingface.write_configs(model, out):
-            write_index(out, written.files)
+        more = huggingface.write_configs(model, out) if huggingface.is_pretrained(model) else []
+        if more is not None:
+            write_index(out, [*written.files, *more])
         rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]
         write_json(out / CONFIG, {**described(model, work.tied), "weights": rows})
     shutil.rmtree(out / _CALIBRATION, ignore_errors=True)

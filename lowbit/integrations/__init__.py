@@ -1,20 +1,28 @@
 """lowbit inside of other libraries: ``lowbit.integrations.transformers`` and ``lowbit.integrations.peft``.
 
-Each is imported by who uses it, since neither library need be there. One thing works without: a conversion tells the
-models of transformers in it that they are quantized, so that their ``save_pretrained`` writes it down.
+Neither library need be there, and lowbit imports neither. Where they are imported, before lowbit or after it,
+``from_pretrained`` knows the method ``"lowbit"``; a conversion tells the models of transformers in it that they are
+quantized, so that their ``save_pretrained`` writes it down; and peft puts adapters on quantized layers.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
-from lowbit.convert.engine import AFTER_SWAP
+from lowbit.convert.engine import AFTER_SWAP, quantized_layers
+from lowbit.integrations.imports import when_imported
 
 #: The first version of transformers whose quantizers lowbit serves.
 TRANSFORMERS = 5
+
+#: What a config of transformers calls the models that lowbit quantized.
+METHOD = "lowbit"
 
 
 def _tell_transformers(model: nn.Module) -> None:
@@ -26,4 +34,42 @@ def _tell_transformers(model: nn.Module) -> None:
         import_module("lowbit.integrations.transformers").mark(model)
 
 
+class _LowbitConfig:
+    """Stands for ``LowbitConfig`` in transformers' table until a file asks for it."""
+
+    @staticmethod
+    def from_dict(*args: Any, **kwargs: Any) -> Any:
+        return import_module("lowbit.integrations.transformers").LowbitConfig.from_dict(*args, **kwargs)
+
+
+def _register(auto: Any) -> None:
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _LowbitConfig)
+
+
+def _teach_peft(tuners: Any) -> None:
+    """Let every way into peft's tuners know quantized layers: each makes a tuner or adds an adapter to it."""
+    make, inject = tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter
+
+    @wraps(make)
+    def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        with _on(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
+            make(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        with _on(self, model, self.peft_config[adapter_name]):
+            inject(self, model, adapter_name, *args, **kwargs)
+
+    def _on(tuner: Any, model: nn.Module, config: Any) -> AbstractContextManager[None]:
+        if not quantized_layers(model):
+            return nullcontext()
+        around: AbstractContextManager[None]
+        around = import_module("lowbit.integrations.peft").on_quantized_layers(tuner, model, config)
+        return around
+
+    tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter = __init__, inject_adapter
+
+
 AFTER_SWAP.append(_tell_transformers)
+when_imported("transformers.quantizers.auto", _register)
+when_imported("peft.tuners.tuners_utils", _teach_peft)

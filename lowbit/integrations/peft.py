@@ -1,8 +1,7 @@
 """peft: LoRA and DoRA on quantized layers; adapters train, codes stay.
 
-``get_peft_model`` and ``from_pretrained`` do what those of peft do, on models whose Linear layers lowbit quantized.
-peft learns the layer class by an entry in the LoraConfig that it does not save, so these functions, or ``register``,
-make it before each use.
+Once lowbit and peft are imported, whatever puts adapters on a model with quantized layers (``peft.get_peft_model``,
+``PeftModel.from_pretrained``, ``add_adapter``, trl's trainers) goes through ``on_quantized_layers``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.lora import LoraConfig
+from peft.tuners.lora import LoraConfig, LoraModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -24,12 +23,15 @@ from torch import Tensor, nn
 
 from lowbit.convert.engine import take_over
 from lowbit.convert.maker import Ruled
+from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv1d, QuantConv2d, QuantConv3d
+from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.experts import QuantExperts
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
-__all__ = ["LoraQuantLinear", "from_pretrained", "get_peft_model", "register"]
+__all__ = ["LoraQuantLinear", "MethodRefused", "from_pretrained", "get_peft_model", "on_quantized_layers", "register"]
 
 #: Values of ``LoraConfig.init_lora_weights`` that leave the weight of the layer as it is.
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
@@ -41,10 +43,11 @@ def get_peft_model(model: nn.Module, config: Any, adapter_name: str = "default",
     ``config``: a LoraConfig, ``use_dora`` included; ``target_modules="all-linear"`` means the quantized layers too.
     ``merge_and_unload`` of the result quantizes the merged weights again, as they were; for plain merged layers call
     ``lowbit.dequantize_(model)`` first.
-    Raises ValueError for packed layers and convolutions among the targets, and for an initialization
-    that changes the weight (PiSSA, OLoRA, LoftQ, ...). Source: arXiv 2106.09685, 2305.14314, 2402.09353.
+    Raises ValueError for packed layers and those that are no Linear among the targets, for an initialization that
+    changes the weight (PiSSA, OLoRA, LoftQ, ...), and for methods other than LoRA.
+    Source: arXiv 2106.09685, 2305.14314, 2402.09353.
     """
-    return peft.get_peft_model(model, _for(model, config), adapter_name, **kwargs)
+    return peft.get_peft_model(model, config, adapter_name, **kwargs)
 
 
 def from_pretrained(
@@ -60,7 +63,7 @@ def from_pretrained(
     ``model``: quantized; or a PeftModel, which gets one adapter more. ``config``: what to use in place of the one in
     ``directory``. Raises as ``get_peft_model``.
     """
-    config = _for(model, peft.PeftConfig.from_pretrained(directory) if config is None else config)
+    config = peft.PeftConfig.from_pretrained(directory) if config is None else config
     config.inference_mode = not is_trainable
     if not isinstance(model, peft.PeftModel):
         return peft.PeftModel.from_pretrained(model, directory, adapter_name, is_trainable, config, **kwargs)
@@ -74,19 +77,38 @@ def from_pretrained(
 def register(config: Any) -> Any:
     """Let ``config``, a LoraConfig, put adapters on quantized layers, and return it; others are returned as they are.
 
-    For calls of peft that have no function here: ``model.add_adapter("second", register(LoraConfig(...)))``.
+    Calls of peft do it themselves.
     """
     if isinstance(config, LoraConfig):
         config._register_custom_module(dict.fromkeys((QuantLinear, *_REFUSED), LoraQuantLinear))
     return config
 
 
-def _for(model: nn.Module, config: Any) -> Any:
-    """``config``, registered, with the names of the layers that ``"all-linear"`` means in ``model``."""
+class MethodRefused(ValueError):
+    """A method of peft that does not work on quantized layers."""
+
+
+@contextmanager
+def on_quantized_layers(tuner: Any, model: nn.Module, config: Any) -> Iterator[None]:
+    """Within, a tuner of peft puts adapters on ``model``, some of whose layers are quantized.
+
+    ``"all-linear"`` means these too. Raises MethodRefused where the tuner fails on them and is no LoRA.
+    """
+    register(config)
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, str) and targets.lower() == "all-linear":
         config.target_modules = _all_linear(model, str(getattr(config, "task_type", None)))
-    return register(config)
+    try:
+        yield
+    except Exception as error:
+        if type(tuner) is LoraModel or isinstance(error, MethodRefused):
+            raise
+        method = config.peft_type.value
+        raise MethodRefused(
+            f"{method} cannot be put on this model, which has layers that lowbit quantized: on these peft's LoRA and "
+            f"DoRA work (peft.LoraConfig). For {method}, target layers that are not quantized (quantize_ leaves those "
+            f"in skip=), or call lowbit.dequantize_(model) first. peft says: {error}"
+        ) from error
 
 
 def _all_linear(model: nn.Module, task: str) -> set[str]:
@@ -104,9 +126,15 @@ def _all_linear(model: nn.Module, task: str) -> set[str]:
 #: What is no plain matrix of codes, and what to do about it.
 _REFUSED: dict[type[nn.Module], str] = {
     PackedLinear: "is packed; call lowbit.unpack_(model) first, and lowbit.prepack_(model) again for inference",
-    **dict.fromkeys(
-        (QuantConv1d, QuantConv2d, QuantConv3d), "is a convolution; leave it out of target_modules, or of the recipe"
-    ),
+    **{
+        layer: f"is {what}; leave it out of target_modules, or of the recipe"
+        for layer, what in (
+            *((layer, "a convolution") for layer in (QuantConv1d, QuantConv2d, QuantConv3d)),
+            (QuantEmbedding, "an embedding"),
+            (QuantExperts, "a stack of experts"),
+            (QuantMultiheadAttention, "an attention with several projections"),
+        )
+    },
 }
 
 

@@ -1,13 +1,14 @@
 """transformers: ``from_pretrained`` that quantizes while it loads, and ``save_pretrained`` of quantized models.
 
-Importing this module registers the quantization method ``"lowbit"``. A saved model's ``config.json`` lists its
-quantized layers with their recipes; its safetensors files hold their codes and scales. transformers reads such a
-directory only where this module has been imported.
+A saved model's ``config.json`` has the quantization method ``"lowbit"`` and lists its quantized layers with their
+recipes; its safetensors files hold their codes and scales. transformers reads such a directory where lowbit has been
+imported, and refuses it elsewhere.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,9 +24,10 @@ from lowbit.convert.maker import QuantMaker, Ruled
 from lowbit.convert.quantize import replacements
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections, select
 from lowbit.files import shown
-from lowbit.integrations import TRANSFORMERS
+from lowbit.integrations import METHOD, TRANSFORMERS
 from lowbit.nn.linear import INPUT_PARTS, PARTS
 from lowbit.recipes import Plan, Recipe, plan
+from lowbit.serialize.huggingface import plain_weights
 from lowbit.tensor.quantized import Quantized
 
 if int(transformers.__version__.split(".")[0]) < TRANSFORMERS:
@@ -35,26 +37,24 @@ if int(transformers.__version__.split(".")[0]) < TRANSFORMERS:
     )
 
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 __all__ = ["LowbitConfig", "LowbitHfQuantizer", "mark"]
-
-METHOD = "lowbit"
 
 #: Models initialize what has no such mark, also weights of the layers inside of a module.
 Quantized._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-@register_quantization_config(METHOD)
 class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How ``from_pretrained`` quantizes: ``from_pretrained(NAME, quantization_config=LowbitConfig("W4A16"))``.
 
-    ``recipe``, ``skip``: as for ``lowbit.quantize_``, with the same result in every bit; ``skip`` is what other
-    configs call ``modules_to_not_convert``. ``layers``: of a model that is quantized already, its recipes by the full
-    names of its layers; ``config.json`` has them.
+    ``recipe``, ``skip``: as for ``lowbit.quantize_``, with the same result in every bit; ``modules_to_not_convert`` is
+    what other configs call ``skip``. ``layers``: of a model that is quantized already, its recipes by the full names of
+    its layers; ``config.json`` has them.
     Raises TypeError and ValueError as ``lowbit.quantize_`` does for recipes, and for neither or both of ``recipe`` and
-    ``layers``.
+    ``layers``, or both of ``skip`` and ``modules_to_not_convert``.
     """
 
     def __init__(
@@ -62,10 +62,15 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None] | None = None,
         skip: Iterable[str] = DEFAULT_SKIP,
         *,
+        modules_to_not_convert: Iterable[str] | None = None,
         layers: Mapping[str, Recipe] | None = None,
     ) -> None:
         if (recipe is None) == (layers is None):
             raise ValueError("LowbitConfig: give a recipe, for instance LowbitConfig('W4A16')")
+        if modules_to_not_convert is not None:
+            if skip is not DEFAULT_SKIP:
+                raise ValueError("LowbitConfig: skip and modules_to_not_convert are one and the same; give one of them")
+            skip = modules_to_not_convert
         self.quant_method = METHOD
         self.plan = None if recipe is None else plan(recipe)
         for one in () if self.plan is None else self.plan.recipes:
@@ -100,6 +105,9 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def to_diff_dict(self) -> dict[str, Any]:
         """All of ``to_dict``: nothing in it is a default."""
         return self.to_dict()
+
+
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = LowbitConfig
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
@@ -209,6 +217,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             swap(model, replacements(model, recipes))
         except ValueError as error:
             raise ValueError(f"the quantization_config does not fit a {type(model).__name__}: {error}") from None
+        model._keys_to_ignore_on_load_unexpected.update(rf"(^|\.){re.escape(name)}$" for name in plain_weights(model))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self._loading is not None and self._loading.layer_of.get(param_name) in self._loading.awaited
@@ -248,7 +257,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 if place in seen:  # files of transformers share nothing but what its models tie
                     state[key] = state[key].clone()
                 seen.add(place)
-        return state, {METHOD: __version__}
+        return {**state, **plain_weights(model)}, {METHOD: __version__}
 
     def _describe(self, model: Any) -> None:
         config = LowbitConfig(layers={name: layer.recipe for name, layer in quantized_layers(model).items()})
@@ -298,18 +307,29 @@ def _unshare_config(model: Any) -> None:
 def mark(model: nn.Module) -> None:
     """Give the models of transformers inside ``model`` the quantizer that saves them, or take it away.
 
-    Every conversion of lowbit does this. A quantizer of another library stays.
+    Every conversion of lowbit does this. A quantizer of another library stays, unless it has no layers in the model:
+    that of a GGUF file whose weights transformers read as plain ones.
     """
     for module in model.modules():
         if not isinstance(module, transformers.PreTrainedModel):
             continue
-        given = getattr(module, "hf_quantizer", None)
+        given: Any = getattr(module, "hf_quantizer", None)
         layers = {name: layer.recipe for name, layer in quantized_layers(module).items()}
+        if layers and _read_gguf(given):
+            given.remove_quantization_config(module)
+            given = None
         if layers and given is None:
             module.hf_quantizer = LowbitHfQuantizer(LowbitConfig(layers=layers))
+            module.is_quantized, module.quantization_method = True, METHOD  # Trainer asks for adapters
         elif not layers and isinstance(given, LowbitHfQuantizer):
             given.remove_quantization_config(module)
         tied = getattr(module, "all_tied_weights_keys", None)
         if tied and layers:
             known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
             module.all_tied_weights_keys = {a: b for a, b in tied.items() if a in known and b in known}
+
+
+def _read_gguf(quantizer: Any) -> bool:
+    """Whether a quantizer has done its work: it read a GGUF file, and kept no weight in the file's blocks."""
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    return method == "gguf" and not getattr(quantizer, "packed_modules", None)

@@ -35,21 +35,38 @@ class QuantizedRows:
         self._width = 0
 
     def append(self, x: Tensor) -> None:
-        """Add rows ``x [..., T, D]`` behind those that are there."""
+        """Add rows ``x [..., T, D]`` behind those that are there; T may be 0.
+
+        Raises ValueError for rows of another shape than those that are there.
+        """
+        there = self.shape
+        if x.dim() < 2 or (self.length and (*x.shape[:-2], x.shape[-1]) != (*there[:-2], there[-1])):
+            expected = f"of the shape {list(there)} that is there, but for S" if self.length else "[..., T, D]"
+            raise ValueError(f"QuantizedRows: expected rows {expected}, got {list(x.shape)}")
         made = quantize(x, self.scheme)
-        parts = {name: part.reshape(*x.shape[:-1], -1) for name, part in made.parts.items()}
+        parts = {name: part.reshape(*x.shape[:-1], part.shape[-1]) for name, part in made.parts.items()}
         if self.length:
             parts = {name: torch.cat([self._parts[name], part], -2) for name, part in parts.items()}
         self._parts, self._dtype, self._width = parts, x.dtype, x.shape[-1]
         self.length += x.shape[-2]
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of all rows, ``[..., S, D]``; ``[0, 0]`` before the first ``append``."""
+        codes = self._parts.get("codes", torch.empty(0, 0))
+        return torch.Size((*codes.shape[:-1], self._width))
+
     def read(self) -> Tensor:
-        """All rows, decoded: ``[..., S, D]`` in the dtype that was appended."""
-        codes = self._parts["codes"]
-        scales = {name: part.reshape(-1, part.shape[-1]) for name, part in self._parts.items() if name != "codes"}
+        """All rows, decoded: ``[..., S, D]`` in the dtype that was appended.
+
+        Raises RuntimeError before the first ``append``.
+        """
+        if not self._parts:
+            raise RuntimeError("QuantizedRows: nothing was appended yet, so that there is nothing to read")
+        scales = {name: part.flatten(0, -2) for name, part in self._parts.items() if name != "codes"}
         q = Quantized(
-            codes, scales["scale"], scales.get("zero_point"), scales.get("global_scale"), self.scheme,
-            torch.Size((*codes.shape[:-1], self._width)), self._dtype,
+            self._parts["codes"], scales["scale"], scales.get("zero_point"), scales.get("global_scale"), self.scheme,
+            self.shape, self._dtype,
         )  # fmt: skip
         return q.dequantize()
 

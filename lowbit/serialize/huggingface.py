@@ -12,17 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lowbit.convert.engine import quantized_layers
 from lowbit.files import read_json, shown
+from lowbit.nn.attention import QuantMultiheadAttention
+from lowbit.nn.experts import QuantExperts
+from lowbit.serialize import safetensors
 from lowbit.serialize.configs import check_config
 from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.shards import Checkpoint
 
 __all__ = [
-    "build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized", "without_weights",
-    "write_configs",
+    "build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized", "plain_weights",
+    "without_weights", "write_configs",
 ]  # fmt: skip
+
+#: The file with ``plain_weights``.
+NEEDS_LOWBIT = "needs-lowbit.safetensors"
+
+#: What the weight of a plain layer is called, where it is not ``weight``.
+_WEIGHTS: dict[type[nn.Module], str] = {QuantExperts: "gate_up_proj", QuantMultiheadAttention: "out_proj.weight"}
 
 #: Nothing but the directory is read, and no code in it runs.
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -169,19 +179,34 @@ def _class_of(directory: Path) -> tuple[Any, Any]:
     return library, _class(library, names[0] if isinstance(names, list) and names else None) or library.AutoModel
 
 
-def write_configs(model: Any, directory: Path) -> bool:
-    """Write ``config.json``, which names the quantized layers, and how the model generates, as ``save_pretrained``.
+def write_configs(model: Any, directory: Path) -> list[dict[str, Any]] | None:
+    """Write ``config.json``, which names the quantized layers, and how the model generates, as ``save_pretrained``;
+    and a file with ``plain_weights``, of which the answer is the row for ``write_index``.
 
-    False where the transformers that is installed is older than lowbit's integration, and could not read them.
+    None where the transformers that is installed is older than lowbit's integration, and could not read them.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
-        return False
+        return None
     quantizer.get_state_dict_and_metadata(model)  # describes the layers in the config
     model.config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
-    return True
+    weights = plain_weights(model)
+    safetensors.write(directory / NEEDS_LOWBIT, weights)
+    return [{"file": NEEDS_LOWBIT, "names": list(weights)}]
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    """An empty tensor for each quantized layer, by the name that its weight has in the plain model.
+
+    It fits no layer: where lowbit is not imported, transformers builds plain layers and refuses its shape. Without it
+    their weights would be random.
+    """
+    return {
+        f"{name}.{_WEIGHTS.get(type(layer), 'weight')}": torch.empty(1, 2, 0, dtype=torch.uint8)  # experts are split
+        for name, layer in quantized_layers(model).items()
+    }
 
 
 def _first(error: Exception) -> str:

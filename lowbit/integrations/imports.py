@@ -1,0 +1,51 @@
+"""``when_imported``: something to do as soon as another library is there, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["when_imported"]
+
+
+def when_imported(name: str, do: Callable[[Any], None]) -> None:
+    """Call ``do(module)`` once the module ``name`` is imported: at once if it is, else right after it has run."""
+    module = sys.modules.get(name)
+    if module is not None:
+        do(module)
+        return
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    _FINDER.awaited[name] = do
+
+
+class _Finder(MetaPathFinder):
+    """Finds the awaited modules where all others find them, and has something done after they have run."""
+
+    def __init__(self) -> None:
+        self.awaited: dict[str, Callable[[Any], None]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.awaited:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_do(module: ModuleType) -> None:
+            run(module)
+            self.awaited.pop(fullname)(module)
+
+        spec.loader.exec_module = run_and_do  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _Finder()
