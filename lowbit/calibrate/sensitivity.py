@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,10 @@ from lowbit.convert.maker import Source, decibel
 from lowbit.convert.report import amount, family
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.functional import fake_quantize
+from lowbit.ops.conv import spans_tensor
 from lowbit.recipes import Recipe, plan
 from lowbit.recipes import recipe as find_recipe
+from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Score", "Sensitivity", "sensitivity"]
@@ -79,10 +81,14 @@ class Sensitivity:
         """The recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses.
 
         ``bits``: a weight, scales included, on average over these layers; or ``size``: bytes of the whole model.
-        Raises ValueError for neither or both, and where no choice is as small.
+        Raises ValueError for neither or both, for what is no finite number, and where no choice is as small.
         """
-        if (bits is None) == (size is None):
-            raise ValueError("choose: give bits a weight, or the size of the model in bytes, for instance bits=4.5")
+        given = [value for value in (bits, size) if value is not None]
+        if len(given) != 1 or not math.isfinite(given[0]):
+            raise ValueError(
+                f"choose: give bits a weight, or the size of the model in bytes, for instance bits=4.5; got "
+                f"bits={bits} and size={size}"
+            )
         weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
         budget = math.floor(bits * weights / 8) if bits is not None else int(size or 0) - self.others
         names = list(self.recipes)
@@ -225,13 +231,6 @@ class _Sums:
         self.loss = self.input = self.input_error = self.output = self.output_error = 0.0
 
 
-class _Seen(NamedTuple):
-    """A call of a layer."""
-
-    layer: Observed
-    x: Tensor
-
-
 class _Run:
     """One call of ``sensitivity``, on a copy of the model that shares its tensors."""
 
@@ -255,10 +254,10 @@ class _Run:
         self.inputs: dict[str, list[int]] = {layer.name: [] for layer in self.layers}
         self.by = "output"
         self.mask: Tensor | None = None
-        self.seen: list[_Seen] = []
+        self.seen: list[tuple[Observed, Tensor]] = []
         self.leaves: list[Tensor] = []
         for layer in self.layers:
-            layer.register_forward_hook(self._called)
+            layer.journal, layer.watch = self.seen, self._called
 
     # -- a batch ------------------------------------------------------------------------------------------------------
     def count(self, batch: Any, loss: Loss | None) -> None:
@@ -271,23 +270,23 @@ class _Run:
         if value is None:
             for layer, x in self.seen:
                 self._add(layer, x.detach(), None)
-            self.seen = []
+            self.seen.clear()
             return
         if not bool(value.isfinite()):
             raise ValueError(
                 f"sensitivity: the loss is {float(value)}; look for NaN or Inf in the model or the batches"
             )
         self.by = "loss"
-        self.seen = []
+        self.seen.clear()
         torch.autograd.grad(value, self.leaves, allow_unused=True)  # the hooks of all layers on the way do the work
 
-    def _called(self, layer: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> Tensor:
-        """Note a call; its gradient, once it is there, is taken with its input."""
-        assert isinstance(layer, Observed)
-        x = given[0]
-        self.seen.append(_Seen(layer, x))
+    def _called(self, y: Tensor) -> Tensor:
+        """The output of the layer that was the last to write down its call; once its gradient is there, it is taken
+        with its input.
+        """
         if not torch.is_grad_enabled():
             return y
+        layer, x = self.seen[-1]
         if not y.requires_grad:
             y.requires_grad_()
             self.leaves.append(y)
@@ -298,24 +297,23 @@ class _Run:
     @torch.no_grad()
     def _add(self, layer: Observed, x: Tensor, grad: Tensor | None) -> None:
         """Count what each recipe makes of a layer's input ``x``; ``grad``: of the loss by the layer's output."""
-        if self.mask is not None and x.shape[:-1] == self.mask.shape:
+        if layer.window is None and self.mask is not None and x.shape[:-1] == self.mask.shape:
             x, grad = x[self.mask], None if grad is None else grad[self.mask]
-        x = x.reshape(-1, x.shape[-1]).float()
-        weight = layer.weight.float()
-        y = x @ weight.t()
-        energies = float(x.square().sum(dtype=torch.float64)), float(y.square().sum(dtype=torch.float64))
+        x = x.float()
+        weight, rows = layer.weight.float(), _rows(layer, x)
+        y = _product(rows, weight)
+        energies = _energy(rows), _energy(y)
         for name, recipe in self.table.items():
             sums = self.sums[layer.name, name]
             sums.input, sums.output = sums.input + energies[0], sums.output + energies[1]
             if recipe is None:
                 continue
-            rounded = x if recipe.input is None else fake_quantize(x, recipe.input)
-            wrong = rounded @ self.codes[layer.weight_name, name][0].dequantize(torch.float32).t() - y
-            if recipe.input is not None:
-                sums.input_error += float((rounded - x).square().sum(dtype=torch.float64))
-            sums.output_error += float(wrong.square().sum(dtype=torch.float64))
+            rounded = rows if recipe.input is None else _rounded(layer, x, rows, recipe.input)
+            wrong = _product(rounded, self.codes[layer.weight_name, name][0].dequantize(torch.float32)) - y
+            sums.input_error += _energy(rounded - rows)
+            sums.output_error += _energy(wrong)
             if grad is not None:
-                sums.loss += float((wrong * grad.reshape(y.shape).float()).square().sum(dtype=torch.float64))
+                sums.loss += _energy(wrong * grad.reshape(y.shape).float())
 
     # -- which layers go together -------------------------------------------------------------------------------------
     def _group(self) -> None:
@@ -367,7 +365,7 @@ class _Run:
             layer.weight.nbytes if recipe is None else self.codes[layer.weight_name, name][0].nbytes for layer in first
         )
         noise = 0.0 if recipe is None else sum(self.codes[layer.weight_name, name][1] for layer in layers)
-        signal = sum(float(layer.weight.float().square().sum(dtype=torch.float64)) for layer in layers)
+        signal = sum(_energy(layer.weight.float()) for layer in layers)
         return Score(
             owner, name, sum(layer.weight.numel() for layer in first), size,
             math.fsum(s.loss for s in sums) if self.by == "loss" else output, decibel(signal, noise),
@@ -384,6 +382,28 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
         raise type(error)(f"layer {layer.name!r}: {error}") from error
     assert energies is not None
     return made, float(energies[1])
+
+
+def _rows(layer: Observed, x: Tensor) -> Tensor:
+    """What is multiplied with the weight: ``x``, or its patches; ``[rows, groups, K]``."""
+    rows = x[..., None, :] if layer.window is None else layer.window.unfold(x)
+    return rows.reshape(-1, *rows.shape[-2:])
+
+
+def _rounded(layer: Observed, x: Tensor, rows: Tensor, scheme: Scheme) -> Tensor:
+    """``rows``, of ``x``, quantized as the layer does it: with one scale for all of ``x``, or each row by itself."""
+    if spans_tensor(scheme):
+        return _rows(layer, fake_quantize(x, scheme))
+    return fake_quantize(rows.flatten(0, 1), scheme).view(rows.shape)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows [rows, groups, K]`` times ``weight [O, K]``, whose rows belong to the groups in turn: ``[rows, O]``."""
+    return torch.einsum("rgk,gok->rgo", rows, weight.unflatten(0, (rows.shape[1], -1))).flatten(1)  # type: ignore[no-untyped-call]
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
 
 
 def _module(name: str) -> str:
