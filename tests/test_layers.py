@@ -39,7 +39,7 @@ LAYERS = [
     {"integrations"},
     {"demo"},
     {"evaluate"},
-    {"cli"},
+    {"cli", "__main__"},
     {"testing"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate import calibrate as run
-from lowbit.calibrate.choice import choose
-from lowbit.cli.console import bar, errors, out, print_json, size
-from lowbit.cli.models import Dtype, cast_, load, windows
+from lowbit.cli.console import bar, errors, out, print_json, resumable, size
+from lowbit.cli.models import Dtype, cast_, load, methods_in, windows
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.recipes import recipe as find_recipe
@@ -56,17 +55,16 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose codes and scales for a saved model by what it computes of a text, and save them for lowbit quantize."""
-    chosen, methods = find_recipe(recipe), None if method is None else [name.strip() for name in method.split(",")]
-    choose(methods)
+    chosen, methods = find_recipe(recipe), methods_in(method, text)
     if min(count, length) < 1:
         raise ValueError(f"--windows and --length must be 1 or more, got {count} and {length}")
     with errors.status(Text(f"loading {directory}")):
+        batches = None if text is None else windows(directory, text, count, length)
         model = load(directory)
         cast_(model, dtype)
-        batches = None if text is None else windows(directory, text, count, length)
     reset_peak()
     started = time.perf_counter()
-    with bar("calibrating") as progress:
+    with resumable(), bar("calibrating") as progress:
         found = run(
             model, batches, chosen, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
             progress=progress,

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lowbit.memory.rss import peak_bytes
 
-__all__ = ["bar", "errors", "out", "print_json", "size"]
+__all__ = ["bar", "errors", "out", "print_json", "resumable", "size"]
 
 #: No markup: paths and names in messages may hold brackets. What is styled is a ``Text``, or has a ``style``.
 out = Console(highlight=False, markup=False)
@@ -34,6 +34,15 @@ def bar(description: str) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: progress.update(
             task, description=f"{description}: {what}", completed=done, total=total, peak=size(peak_bytes())
         )
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Inside, an interrupt says that the same command goes on with what is finished."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on") from None
 
 
 def print_json(value: Any) -> None:

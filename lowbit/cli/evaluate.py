@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lowbit.cli.console import errors, out, print_json
+from lowbit.cli.console import errors, out, print_json, resumable
 
 EPILOG = """
 **Examples**
@@ -107,7 +107,7 @@ def evaluate(
         console=errors,
     )  # fmt: skip
     done: list[Any] = []
-    with bar:
+    with resumable(), bar:
         task = bar.add_task("", total=len(cells))
 
         def begin(cell: Any) -> None:
