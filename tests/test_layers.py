@@ -33,7 +33,7 @@ LAYERS = [
     {"nn"},
     {"convert"},
     {"serialize"},
-    {"train", "memory"},
+    {"train", "memory", "progress"},
     {"calibrate"},
     {"qat"},
     {"integrations"},

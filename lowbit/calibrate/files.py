@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
+from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface
 from lowbit.serialize.layout import CONFIG
@@ -52,7 +53,7 @@ def quantize_files(
     skip: Iterable[str] = DEFAULT_SKIP,
     loss: Loss | None = None,
     shard_bytes: int = 1 << 30,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Report:
     """Quantize a checkpoint of safetensors files to ``out``, with little of it in memory at a time. The bits are those
     of ``calibrate``, ``quantize_`` and ``save_model``.
@@ -68,7 +69,8 @@ def quantize_files(
     it is built from the ``config.json`` of transformers. ``load_model`` reads ``out``, given such a model where this
     was; so does ``from_pretrained`` of a transformers that ``lowbit.integrations.transformers`` serves.
     ``shard_bytes``: of a file in ``out``, at most, unless one tensor is larger. ``progress(what, done, total)`` is
-    called before each block that is calibrated, and before each file.
+    called before each block that is calibrated, and before each file. None: a bar where standard error is a terminal;
+    False: nothing.
     A call that was stopped goes on after the last finished block or file, and ends with the same bits.
 
     Raises: as ``calibrate`` and ``quantize_``; FileNotFoundError for missing files; FileExistsError where ``out`` holds
@@ -90,25 +92,26 @@ def quantize_files(
         "skip": " ".join(sorted(skip)), "dtypes": " ".join(dtypes), "data": digest(data),
         "shard_bytes": str(shard_bytes), "lowbit": __version__,
     }  # fmt: skip
-    progress = progress or (lambda what, done, total: None)
     if data:
         written = Written(out, about)
         finished = Finished(out / _CALIBRATION, about)
         found = finished.opened()
         if found is None:
             run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
-            found = run.all(progress)
+            with reporting(progress, "calibrating") as told:
+                found = run.all(told)
         work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
     else:
         work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
         written = Written(out, about)
     files = pack(work.groups(), shard_bytes)
-    for index, groups in enumerate(files):
-        progress("file", index, len(files))
-        if index >= len(written.files):
-            layout = {name: work.tensors[name] for names, _ in groups for name in names}
-            file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-            written.write(file, layout, work.make(groups, written.told))
+    with reporting(progress, "quantizing") as told:
+        for index, groups in enumerate(files):
+            told("file", index, len(files))
+            if index >= len(written.files):
+                layout = {name: work.tensors[name] for names, _ in groups for name in names}
+                file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+                written.write(file, layout, work.make(groups, written.told))
     if not huggingface.is_pretrained(model) or huggingface.write_configs(model, out):
         write_index(out, written.files)
     rows = [{key: file[key] for key in ("file", "sha256", "bytes")} for file in written.files]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 
 __all__ = ["calibrate"]
@@ -34,7 +35,7 @@ def calibrate(
     skip: Iterable[str] = DEFAULT_SKIP,
     directory: str | Path | None = None,
     loss: Loss | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
 
@@ -51,7 +52,8 @@ def calibrate(
     recipe, method and data goes on after the last finished block, and finds the same bits.
     ``loss(output, batch)``: what ``guided-gptq`` differentiates, a scalar; by default the cross-entropy of the next
     token where the model answers with logits of token ids, else a random projection of its outputs.
-    ``progress(what, done, total)`` is called before each block.
+    ``progress(what, done, total)`` is called before each block. None: a bar where standard error is a terminal; False:
+    nothing.
 
     A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
     by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
@@ -79,7 +81,8 @@ def calibrate(
         if whole is not None:
             return whole
     run = Blockwise(model, data, chosen, choice, skip, finished, loss)
-    run.all(progress or (lambda what, done, total: None))
+    with reporting(progress, "calibrating") as told:
+        run.all(told)
     run.found.seconds = time.perf_counter() - started
     if finished is not None:
         finished.finish(run.found)

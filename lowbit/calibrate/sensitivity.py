@@ -18,6 +18,7 @@ from lowbit.calibrate.budget import Option, allocate
 from lowbit.calibrate.observe import mask_of
 from lowbit.calibrate.observed import Observed, observed, observed_layers
 from lowbit.calibrate.sources import without_data
+from lowbit.calibrate.table import aligned
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled
 from lowbit.convert.maker import Source, decibel
@@ -25,6 +26,7 @@ from lowbit.convert.report import amount, family
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.functional import fake_quantize
 from lowbit.ops.conv import spans_tensor
+from lowbit.progress import Progress, reporting
 from lowbit.recipes import Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
@@ -34,6 +36,9 @@ __all__ = ["Score", "Sensitivity", "sensitivity"]
 
 #: The name of the choice to leave a layer as it is.
 FLOAT = "float"
+
+#: The columns of the table.
+_HEAD = ("layer", "recipe", "bits", "SQNR dB: weight", "input", "output", "loss")
 
 #: What a loss is computed of: what the model answers, and the batch.
 Loss = Callable[[Any, Any], Tensor]
@@ -140,17 +145,25 @@ class Sensitivity:
         return f"<Sensitivity of {len(self.scores)} layers to {', '.join(self.recipes)}; print it for a table>"
 
     def __str__(self) -> str:
-        lines = [
-            f"{'layer':<40}{'recipe':<26}{'bits':>7}{'SQNR dB: weight':>18}{'input':>14}{'output':>14}{'loss':>12}"
-        ]
+        return self.table()
+
+    def table(self, every_layer: bool = False) -> str:
+        """Lines of layers and recipes, with the sum of losses; layers whose names differ in numbers only are one line,
+        unless ``every_layer``.
+        """
         alike: dict[tuple[str, str, float], list[Score]] = {}
         for row in (rows[recipe] for recipe in self.recipes for rows in self.scores.values()):
-            alike.setdefault((row.recipe, family(row.name), row.bits), []).append(row)
+            alike.setdefault((row.recipe, row.name if every_layer else family(row.name), row.bits), []).append(row)
+        lines: list[tuple[str, ...]] = [_HEAD]
         for (recipe, name, bits), rows in alike.items():
             shown = [_range([getattr(row, what) for row in rows]) for what in ("weight", "input", "output")]
-            loss = math.fsum(row.loss for row in rows)
-            lines.append(f"{name:<40}{recipe:<26}{bits:>7.3f}{shown[0]:>18}{shown[1]:>14}{shown[2]:>14}{loss:>12.4g}")
-        return "\n".join(lines)
+            lines.append((name, recipe, f"{bits:.3f}", *shown, f"{math.fsum(row.loss for row in rows):.4g}"))
+        return aligned(lines, range(2, len(_HEAD)))
+
+    def worst(self, count: int = 10) -> list[Score]:
+        """The layers that lose the most, by falling loss, each with the recipe by which it loses the most."""
+        found = [max(rows.values(), key=lambda score: score.loss) for rows in self.scores.values()]
+        return sorted(found, key=lambda score: -score.loss)[:count]
 
     def plot(self, path: str | Path) -> None:
         """Draw losses and the SQNR of outputs over the layers to an image. Raises ImportError without matplotlib."""
@@ -186,7 +199,7 @@ def sensitivity(
     method: str = "nearest",
     loss: Loss | None = None,
     skip: Iterable[str] = DEFAULT_SKIP,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Sensitivity:
     """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
 
@@ -196,7 +209,8 @@ def sensitivity(
     ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
     ``calibrate``. ``method``: of weights, one without data. ``loss(output, batch)``: None: the sum over tokens of the
     cross entropy of the next one, for models that answer ``.logits`` to ``input_ids`` [B, T]; no loss for others.
-    ``progress(what, done, total)`` is called before each batch.
+    ``progress(what, done, total)`` is called before each batch. None: a bar where standard error is a terminal; False:
+    nothing.
     Holds the activations of one batch, and the codes of each recipe.
 
     Raises ValueError: for no recipe or no batch, static recipes, a method that needs data; as ``quantize_``; for NaN
@@ -213,14 +227,12 @@ def sensitivity(
         raise ValueError("sensitivity: give batches of what the model will see")
     source = without_data(method, "sensitivity")
     model = uncompiled(model)
-    with torch.no_grad():
+    with torch.no_grad(), reporting(progress, "measuring layers") as told:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
-            if progress is not None:
-                progress("batch", number, len(data))
+            told("batch", number, len(data))
             run.count(batch, loss)
-    if progress is not None:
-        progress("batch", len(data), len(data))
+        told("batch", len(data), len(data))
     return run.result()
 
 

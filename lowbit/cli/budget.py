@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lowbit.calibrate import sensitivity
 from lowbit.calibrate.sources import without_data
-from lowbit.cli.console import bar, errors, size
+from lowbit.cli.console import errors, size
+from lowbit.progress import bar
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate import calibrate as run
-from lowbit.cli.console import bar, errors, out, print_json, resumable, size
+from lowbit.cli.console import errors, out, print_json, resumable, size
 from lowbit.cli.models import Dtype, cast_, load, methods_in, windows
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.progress import bar
 from lowbit.recipes import recipe as find_recipe
 
 EPILOG = """

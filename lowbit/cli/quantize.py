@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowbit.calibrate import Calibration, calibrate, quantize_files
 from lowbit.cli.budget import CANDIDATES, Budget
-from lowbit.cli.console import bar, errors, out, print_json, resumable, size
+from lowbit.cli.console import errors, out, print_json, resumable, size
 from lowbit.cli.models import DATA_FREE, Dtype, cast_, load, methods_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
@@ -23,6 +23,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
+from lowbit.progress import bar
 from lowbit.recipes import RECIPES, STATIC_RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, save_model
