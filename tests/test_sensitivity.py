@@ -300,15 +300,49 @@ def test_what_it_refuses_and_warns_of():
         lb.sensitivity(Experts(nn.Linear(16, 16), nn.Linear(16, 16)), ["int8"], [x])
 
 
+@pytest.mark.parametrize("measure", [
+    lambda model, batches: lb.sensitivity(model, ["int8"], batches),
+    lambda model, batches: lb.calibrate(model, batches, "int8", "gptq"),
+], ids=["sensitivity", "calibrate"])  # fmt: skip
+def test_what_is_no_list_of_batches_is_told_in_words(measure):
+    model, tokens = Language(), torch.randint(20, (1, 8))
+    for one in (tokens, {"input_ids": tokens}):
+        with pytest.raises(
+            TypeError, match=r"batches: expected several of them, got one (Tensor|dict); write \[batch\]"
+        ):
+            measure(model, one)
+    for lists in ([[1, 2, 3], [4, 5]], [[[1, 2, 3]]], [{"input_ids": [[1, 2, 3]]}]):
+        with pytest.raises(
+            TypeError, match=r"numbers in lists are no batch; make a tensor of them.*return_tensors='pt'"
+        ):
+            measure(model, lists)
+    measure(model, iter([(tokens,), [tokens, None], {"input_ids": tokens}]))
+
+
 def test_it_prints_is_json_and_is_drawn(tmp_path, monkeypatch):
     found = lb.sensitivity(Language(), [*RECIPES, None], [torch.randint(20, (2, 8))])
     rows = json.loads(json.dumps(found.to_dict(), allow_nan=False))["scores"]
     assert len(rows) == 7 * 4 and {row["recipe"] for row in rows} == {*RECIPES, "float"}
     lines = str(found).splitlines()
     assert len(lines) == 1 + 7 * 4 and "nvfp4" in str(found)
+    assert len({len(line) for line in lines}) == 1, "the columns end together"
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         found.plot(tmp_path / "s.png")
+
+
+def test_the_layers_that_lose_the_most_stand_by_themselves():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    with torch.no_grad():
+        model[2].weight[:, 0] = 100  # an outlier in each row
+    found = lb.sensitivity(model, ["int8-weight-only", "int4-weight-only"], [torch.randn(64, 32)], skip=())
+    assert len(str(found).splitlines()) == 1 + 2 and "*" in str(found)
+    lines = found.table(every_layer=True).splitlines()
+    assert len(lines) == 1 + 4 * 2 and [line.split()[0] for line in lines[1:5]] == ["0", "1", "2", "3"]
+    worst = found.worst(2)
+    losses = [found.scores[name]["int4-weight-only"].loss for name in "0123"]
+    assert [score.loss for score in worst] == sorted(losses)[:1:-1] and len(found.worst()) == 4
+    assert {score.recipe for score in worst} == {"int4-weight-only"}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
+from lowbit.calibrate.blocks import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Edit, digest
 from lowbit.calibrate.choice import Choice, planned
@@ -81,7 +82,7 @@ def quantize_files(
     if shard_bytes < 1:
         raise ValueError(f"quantize_files: shard_bytes must be 1 or more, got {shard_bytes}")
     chosen, choice = planned(recipe, method, "quantize_files")
-    data = [] if batches is None else list(batches)
+    data = batches_in(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
     checkpoint = Checkpoint(directory)
     model = huggingface.without_weights(directory) if model is None else copy.deepcopy(model)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowbit._version import __version__
+from lowbit.calibrate.blocks import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, digest
 from lowbit.calibrate.choice import planned
@@ -67,7 +68,7 @@ def calibrate(
     """
     started = time.perf_counter()
     chosen, choice = planned(recipe, method, "calibrate")
-    data = [] if batches is None else list(batches)
+    data = batches_in(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
     model = uncompiled(model)
     finished = None
