@@ -16,7 +16,10 @@ from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import from_directory, is_directory
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["DATA_FREE", "Dtype", "cast_", "load", "methods_in", "windows"]
+__all__ = ["DATA_FREE", "DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
+
+#: What methods are where none is named, for people.
+DEFAULT_METHOD = "with --text guided-gptq; without, signed for signed integers, mse for mxfp4 and nvfp4, else nearest"
 
 #: Methods that need no text.
 DATA_FREE = tuple(row.name for row in METHODS.values() if row.need == "nothing")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.calibrate import Calibration, calibrate, quantize_files
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DATA_FREE, Dtype, cast_, load, methods_in, windows
+from lowbit.cli.models import DATA_FREE, DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
@@ -84,8 +84,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="A,B",
-            help="Methods, as of lowbit calibrate; by default the best known for the recipe. Without --text, and with "
-            f"--bits or --size, one without data: {', '.join(DATA_FREE)}.",
+            help=f"Methods, as of lowbit calibrate; by default {DEFAULT_METHOD}. Without --text, and with --bits or "
+            f"--size, one that needs no data: {', '.join(DATA_FREE)}.",
         ),
     ] = None,
     from_disk: Annotated[
@@ -117,8 +117,9 @@ def quantize(
 ) -> None:
     """Quantize a saved model, and save the result with its tokenizer and configs.
 
-    Codes are those of lowbit.quantize_, of --method, of what the model computes of --text, or with --calibration of
-    what lowbit calibrate has chosen. With --from-disk a run that was stopped goes on when it is given again.
+    Codes are chosen by --method, which looks at what the model computes of --text where there is one, or taken from
+    what lowbit calibrate has chosen (--calibration). With --from-disk a run that was stopped goes on when it is given
+    again.
     """
     started = time.perf_counter()
     reset_peak()
