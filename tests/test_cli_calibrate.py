@@ -2,7 +2,7 @@
 
 import importlib
 import json
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -203,9 +203,11 @@ def test_a_method_without_data_is_that_of_python(run, llama):
         assert torch.equal(lb.load_model(made)(numbers[None, :9]).logits, model(numbers[None, :9]).logits)
 
 
-def test_the_package_is_the_command_and_its_help_names_static_recipes(run):
-    done = subprocess.run([sys.executable, "-m", "lowbit", "--version"], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == f"lowbit {lb.__version__}", done.stderr
+def test_the_package_is_the_command_and_its_help_names_static_recipes(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lowbit", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("lowbit", run_name="__main__")
+    assert not stop.value.code and capsys.readouterr().out.strip() == f"lowbit {lb.__version__}"
     told = run("quantize", "--help")
     assert "int8-static" in told and "fp8-static" in told and "signed" in told
 
