@@ -22,7 +22,7 @@ from lowbit.evaluate.report import rows
 from lowbit.evaluate.run import Cell
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
-from lowbit.recipes import RECIPES
+from lowbit.recipes import RECIPES, STATIC_RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 
@@ -82,10 +82,13 @@ def recipes() -> str:
     return _markdown(
         "recipe | weight | input | trains | what it is",
         (
-            (f"`{r.name}`", f"`{r.weight}`", f"`{r.input}`" if r.input else "-", "yes" if r.trains else "", r.about)
-            for r in RECIPES.values()
+            (
+                f"`{r.name}`", f"`{r.weight}`", (f"`{r.input}`" if r.input else "-") + (", static" if r.static else ""),
+                "yes" if r.trains else "", r.about,
+            )
+            for r in (*RECIPES.values(), *STATIC_RECIPES.values())
         ),
-    )
+    )  # fmt: skip
 
 
 def ops() -> str:

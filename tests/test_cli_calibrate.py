@@ -1,6 +1,9 @@
 """``lowbit calibrate``, and ``lowbit quantize --calibration``: what Python does, on a directory."""
 
+import importlib
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -144,3 +147,77 @@ def test_budgets_that_cannot_be_met_say_why(run, llama):
     ):
         assert message in run("quantize", str(root / "llama"), *arguments, code=1)
     assert bytes_in("80MB") == 80_000_000 and bytes_in("1.5 gib") == 3 << 29 and bytes_in("7") == 7
+
+
+def test_arguments_are_checked_before_the_model_is_loaded(run, llama, monkeypatch):
+    root, _, _ = llama
+    model, found, text = str(root / "llama"), str(root / "found"), ("--text", str(root / "book.txt"))
+
+    def loaded(directory: object) -> None:
+        raise AssertionError("the model is loaded")
+
+    for name in ("quantize", "calibrate"):
+        monkeypatch.setattr(importlib.import_module(f"lowbit.cli.{name}"), "load", loaded)
+    both = [
+        (("--text", "nope.txt"), "nope.txt cannot be read (No such file or directory)"),
+        (("--method", "foo"), "unknown method 'foo'"),
+        (("--method", "smoothquant,search"), "--method smoothquant looks at data; give a text with --text FILE"),
+        (("--method", "gptq"), "--method gptq looks at data; give a text with --text FILE, or one of nearest, signed"),
+        ((*text, "--length", "1000"), "do not fill one window of 1000"),
+    ]
+    for command, more in (("quantize", ()), ("calibrate", ("--out", found))):
+        for arguments, message in both:
+            assert message in run(command, model, "int8", *more, *arguments, code=1)
+        assert "is no saved model" in run(command, str(root), "int8", *more, *text, code=1)
+    for arguments, message in (
+        (("--bits", "1.5"), "--bits 1.5: the smallest choice takes 4.250 bits a weight (int4-weight-only)"),
+        (("--bits", "nan"), "take a number"),
+        (("none", "--bits", "8"), "recipes to choose from besides none"),
+        (("--bits", "5", "--method", "gptq"), "methods without data, one of nearest, signed"),
+    ):
+        assert message in run("quantize", model, *arguments, *text, code=1)
+
+
+def test_an_interrupt_says_what_goes_on(run, llama, monkeypatch):
+    root, _, _ = llama
+    given = (str(root / "llama"), "int4-weight-only:group32", "--text", str(root / "book.txt"), "--length", "32")
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("lowbit.cli.calibrate"), "run", stop)
+    told = run("calibrate", *given, "--out", str(root / "found"), code=130)
+    assert told.strip().endswith("stopped; the same command goes on")
+    command = importlib.import_module("lowbit.cli.quantize")
+    monkeypatch.setattr(command, "quantize_files", stop)
+    monkeypatch.setattr(command, "quantize_", stop)
+    assert "stopped; the same command goes on" in run("quantize", *given, "--from-disk", code=130)
+    assert run("quantize", str(root / "llama"), "int8", code=130).strip().endswith("stopped")
+
+
+def test_a_method_without_data_is_that_of_python(run, llama):
+    root, model, numbers = llama
+    made = json.loads(run("quantize", str(root / "llama"), "mxfp4-weight-only", "--method", "mse", "--json"))["out"]
+    lb.quantize_(model, "mxfp4-weight-only", lb.calibrate(model, None, "mxfp4-weight-only", "mse"))
+    with torch.no_grad():
+        assert torch.equal(lb.load_model(made)(numbers[None, :9]).logits, model(numbers[None, :9]).logits)
+
+
+def test_the_package_is_the_command_and_its_help_names_static_recipes(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lowbit", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("lowbit", run_name="__main__")
+    assert not stop.value.code and capsys.readouterr().out.strip() == f"lowbit {lb.__version__}"
+    told = run("quantize", "--help")
+    assert "int8-static" in told and "fp8-static" in told and "signed" in told
+
+
+def test_columns_of_a_calibration_stay_apart():
+    name = "a_name_of_a_layer_that_is_longer_than_any_column_would_be_if_it_had_a_fixed_width"
+    model = torch.nn.Sequential()
+    model.add_module(name, torch.nn.Linear(32, 32))
+    model.add_module("short", torch.nn.Linear(32, 32))
+    table = str(lb.calibrate(model, [torch.randn(8, 32)], "uint4-weight-only:group32:bf16", "gptq", skip=()))
+    head, first, second = (line.split() for line in table.splitlines())
+    assert head[0] == "layer" and first[:3] == [name, "uint4-weight-only:group32:bf16", "gptq"]
+    assert second[:3] == ["short", *first[1:3]] and len({line.index("gptq") for line in table.splitlines()[1:]}) == 1

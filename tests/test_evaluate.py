@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,9 @@ from typer.testing import CliRunner
 
 import lowbit as lb
 from lowbit.cli import app
+from lowbit.demo import experiment
 from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.tokenizer import Tokenizer
 from lowbit.evaluate import cell, data, loaders, metrics, models, peers, report, run
 from lowbit.evaluate.data import Wanted
 
@@ -321,6 +325,69 @@ def test_a_directory_of_ours_is_told_by_its_weights(tmp_path):
         with torch.no_grad():
             next(model.parameters()).add_(1)
     assert found[0] != found[1]
+
+
+# -- models that are quantized already ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("writer", ["save_pretrained", "save_model"])
+def test_a_quantized_directory_is_measured_as_it_is_and_decoded(llama, text, tmp_path, writer):
+    saved = tmp_path / "small"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.save_pretrained(saved)
+    model = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
+    lb.quantize_(model, {"*self_attn*": "int8", "*mlp*": "int4-weight-only:group32"})
+    model.save_pretrained(saved) if writer == "save_pretrained" else lb.save_model(model, saved)
+    row = models.find(str(saved))
+    cells = run.plan(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32")
+    assert [(one.request.recipe, one.request.layout) for one in cells] == [
+        ("fp32", "plain"), ("bf16", "plain"),
+        ("int8 + int4-weight-only:group32", "plain"), ("int8 + int4-weight-only:group32", "packed"),
+    ]  # fmt: skip
+    decoded, _, own, packed = in_process(cells)
+    assert decoded.note == run.DECODED and own.note == "" and own.result["bytes"] < decoded.result["bytes"]
+    assert packed.note.startswith("refused") or packed.result["values"] == own.result["values"]
+    tokens = torch.tensor(tokenizer(text.read_text())["input_ids"][: 3 * 64]).view(3, 64)
+    for measured_, exact in ((own, model), (decoded, copy.deepcopy(model))):
+        if exact is not model:
+            lb.dequantize_(exact)
+        with torch.no_grad():
+            logits = exact(tokens).logits[:, :-1].double()
+        expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+        assert measured_.result["values"]["loss"] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_the_demos_gpt_is_measured_as_it_was_quantized(tmp_path, text):
+    model = GPT(GPTConfig(vocab=300, context=16, layers=1, heads=2, dim=32, hidden=64))
+    tokenizer = Tokenizer.train(text.read_text(), 300)
+    lb.quantize_(model, "int4-weight-only:group32")
+    experiment.save(model, tokenizer, tmp_path / "small")
+    row = models.find(str(tmp_path / "small"))
+    assert row.recipe == "int4-weight-only:group32"
+    own = in_process(run.plan(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32"))[2]
+    tokens = torch.tensor(tokenizer.encode(text.read_text())[: 3 * 16]).view(3, 16)
+    with torch.no_grad():
+        logits = model(tokens)[:, :-1].double()
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+    assert own.result["values"]["loss"] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(llama, text, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(llama, broken)
+    tensors = safetensors.torch.load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    cells = run.plan(models.find(str(broken)), ["int8"], Wanted(text, 3, 8), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of a LlamaForCausalLM.*up_proj"):
+        cell.measure(cells[0].request)
+
+
+def test_recipes_for_quantized_models_alone_are_refused(llama, text, tmp_path):
+    model = transformers.LlamaForCausalLM.from_pretrained(llama)
+    lb.quantize_(model, "int8")
+    model.save_pretrained(tmp_path / "small")
+    for option in (("--recipes", "int8"), ("--methods", "search"), ("--peers", "bitsandbytes:nf4")):
+        done = invoke(tmp_path / "small", "--text", text, *option)
+        assert done.exit_code != 0 and "quantized already, and measured as saved" in str(done.exception)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

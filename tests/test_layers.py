@@ -35,13 +35,13 @@ LAYERS = [
     {"nn"},
     {"convert"},
     {"serialize"},
-    {"train", "memory"},
+    {"train", "memory", "progress"},
     {"calibrate"},
     {"qat"},
     {"integrations"},
     {"demo"},
     {"evaluate"},
-    {"cli"},
+    {"cli", "__main__"},
     {"testing"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -136,6 +137,49 @@ def test_scores_are_those_of_the_definition():
             assert (score.loss, score.weight, score.input, score.output) == pytest.approx(values, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "recipe", ["int8", "int8-weight-only", "fp8-tensor", "int8:tensor", "uint4-weight-only:group32"]
+)
+def test_a_convolution_is_scored_by_what_its_quantized_layer_answers(recipe):
+    """Each layer is quantized alone, and its outputs are compared with those of the plain one."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, groups=8),
+        nn.Conv2d(8, 6, 1, bias=False),
+    ).eval()  # fmt: skip
+    batches = [torch.randn(2, 3, 9, 9), torch.randn(1, 3, 7, 7)]
+    found = lb.sensitivity(model, [recipe, None], batches, skip=())
+    assert found.by == "output" and set(found.scores) == {
+        row.name for row in lb.quantize_(copy.deepcopy(model), recipe, skip=()).layers
+    }
+    for name, scores in found.scores.items():
+        wrong = whole = 0.0
+        quantized = nn.Sequential(copy.deepcopy(model[int(name)]))
+        lb.quantize_(quantized, recipe, skip=())
+        for x in batches:
+            with torch.no_grad():
+                for layer in model[: int(name)]:
+                    x = layer(x)
+                y, got = model[int(name)](x), quantized(x)
+            bias = 0 if model[int(name)].bias is None else model[int(name)].bias.detach()[:, None, None]
+            wrong += float((got.double() - y.double()).square().sum())
+            whole += float((y - bias).double().square().sum())
+        assert scores[recipe].loss == pytest.approx(wrong / whole, rel=1e-3) and scores["float"].loss == 0
+    assert found.choose(bits=32) == dict.fromkeys(found.scores)
+
+
+def test_a_convolution_counts_in_the_loss():
+    model = nn.Sequential(nn.Conv1d(4, 6, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
+    x = torch.randn(8, 4, 5)
+    found = lb.sensitivity(model, ["int8"], [x], skip=(), loss=lambda y, batch: y.square().sum())
+    y = model[0](x)
+    y.retain_grad()
+    model[1:](y).square().sum().backward()
+    layer = nn.Sequential(copy.deepcopy(model[0]))
+    lb.quantize_(layer, "int8", skip=())
+    expected = ((layer(x) - y) * y.grad).double().square().sum().item()
+    assert found.by == "loss" and found.scores["0"]["int8"].loss == pytest.approx(expected, rel=1e-2)
+
+
 def test_layers_that_are_given_one_tensor_share_a_choice():
     model = Language()
     found = lb.sensitivity(model, RECIPES, [torch.randint(20, (2, 8))])
@@ -243,7 +287,7 @@ def test_what_it_refuses_and_warns_of():
         with pytest.raises(ValueError, match=match):
             lb.sensitivity(model, recipes, batches, skip=(), **more)
     found = lb.sensitivity(model, ["int8", "nf4"], [x], skip=())
-    for wrong in ({}, {"bits": 4.0, "size": 100}):
+    for wrong in ({}, {"bits": 4.0, "size": 100}, {"bits": math.inf}, {"bits": math.nan}, {"size": math.inf}):
         with pytest.raises(ValueError, match="give bits a weight, or the size"):
             found.choose(**wrong)
     with pytest.raises(ValueError, match=r"the smallest choice takes .* bits a weight"):
@@ -257,15 +301,49 @@ def test_what_it_refuses_and_warns_of():
         lb.sensitivity(Experts(nn.Linear(16, 16), nn.Linear(16, 16)), ["int8"], [x])
 
 
+@pytest.mark.parametrize("measure", [
+    lambda model, batches: lb.sensitivity(model, ["int8"], batches),
+    lambda model, batches: lb.calibrate(model, batches, "int8", "gptq"),
+], ids=["sensitivity", "calibrate"])  # fmt: skip
+def test_what_is_no_list_of_batches_is_told_in_words(measure):
+    model, tokens = Language(), torch.randint(20, (1, 8))
+    for one in (tokens, {"input_ids": tokens}):
+        with pytest.raises(
+            TypeError, match=r"batches: expected several of them, got one (Tensor|dict); write \[batch\]"
+        ):
+            measure(model, one)
+    for lists in ([[1, 2, 3], [4, 5]], [[[1, 2, 3]]], [{"input_ids": [[1, 2, 3]]}]):
+        with pytest.raises(
+            TypeError, match=r"numbers in lists are no batch; make a tensor of them.*return_tensors='pt'"
+        ):
+            measure(model, lists)
+    measure(model, iter([(tokens,), [tokens, None], {"input_ids": tokens}]))
+
+
 def test_it_prints_is_json_and_is_drawn(tmp_path, monkeypatch):
     found = lb.sensitivity(Language(), [*RECIPES, None], [torch.randint(20, (2, 8))])
     rows = json.loads(json.dumps(found.to_dict(), allow_nan=False))["scores"]
     assert len(rows) == 7 * 4 and {row["recipe"] for row in rows} == {*RECIPES, "float"}
     lines = str(found).splitlines()
     assert len(lines) == 1 + 7 * 4 and "nvfp4" in str(found)
+    assert len({len(line) for line in lines}) == 1, "the columns end together"
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         found.plot(tmp_path / "s.png")
+
+
+def test_the_layers_that_lose_the_most_stand_by_themselves():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    with torch.no_grad():
+        model[2].weight[:, 0] = 100  # an outlier in each row
+    found = lb.sensitivity(model, ["int8-weight-only", "int4-weight-only"], [torch.randn(64, 32)], skip=())
+    assert len(str(found).splitlines()) == 1 + 2 and "*" in str(found)
+    lines = found.table(every_layer=True).splitlines()
+    assert len(lines) == 1 + 4 * 2 and [line.split()[0] for line in lines[1:5]] == ["0", "1", "2", "3"]
+    worst = found.worst(2)
+    losses = [found.scores[name]["int4-weight-only"].loss for name in "0123"]
+    assert [score.loss for score in worst] == sorted(losses)[:1:-1] and len(found.worst()) == 4
+    assert {score.recipe for score in worst} == {"int4-weight-only"}

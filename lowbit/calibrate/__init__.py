@@ -6,7 +6,8 @@ from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer
 from lowbit.calibrate.run import calibrate
-from lowbit.calibrate.sensitivity import Sensitivity, sensitivity
+from lowbit.calibrate.scores import Sensitivity
+from lowbit.calibrate.sensitivity import sensitivity
 from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +16,31 @@ __all__ = ["Chain", "Feed", "Unchanged", "copied", "feed"]
 Feed = Callable[[nn.Module, Any], Any]
 
 Tree = TypeVar("Tree")
+
+
+def batches_in(given: Iterable[Any] | None) -> list[Any]:
+    """The batches that a caller gave; none for None.
+
+    Raises TypeError for a tensor or a mapping, which is one batch, and for numbers that are in no tensor.
+    """
+    if isinstance(given, Tensor | Mapping):
+        raise TypeError(f"batches: expected several of them, got one {type(given).__name__}; write [batch]")
+    data = [] if given is None else list(given)
+    for batch in data:
+        for value in batch.values() if isinstance(batch, Mapping) else [batch]:
+            if isinstance(value, list | tuple) and value and all(map(_is_numbers, value)):
+                raise TypeError(
+                    "batches: numbers in lists are no batch; make a tensor of them, for instance "
+                    "torch.tensor([tokens]) of shape [1, T]; tokenizers do with return_tensors='pt'"
+                )
+    return data
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether ``value`` is a number, or lists of them."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_numbers, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def feed(model: nn.Module, batch: Any) -> Any:

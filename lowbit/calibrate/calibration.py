@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.calibrate.identity import digest
+from lowbit.calibrate.table import aligned
 from lowbit.convert.maker import decibel
 from lowbit.files import is_file_name, read_json, replaced, shown, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, empty, empty_scales, plain_state
@@ -248,14 +249,12 @@ class Calibration:
         return f"<Calibration of {len(self.rows)} weights; print it for a table>"
 
     def __str__(self) -> str:
-        lines = [f"{'layer':<44}{'recipe':<24}{'method':<12}{'SQNR dB':>8}{'of output':>11}  inputs"]
+        rows = [("layer", "recipe", "method", "SQNR dB", "of output", "inputs")]
         for name, row in self.rows.items():
             output = "" if row.output_sqnr is None else f"{row.output_sqnr:.1f}"
             inputs = self.inputs[name][1] if name in self.inputs else ""
-            lines.append(
-                f"{name:<44}{row.recipe.name:<24}{row.method:<12}{row.sqnr:>8.1f}{output:>11}  {inputs}".rstrip()
-            )
-        return "\n".join(lines)
+            rows.append((name, row.recipe.name, row.method, f"{row.sqnr:.1f}", output, inputs))
+        return aligned(rows, (3, 4))
 
 
 @contextmanager

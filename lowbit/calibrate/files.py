@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowbit.calibrate.blocks import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
@@ -25,6 +26,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import going_on, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
+from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface
 from lowbit.serialize.layout import CONFIG
@@ -50,7 +52,7 @@ def quantize_files(
     skip: Iterable[str] = DEFAULT_SKIP,
     loss: Loss | None = None,
     shard_bytes: int = 1 << 30,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Report:
     """Quantize a checkpoint of safetensors files to ``out``, with little of it in memory at a time. The bits are those
     of ``calibrate``, ``quantize_`` and ``save_model``.
@@ -66,7 +68,8 @@ def quantize_files(
     it is built from the ``config.json`` of transformers. ``load_model`` reads ``out``, given such a model where this
     was; so does ``from_pretrained`` of a transformers that ``lowbit.integrations.transformers`` serves.
     ``shard_bytes``: of a file in ``out``, at most, unless one tensor is larger. ``progress(what, done, total)`` is
-    called before each block that is calibrated, and before each file.
+    called before each block that is calibrated, and before each file. None: a bar where standard error is a terminal;
+    False: nothing.
     A call that was stopped goes on after the last finished block or file, and ends with the same bits.
 
     Raises: as ``calibrate`` and ``quantize_``; FileNotFoundError for missing files; FileExistsError where ``out`` holds
@@ -77,7 +80,7 @@ def quantize_files(
     if shard_bytes < 1:
         raise ValueError(f"quantize_files: shard_bytes must be 1 or more, got {shard_bytes}")
     chosen, choice = planned(recipe, method, "quantize_files")
-    data = [] if batches is None else list(batches)
+    data = batches_in(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
     checkpoint = Checkpoint(directory)
     model = huggingface.without_weights(directory) if model is None else copy.deepcopy(model)
@@ -87,7 +90,6 @@ def quantize_files(
         **run_of(checkpoint.digest(), chosen, choice, skip, data, loss),
         "dtypes": " ".join(dtypes), "shard_bytes": str(shard_bytes),
     }  # fmt: skip
-    progress = progress or (lambda what, done, total: None)
     if data:
         written = Written(out, about)
         if (out / CONFIG).exists():  # every file is there, and the calibration half removed
@@ -95,18 +97,23 @@ def quantize_files(
         else:
             finished = Finished(out / _CALIBRATION, about)
             opened = finished.opened()
-            found = opened or Blockwise(model, data, chosen, choice, skip, finished, loss, stored).all(progress)
+            if opened is None:
+                run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
+                with reporting(progress, "calibrating") as told:
+                    opened = run.all(told)
+            found = opened
         work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
     else:
         work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
         written = Written(out, about)
     files = pack(work.groups(), shard_bytes)
-    for index, groups in enumerate(files):
-        progress("file", index, len(files))
-        if index >= len(written.files):
-            layout = {name: work.tensors[name] for names, _ in groups for name in names}
-            file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-            written.write(file, layout, work.make(groups, written.told))
+    with reporting(progress, "quantizing") as told:
+        for index, groups in enumerate(files):
+            told("file", index, len(files))
+            if index >= len(written.files):
+                layout = {name: work.tensors[name] for names, _ in groups for name in names}
+                file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
+                written.write(file, layout, work.make(groups, written.told))
     with going_on(out):
         more = huggingface.write_configs(model, out) if huggingface.is_pretrained(model) else []
         if more is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowbit.calibrate.blocks import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
@@ -19,6 +20,7 @@ from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 
 __all__ = ["calibrate"]
@@ -34,7 +36,7 @@ def calibrate(
     skip: Iterable[str] = DEFAULT_SKIP,
     directory: str | Path | None = None,
     loss: Loss | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
 
@@ -52,7 +54,8 @@ def calibrate(
     one's own is the same where its code is, and what the code closes over or reaches by global names.
     ``loss(output, batch)``: what ``guided-gptq`` differentiates, a scalar; by default the cross-entropy of the next
     token where the model answers with logits of token ids, else a random projection of its outputs.
-    ``progress(what, done, total)`` is called before each block.
+    ``progress(what, done, total)`` is called before each block. None: a bar where standard error is a terminal; False:
+    nothing.
 
     A model that is a stack of blocks is taken one block after the other. The inputs that a block's layers are measured
     by are those that the quantized blocks before it give, and no more than one block's are held. Other models are taken
@@ -67,7 +70,7 @@ def calibrate(
     """
     started = time.perf_counter()
     chosen, choice = planned(recipe, method, "calibrate")
-    data = [] if batches is None else list(batches)
+    data = batches_in(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
     model = uncompiled(model)
     finished = None
@@ -77,7 +80,8 @@ def calibrate(
         if whole is not None:
             return whole
     run = Blockwise(model, data, chosen, choice, skip, finished, loss)
-    run.all(progress or (lambda what, done, total: None))
+    with reporting(progress, "calibrating") as told:
+        run.all(told)
     run.found.seconds = time.perf_counter() - started
     if finished is not None:
         finished.finish(run.found)

@@ -1,175 +1,36 @@
-"""sensitivity: what each layer loses by each recipe, and the recipes by layer that lose the least for their size."""
+"""sensitivity: measures what each layer of a model loses by each recipe."""
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import feed
-from lowbit.calibrate.budget import Option, allocate
+from lowbit.calibrate.blocks import batches_in, feed
+from lowbit.calibrate.importance import Loss, despite_writes
 from lowbit.calibrate.observe import mask_of
-from lowbit.calibrate.observed import Observed, observed, observed_layers
+from lowbit.calibrate.observed import Journal, Observed, observed, observed_layers
+from lowbit.calibrate.scores import FLOAT, Score, Sensitivity
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
-from lowbit.convert.report import amount, family
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
+from lowbit.ops.conv import spans_tensor
+from lowbit.progress import Progress, reporting
 from lowbit.recipes import Recipe, plan
 from lowbit.recipes import recipe as find_recipe
+from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["Score", "Sensitivity", "sensitivity"]
-
-#: The name of the choice to leave a layer as it is.
-FLOAT = "float"
-
-#: What a loss is computed of: what the model answers, and the batch.
-Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Score:
-    """A layer with a recipe. ``weights``: how many numbers its weights hold; ``bytes``: of codes and scales.
-
-    ``loss``: what it is estimated to cost. ``weight``, ``input``, ``output``: the SQNR of each in dB, inf without
-    error.
-    """
-
-    name: str
-    recipe: str
-    weights: int
-    bytes: int
-    loss: float
-    weight: float
-    input: float
-    output: float
-
-    @property
-    def bits(self) -> float:
-        """A weight, scales included."""
-        return 8 * self.bytes / self.weights
-
-
-@dataclass(frozen=True, repr=False)
-class Sensitivity:
-    """What each layer of a model loses by each recipe. ``print`` shows a table, ``to_dict()`` gives JSON data.
-
-    ``scores``: by layer and recipe, in the order of the model. ``groups``: the layers that share a choice, because
-    they are given the same input or have one weight. ``by``: what the ``loss`` of a score is of, the model's ``"loss"``
-    or the layer's ``"output"``. ``others``: the bytes of all else in the model.
-    """
-
-    scores: dict[str, dict[str, Score]]
-    groups: tuple[tuple[str, ...], ...]
-    recipes: dict[str, Recipe | None]
-    by: str
-    others: int
-
-    def choose(self, bits: float | None = None, size: int | None = None) -> dict[str, Recipe | None]:
-        """The recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses.
-
-        ``bits``: a weight, scales included, on average over these layers; or ``size``: bytes of the whole model.
-        Raises ValueError for neither or both, and where no choice is as small.
-        """
-        if (bits is None) == (size is None):
-            raise ValueError("choose: give bits a weight, or the size of the model in bytes, for instance bits=4.5")
-        weights = sum(next(iter(rows.values())).weights for rows in self.scores.values())
-        budget = math.floor(bits * weights / 8) if bits is not None else int(size or 0) - self.others
-        names = list(self.recipes)
-        options = [
-            [
-                Option(sum(self.scores[n][r].bytes for n in group), math.fsum(self.scores[n][r].loss for n in group))
-                for r in names
-            ]
-            for group in self.groups
-        ]
-        try:
-            chosen = allocate(options, budget)
-        except ValueError:
-            least = sum(min(option.cost for option in row) for row in options)
-            raise ValueError(
-                f"choose: the smallest choice takes {8 * least / weights:.3f} bits a weight, "
-                f"{amount(least + self.others)} in all; ask for as much, or give a recipe that is smaller"
-            ) from None
-        recipe_of = {name: names[index] for group, index in zip(self.groups, chosen, strict=True) for name in group}
-        return {name: self.recipes[recipe_of[name]] for name in self.scores}
-
-    def bits(self, chosen: Mapping[str, Recipe | None]) -> float:
-        """Bits a weight of ``chosen``, scales included."""
-        rows = self._rows(chosen)
-        return 8 * sum(row.bytes for row in rows) / sum(row.weights for row in rows)
-
-    def loss(self, chosen: Mapping[str, Recipe | None]) -> float:
-        """The sum of the losses of ``chosen``."""
-        return math.fsum(row.loss for row in self._rows(chosen))
-
-    def size(self, chosen: Mapping[str, Recipe | None]) -> int:
-        """Bytes of the whole model with ``chosen``."""
-        return self.others + sum(row.bytes for row in self._rows(chosen))
-
-    def _rows(self, chosen: Mapping[str, Recipe | None]) -> list[Score]:
-        names = {recipe: name for name, recipe in self.recipes.items()}
-        return [rows[names[chosen[name]]] for name, rows in self.scores.items()]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON data. An infinite SQNR is None."""
-        rows = [asdict(score) for rows in self.scores.values() for score in rows.values()]
-        finite = [
-            {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-            for row in rows
-        ]
-        return {"by": self.by, "others": self.others, "groups": [list(g) for g in self.groups], "scores": finite}
-
-    def __repr__(self) -> str:
-        return f"<Sensitivity of {len(self.scores)} layers to {', '.join(self.recipes)}; print it for a table>"
-
-    def __str__(self) -> str:
-        lines = [
-            f"{'layer':<40}{'recipe':<26}{'bits':>7}{'SQNR dB: weight':>18}{'input':>14}{'output':>14}{'loss':>12}"
-        ]
-        alike: dict[tuple[str, str, float], list[Score]] = {}
-        for row in (rows[recipe] for recipe in self.recipes for rows in self.scores.values()):
-            alike.setdefault((row.recipe, family(row.name), row.bits), []).append(row)
-        for (recipe, name, bits), rows in alike.items():
-            shown = [_range([getattr(row, what) for row in rows]) for what in ("weight", "input", "output")]
-            loss = math.fsum(row.loss for row in rows)
-            lines.append(f"{name:<40}{recipe:<26}{bits:>7.3f}{shown[0]:>18}{shown[1]:>14}{shown[2]:>14}{loss:>12.4g}")
-        return "\n".join(lines)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw losses and the SQNR of outputs over the layers to an image. Raises ImportError without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ImportError("Sensitivity.plot needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(max(8.0, len(self.scores) / 8), 8), layout="constrained")
-        losses, outputs = figure.subplots(2, 1, sharex=True)
-        for recipe in self.recipes:
-            if recipe == FLOAT:
-                continue
-            rows = [rows[recipe] for rows in self.scores.values()]
-            losses.semilogy([row.loss for row in rows], marker=".", label=recipe)
-            outputs.plot([row.output for row in rows], marker=".", label=recipe)
-        losses.set_ylabel("loss" if self.by == "loss" else "error of the output")
-        losses.legend()
-        outputs.set_ylabel("SQNR of the output, dB")
-        outputs.set_xticks(range(len(self.scores)), list(self.scores), rotation=90, fontsize=5)
-        figure.savefig(path, dpi=120)
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
-    return low if low == high else f"{low} to {high}"
+__all__ = ["sensitivity"]
 
 
 def sensitivity(
@@ -180,7 +41,7 @@ def sensitivity(
     method: str | None = None,
     loss: Loss | None = None,
     skip: Iterable[str] = DEFAULT_SKIP,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Sensitivity:
     """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
 
@@ -190,7 +51,8 @@ def sensitivity(
     ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
     ``calibrate``. ``method``: of weights, as for ``quantize_``. ``loss(output, batch)``: None: the sum over tokens of
     the cross entropy of the next one, for models that answer ``.logits`` to ``input_ids`` [B, T]; no loss for others.
-    ``progress(what, done, total)`` is called before each batch.
+    ``progress(what, done, total)`` is called before each batch. None: a bar where standard error is a terminal; False:
+    nothing.
     Holds the activations of one batch, and the codes of each recipe.
 
     Raises ValueError: for no recipe or no batch, static recipes, a method that needs data; as ``quantize_``; for NaN
@@ -202,19 +64,17 @@ def sensitivity(
         raise ValueError("sensitivity: give recipes to choose from, for instance ['int4-weight-only', 'int8']")
     for one in quantizing:
         refuse_beyond(one, "sensitivity", ("output.a", "output.b"))
-    data = list(batches)
+    data = batches_in(batches)
     if not data:
         raise ValueError("sensitivity: give batches of what the model will see")
     source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
-    with torch.no_grad():
+    with torch.no_grad(), reporting(progress, "measuring layers") as told:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
-            if progress is not None:
-                progress("batch", number, len(data))
+            told("batch", number, len(data))
             run.count(batch, loss)
-    if progress is not None:
-        progress("batch", len(data), len(data))
+        told("batch", len(data), len(data))
     return run.result()
 
 
@@ -223,13 +83,6 @@ class _Sums:
 
     def __init__(self) -> None:
         self.loss = self.input = self.input_error = self.output = self.output_error = 0.0
-
-
-class _Seen(NamedTuple):
-    """A call of a layer."""
-
-    layer: Observed
-    x: Tensor
 
 
 class _Run:
@@ -255,73 +108,85 @@ class _Run:
         self.inputs: dict[str, list[int]] = {layer.name: [] for layer in self.layers}
         self.by = "output"
         self.mask: Tensor | None = None
-        self.seen: list[_Seen] = []
+        self.copies = False
         self.leaves: list[Tensor] = []
         for layer in self.layers:
-            layer.register_forward_hook(self._called)
+            layer.watch = self._called
 
     # -- a batch ------------------------------------------------------------------------------------------------------
     def count(self, batch: Any, loss: Loss | None) -> None:
-        self.mask, self.leaves = mask_of(batch), []
+        before = self.sums
+
+        def run() -> None:
+            self.sums = copy.deepcopy(before)
+            self._run(batch, loss)
+
+        despite_writes(run)
+
+    def _run(self, batch: Any, loss: Loss | None) -> None:
         wanted = loss is not None or _tokens(batch) is not None
-        with torch.set_grad_enabled(wanted):
-            output = feed(self.work, batch)
-            value = loss(output, batch) if loss is not None else _next_token(output, batch) if wanted else None
+        self.mask = mask_of(batch)
+        while True:
+            self.leaves, self.journal = [], Journal(self.copies)
+            for layer in self.layers:
+                layer.journal = self.journal
+            with torch.set_grad_enabled(wanted):
+                output = feed(self.work, batch)
+                value = loss(output, batch) if loss is not None else _next_token(output, batch) if wanted else None
+            if all(self.journal.unchanged):
+                break
+            self.copies = True  # the model writes to what layers were given
         self._group()
         if value is None:
-            for layer, x in self.seen:
+            for layer, x in self.journal.entries:
                 self._add(layer, x.detach(), None)
-            self.seen = []
             return
         if not bool(value.isfinite()):
             raise ValueError(
                 f"sensitivity: the loss is {float(value)}; look for NaN or Inf in the model or the batches"
             )
         self.by = "loss"
-        self.seen = []
         torch.autograd.grad(value, self.leaves, allow_unused=True)  # the hooks of all layers on the way do the work
 
-    def _called(self, layer: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> Tensor:
-        """Note a call; its gradient, once it is there, is taken with its input."""
-        assert isinstance(layer, Observed)
-        x = given[0]
-        self.seen.append(_Seen(layer, x))
+    def _called(self, y: Tensor) -> Tensor:
+        """The output of the layer that was the last to note its input; once its gradient is there, it is taken with
+        that input.
+        """
         if not torch.is_grad_enabled():
             return y
-        if not y.requires_grad:
-            y.requires_grad_()
-            self.leaves.append(y)
-        x = x.detach()
+        layer, x = self.journal.entries[-1]
+        leaf = torch.zeros((), dtype=y.dtype, device=y.device, requires_grad=True)
+        self.leaves.append(leaf)
+        x, y = x.detach(), y + leaf  # has a gradient even where no parameter asks for one
         y.register_hook(lambda grad: self._add(layer, x, grad))
         return y
 
     @torch.no_grad()
     def _add(self, layer: Observed, x: Tensor, grad: Tensor | None) -> None:
         """Count what each recipe makes of a layer's input ``x``; ``grad``: of the loss by the layer's output."""
-        if self.mask is not None and x.shape[:-1] == self.mask.shape:
+        if layer.window is None and self.mask is not None and x.shape[:-1] == self.mask.shape:
             x, grad = x[self.mask], None if grad is None else grad[self.mask]
-        x = x.reshape(-1, x.shape[-1]).float()
-        weight = layer.weight.float()
-        y = x @ weight.t()
-        energies = float(x.square().sum(dtype=torch.float64)), float(y.square().sum(dtype=torch.float64))
+        x = x.float()
+        weight, rows = layer.weight.float(), _rows(layer, x)
+        y = _product(rows, weight)
+        energies = _energy(rows), _energy(y)
         for name, recipe in self.table.items():
             sums = self.sums[layer.name, name]
             sums.input, sums.output = sums.input + energies[0], sums.output + energies[1]
             if recipe is None:
                 continue
-            rounded = x if recipe.input is None else fake_quantize(x, recipe.input)
-            wrong = rounded @ self.codes[layer.weight_name, name][0].dequantize(torch.float32).t() - y
-            if recipe.input is not None:
-                sums.input_error += float((rounded - x).square().sum(dtype=torch.float64))
-            sums.output_error += float(wrong.square().sum(dtype=torch.float64))
+            rounded = rows if recipe.input is None else _rounded(layer, x, rows, recipe.input)
+            wrong = _product(rounded, self.codes[layer.weight_name, name][0].dequantize(torch.float32)) - y
+            sums.input_error += _energy(rounded - rows)
+            sums.output_error += _energy(wrong)
             if grad is not None:
-                sums.loss += float((wrong * grad.reshape(y.shape).float()).square().sum(dtype=torch.float64))
+                sums.loss += _energy(wrong * grad.reshape(y.shape).float())
 
     # -- which layers go together -------------------------------------------------------------------------------------
     def _group(self) -> None:
         """Note for each layer which inputs it was given in this batch, by a number for each tensor."""
         numbers: dict[int, int] = {}
-        for layer, x in self.seen:
+        for layer, x in self.journal.entries:
             self.inputs[layer.name].append(numbers.setdefault(id(x), len(numbers)))
         for layer in self.layers:
             self.inputs[layer.name].append(-1)  # the batch ends
@@ -367,7 +232,7 @@ class _Run:
             layer.weight.nbytes if recipe is None else self.codes[layer.weight_name, name][0].nbytes for layer in first
         )
         noise = 0.0 if recipe is None else sum(self.codes[layer.weight_name, name][1] for layer in layers)
-        signal = sum(float(layer.weight.float().square().sum(dtype=torch.float64)) for layer in layers)
+        signal = sum(_energy(layer.weight.float()) for layer in layers)
         return Score(
             owner, name, sum(layer.weight.numel() for layer in first), size,
             math.fsum(s.loss for s in sums) if self.by == "loss" else output, decibel(signal, noise),
@@ -384,6 +249,28 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
         raise type(error)(f"layer {layer.name!r}: {error}") from error
     assert energies is not None
     return made, float(energies[1])
+
+
+def _rows(layer: Observed, x: Tensor) -> Tensor:
+    """What is multiplied with the weight: ``x``, or its patches; ``[rows, groups, K]``."""
+    rows = x[..., None, :] if layer.window is None else layer.window.unfold(x)
+    return rows.reshape(-1, *rows.shape[-2:])
+
+
+def _rounded(layer: Observed, x: Tensor, rows: Tensor, scheme: Scheme) -> Tensor:
+    """``rows``, of ``x``, quantized as the layer does it: with one scale for all of ``x``, or each row by itself."""
+    if spans_tensor(scheme):
+        return _rows(layer, fake_quantize(x, scheme))
+    return fake_quantize(rows.flatten(0, 1), scheme).view(rows.shape)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows [rows, groups, K]`` times ``weight [O, K]``, whose rows belong to the groups in turn: ``[rows, O]``."""
+    return torch.einsum("rgk,gok->rgo", rows, weight.unflatten(0, (rows.shape[1], -1))).flatten(1)  # type: ignore[no-untyped-call]
+
+
+def _energy(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
 
 
 def _module(name: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
 from lowbit._version import __version__
 from lowbit.cli import bench, calibrate, doctor, evaluate, formats, quantize, train
@@ -26,8 +27,21 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     doctor.doctor,
 )
 
+
+class _Commands(TyperGroup):
+    """The commands; one that is stopped from the keyboard says so, and what is to be done."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            errors.print("; ".join(["stopped", *map(str, stop.args)]), highlight=False, soft_wrap=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="lowbit",
+    cls=_Commands,
     epilog="Begin with: lowbit formats fp8_e4m3   ·   lowbit train   ·   lowbit doctor",
     no_args_is_help=True,
     add_completion=False,
@@ -64,6 +78,3 @@ def main() -> None:
         told = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
         errors.print(told, highlight=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("stopped", highlight=False)
-        sys.exit(130)

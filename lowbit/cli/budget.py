@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.calibrate import sensitivity
-from lowbit.cli.console import bar, errors, size
-from lowbit.cli.models import windows
-from lowbit.recipes import Plan, plan
+from lowbit.cli.console import errors, size
+from lowbit.datafree import find_rule
+from lowbit.progress import bar
+from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 
 __all__ = ["CANDIDATES", "Budget", "bytes_in"]
 
 #: What is chosen from where the user names no recipes.
 CANDIDATES = ("int4-weight-only", "nf4", "int4-weight-only:group32", "int8-weight-only")
+
+#: What there is to choose from; None: a layer stays as it is.
+Candidates = list[Recipe | None]
+
+#: The side of a matrix beside which what a whole row or tensor shares is nothing.
+_LARGE = 1 << 20
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -32,14 +40,16 @@ def bytes_in(text: str) -> int:
     return int(float(found[1]) * _UNITS[unit])
 
 
+def _least_bits(recipe: Recipe) -> float:
+    """What a recipe takes for a weight of a matrix that is large in both directions, scales included."""
+    return 8 * recipe.weight.nbytes((_LARGE, _LARGE)) / _LARGE**2
+
+
 class Budget(NamedTuple):
-    """What the user allows: bits a weight or bytes in all; and by what text layers are judged."""
+    """What the user allows: bits a weight or bytes in all. ``plot``: where what layers lose is drawn."""
 
     bits: float | None
     size: str | None
-    text: Path | None
-    samples: int
-    length: int
     plot: Path | None
 
     @property
@@ -52,25 +62,35 @@ class Budget(NamedTuple):
         """What it is called in the name of a directory."""
         return f"{self.bits:g}bit" if self.bits is not None else str(self.size).replace(" ", "")
 
-    def check(self) -> None:
-        """Raises ValueError for both kinds of budget, or no text."""
+    def check(self, text: Path | None, recipes: str | None, method: str | None) -> Candidates:
+        """The recipes to choose from. Raises ValueError for both kinds of budget, no text, unknown recipes, a method
+        that needs data, and bits below those of the smallest recipe.
+        """
         if self.bits is not None and self.size is not None:
             raise ValueError("--bits and --size are two budgets; give one of them")
-        if self.text is None:
+        if text is None:
             raise ValueError("--bits and --size choose recipes by what layers compute; give a text with --text FILE")
         if self.size is not None:
             bytes_in(self.size)
+        find_rule(method, "--method with --bits or --size")
+        names = CANDIDATES if recipes is None else tuple(name.strip() for name in recipes.split(","))
+        found = [None if name == "none" else find_recipe(name) for name in names]
+        smallest = min((recipe for recipe in found if recipe is not None), key=_least_bits, default=None)
+        if smallest is None or (self.bits is not None and not math.isfinite(self.bits)):
+            raise ValueError("--bits and --size take a number, and recipes to choose from besides none")
+        if self.bits is not None and self.bits < _least_bits(smallest):
+            raise ValueError(
+                f"--bits {self.bits:g}: the smallest choice takes {_least_bits(smallest):.3f} bits a weight "
+                f"({smallest.name}); ask for as much, or name a smaller recipe"
+            )
+        return found
 
-    def choose(self, model: nn.Module, directory: Path, recipes: str | None, method: str, skip: Iterable[str]) -> Plan:
+    def choose(
+        self, model: nn.Module, data: list[Tensor], candidates: Candidates, method: str | None, skip: Iterable[str]
+    ) -> Plan:
         """The recipes by layer for ``model``, of which a table is printed to standard error."""
-        assert self.text is not None
-        candidates = CANDIDATES if recipes is None else tuple(name.strip() for name in recipes.split(","))
-        data = windows(directory, self.text, self.samples, self.length)
         with bar("measuring layers") as progress:
-            found = sensitivity(
-                model, [None if name == "none" else find_recipe(name) for name in candidates], data, method=method,
-                skip=skip, progress=progress,
-            )  # fmt: skip
+            found = sensitivity(model, candidates, data, method=method, skip=skip, progress=progress)
         if self.plot is not None:
             found.plot(self.plot)
         chosen = found.choose(self.bits, None if self.size is None else bytes_in(self.size))

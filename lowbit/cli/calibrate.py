@@ -11,11 +11,12 @@ from rich.text import Text
 
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate import calibrate as run
-from lowbit.calibrate.choice import choose
-from lowbit.cli.console import bar, errors, out, print_json, size
-from lowbit.cli.models import Dtype, cast_, load, windows
+from lowbit.cli.console import errors, out, print_json, resumable, size
+from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.progress import bar
+from lowbit.recipes import STATIC_RECIPES
 from lowbit.recipes import recipe as find_recipe
 
 EPILOG = """
@@ -31,6 +32,8 @@ Then: `lowbit quantize SmolLM2-135M int4-weight-only --calibration found`
 
 A run that was stopped goes on when it is given again.
 
+Recipes with static scales of activations: {static}. All others: `lowbit quantize --help`.
+
 Methods of weights: {methods}. Before them: {transforms}. Of static scales of activations: {observers}.
 """
 
@@ -44,7 +47,7 @@ def calibrate(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="UTF-8 text of the kind that the model will read.")
     ] = None,
-    method: Annotated[str | None, typer.Option(metavar="A,B", help="Methods; the best known by default.")] = None,
+    method: Annotated[str | None, typer.Option(metavar="A,B", help=f"Methods; by default {DEFAULT_METHOD}.")] = None,
     count: Annotated[int, typer.Option("--windows", help="Windows of the text, at most.")] = 16,
     length: Annotated[int, typer.Option("--length", help="Tokens of a window.")] = 512,
     dtype: Annotated[
@@ -56,17 +59,16 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose codes and scales for a saved model by what it computes of a text, and save them for lowbit quantize."""
-    chosen, methods = find_recipe(recipe), None if method is None else [name.strip() for name in method.split(",")]
-    choose(methods)
+    chosen, methods = find_recipe(recipe), methods_in(method, text)
     if min(count, length) < 1:
         raise ValueError(f"--windows and --length must be 1 or more, got {count} and {length}")
     with errors.status(Text(f"loading {directory}")):
+        batches = None if text is None else windows(directory, text, count, length)
         model = load(directory)
         cast_(model, dtype)
-        batches = None if text is None else windows(directory, text, count, length)
     reset_peak()
     started = time.perf_counter()
-    with bar("calibrating") as progress:
+    with resumable(), bar("calibrating") as progress:
         found = run(
             model, batches, chosen, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
             progress=progress,
@@ -84,7 +86,10 @@ def calibrate(
 
 
 calibrate.__doc__ = f"{calibrate.__doc__}\n{EPILOG}".format(
-    methods=", ".join(METHODS), transforms=", ".join(TRANSFORMS), observers=", ".join(OBSERVERS)
+    static=", ".join(STATIC_RECIPES),
+    methods=", ".join(METHODS),
+    transforms=", ".join(TRANSFORMS),
+    observers=", ".join(OBSERVERS),
 )
 
 

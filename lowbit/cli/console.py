@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lowbit.memory.rss import peak_bytes
-
-__all__ = ["bar", "errors", "out", "print_json", "size"]
+__all__ = ["errors", "out", "print_json", "resumable", "size"]
 
 #: No markup: paths and names in messages may hold brackets. What is styled is a ``Text``, or has a ``style``.
 out = Console(highlight=False, markup=False)
@@ -21,19 +18,12 @@ errors = Console(stderr=True, markup=False)
 
 
 @contextmanager
-def bar(description: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Inside, a bar of what is done, with the time that is left and the most memory so far: the ``progress`` of what
-    takes long. Blocks of a model are alike, so that the first tells of all.
-    """
-    progress = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left:"), TimeRemainingColumn(), TextColumn("peak memory {task.fields[peak]}"), console=errors,
-    )  # fmt: skip
-    with progress:
-        task = progress.add_task(description, total=None, peak=size(peak_bytes()))
-        yield lambda what, done, total: progress.update(
-            task, description=f"{description}: {what}", completed=done, total=total, peak=size(peak_bytes())
-        )
+def resumable() -> Iterator[None]:
+    """Inside, an interrupt says that the same command goes on with what is finished."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on") from None
 
 
 def print_json(value: Any) -> None:

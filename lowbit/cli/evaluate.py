@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lowbit.cli.console import errors, out, print_json
+from lowbit.cli.console import errors, out, print_json, resumable
 
 EPILOG = """
 **Examples**
@@ -31,6 +31,9 @@ wiki.valid.raw` — methods of calibration beside rounding to nearest
 
 `lowbit evaluate ./my-model --text book.txt` — a directory that transformers loads
 
+`lowbit evaluate ./my-model ./my-model-4.5bit --text book.txt --recipes int8` — beside it a model that lowbit has
+quantized already: it is measured as it is, and decoded to fp32 and bf16
+
 A run that was stopped goes on when it is given again: finished cells are read from --out.
 """
 
@@ -39,7 +42,10 @@ def evaluate(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="Names of models, or directories of models.")
     ] = None,
-    recipes: Annotated[str | None, typer.Option(metavar="A,B", help="Recipes; all named ones by default.")] = None,
+    recipes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Recipes, for models that are not quantized yet; all named ones by default."),
+    ] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text; perplexity needs one.")] = None,
     windows: Annotated[int, typer.Option(help="Windows of 512 tokens for perplexity.")] = 12,
     limit: Annotated[int, typer.Option(help="Texts or photographs, at most.")] = 128,
@@ -75,6 +81,11 @@ def evaluate(
     chosen = None if recipes is None else [name.strip() for name in recipes.split(",") if name.strip()]
     named = () if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip())
     others = _peers(peers)
+    if (chosen or named or others) and all(row.held for row in rows):
+        raise ValueError(
+            f"{', '.join(names)}: quantized already, and measured as saved; leave out --recipes, --methods and "
+            "--peers, or name the model that was quantized too"
+        )
     cells = [
         cell
         for row in rows
@@ -96,7 +107,7 @@ def evaluate(
         console=errors,
     )  # fmt: skip
     done: list[Any] = []
-    with bar:
+    with resumable(), bar:
         task = bar.add_task("", total=len(cells))
 
         def begin(cell: Any) -> None:
@@ -151,7 +162,7 @@ def _list(json: bool) -> None:
     for entry in found:
         out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
         out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
-    out.print("\nOr a directory that transformers can load.")
+    out.print("\nOr a directory that transformers can load, or that lowbit has quantized.")
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

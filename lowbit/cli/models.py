@@ -9,11 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.calibrate import METHODS
+from lowbit.calibrate.choice import choose
+from lowbit.evaluate.data import read
 from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import from_directory, is_directory
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["Dtype", "cast_", "load", "windows"]
+__all__ = ["DATA_FREE", "DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
+
+#: What methods are where none is named, for people.
+DEFAULT_METHOD = "with --text guided-gptq; without, signed for signed integers, mse for mxfp4 and nvfp4, else nearest"
+
+#: Methods that need no text.
+DATA_FREE = tuple(row.name for row in METHODS.values() if row.need == "nothing")
 
 
 class Dtype(str, Enum):
@@ -30,14 +39,38 @@ _DTYPES = {Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: to
 
 def load(directory: Path) -> nn.Module:
     """The model in ``directory``, whoever saved it. Raises: FileNotFoundError, ValueError, ImportError."""
+    return load_model(directory).eval() if _is_ours(directory) else from_directory(directory)
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether lowbit saved the model in ``directory``; else transformers did. Raises FileNotFoundError for neither."""
     if our_config(directory) is not None:
-        return load_model(directory).eval()
+        return True
     if is_directory(directory):
-        return from_directory(directory)
+        return False
     raise FileNotFoundError(
         f"{directory} is no saved model: {directory / CONFIG} does not exist, and no config.json of transformers; give "
         "another directory, such as out/demo/model"
     )
+
+
+def methods_in(method: str | None, text: Path | None) -> list[str] | None:
+    """The names in ``--method``; None where it is not given.
+
+    Raises ValueError for an unknown one, and for one that looks at data where there is no ``text``.
+    """
+    if method is None:
+        return None
+    names = [name.strip() for name in method.split(",")]
+    weights, _, transforms, _ = choose(names)
+    needing = [one.name for one in transforms]
+    if weights is not None and weights.need != "nothing":
+        needing.append(weights.name)
+    if needing and text is None:
+        raise ValueError(
+            f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(DATA_FREE)}"
+        )
+    return names
 
 
 def cast_(model: nn.Module, dtype: Dtype) -> None:
@@ -57,12 +90,10 @@ def cast_(model: nn.Module, dtype: Dtype) -> None:
 def windows(directory: Path, text: Path, count: int, length: int) -> list[Tensor]:
     """The first ``count`` windows ``[1, length]`` of the tokens of ``text``, as the model's own tokenizer makes them.
 
-    Raises ValueError for a text that fills no window, and for a directory without a tokenizer.
+    Raises ValueError for a text that cannot be read or fills no window, and for a directory without a tokenizer;
+    FileNotFoundError for one without a model.
     """
-    try:
-        words = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text} is not UTF-8 text (byte {error.start}); convert it: iconv -t utf-8") from None
+    words = read(text)
     tokens = torch.tensor(_tokens(directory, words), dtype=torch.int64)
     found = min(len(tokens) // length, count)
     if found < 1:
@@ -71,7 +102,7 @@ def windows(directory: Path, text: Path, count: int, length: int) -> list[Tensor
 
 
 def _tokens(directory: Path, words: str) -> list[int]:
-    ours = our_config(directory)
+    ours = our_config(directory) if _is_ours(directory) else None
     if ours is not None and (ours[1].get("model") or {}).get("class") != "transformers":
         from lowbit.demo import experiment
 

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from lowbit.calibrate import Calibration, calibrate, quantize_files
 from lowbit.cli.budget import CANDIDATES, Budget
-from lowbit.cli.console import bar, errors, out, print_json, size
-from lowbit.cli.models import Dtype, cast_, load, windows
+from lowbit.cli.console import errors, out, print_json, resumable, size
+from lowbit.cli.models import DATA_FREE, DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
-from lowbit.recipes import RECIPES, Plan, Recipe
+from lowbit.progress import bar
+from lowbit.recipes import RECIPES, STATIC_RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
@@ -47,6 +48,8 @@ than memory
 Then, in Python: `model = lowbit.load_model("small")`
 
 Recipes: {recipes}
+
+With --text or --calibration: {static}
 """
 
 #: What is copied beside the weights: a tokenizer, configs, a model card, licences.
@@ -80,7 +83,9 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Methods, as of lowbit calibrate; without --text nearest, with it the best known."
+            metavar="A,B",
+            help=f"Methods, as of lowbit calibrate; by default {DEFAULT_METHOD}. Without --text, and with --bits or "
+            f"--size, one that needs no data: {', '.join(DATA_FREE)}.",
         ),
     ] = None,
     from_disk: Annotated[
@@ -112,31 +117,39 @@ def quantize(
 ) -> None:
     """Quantize a saved model, and save the result with its tokenizer and configs.
 
-    Weights are rounded to the nearest code, by --method, or with --calibration as lowbit calibrate has chosen. With
-    --from-disk a run that was stopped goes on when it is given again.
+    Codes are chosen by --method, which looks at what the model computes of --text where there is one, or taken from
+    what lowbit calibrate has chosen (--calibration). With --from-disk a run that was stopped goes on when it is given
+    again.
     """
     started = time.perf_counter()
     reset_peak()
-    budget = Budget(bits, total, text, count or 8, length, plot)
-    methods = _methods(method, text, budget)
+    budget = Budget(bits, total, plot)
     chosen = _recipe(recipe, budget, calibration)
+    if calibration is not None and (text is not None or method is not None):
+        raise ValueError("--calibration has chosen the codes; leave out --method and --text")
+    candidates = budget.check(text, recipe, method) if budget.given else []
+    methods = methods_in(method, None if budget.given else text)
     directory = directory.resolve() if directory.name in ("", "..") else directory
     label = budget.label if chosen is None else chosen.name.replace(":", "-")
     target = target or directory.with_name(f"{directory.name}-{label}")
     skipped = DEFAULT_SKIP if skip is None else skip
     if from_disk is None:
         from_disk = chosen is not None and calibration is None and _is_large(directory)
+    if from_disk and (chosen is None or calibration is not None):
+        raise ValueError("--calibration, --bits and --size need the model in memory; leave out --from-disk")
+    if not from_disk and target.exists():
+        raise FileExistsError(f"{target} exists; remove it or choose another with --out")
+    samples = count or (8 if budget.given else 16)
+    data = None if text is None else windows(directory, text, samples, length)
     if from_disk:
-        if chosen is None or calibration is not None:
-            raise ValueError("--calibration, --bits and --size need the model in memory; leave out --from-disk")
-        data = None if text is None else windows(directory, text, count or 16, length)
+        assert chosen is not None
         report = _quantize_files(directory, chosen, target, methods, data, dtype, skipped)
     else:
-        if target.exists():
-            raise FileExistsError(f"{target} exists; remove it or choose another with --out")
         model = _loaded(directory, dtype)
-        recipes = chosen or budget.choose(model, directory, recipe, method or "nearest", skipped)
-        data = None if text is None or budget.given else windows(directory, text, count or 16, length)
+        recipes: Recipe | Plan | None = chosen
+        if recipes is None:
+            assert data is not None
+            recipes, data = budget.choose(model, data, candidates, method, skipped), None
         found = _found(model, recipes, data, calibration, methods, skipped)
         with errors.status(Text(f"quantizing with {recipes}"[:100])) as status:
             report = quantize_(model, recipes, found, skip=skipped)
@@ -154,7 +167,7 @@ def quantize(
     )
 
 
-quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG.format(recipes=', '.join(RECIPES))}"
+quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG}".format(recipes=", ".join(RECIPES), static=", ".join(STATIC_RECIPES))
 
 
 def _recipe(recipe: str | None, budget: Budget, calibration: Path | None) -> Recipe | None:
@@ -162,10 +175,10 @@ def _recipe(recipe: str | None, budget: Budget, calibration: Path | None) -> Rec
     if budget.given:
         if calibration is not None:
             raise ValueError("--calibration is for recipes that are chosen already; leave out --bits and --size")
-        budget.check()
         return None
     if recipe is None:
-        raise ValueError(f"give a recipe, one of {', '.join(RECIPES)}, or a budget: --bits 4.5 --text FILE")
+        names = ", ".join((*RECIPES, *STATIC_RECIPES))
+        raise ValueError(f"give a recipe, one of {names}, or a budget: --bits 4.5 --text FILE")
     return find_recipe(recipe)
 
 
@@ -183,13 +196,6 @@ def _loaded(directory: Path, dtype: Dtype) -> nn.Module:
     return model
 
 
-def _methods(method: str | None, text: Path | None, budget: Budget) -> list[str] | None:
-    """The names in --method; None: the best known with a text, else rounding to nearest."""
-    if method is not None:
-        return [name.strip() for name in method.split(",")]
-    return None if text is not None and not budget.given else ["nearest"]
-
-
 def _found(
     model: nn.Module,
     chosen: Recipe | Plan,
@@ -198,15 +204,13 @@ def _found(
     methods: list[str] | None,
     skip: Iterable[str],
 ) -> Calibration | None:
-    """What says how weights are rounded; None: to the nearest code."""
-    if calibration is None:
-        if methods == ["nearest"] and data is None:
-            return None
-        with bar("calibrating") as progress:
-            return calibrate(model, data, chosen, methods, skip=skip, progress=progress)
-    if data is not None or methods != ["nearest"]:
-        raise ValueError("--calibration has chosen the codes; leave out --method and --text")
-    return Calibration.load(calibration)
+    """What says how weights are rounded; None: ``quantize_`` does."""
+    if calibration is not None:
+        return Calibration.load(calibration)
+    if methods is None and data is None:
+        return None
+    with bar("calibrating") as progress:
+        return calibrate(model, data, chosen, methods, skip=skip, progress=progress)
 
 
 def _is_large(directory: Path) -> bool:
@@ -230,7 +234,7 @@ def _quantize_files(
     with errors.status(Text(f"reading {directory}")):
         model = huggingface.without_weights(directory)
         cast_(model, dtype)
-    with bar("quantizing") as progress:
+    with resumable(), bar("quantizing") as progress:
         return quantize_files(
             directory, chosen, target, methods, batches=data, model=model, skip=skip, progress=progress
         )

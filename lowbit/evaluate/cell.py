@@ -109,6 +109,9 @@ def measure(request: Request) -> dict[str, Any]:
     loaded = row.load(row.location(), request.wanted)
     result: dict[str, Any] = {"task": loaded.task, "data": loaded.origin, "data_sha256": digest(loaded.batches)}
     model = loaded.model
+    saved = bool(row.held) and request.recipe not in FLOATS
+    if row.held and not saved:
+        lb.dequantize_(model)
     calibration = None
     data: list[Any] = []
     if request.method is not None:
@@ -124,7 +127,7 @@ def measure(request: Request) -> dict[str, Any]:
             return {"key": dict(request.key), "result": {**result, "refused": str(error)}, "made": provenance()}
         result.update(seconds_to_calibrate=time.perf_counter() - start, peak_bytes_to_calibrate=peak_bytes())
     plain = copy.deepcopy(model) if BIAS in request.steps else None
-    converted = _convert(model, request, calibration)
+    converted = _laid_out(model, request) if saved else _convert(model, request, calibration)
     result.update(converted)
     if plain is not None and "refused" not in converted:
         start = time.perf_counter()
@@ -137,7 +140,7 @@ def measure(request: Request) -> dict[str, Any]:
 
 
 def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | None) -> dict[str, Any]:
-    """Quantize and pack ``model`` in place; how long that took and what was converted."""
+    """Quantize ``model`` in place, and lay it out; how long that took and what was converted."""
     if request.recipe in FLOATS:
         model.to(FLOATS[request.recipe])
         return {"bytes": model_bytes(model), "converted": 0, "left": []}
@@ -149,22 +152,26 @@ def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | N
         report = lb.quantize_(model, request.recipe, calibration)
     except (ValueError, TypeError) as error:
         return {"refused": str(error)}
-    seconds = time.perf_counter() - start
-    wrong = weight_error(model, weights)
-    del weights
-    model.to(FLOATS[request.dtype])
     told = {
-        "converted": len(report.converted), "left": sorted(report.left), "seconds_to_quantize": seconds,
-        "weight_error": wrong,
+        "converted": len(report.converted), "left": sorted(report.left),
+        "seconds_to_quantize": time.perf_counter() - start, "weight_error": weight_error(model, weights),
     }  # fmt: skip
-    if request.layout == PACKED:
-        before = [type(module) for module in model.modules()]
-        start = time.perf_counter()
-        lb.prepack_(model)
-        told["seconds_to_pack"] = time.perf_counter() - start
-        if [type(module) for module in model.modules()] == before:
-            return {"refused": f"no layer of {request.recipe} has a packed layout"}
-    return {**told, "bytes": model_bytes(model)}
+    del weights
+    made = _laid_out(model, request)
+    return made if "refused" in made else {**told, **made}
+
+
+def _laid_out(model: nn.Module, request: Request) -> dict[str, Any]:
+    """Cast what is not quantized of ``model``, and pack the rest if that is asked for; its bytes then."""
+    model.to(FLOATS[request.dtype])
+    if request.layout != PACKED:
+        return {"bytes": model_bytes(model)}
+    before = [type(module) for module in model.modules()]
+    start = time.perf_counter()
+    lb.prepack_(model)
+    if [type(module) for module in model.modules()] == before:
+        return {"refused": f"no layer of {request.recipe} has a packed layout"}
+    return {"seconds_to_pack": time.perf_counter() - start, "bytes": model_bytes(model)}
 
 
 def _convert_by_peer(model: nn.Module, name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,21 @@ from torch import Tensor, nn
 from lowbit.evaluate import data, efficientnet, llama_gguf
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.tasks import Batch
+from lowbit.files import shown
+from lowbit.recipes import Recipe
+from lowbit.serialize import load_model
+from lowbit.serialize.huggingface import is_quantized
+from lowbit.serialize.layout import our_config
 
-__all__ = ["Loaded", "causal", "config_of", "demo_gpt", "efficientnet_lite0", "hugging_face", "smollm2"]
+__all__ = ["Loaded", "causal", "config_of", "demo_gpt", "efficientnet_lite0", "held", "hugging_face", "smollm2"]
+
+#: What embeddings are not made of, so that a checkpoint need not have it.
+_UNREAD = "pooler."
 
 
 class Loaded(NamedTuple):
-    """A model in fp32 and eval mode, how it is called on ``Batch.inputs``, and what it is evaluated on.
+    """A model in eval mode, in fp32 where it is not quantized; how it is called on ``Batch.inputs``, and what it is
+    evaluated on.
 
     ``generate``: yields after each new token, with a KV cache; None where a model writes no text.
     """
@@ -39,21 +49,21 @@ def smollm2(path: Path, wanted: Wanted) -> Loaded:
 
 
 def hugging_face(directory: Path, wanted: Wanted) -> Loaded:
-    """A directory that transformers loads: perplexity of a causal language model, else embeddings of texts.
+    """A model of transformers, which ``save_pretrained`` or ``save_model`` wrote, quantized or not: perplexity of a
+    causal language model, else embeddings of texts.
 
-    Raises: ValueError for a model that reads anything but text.
+    Raises: ValueError for a model that reads anything but text, and for a checkpoint that lacks some of its tensors.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    kind, source = (AutoModelForCausalLM if causal(directory) else AutoModel), str(directory)
-    model = kind.from_pretrained(source, local_files_only=True, dtype=torch.float32).eval()
+    source, model = str(directory), _pretrained(directory)
     if model.main_input_name != "input_ids":
         raise ValueError(
             f"{directory} holds a {type(model).__name__}, which reads {model.main_input_name}; lowbit evaluate "
             "reads models of text from directories"
         )
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    if kind is AutoModelForCausalLM:
+    if causal(directory):
         text = data.require(wanted, str(directory))
         tokens = tokenizer(data.read(text), add_special_tokens=False, verbose=False)["input_ids"]
         return _language_model(model, tokens, wanted, text.name)
@@ -105,9 +115,48 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 
 def causal(directory: Path) -> bool:
-    """Whether a directory's model predicts the next token, as its ``architectures`` say."""
-    names = config_of(directory).get("architectures") or []
-    return any("CausalLM" in str(name) or "LMHeadModel" in str(name) for name in names)
+    """Whether a directory's model predicts the next token, as its class says."""
+    ours = our_config(directory)
+    names = config_of(directory).get("architectures") if ours is None else [ours[1]["model"]["config"]["architecture"]]
+    return any("CausalLM" in str(name) or "LMHeadModel" in str(name) for name in names or [])
+
+
+def held(directory: Path) -> tuple[Recipe, ...]:
+    """The recipes of the quantized layers of a saved model, each once; none of a model in high precision.
+
+    Raises: ValueError where the file that says so is damaged.
+    """
+    ours = our_config(directory)
+    if ours is not None:
+        path, rows = ours[0], (ours[1].get("layers") or {}).values()
+    else:
+        path, config = directory / "config.json", config_of(directory)
+        rows = config["quantization_config"].get("layers") if is_quantized(config) else ()
+    try:
+        return tuple(dict.fromkeys(Recipe.from_dict(row["recipe"]) for row in rows))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); save the model again") from None
+
+
+# -- models of transformers ------------------------------------------------------------------------------------------
+def _pretrained(directory: Path) -> Any:
+    """The model in ``directory``, in fp32 and eval mode, with every tensor from its files."""
+    if our_config(directory) is not None:
+        return load_model(directory).float().eval()
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    if is_quantized(config_of(directory)):
+        import_module("lowbit.integrations.transformers")  # so that transformers knows the layers
+    model, told = (AutoModelForCausalLM if causal(directory) else AutoModel).from_pretrained(
+        str(directory), local_files_only=True, dtype=torch.float32, output_loading_info=True
+    )
+    lost = sorted(name for name in told["missing_keys"] if not name.startswith(_UNREAD))
+    if lost:
+        raise ValueError(
+            f"{directory} lacks {len(lost)} tensors of a {type(model).__name__}, such as {shown(lost[:3])}; copy it "
+            "again, or save the model again"
+        )
+    return model.eval()
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------

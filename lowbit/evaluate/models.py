@@ -15,7 +15,8 @@ from pathlib import Path
 from lowbit.evaluate import loaders
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.loaders import Loaded
-from lowbit.serialize.layout import our_config
+from lowbit.recipes import Recipe
+from lowbit.serialize.layout import CONFIG, our_config
 
 __all__ = ["MODELS", "Model", "find", "fingerprint", "sha256"]
 
@@ -29,7 +30,8 @@ class Model:
 
     ``dtype``: of all that a recipe does not quantize, and of the baseline. ``weights``: the file that ``sha256`` is of.
     ``imports``: modules that loading needs. ``needs_text``: whether only a text of the user's will do.
-    ``samples``: how many windows, texts or photographs methods of calibration look at.
+    ``samples``: how many windows, texts or photographs methods of calibration look at. ``held``: the recipes of a model
+    that is quantized already.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Model:
     imports: tuple[str, ...] = ()
     needs_text: bool = False
     samples: int = 128
+    held: tuple[Recipe, ...] = ()
+
+    @property
+    def recipe(self) -> str | None:
+        """What the row of a model that is quantized already is called; None for one that is not."""
+        return " + ".join(recipe.name for recipe in self.held) or None
 
     def location(self) -> Path:
         """Where the model is. Raises: ImportError or FileNotFoundError where it is not, with the command to get it."""
@@ -128,19 +136,16 @@ def find(name: str) -> Model:
             f"unknown model {name!r}; expected one of {', '.join(MODELS)}, or a directory that transformers can load"
         )
     path = str(directory.resolve())
-    saved = our_config(directory)
-    if saved is not None:
-        if (saved[1].get("model") or {}).get("class") == "transformers":
-            raise ValueError(
-                f"{name} was written by lowbit.save_model, and lowbit evaluate quantizes models itself; give the "
-                "directory of transformers that it was made of"
-            )
-        return replace(MODELS["gpt"], name=directory.resolve().name, path=path)
+    saved, recipes, label = our_config(directory), loaders.held(directory), directory.resolve().name
+    if saved is not None and (saved[1].get("model") or {}).get("class") != "transformers":
+        return replace(MODELS["gpt"], name=label, path=path, held=recipes)
     causal = loaders.causal(directory)
+    about = f"the model in {name}" + (
+        ", quantized already; its quality is beside that of its own weights, decoded" if recipes else ""
+    )
     return Model(
-        directory.resolve().name, f"the model in {name}", loaders.hugging_face, "bf16" if causal else "fp32", path,
-        imports=("transformers",), needs_text=causal,
-        samples=16 if causal else 512,
+        label, about, loaders.hugging_face, "bf16" if causal else "fp32", path,
+        imports=("transformers",), needs_text=causal, samples=16 if causal else 512, held=recipes,
     )  # fmt: skip
 
 
@@ -152,7 +157,8 @@ def fingerprint(model: Model) -> str:
     files = sorted(path for pattern in WEIGHTS for path in location.glob(pattern))
     if not files:
         raise ValueError(f"{location} holds no weights ({', '.join(WEIGHTS)}); save the model there first")
-    return " ".join(sha256(path)[:16] for path in (*files, *location.glob("config.json")))
+    configs = (path for name in ("config.json", CONFIG) for path in location.glob(name))
+    return " ".join(sha256(path)[:16] for path in (*files, *configs))
 
 
 @cache

@@ -31,8 +31,14 @@ __all__ = ["NEAREST", "Cell", "Methods", "plan", "read", "run"]
 #: The version of result files.
 FORMAT = 1
 
+#: What the result of a model as it was saved is called, which may hold many recipes.
+SAVED = "saved"
+
 #: What rows without a method are.
 NEAREST = "nearest"
+
+#: What the float rows are of a model that is quantized already.
+DECODED = "the quantized weights, decoded"
 
 #: Lines of a failed process's output that are shown.
 TAIL = 12
@@ -65,12 +71,14 @@ class Cell:
             return "not measured"
         if "refused" in self.result:
             return f"refused: {self.result['refused']}"
+        if self.model.held and self.request.recipe in FLOATS:
+            return DECODED
         return self._not_meaningful() or ""
 
     def _not_meaningful(self) -> str | None:
         """The reason where the stored weights lie on the recipe's grid, so that quantizing loses nothing."""
         assert self.result is not None
-        if self.request.recipe in FLOATS or self.request.recipe in PEERS:
+        if self.request.recipe in FLOATS or self.request.recipe in PEERS or self.model.held:
             return None
         chosen, error = find_recipe(self.request.recipe), self.result.get("weight_error")
         if error is not None and error < 2.0 ** -(chosen.weight.format.bits + EXACT):
@@ -99,12 +107,14 @@ def plan(
     peers: Iterable[str] = (),
 ) -> list[Cell]:
     """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, rounded to
-    nearest and by each method that says something of the recipe; then each of ``peers``.
+    nearest and by each method that says something of the recipe; then each of ``peers``. A model that is quantized
+    already is measured as it is, plain and packed, and decoded to fp32 and bf16: nothing is quantized again.
 
     Raises: ValueError for an unknown recipe, method, peer or dtype, and where the model needs a text to calibrate on;
     ImportError for a peer that is not installed, and as ``Model.location`` where the model is not.
     """
     others = [find_peer(name) for name in dict.fromkeys(peers)]
+    methods = Methods() if model.held else methods
     for one in methods.names:
         choose(calibrated(one.split("+")))
     if methods.names:
@@ -119,6 +129,8 @@ def plan(
     names = [name for name in (RECIPES if recipes is None else recipes) if name not in FLOATS]
     for name in names:
         find_recipe(name)
+    if model.recipe is not None:
+        names, others = [model.recipe], []
     if wanted.windows < 1 or wanted.limit < 1:
         raise ValueError(f"--windows and --limit must be 1 or more, got {wanted.windows} and {wanted.limit}")
     if model.needs_text:
@@ -130,15 +142,16 @@ def plan(
     layouts = (PLAIN,) if methods.names else (PLAIN, PACKED)
     rows: list[tuple[str, str, str | None]] = [(name, layout, None) for name, layout in wide]
     for name in dict.fromkeys(names):
-        static = find_recipe(name).static
+        static = model.recipe is None and find_recipe(name).static
         rows += [(name, layout, None) for layout in layouts if not static]
         rows += [(name, PLAIN, method) for method in methods.names if static or not _repeats(method)]
     rows += [(peer.name, PLAIN, None) for peer in others]
     versions = {peer.name: {"peer": peer.name, **{name: _installed(name) for name in peer.packages}} for peer in others}
     cells = []
     for name, layout, method in rows:
-        path = directory / model.name / f"{name.replace(':', '-')}.{method or layout}.json"
-        told = versions.get(name) or (name if name in FLOATS else find_recipe(name).to_dict())
+        file = SAVED if name == model.recipe else name.replace(":", "-")
+        path = directory / model.name / f"{file}.{method or layout}.json"
+        told = versions.get(name) or (name if name in FLOATS or model.held else find_recipe(name).to_dict())
         more = {} if method is None else {"method": method, "seen": seen}
         request = Request(
             model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],

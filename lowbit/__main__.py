@@ -1,0 +1,5 @@
+"""``python -m lowbit``: the command without its installed script."""
+
+from lowbit.cli import main
+
+main()
