@@ -40,7 +40,7 @@ class Reader(nn.Module):
         x = self.asked(x) * self.asked.weight.shape[0] * self.shaped.weight.shape[-1]
         if isinstance(self.tested.weight, torch.Tensor) and self.tested.weight is not None:
             x = self.tested(x)
-        x = F.linear(x, self.read.weight[:, :32]) + self.helper(x) + self.unused(x)
+        x = F.linear(x, self.read.weight[:, :32]) + self.helper(x) + self.unused(x) + self.called.bias
         layer = self.named
         x = x @ layer.weight + x @ self.deep[0].weight + x @ self.listed[0].weight
         if self.flag and not self.training:
@@ -86,6 +86,18 @@ class Dtype(nn.Module):
 def test_weights_inside_of_a_layer():
     report = lb.quantize_(nn.Sequential(Dtype(), nn.Linear(32, 32)), "int8-weight-only")
     assert report.converted == ("1",) and WHY in report.left["0.attention"]
+
+
+def test_wrappers_that_answer_for_the_layer_inside():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        nn.Sequential(Reader(), nn.Linear(32, 32)), peft.LoraConfig(target_modules=["0.read", "0.called", "0.asked"])
+    )
+    report = lb.quantize_(model, "int8-weight-only")
+    name = "base_model.model.0"
+    assert WHY in report.left[f"{name}.read.base_layer"]
+    assert {f"{name}.called.base_layer", f"{name}.asked.base_layer"} <= set(report.converted)
+    assert bool(model(torch.randn(2, 32)).isfinite().all())
 
 
 def test_what_has_no_source_is_converted():

@@ -88,12 +88,26 @@ def _resolved(
     if not path:
         return
     name, rest = path[0], path[1:]
-    if layers and name in module._parameters and name != "bias":
-        yield layers, path
+    if layers and name != "bias":  # which a quantized layer has as well
+        yield from (((*layers, holder), path) for holder in _holders(module, name))
     inner: Iterable[nn.Module | None] = module._modules.values() if name == _ANY else (module._modules.get(name),)
     for child in inner:
         if child is not None:
             yield from _resolved(child, rest, (*layers, child))
+
+
+def _holders(module: nn.Module, name: str) -> list[nn.Module]:
+    """The module whose parameter ``module.name`` is: itself, or of a property, as peft's layers have, one inside."""
+    if name in module._parameters:
+        return [module]
+    if not isinstance(getattr(type(module), name, None), property):
+        return []
+    try:
+        value = getattr(module, name)
+    except Exception:  # of whatever the property computes
+        return []
+    inside = () if value is None else module.modules()
+    return [inner for inner in inside if any(p is value for p in inner._parameters.values())]
 
 
 def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str) -> bool:
