@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 
@@ -48,6 +48,10 @@ class Loss:
 
     def __init__(self, power: int) -> None:
         self.power = power
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return torch.ones(self.power)
 
     def __call__(self, output: Tensor, batch: Tensor) -> Tensor:
         return scaled(output).pow(self.power).sum()

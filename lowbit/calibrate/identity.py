@@ -12,6 +12,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -120,6 +121,8 @@ class _Telling:
             yield from self.of(value.__func__)
         elif isinstance(value, property):
             yield from self.of((value.fget, value.fset, value.fdel))
+        elif isinstance(value, cached_property):
+            yield from self.of(value.func)
         else:
             yield from self._pickled(value)
 
