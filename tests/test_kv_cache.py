@@ -200,6 +200,25 @@ def test_encoder_decoder_models(name, scheme, beams):
             assert all(map(torch.equal, (rows.read() for rows in layer.rows), (plain.keys, plain.values)))
 
 
+@torch.no_grad()
+def test_a_decoder_that_is_given_an_encoders_states():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from lowbit.integrations.kv_cache import quantized_cache
+
+    config = transformers.WhisperConfig(vocab_size=100, pad_token_id=0, **PAIRS["whisper"][1])
+    torch.manual_seed(0)
+    model = transformers.WhisperForCausalLM(config).eval()
+    ids, states = torch.arange(3, 11)[None], torch.randn(1, 20, 32)
+    whole = model(ids, encoder_outputs=(states,)).logits
+    cache = quantized_cache(model, "int8:group32")
+    steps = [
+        model(ids[:, i : i + 1], encoder_outputs=(states,), past_key_values=cache, use_cache=True).logits
+        for i in range(8)
+    ]
+    assert (torch.cat(steps, 1) - whole).norm() < 0.02 * whole.norm()
+    assert cache.cross_attention_cache.get_seq_length() == 20
+
+
 def test_models_with_other_layers_are_refused(llama):
     import copy
 

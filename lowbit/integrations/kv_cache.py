@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from lowbit.nn.kv_cache import QuantizedRows
@@ -30,9 +30,17 @@ def quantized_cache(model: Any, scheme: Scheme | str = "int8:group32") -> Cache:
     if others:
         raise ValueError(f"quantized_cache: the model has layers with {', '.join(others)}, which need other caches")
     cache = Cache(layer_class_to_replicate=partial(QuantizedLayer, scheme))
-    if not (config.is_encoder_decoder or getattr(config, "add_cross_attention", False)):
+    if not (config.is_encoder_decoder or _crosses(model)):
         return cache
     return EncoderDecoderCache(cache, Cache(layer_class_to_replicate=partial(QuantizedCrossLayer, scheme)))
+
+
+def _crosses(model: Any) -> bool:
+    """Whether a decoder of its own has cross-attention: models of transformers call these modules so."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    return getattr(model, "add_cross_attention", False) or any(
+        name.endswith(("encoder_attn", "crossattention")) for name, _ in modules
+    )
 
 
 class QuantizedLayer(DynamicLayer):  # type: ignore[misc]

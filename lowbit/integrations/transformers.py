@@ -217,7 +217,8 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             swap(model, replacements(model, recipes))
         except ValueError as error:
             raise ValueError(f"the quantization_config does not fit a {type(model).__name__}: {error}") from None
-        model._keys_to_ignore_on_load_unexpected.update(rf"(^|\.){re.escape(name)}$" for name in plain_weights(model))
+        expected = {rf"(^|\.){re.escape(name)}$" for name in plain_weights(model)}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *expected}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self._loading is not None and self._loading.layer_of.get(param_name) in self._loading.awaited
