@@ -355,6 +355,24 @@ def test_a_quantized_directory_is_measured_as_it_is_and_decoded(llama, text, tmp
         assert measured_.result["values"]["loss"] == pytest.approx(expected.tolist(), rel=1e-5)
 
 
+def test_a_quantized_encoder_is_measured_without_its_head(llama, tmp_path):
+    """Both ways of saving give the same embeddings; a pooler, which embeddings are not made of, may be missing."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config).eval()
+    lb.quantize_(model, "int8")
+    found = []
+    for name, save in (("pretrained", model.save_pretrained), ("own", lambda path: lb.save_model(model, path))):
+        transformers.AutoTokenizer.from_pretrained(llama, pad_token="<unk>").save_pretrained(tmp_path / name)
+        save(tmp_path / name)
+        cells = run.plan(models.find(str(tmp_path / name)), None, Wanted(None, 2, 8), tmp_path / "out")
+        found.append([one.result["values"]["cosine"] for one in in_process(cells[:3])])
+    assert found[0] == found[1] and all(0.99 < value < 1 for value in found[0][2])
+
+
 def test_the_demos_gpt_is_measured_as_it_was_quantized(tmp_path, text):
     model = GPT(GPTConfig(vocab=300, context=16, layers=1, heads=2, dim=32, hidden=64))
     tokenizer = Tokenizer.train(text.read_text(), 300)

@@ -167,6 +167,15 @@ def test_a_convolution_is_scored_by_what_its_quantized_layer_answers(recipe):
     assert found.choose(bits=32) == dict.fromkeys(found.scores)
 
 
+@pytest.mark.parametrize("recipes", [("int8", "int8-weight-only"), ("int8-weight-only", "int8")])
+def test_layers_that_only_some_recipes_quantize_are_left_out_by_name(recipes):
+    """A depthwise convolution has no product in int8 that is worth it, unless it is named."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 4, 1))
+    with pytest.warns(UserWarning, match="leaves out 1 layers that not all of the recipes quantize, such as 0"):
+        found = lb.sensitivity(model, recipes, [torch.randn(2, 8, 6, 6)], skip=())
+    assert list(found.scores) == ["1"]
+
+
 def test_a_convolution_counts_in_the_loss():
     model = nn.Sequential(nn.Conv1d(4, 6, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
     x = torch.randn(8, 4, 5)

@@ -57,6 +57,7 @@ def sensitivity(
 
     Raises ValueError: for no recipe or no batch, static recipes, a method that needs data; as ``quantize_``; for NaN
     or Inf in a loss. TypeError for batches of other types.
+    Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
     """
     table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
     quantizing = [one for one in table.values() if one is not None]
@@ -69,6 +70,7 @@ def sensitivity(
         raise ValueError("sensitivity: give batches of what the model will see")
     source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
+    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
     with torch.no_grad(), reporting(progress, "measuring layers") as told:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
@@ -92,8 +94,7 @@ class _Run:
         self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Iterable[str]
     ) -> None:
         self.table = table
-        any_recipe = next(one for one in table.values() if one is not None)
-        self.work = observed(model, plan(any_recipe), skip)
+        self.work = _observed_by_all(model, [one for one in table.values() if one is not None], skip)
         self.layers = observed_layers(self.work)
         for module in self.work.modules():  # gradients of parameters are not wanted, and these are the model's own
             for name, p in module._parameters.items():
@@ -249,6 +250,19 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
         raise type(error)(f"layer {layer.name!r}: {error}") from error
     assert energies is not None
     return made, float(energies[1])
+
+
+def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Iterable[str]) -> nn.Module:
+    """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
+    served = [{_module(layer.name) for layer in observed_layers(observed(model, plan(one), skip))} for one in recipes]
+    some = sorted(set().union(*served) - served[0].intersection(*served))
+    if some:
+        warnings.warn(
+            f"sensitivity leaves out {len(some)} layers that not all of the recipes quantize, such as {some[0]}; give "
+            "other recipes, or choose theirs yourself",
+            stacklevel=4,
+        )
+    return observed(model, plan({"*": recipes[0], **dict.fromkeys(some)}), skip)
 
 
 def _rows(layer: Observed, x: Tensor) -> Tensor:
