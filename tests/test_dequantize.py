@@ -74,7 +74,7 @@ MODELS = {
 def test_layers_come_back_with_the_numbers_of_their_codes(name, recipe, dtype):
     model = MODELS[name]().to(dtype).eval()
     expected = fake_(copy.deepcopy(model), str(lb.recipe(recipe).weight))
-    lb.quantize_(model, recipe)
+    lb.quantize_(model, recipe, skip=(), method="nearest")
     report = lb.dequantize_(model)
     assert report.converted and kinds(model) == kinds(expected) and repr(model) == repr(expected)
     state, wanted = model.state_dict(), expected.state_dict()
