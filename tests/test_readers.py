@@ -119,14 +119,14 @@ SPEECH = {"input_features": torch.randn(1, 8, 20), "decoder_input_ids": IDS["inp
 
 #: By class its config, the last words of the names of the layers that stay, and inputs.
 MODELS = {
-    "MambaForCausalLM": ({}, {"conv1d", "x_proj", "dt_proj", "out_proj"}, IDS),
+    "MambaForCausalLM": ({}, {"conv1d", "dt_proj"}, IDS),
     "Mamba2ForCausalLM": (
-        {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "expand": 2}, {"conv1d", "out_proj"}, IDS
+        {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "expand": 2}, {"conv1d"}, IDS
     ),
-    "FalconMambaForCausalLM": ({}, {"conv1d", "x_proj", "dt_proj", "out_proj"}, IDS),
+    "FalconMambaForCausalLM": ({}, {"conv1d", "dt_proj"}, IDS),
     "BambaForCausalLM": (
         {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2,
-         "attn_layer_indices": [1]}, {"conv1d", "out_proj"}, IDS,
+         "attn_layer_indices": [1]}, {"conv1d"}, IDS,
     ),
     "JambaForCausalLM": (
         {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
@@ -181,3 +181,12 @@ def test_architectures_run_quantized_and_lose_no_layer(name):
         read = {name for name, reason in report.left.items() if reason.startswith(WHY)}
         assert read == {layer for layer in layers if layer.rpartition(".")[2] in expected}
         assert bool(model(**inputs)[0].isfinite().all())
+
+
+def test_what_is_read_in_training_alone_stays_in_training_alone():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.Mamba2Config(**SHAPE | MODELS["Mamba2ForCausalLM"][0])
+    quantized, trained = (transformers.Mamba2ForCausalLM(config) for _ in range(2))
+    name = "backbone.layers.0.mixer.out_proj"
+    assert name in lb.quantize_(quantized, "int8").converted
+    assert WHY in lb.qat.prepare_(trained, "int8").left[name]

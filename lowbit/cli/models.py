@@ -48,6 +48,11 @@ def _is_ours(directory: Path) -> bool:
         return True
     if is_directory(directory):
         return False
+    if directory.suffix == ".gguf":
+        raise FileNotFoundError(
+            f"{directory} is a GGUF file, and a directory of safetensors is needed; write one with transformers: "
+            f"AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=...).save_pretrained(OTHER_DIRECTORY)"
+        )
     raise FileNotFoundError(
         f"{directory} is no saved model: {directory / CONFIG} does not exist, and no config.json of transformers; give "
         "another directory, such as out/demo/model"

@@ -52,11 +52,11 @@ class _Code(NamedTuple):
     names: frozenset[str] = frozenset()
 
 
-def read_layers(model: nn.Module) -> dict[int, str]:
+def read_layers(model: nn.Module, trained: bool = False) -> dict[int, str]:
     """By ``id`` each module inside of ``model`` of which other code than its own reads a weight, and that code's name.
 
-    Branches that the attributes of a module rule out, as they are now, are left out, and so are torch's own classes,
-    whose fused kernels a conversion switches off.
+    ``trained``: whether what runs in training mode alone counts as well. Branches that the attributes of a module rule
+    out, as they are now, are left out, and so are torch's own classes, whose fused kernels a conversion switches off.
     """
     modules = list(model.modules())
     reads: dict[type, list[_Read]] = {type(module): [] for module in modules}
@@ -75,7 +75,7 @@ def read_layers(model: nn.Module) -> dict[int, str]:
                 plain = find(layers[-1]).listed == full_name(nn.Linear)
                 answered = attributes and attributes[0] in (_ANSWERED_BY_LINEAR if plain else _ANSWERED)
                 if not (answered and parameter == "weight") and all(
-                    _may_be(test, holds, module, read.me) for test, holds in read.tests
+                    _may_be(test, holds, module, read.me, trained) for test, holds in read.tests
                 ):
                     readers.update({id(layer): read.where for layer in layers})
     return readers
@@ -110,12 +110,14 @@ def _holders(module: nn.Module, name: str) -> list[nn.Module]:
     return [inner for inner in inside if any(p is value for p in inner._parameters.values())]
 
 
-def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str) -> bool:
+def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str, trained: bool) -> bool:
     """Whether ``test`` may be ``holds``: it is evaluated where only attributes of ``module`` decide it."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _may_be(test.operand, not holds, module, me)
+        return _may_be(test.operand, not holds, module, me, trained)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
-        return all(_may_be(part, holds, module, me) for part in test.values)
+        return all(_may_be(part, holds, module, me, trained) for part in test.values)
+    if isinstance(test, ast.Attribute) and test.attr == "training":
+        return trained or not holds
     for node in ast.walk(test):
         other = isinstance(node, ast.Name) and node.id != me
         if other or not isinstance(node, _PLAIN) or (isinstance(node, ast.Attribute) and node.attr == "training"):

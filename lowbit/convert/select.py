@@ -296,22 +296,22 @@ def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 # -- what stays unless it is named ------------------------------------------------------------------------------------
 def protections(
-    model: nn.Module, skip: Iterable[str], plan: Plan, unties: bool
+    model: nn.Module, skip: Iterable[str], plan: Plan, unties: bool, trained: bool = False
 ) -> tuple[Iterable[str], Callable[[str, nn.Module], Protection | None]]:
     """The names to skip, and what stays unless a pattern of ``plan`` names it.
 
     Always protected: adapters, and embeddings, of which reports say nothing. Unless ``skip`` is empty, also layers that
     read raw input, from recipes of less than 8 bits. Where a conversion ``unties``, which gives a layer a weight of its
     own, so are output layers tied to an embedding, unless ``skip`` is empty, and layers whose weight the model reads
-    itself, even where a pattern names them. The default ``skip`` is a protection too: a pattern may name ``lm_head``,
-    and the report gives the reason.
+    itself (where it is ``trained``, in training mode as well), even where a pattern names them. The default ``skip`` is
+    a protection too: a pattern may name ``lm_head``, and the report gives the reason.
     """
     _check_model(model)
     default = skip is DEFAULT_SKIP
     skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
     guards = [_adapters(model), _table]
     if unties:
-        guards.insert(1, _read_by_model(model, plan))
+        guards.insert(1, _read_by_model(model, plan, trained))
     if unties and skip:
         guards.append(_tied(model))
     if skip:
@@ -326,9 +326,9 @@ def protections(
     return skip, protect
 
 
-def _read_by_model(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Protection | None]:
+def _read_by_model(model: nn.Module, plan: Plan, trained: bool) -> Callable[[str, nn.Module], Protection | None]:
     """Protects layers whose weight code of the model reads itself; of embeddings, which stay anyway, named ones."""
-    readers = read_layers(model)
+    readers = read_layers(model, trained)
     patterns = [pattern for pattern, _ in plan.patterns]
 
     def protect(name: str, module: nn.Module) -> Protection | None:

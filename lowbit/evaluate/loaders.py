@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from lowbit.evaluate import data, efficientnet, llama_gguf
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.tasks import Batch
-from lowbit.files import shown
 from lowbit.recipes import Recipe
 from lowbit.serialize import load_model
-from lowbit.serialize.huggingface import is_quantized
+from lowbit.serialize.huggingface import is_quantized, require_whole
 from lowbit.serialize.layout import our_config
 
 __all__ = ["Loaded", "causal", "config_of", "demo_gpt", "efficientnet_lite0", "held", "hugging_face", "smollm2"]
-
-#: What embeddings are not made of, so that a checkpoint need not have it.
-_UNREAD = "pooler."
 
 
 class Loaded(NamedTuple):
@@ -151,12 +147,7 @@ def _pretrained(directory: Path) -> Any:
     model, told = (AutoModelForCausalLM if causal(directory) else AutoModel).from_pretrained(
         str(directory), local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
-    lost = sorted(name for name in told["missing_keys"] if not name.startswith(_UNREAD))
-    if lost:
-        raise ValueError(
-            f"{directory} lacks {len(lost)} tensors of a {type(model).__name__}, such as {shown(lost[:3])}; copy it "
-            "again, or save the model again"
-        )
+    require_whole(directory, model, told["missing_keys"])
     return model.eval()
 
 

@@ -2,7 +2,8 @@
 
 Neither library need be there, and lowbit imports neither. Where they are imported, before lowbit or after it,
 ``from_pretrained`` knows the method ``"lowbit"``; a conversion tells the models of transformers in it that they are
-quantized, so that their ``save_pretrained`` writes it down; and peft puts adapters on quantized layers.
+quantized, so that their ``save_pretrained`` writes it down; these models may be cast; and peft puts adapters on
+quantized layers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,25 @@ def _teach_peft(tuners: Any) -> None:
     tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter = __init__, inject_adapter
 
 
+def _allow_casts(modeling: Any) -> None:
+    """Let ``half`` and ``float`` of quantized models cast what is floating point, which codes and scales are not:
+    transformers refuses them for every quantizer.
+    """
+
+    def allowed(cast: Any, plain: Any) -> Any:
+        @wraps(cast)
+        def call(self: nn.Module, *args: Any) -> Any:
+            config = getattr(getattr(self, "hf_quantizer", None), "quantization_config", None)
+            return plain(self) if getattr(config, "quant_method", None) == METHOD else cast(self, *args)
+
+        return call
+
+    for name in ("half", "float"):
+        cast = getattr(modeling.PreTrainedModel, name)
+        setattr(modeling.PreTrainedModel, name, allowed(cast, getattr(nn.Module, name)))
+
+
 AFTER_SWAP.append(_tell_transformers)
 when_imported("transformers.quantizers.auto", _register)
+when_imported("transformers.modeling_utils", _allow_casts)
 when_imported("peft.tuners.tuners_utils", _teach_peft)

@@ -48,7 +48,7 @@ def prepare_(
     for one in chosen.recipes:
         refuse_beyond(one, "qat.prepare_", ("output.a",), scale=("static",), transform=("hadamard",))
         refuse_beyond(one, "qat.prepare_", ("output.b",), transform=("hadamard",))
-    names, protect = protections(model, skip, chosen, unties=True)
+    names, protect = protections(model, skip, chosen, unties=True, trained=True)
     maker = _FakeQuantMaker(model, learn_scale, observe)
     task = Task(
         "qat.prepare_",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lowbit.serialize.shards import Checkpoint
 
 __all__ = [
     "build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized", "plain_weights",
-    "without_weights", "write_configs",
+    "require_whole", "without_weights", "write_configs",
 ]  # fmt: skip
 
 #: The file with ``plain_weights``.
@@ -33,6 +34,9 @@ NEEDS_LOWBIT = "needs-lowbit.safetensors"
 
 #: What the weight of a plain layer is called, where it is not ``weight``.
 _WEIGHTS: dict[type[nn.Module], str] = {QuantExperts: "gate_up_proj", QuantMultiheadAttention: "out_proj.weight"}
+
+#: What embeddings are not made of, so that a checkpoint need not have it.
+_UNREAD = "pooler."
 
 #: Nothing but the directory is read, and no code in it runs.
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -134,10 +138,27 @@ def from_directory(directory: Path) -> nn.Module:
     _, kind = _class_of(directory)
     try:
         check_config(read_json(directory / "config.json"))
-        model: nn.Module = kind.from_pretrained(str(directory), dtype="auto", use_safetensors=True, **_LOCAL)
+        model, told = kind.from_pretrained(
+            str(directory), dtype="auto", use_safetensors=True, output_loading_info=True, **_LOCAL
+        )
     except Exception as error:  # what a library raises for a stranger's files has no end
         raise ValueError(f"transformers cannot load {directory}: {_first(error)}") from error
-    return model.eval()
+    require_whole(directory, model, told["missing_keys"])
+    quiet: nn.Module = model.eval()
+    return quiet
+
+
+def require_whole(directory: Path, model: nn.Module, missing: Iterable[str]) -> None:
+    """Raise ValueError where transformers found no tensor for some of the model's, which it then fills at random.
+
+    A pooler may be missing: many encoders are saved without it, and what they answer does not depend on it.
+    """
+    lost = sorted(name for name in missing if not name.startswith(_UNREAD))
+    if lost:
+        raise ValueError(
+            f"{directory} lacks {len(lost)} tensors of a {type(model).__name__}, such as {shown(lost[:3])}; copy it "
+            f"again, or save the model again"
+        )
 
 
 def without_weights(directory: Path) -> nn.Module:
