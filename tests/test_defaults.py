@@ -16,10 +16,11 @@ from lowbit.nn.linear import QuantLinear
 transformers = pytest.importorskip("transformers")
 
 EXPECTED = {
-    "int8": "nearest", "int8-weight-only": "nearest", "int4-weight-only": "signed", "w4a8": "signed", "nf4": "nearest",
-    "int4-weight-only:group32": "signed", "uint4-weight-only": "nearest", "mxfp4": "mse", "mxfp4-weight-only": "mse",
+    "int8": "nearest", "int8-weight-only": "nearest", "int4-weight-only": "magnitude", "w4a8": "magnitude",
+    "nf4": "nearest",
+    "int4-weight-only:group32": "magnitude", "uint4-weight-only": "nearest", "mxfp4": "mse", "mxfp4-weight-only": "mse",
     "nvfp4": "mse", "nvfp4-weight-only": "mse", "mxfp6": "nearest", "mxfp8": "nearest", "fp8": "nearest",
-    "int2-weight-only:group32": "signed",
+    "int2-weight-only:group32": "magnitude",
 }  # fmt: skip
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -40,7 +41,7 @@ def test_one_default_in_memory_calibrated_and_by_name(recipe):
             assert torch.equal(model.state_dict()[name], part), name
 
 
-def test_signed_and_mse_lose_less_than_nearest():
+def test_the_defaults_lose_less_than_nearest():
     weight = torch.randn(64, 256)
     for recipe in ("int4-weight-only:group32", "mxfp4-weight-only", "nvfp4-weight-only"):
         errors = []
@@ -54,6 +55,28 @@ def test_signed_and_mse_lose_less_than_nearest():
             measured = 10 * torch.tensor(signal / errors[-1]).log10()
             assert report.layers[0].sqnr == pytest.approx(float(measured), abs=1e-3)
         assert errors[0] < 0.97 * errors[1], recipe
+
+
+@pytest.mark.parametrize("scheme", ["int4:group32", "int3:group128", "int4:row:bf16"])
+def test_magnitude_finds_the_least_weighted_error_of_its_candidates(scheme):
+    """In float64, block by block: no scale that is tried, and no refit of the codes that it gives, loses less."""
+    weight = torch.randn(6, 256) * torch.rand(6, 1)
+    found = RULES["magnitude"].solve(weight, lb.scheme(scheme))
+    width = 256 if "row" in scheme else int(scheme.partition("group")[2])
+    format, blocks = lb.scheme(scheme).format, weight.double().view(6, -1, width)
+    extreme = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+
+    def error(scale):
+        codes = (blocks / scale).round().clamp(format.qmin, format.qmax)
+        return (blocks.abs() * (codes * scale - blocks).square()).sum(2)
+
+    least = error(blocks.abs().amax(2, keepdim=True) / format.qmax)
+    for beyond in range(-4, 41, 4):
+        least = torch.minimum(least, error(extreme / (format.qmin - 0.1 * beyond)))
+    decoded = found.dequantize(torch.float32).double().view(6, -1, width)
+    lost = (blocks.abs() * (decoded - blocks).square()).sum(2)
+    slack = 1.02 if "bf16" in scheme else 1 + 1e-5  # bf16 rounds scales
+    assert bool((lost <= slack * least).all()) and bool((lost < 0.999 * least).any()), "refits find more"
 
 
 def test_methods_that_quantize_cannot_take():

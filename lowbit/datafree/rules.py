@@ -39,6 +39,11 @@ def _unsigned(scheme: Scheme) -> str | None:
     return None
 
 
+def _by_magnitude(weight: Tensor, scheme: Scheme) -> Quantized:
+    """The error of a large weight counts more: what models lose most by is the clipping of those."""
+    return quantize(weight, scheme, *scales.search(weight, scheme, weight.abs(), coarse=True))
+
+
 def _least_squares(weight: Tensor, scheme: Scheme) -> Quantized:
     return quantize(weight, scheme, *scales.search(weight, scheme))
 
@@ -53,7 +58,8 @@ RULES: dict[str, Rule] = {
             _signed, _unsigned,
         ),
         Rule("mse", "the scale of each block with the least squared error of the weights", _least_squares),
-        Rule("search", "the same; with data, weighted with E[x^2] of the inputs", _least_squares),
+        Rule("magnitude", "mse, where the error of a weight counts by its magnitude", _by_magnitude),
+        Rule("search", "mse; with data, weighted with E[x^2] of the inputs", _least_squares),
         Rule("hqq", "zero points by half-quadratic splitting (Badri and Shaji 2023)", hqq.solve, hqq.unfit),
     )
 }  # fmt: skip
@@ -62,7 +68,7 @@ RULES: dict[str, Rule] = {
 def default_rule(scheme: Scheme) -> Rule:
     """The best known rule for weights of this scheme; docs/measured.md has the figures."""
     if _unsigned(scheme) is None and scheme.format.bits < 8:  # with 256 codes one more is worth nothing
-        return RULES["signed"]
+        return RULES["magnitude"]
     coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
     return RULES["mse" if coded else "nearest"]
 

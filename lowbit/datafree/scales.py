@@ -1,7 +1,7 @@
 """The scale of a block that loses least: candidates for every kind of scheme, tried one after the other.
 
 The loss of a block is ``sum_j h_j (w_j - s Q(w_j / s))^2``, with ``h`` the importance of each column, such as E[x^2] of
-the inputs that it multiplies.
+the inputs that it multiplies, or of each weight.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ __all__ = ["nearest", "rescaled", "search", "signed", "signed_extreme"]
 #: Elements that are worked on at a time: with the error beside it this stays in a second-level cache.
 _PIECE = 1 << 17
 
-#: How far an integer's largest element may lie beyond the last code, in tenths of a step (both signs are tried).
-_TENTHS = range(-5, 41)
+#: How far an integer's largest element may lie beyond the last code, in tenths of a step; and fewer of these, which
+#: find nearly as much in a quarter of the time.
+_TENTHS, _COARSE_TENTHS = range(-5, 41), range(-4, 41, 4)
 
 #: Fractions of the amax that other formats are scaled to.
 _FRACTIONS = tuple(1.04 - 0.01 * k for k in range(45))
@@ -51,10 +52,10 @@ def signed_extreme(weight: Tensor, scheme: Scheme) -> Tensor:
     return torch.where(high >= -low, high, low)
 
 
-def search(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Scales:
+def search(weight: Tensor, scheme: Scheme, importance: Tensor | None = None, coarse: bool = False) -> Scales:
     """The best scales of ``weight`` [N, K] that the candidates have; never worse than those of ``quantize``.
 
-    ``importance``: of each column, fp32 [K].
+    ``importance``: of each column, fp32 [K], or of each weight [N, K]. ``coarse``: try fewer scales of integers.
     """
     rows, cols = weight.shape
     block = scheme.block[0]
@@ -64,15 +65,17 @@ def search(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> 
     for start in range(0, rows, max(step, 1)):
         piece = weight[start : start + step]
         above = whole if whole is None or whole.shape[0] == 1 else whole[start : start + step]
-        found.append(_search(piece, scheme, importance, above))
+        by_column = importance is None or importance.dim() == 1
+        counts = importance if by_column else importance[start : start + step]  # type: ignore[index]
+        found.append(_search(piece, scheme, counts, above, _COARSE_TENTHS if coarse else _TENTHS))
     zero = None if found[0].zero_point is None else torch.cat([one.zero_point for one in found])  # type: ignore[misc]
     return Scales(torch.cat([one.scale for one in found]), zero, whole)
 
 
-def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None, above: Tensor | None) -> Scales:
+def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None, above: Tensor | None, tenths: range) -> Scales:
     best = Scales.of(quantize(weight, scheme, global_scale=above))
     loss = _loss(weight, scheme, best, importance)
-    for candidate in _candidates(weight, scheme, best):
+    for candidate in _candidates(weight, scheme, best, tenths):
         best, loss = _better(weight, scheme, importance, best, loss, candidate)
     return _refined(weight, scheme, best, importance)
 
@@ -135,16 +138,16 @@ def rescaled(best: Scales, scale: Tensor) -> Scales:
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
-def _candidates(weight: Tensor, scheme: Scheme, best: Scales) -> Iterator[Scales]:
-    """Scales to try, other than the scheme's own."""
+def _candidates(weight: Tensor, scheme: Scheme, best: Scales, tenths: range) -> Iterator[Scales]:
+    """Scales to try, other than the scheme's own; ``tenths``: of integers."""
     if scheme.affine:
         yield from _narrowed(weight, scheme, best)
     elif not best.scale.is_floating_point():
         yield from _codes(scheme, best)
     elif scheme.format.kind == "integer":
         extreme, least = signed_extreme(weight, scheme), float(scheme.format.qmin)
-        for tenths in _TENTHS:
-            yield rescaled(best, extreme / (least - 0.1 * tenths))
+        for beyond in tenths:
+            yield rescaled(best, extreme / (least - 0.1 * beyond))
     else:
         extreme = signed_extreme(weight, scheme)
         for fraction in _FRACTIONS:
