@@ -116,8 +116,9 @@ def _holders(module: nn.Module, name: str) -> list[nn.Module]:
 def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str, trained: bool) -> bool:
     """Whether ``test`` may be ``holds``: it is evaluated where only attributes of ``module`` decide it.
 
-    What ``eval`` sees is a test in the source of the model's class, which Python has imported already, and holds no call:
-    nothing but ``_PLAIN``. So it runs no code but the properties and comparisons that the model's own call would run.
+    What ``eval`` sees is a test in the source of the model's class, which Python has imported already, and holds no
+    call: nothing but ``_PLAIN``. So it runs the properties and comparisons that the model's own call runs, and no other
+    code.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _may_be(test.operand, not holds, module, me, trained)
