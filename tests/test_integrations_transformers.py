@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -193,6 +194,18 @@ def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
     importlib.import_module(name)
     when_imported(name, done.append)
     assert len(done) == 2, "once, and at once"
+
+
+def test_one_loader_of_several_modules_does_what_each_asks_for(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "several.zip", "w") as archive:
+        for name in ("zipped_first", "zipped_second", "zipped_third"):
+            archive.writestr(f"{name}.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "several.zip")
+    done = []
+    for name in ("zipped_first", "zipped_third"):
+        when_imported(name, done.append)
+    modules = [importlib.import_module(name) for name in ("zipped_first", "zipped_second", "zipped_third")]
+    assert done == [modules[0], modules[2]]
 
 
 def test_what_was_saved_before_loads_as_it_did(tmp_path):
