@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import lowbit as lb
 from lowbit.convert.engine import quantized_layers
 from lowbit.integrations.imports import when_imported
-from lowbit.serialize.huggingface import plain_weights
+from lowbit.serialize.huggingface import placeholders
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -54,7 +54,15 @@ MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, **LLAMA},
         {"input_ids": TOKENS},
     ),
-}
+    "nemotron-h": (
+        "NemotronH",
+        "ForCausalLM",
+        {"layers_block_type": ["moe", "attention"], "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+         "topk_group": 1, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "head_dim": 16,
+         **LLAMA},
+        {"input_ids": TOKENS},
+    ),
+}  # fmt: skip
 
 
 def class_of(name: str) -> type:
@@ -142,6 +150,7 @@ DIRECTORIES = {
     "embedding": ("llama", {"*": None, "*embed_tokens": "int8-weight-only"}),
     "conv1d": ("gpt2", "W4A16"),
     "experts": ("mixtral", {"*": None, "*experts": "int8"}),
+    "experts without a gate": ("nemotron-h", {"*": None, "*.experts": "int8"}),
 }
 
 
@@ -170,10 +179,10 @@ def test_importing_lowbit_is_enough_and_without_it_directories_are_refused(tmp_p
     directories[str(tmp_path / "files")] = "llama"
 
     refused = loaded_in_another_process(directories, "")
-    assert len(refused) == 5 and all("ignore_mismatched_sizes" in line for line in refused)
+    assert len(refused) == 6 and all("ignore_mismatched_sizes" in line for line in refused)
     loaded = loaded_in_another_process(directories, "import lowbit")
     experts = "QuantExperts QuantLinear"
-    assert loaded == ["QuantLinear", "QuantEmbedding QuantLinear", "QuantLinear", experts, "QuantLinear"]
+    assert loaded == ["QuantLinear", "QuantEmbedding QuantLinear", "QuantLinear", experts, experts, "QuantLinear"]
 
 
 def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
@@ -213,7 +222,7 @@ def test_what_was_saved_before_loads_as_it_did(tmp_path):
     model = build("llama")
     lb.quantize_(model, "int8")
     model.save_pretrained(tmp_path)
-    edit(tmp_path, lambda t: [t.pop(name) for name in plain_weights(model)])
+    edit(tmp_path, lambda t: [t.pop(name) for name in placeholders(model)])
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(run(again), run(model))
 
