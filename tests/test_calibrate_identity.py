@@ -78,6 +78,8 @@ def kept(power: int) -> int:
 VALUES = {
     "object": lambda: Plain(3), "another object": lambda: Plain([torch.ones(2)]),
     "dataclass": lambda: Options(1.0), "another dataclass": lambda: Options(2.0),
+    "numbers": lambda: (1, 12), "other numbers": lambda: (11, 2),
+    "named": lambda: {"x": 11}, "another named": lambda: {"x1": 1},
     "set": lambda: {"ab", "cd", "ef"}, "another set": lambda: {"ab", "cd"},
     "array": lambda: np.arange(2000.0),
     "another array": lambda: np.where(np.arange(2000) == 1000, 0, np.arange(2000.0)),

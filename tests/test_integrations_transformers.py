@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import lowbit as lb
 from lowbit.convert.engine import quantized_layers
 from lowbit.integrations.imports import when_imported
-from lowbit.serialize.huggingface import plain_weights
+from lowbit.serialize.huggingface import placeholders
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -53,7 +54,15 @@ MODELS = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, **LLAMA},
         {"input_ids": TOKENS},
     ),
-}
+    "nemotron-h": (
+        "NemotronH",
+        "ForCausalLM",
+        {"layers_block_type": ["moe", "attention"], "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+         "topk_group": 1, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "head_dim": 16,
+         **LLAMA},
+        {"input_ids": TOKENS},
+    ),
+}  # fmt: skip
 
 
 def class_of(name: str) -> type:
@@ -141,6 +150,7 @@ DIRECTORIES = {
     "embedding": ("llama", {"*": None, "*embed_tokens": "int8-weight-only"}),
     "conv1d": ("gpt2", "W4A16"),
     "experts": ("mixtral", {"*": None, "*experts": "int8"}),
+    "experts without a gate": ("nemotron-h", {"*": None, "*.experts": "int8"}),
 }
 
 
@@ -169,10 +179,10 @@ def test_importing_lowbit_is_enough_and_without_it_directories_are_refused(tmp_p
     directories[str(tmp_path / "files")] = "llama"
 
     refused = loaded_in_another_process(directories, "")
-    assert len(refused) == 5 and all("ignore_mismatched_sizes" in line for line in refused)
+    assert len(refused) == 6 and all("ignore_mismatched_sizes" in line for line in refused)
     loaded = loaded_in_another_process(directories, "import lowbit")
     experts = "QuantExperts QuantLinear"
-    assert loaded == ["QuantLinear", "QuantEmbedding QuantLinear", "QuantLinear", experts, "QuantLinear"]
+    assert loaded == ["QuantLinear", "QuantEmbedding QuantLinear", "QuantLinear", experts, experts, "QuantLinear"]
 
 
 def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
@@ -195,12 +205,24 @@ def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
     assert len(done) == 2, "once, and at once"
 
 
+def test_one_loader_of_several_modules_does_what_each_asks_for(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "several.zip", "w") as archive:
+        for name in ("zipped_first", "zipped_second", "zipped_third"):
+            archive.writestr(f"{name}.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "several.zip")
+    done = []
+    for name in ("zipped_first", "zipped_third"):
+        when_imported(name, done.append)
+    modules = [importlib.import_module(name) for name in ("zipped_first", "zipped_second", "zipped_third")]
+    assert done == [modules[0], modules[2]]
+
+
 def test_what_was_saved_before_loads_as_it_did(tmp_path):
     """Directories had no tensors by the names of plain weights."""
     model = build("llama")
     lb.quantize_(model, "int8")
     model.save_pretrained(tmp_path)
-    edit(tmp_path, lambda t: [t.pop(name) for name in plain_weights(model)])
+    edit(tmp_path, lambda t: [t.pop(name) for name in placeholders(model)])
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(run(again), run(model))
 

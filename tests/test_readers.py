@@ -25,6 +25,7 @@ class Reader(nn.Module):
             setattr(self, name, nn.Sequential(nn.Linear(32, 32)) if name == "deep" else nn.Linear(32, 32))
         self.shaped = nn.Conv1d(32, 32, 1)
         self.listed = nn.ModuleList([nn.Linear(32, 32)])
+        self.looped = nn.ModuleList([nn.Linear(32, 32)])
         self.flag = flag
         self.reset()
 
@@ -45,6 +46,8 @@ class Reader(nn.Module):
         x = x @ layer.weight + x @ self.deep[0].weight + x @ self.listed[0].weight
         if self.flag and not self.training:
             x = x @ self.flagged.weight
+        for layer in self.looped[:1]:
+            x = F.linear(x, layer.weight)
         return self.flagged(x)
 
     def helper(self, x):
@@ -56,7 +59,7 @@ def test_reads_are_told_from_questions(flag):
     model = nn.Sequential(Reader(flag))
     report = lb.quantize_(model, "int8-weight-only")
     left = {name.removeprefix("0."): reason for name, reason in report.left.items()}
-    expected = {"read", "named", "deep.0", "listed.0", "measured", "shaped", *(["flagged"] if flag else [])}
+    expected = {"read", "named", "deep.0", "listed.0", "looped.0", "measured", "shaped", *(["flagged"] if flag else [])}
     assert set(left) == expected and all(reason.startswith(f"{WHY}, in Reader.") for reason in left.values())
     assert left["read"].endswith("Reader.forward") and left["measured"].endswith("Reader.projection")
     assert bool(model(torch.randn(2, 32)).isfinite().all())
@@ -106,6 +109,8 @@ def test_what_has_no_source_is_converted():
     model = scope["Unknown"]()
     model.fc = nn.Linear(32, 32)
     assert lb.quantize_(model, "int8").converted == ("fc",)
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
+    assert lb.quantize_(traced, "int8").converted == ("0",)
 
 
 # -- architectures of transformers -------------------------------------------------------------------------------------

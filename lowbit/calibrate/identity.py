@@ -31,10 +31,10 @@ from torch import Tensor
 
 __all__ = ["digest"]
 
-#: What ``repr`` tells whole, and alike in every process.
+#: Besides None and strings, what ``repr`` tells whole, and alike in every process.
 _PLAIN = (
-    type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice, torch.dtype,
-    torch.device, torch.layout, torch.memory_format,
+    type(...), type(NotImplemented), bool, int, float, complex, bytes, range, slice, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
 )  # fmt: skip
 
 #: Members of a class that say where it is written or how Python keeps it, and not what it does.
@@ -80,8 +80,10 @@ class _Telling:
             plain = value.detach().cpu().contiguous()
             yield f"{plain.dtype} {list(plain.shape)}".encode()
             yield plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        elif isinstance(value, _PLAIN):
+        elif isinstance(value, str | None):
             yield repr(value).encode()
+        elif isinstance(value, _PLAIN):
+            yield f"\0{value!r}\0".encode()  # so that (1, 12) is not (11, 2)
         elif hasattr(value, "items") and not isinstance(value, type | ModuleType):
             for name, inner in sorted(value.items(), key=lambda row: str(row[0])):
                 yield str(name).encode()

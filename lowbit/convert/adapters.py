@@ -16,7 +16,7 @@ from lowbit.nn.attention import QuantMultiheadAttention
 from lowbit.nn.base import full_name, replaced_forward
 from lowbit.nn.conv import QuantConv, QuantConv1d, QuantConv2d, QuantConv3d
 from lowbit.nn.embedding import QuantEmbedding
-from lowbit.nn.experts import QuantExperts
+from lowbit.nn.experts import QuantExperts, stacks
 from lowbit.nn.linear import QuantLinear
 from lowbit.ops.conv import spans_tensor
 from lowbit.recipes import Recipe
@@ -257,10 +257,6 @@ def _decorated(cls: type) -> bool:
     return bool(made_in == _EXPERTS.rpartition(".")[0])
 
 
-def _stacks(layer: Any) -> tuple[str, str]:
-    return "gate_up_proj" if layer.has_gate else "up_proj", "down_proj"
-
-
 def _own(part: Tensor, trained: bool) -> nn.Parameter:
     """A copy of a part of stacked biases; on the meta device the very part, by which files know what it is of."""
     return nn.Parameter(part.detach() if part.is_meta else part.detach().clone(), trained)
@@ -279,12 +275,12 @@ def _experts(layer: Any, make: Make) -> QuantExperts:
             for matrix, bias in zip(stack, biases, strict=True)
         ]
 
-    gate_up, down = (layers(name) for name in _stacks(layer))
+    gate_up, down = (layers(name) for name in stacks(layer))
     return QuantExperts(layer, gate_up, down)
 
 
 def _experts_back(layer: Any, made: QuantExperts, plain: Plain) -> None:
-    for name, of in zip(_stacks(layer), (made.gate_up, made.down), strict=True):
+    for name, of in zip(stacks(layer), (made.gate_up, made.down), strict=True):
         layers: Any = list(of)
         stack = plain(*layers).detach().unflatten(0, (len(layers), -1))  # type: ignore[no-untyped-call]
         setattr(layer, name, nn.Parameter(stack.transpose(1, 2).contiguous() if layer.is_transposed else stack))
@@ -295,9 +291,9 @@ def _experts_back(layer: Any, made: QuantExperts, plain: Plain) -> None:
 def _refuses_experts(layer: Any) -> str | None:
     if layer.has_post_expert_norm:
         return f"a {type(layer).__name__} normalizes what each expert computes"
-    stacks = _stacks(layer)
-    biases = tuple(f"{name}_bias" for name in stacks) if layer.has_bias else ()
-    return unusual(layer, (*stacks, *biases), children=("act_fn",))
+    names = stacks(layer)
+    biases = tuple(f"{name}_bias" for name in names) if layer.has_bias else ()
+    return unusual(layer, (*names, *biases), children=("act_fn",))
 
 
 #: What is converted, by the full name of the class, which need not be importable.

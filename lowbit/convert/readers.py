@@ -1,6 +1,9 @@
 """Layers whose weight the code of a model reads itself: what it reads there is no tensor once the layer is quantized.
 
-Found in the source of the functions that the model's ``forward`` may reach; where there is no source nothing is found.
+Found in the source of the functions that the model's ``forward`` may reach: chains of attributes such as
+``self.conv.weight.squeeze``, which are then followed from each module. Both ways to be wrong are mild. A read that is
+missed (there is no source, or it goes through a function's argument) raises a TypeError at the first call, because a
+Quantized is no Tensor. A read that never happens leaves a layer in high precision, and the report gives the reason.
 """
 
 from __future__ import annotations
@@ -111,7 +114,12 @@ def _holders(module: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str, trained: bool) -> bool:
-    """Whether ``test`` may be ``holds``: it is evaluated where only attributes of ``module`` decide it."""
+    """Whether ``test`` may be ``holds``: it is evaluated where only attributes of ``module`` decide it.
+
+    What ``eval`` sees is a test in the source of the model's class, which Python has imported already, and holds no
+    call: nothing but ``_PLAIN``. So it runs the properties and comparisons that the model's own call runs, and no other
+    code.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _may_be(test.operand, not holds, module, me, trained)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or):
@@ -119,8 +127,8 @@ def _may_be(test: ast.expr, holds: bool, module: nn.Module, me: str, trained: bo
     if isinstance(test, ast.Attribute) and test.attr == "training":
         return trained or not holds
     for node in ast.walk(test):
-        other = isinstance(node, ast.Name) and node.id != me
-        if other or not isinstance(node, _PLAIN) or (isinstance(node, ast.Attribute) and node.attr == "training"):
+        another = isinstance(node, ast.Name) and node.id != me
+        if another or not isinstance(node, _PLAIN) or (isinstance(node, ast.Attribute) and node.attr == "training"):
             return True
     try:
         return bool(eval(compile(ast.Expression(test), "", "eval"), {"__builtins__": {}}, {me: module})) is holds
@@ -134,8 +142,8 @@ def _code(attribute: Any) -> _Code:
     if isinstance(attribute, property):
         attribute = attribute.fget
     function = inspect.unwrap(getattr(attribute, "__func__", attribute))
-    if not isinstance(function, FunctionType) or function.__module__.split(".")[0] == "torch":
-        return _Code()
+    if not isinstance(function, FunctionType) or (function.__module__ or "").split(".")[0] == "torch":
+        return _Code()  # of code that torch.fx wrote the module is None
     return _parsed(function)
 
 
@@ -147,9 +155,9 @@ def _parsed(function: FunctionType) -> _Code:
     except (OSError, TypeError, SyntaxError):
         return _Code()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    found = _Chains(names[0] if names else "", function.__qualname__)
-    found.visit(tree)
-    return _Code(tuple(found.reads), frozenset(found.names))
+    chains = _Chains(names[0] if names else "", function.__qualname__)
+    chains.visit(tree)
+    return _Code(tuple(chains.reads), frozenset(chains.names))
 
 
 class _Chains(ast.NodeVisitor):
@@ -168,7 +176,9 @@ class _Chains(ast.NodeVisitor):
         if not isinstance(node, ast.Attribute | ast.Subscript):
             return None
         path = self._path(node.value)
-        return None if path is None else (*path, node.attr if isinstance(node, ast.Attribute) else _ANY)
+        if path is None or (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)):
+            return path
+        return (*path, node.attr if isinstance(node, ast.Attribute) else _ANY)
 
     def visit(self, node: ast.AST) -> None:
         """Notes a chain as a whole, and what is in its subscripts."""
@@ -191,6 +201,12 @@ class _Chains(ast.NodeVisitor):
             self.names.update(path)
         else:
             self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        path = self._path(node.iter)
+        if path and isinstance(node.target, ast.Name):
+            self.local[node.target.id] = (*path, _ANY)
+        self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)

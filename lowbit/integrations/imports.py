@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -14,9 +15,8 @@ __all__ = ["when_imported"]
 
 def when_imported(name: str, do: Callable[[Any], None]) -> None:
     """Call ``do(module)`` once the module ``name`` is imported: at once if it is, else right after it has run."""
-    module = sys.modules.get(name)
-    if module is not None:
-        do(module)
+    if sys.modules.get(name) is not None:
+        do(import_module(name))  # which waits where another thread has not finished it
         return
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
@@ -42,7 +42,9 @@ class _Finder(MetaPathFinder):
 
         def run_and_do(module: ModuleType) -> None:
             run(module)
-            self.awaited.pop(fullname)(module)
+            do = self.awaited.pop(module.__name__, None)  # one loader may run several modules, or one of them twice
+            if do is not None:
+                do(module)
 
         spec.loader.exec_module = run_and_do  # type: ignore[method-assign]
         return spec

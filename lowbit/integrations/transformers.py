@@ -27,7 +27,7 @@ from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
 from lowbit.nn.linear import INPUT_PARTS, PARTS
 from lowbit.recipes import Plan, Recipe, plan
-from lowbit.serialize.huggingface import plain_weights
+from lowbit.serialize.huggingface import placeholders
 from lowbit.tensor.quantized import Quantized
 
 if int(transformers.__version__.split(".")[0]) < TRANSFORMERS:
@@ -217,7 +217,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             swap(model, replacements(model, recipes))
         except ValueError as error:
             raise ValueError(f"the quantization_config does not fit a {type(model).__name__}: {error}") from None
-        expected = {rf"(^|\.){re.escape(name)}$" for name in plain_weights(model)}
+        expected = {rf"(^|\.){re.escape(name)}$" for name in placeholders(model)}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *expected}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -258,7 +258,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 if place in seen:  # files of transformers share nothing but what its models tie
                     state[key] = state[key].clone()
                 seen.add(place)
-        return {**state, **plain_weights(model)}, {METHOD: __version__}
+        return {**state, **placeholders(model)}, {METHOD: __version__}
 
     def _describe(self, model: Any) -> None:
         config = LowbitConfig(layers={name: layer.recipe for name, layer in quantized_layers(model).items()})

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 
-__all__ = ["QuantExperts"]
+__all__ = ["QuantExperts", "stacks"]
+
+
+def stacks(experts: Any) -> tuple[str, str]:
+    """What transformers' ``Experts`` modules call their two stacks of matrices."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 class QuantExperts(nn.Module):

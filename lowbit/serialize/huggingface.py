@@ -18,22 +18,19 @@ from torch import Tensor, nn
 from lowbit.convert.engine import quantized_layers
 from lowbit.files import read_json, shown
 from lowbit.nn.attention import QuantMultiheadAttention
-from lowbit.nn.experts import QuantExperts
+from lowbit.nn.experts import QuantExperts, stacks
 from lowbit.serialize import safetensors
 from lowbit.serialize.configs import check_config
 from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.shards import Checkpoint
 
 __all__ = [
-    "build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized", "plain_weights",
+    "build", "describe", "from_directory", "is_directory", "is_pretrained", "is_quantized", "placeholders",
     "require_whole", "without_weights", "write_configs",
 ]  # fmt: skip
 
-#: The file with ``plain_weights``.
+#: The file with ``placeholders``.
 NEEDS_LOWBIT = "needs-lowbit.safetensors"
-
-#: What the weight of a plain layer is called, where it is not ``weight``.
-_WEIGHTS: dict[type[nn.Module], str] = {QuantExperts: "gate_up_proj", QuantMultiheadAttention: "out_proj.weight"}
 
 #: What embeddings are not made of, so that a checkpoint need not have it.
 _UNREAD = "pooler."
@@ -202,7 +199,7 @@ def _class_of(directory: Path) -> tuple[Any, Any]:
 
 def write_configs(model: Any, directory: Path) -> list[dict[str, Any]] | None:
     """Write ``config.json``, which names the quantized layers, and how the model generates, as ``save_pretrained``;
-    and a file with ``plain_weights``, of which the answer is the row for ``write_index``.
+    and a file with ``placeholders``, of which the answer is the row for ``write_index``.
 
     None where the transformers that is installed is older than lowbit's integration, and could not read them.
     """
@@ -213,21 +210,28 @@ def write_configs(model: Any, directory: Path) -> list[dict[str, Any]] | None:
     model.config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
-    weights = plain_weights(model)
-    safetensors.write(directory / NEEDS_LOWBIT, weights)
-    return [{"file": NEEDS_LOWBIT, "names": list(weights)}]
+    empty = placeholders(model)
+    safetensors.write(directory / NEEDS_LOWBIT, empty)
+    return [{"file": NEEDS_LOWBIT, "names": list(empty)}]
 
 
-def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+def placeholders(model: nn.Module) -> dict[str, Tensor]:
     """An empty tensor for each quantized layer, by the name that its weight has in the plain model.
 
     It fits no layer: where lowbit is not imported, transformers builds plain layers and refuses its shape. Without it
     their weights would be random.
     """
     return {
-        f"{name}.{_WEIGHTS.get(type(layer), 'weight')}": torch.empty(1, 2, 0, dtype=torch.uint8)  # experts are split
+        f"{name}.{_plain_name(layer)}": torch.empty(1, 2, 0, dtype=torch.uint8)  # experts are split
         for name, layer in quantized_layers(model).items()
     }
+
+
+def _plain_name(layer: nn.Module) -> str:
+    """What the first weight of the plain layer is called."""
+    if isinstance(layer, QuantExperts):
+        return stacks(layer)[0]
+    return "out_proj.weight" if isinstance(layer, QuantMultiheadAttention) else "weight"
 
 
 def _first(error: Exception) -> str:
