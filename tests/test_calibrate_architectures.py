@@ -171,6 +171,20 @@ def test_a_model_is_calibrated_and_computes_what_its_codes_stand_for(name):
     assert mixture == any(isinstance(module, QuantExperts) for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "WhisperForConditionalGeneration"])
+def test_the_loss_of_a_decoder_is_that_of_its_tokens(name):
+    def next_tokens(output: Any, batch: dict[str, Tensor]) -> Tensor:
+        targets = batch["decoder_input_ids"].masked_fill(batch["decoder_attention_mask"] == 0, -100)
+        return F.cross_entropy(output["logits"][:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
+
+    model = built(name)
+    batch = MODELS[name][1](9)
+    batch["decoder_attention_mask"] = torch.ones(2, 9, dtype=torch.int64).tril(6)
+    found, expected = (lb.calibrate(model, [batch], RECIPE, loss=loss) for loss in (None, next_tokens))
+    for layer, weight in found.weights.items():
+        assert torch.equal(weight.codes, expected.weights[layer].codes), layer
+
+
 # -- written in place -------------------------------------------------------------------------------------------------
 def add(x: Tensor, y: Tensor, inplace: bool) -> Tensor:
     return x.add_(y) if inplace else x + y
