@@ -130,7 +130,9 @@ class Chain:
         self._form: Callable[[Tensor], Any] = partial(_formed, None)
 
     def record(self, model: nn.Module, batches: Sequence[Any]) -> bool:
-        """Learn what the blocks are called with; of them only the first computes. False where they are no chain."""
+        """Learn what the blocks are called with; of them only the first computes. False where they are no chain, or
+        where the model cannot do without what the others compute.
+        """
         self.hidden, self.calls = [], []
         for batch in batches:
             recording = _Recording()
@@ -138,8 +140,12 @@ class Chain:
                 with self._patched(recording.called):
                     feed(model, batch)
                 recording.finish(len(self.blocks))
-            except _NotAChain:
-                return False
+            except Exception as error:
+                # Where blocks change the shape, what is behind them does not fit what blocks that compute nothing hand
+                # on. Any other error comes again when the model is run as a whole.
+                if isinstance(error, _NotAChain) or recording.last is not None:
+                    return False
+                raise
             self.hidden.append(recording.hidden)
             self.calls.append(recording.calls)
             self._form = partial(_formed, recording.behind)

@@ -190,15 +190,14 @@ def _loss(output: Any, batch: Any) -> Tensor:
     given = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(given, Tensor):
         return given
-    ids = _ids(batch)
+    ids, mask = _predicted(batch)
     logits: Any = output.get("logits") if isinstance(output, Mapping) else output
     if _are_logits(logits, ids):
         targets = ids[:, 1:]
-        mask = mask_of(batch)
         if mask is not None and mask.shape == ids.shape:
             targets = targets.masked_fill(~mask[:, 1:], -100)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    mask = mask_of(batch)
+    ids, mask = _ids(batch), mask_of(batch)
     if mask is None and isinstance(ids, Tensor) and isinstance(batch, Mapping) and ids.dim() == 2:
         mask = torch.ones_like(ids, dtype=torch.bool)
     seed = digest(batch if mask is None else _without_padding(batch, mask))
@@ -224,6 +223,13 @@ def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
         name: value[mask] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
         for name, value in given.items()
     }
+
+
+def _predicted(batch: Any) -> tuple[Any, Tensor | None]:
+    """The token ids that logits are of, which a decoder is given where there is one; and where these are no padding."""
+    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
+        return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")
+    return _ids(batch), mask_of(batch)
 
 
 def _ids(batch: Any) -> Any:

@@ -145,9 +145,9 @@ def _same_rows(
     return not positions or all(any(count % whole == 0 for whole in positions) for count in rows)
 
 
-def mask_of(batch: Any) -> Tensor | None:
-    """Where a batch of tokens is no padding, bool [B, T], where it says so; as transformers names it."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+def mask_of(batch: Any, name: str = "attention_mask") -> Tensor | None:
+    """Where a batch of tokens is no padding, bool [B, T], where it says so; ``name``: as transformers names it."""
+    mask = batch.get(name) if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 

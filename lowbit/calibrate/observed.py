@@ -152,9 +152,10 @@ def observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
     """
     shared = {id(t): t for t in (*model.parameters(), *(b for b in model.buffers() if b.is_meta))}
     work = copy.deepcopy(model, shared).eval()
-    config: Any = getattr(work, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
+    for module in work.modules():
+        config: Any = getattr(module, "config", None)  # the decoder of a model may have one of its own
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
     names, protect = protections(work, skip, plan, unties=True)
     maker = _ObservedMaker(work)
 
