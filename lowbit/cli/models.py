@@ -19,7 +19,10 @@ from lowbit.serialize.layout import CONFIG, our_config
 __all__ = ["DATA_FREE", "DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
 
 #: What methods are where none is named, for people.
-DEFAULT_METHOD = "with --text guided-gptq; without, magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, else nearest"
+DEFAULT_METHOD = (
+    "with --text guided-gptq; without, magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, else "
+    "nearest"
+)
 
 #: Methods that need no text.
 DATA_FREE = tuple(row.name for row in METHODS.values() if row.need == "nothing")
