@@ -14,16 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.calibrate.methods import default_method
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
 from lowbit.evaluate.peers import PEERS
 from lowbit.evaluate.report import rows
-from lowbit.evaluate.run import Cell
+from lowbit.evaluate.run import Cell, default_of
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.recipes import RECIPES, STATIC_RECIPES
-from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,7 +206,7 @@ def _calibrated() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows(_cells("calibrate")):
         if row["recipe"] not in FLOATS and not row["note"]:
-            method = row["method"] or ("" if row["recipe"] in PEERS else "nearest")
+            method = row["method"] or ("" if row["recipe"] in PEERS else default_of(row["recipe"]))
             found.setdefault((row["recipe"], method), {})[row["model"]] = row
     return found
 
@@ -260,7 +258,7 @@ def calibrate() -> str:
     found = _calibrated()
 
     def shown(recipe: str, method: str | None) -> str:
-        by = found.get((recipe, method or default_method(find_recipe(recipe).weight, data=False).name), {})
+        by = found.get((recipe, method or default_of(recipe)), {})
         figures = (_quality(by.get(model), model, False) for model in ("smollm2", "minilm"))
         return ", ".join(figure or "-" for figure in figures) if by else ""
 
@@ -280,7 +278,12 @@ def confirm() -> str:
     return _markdown(
         "recipe | method | windows | SmolLM2-135M: perplexity",
         (
-            (f"`{row['recipe']}`", row["method"] or "nearest", row["items"], _quality(row, "smollm2", True))
+            (
+                f"`{row['recipe']}`",
+                row["method"] or default_of(row["recipe"]),
+                row["items"],
+                _quality(row, "smollm2", True),
+            )
             for row in rows(kept)
             if row["recipe"] not in FLOATS
         ),

@@ -24,7 +24,7 @@ EPILOG = """
 `lowbit evaluate smollm2 --text wiki.test.raw --recipes int8,int4-weight-only`
 
 `lowbit evaluate smollm2 --text wiki.test.raw --recipes int4-weight-only --methods search,gptq,awq+gptq --calibrate
-wiki.valid.raw` — methods of calibration beside rounding to nearest
+wiki.valid.raw` — methods of calibration beside the default without data
 
 `lowbit evaluate efficientnet-lite0 --recipes int8-static-affine --methods fold+nearest+mse,fold+nearest+mse+bias` —
 `fold`: BatchNorm is folded before; `bias`: biases are corrected after

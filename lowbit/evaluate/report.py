@@ -14,7 +14,7 @@ from lowbit.backends.cpu import processor
 from lowbit.evaluate.cell import FLOATS, PACKED
 from lowbit.evaluate.metrics import Estimate
 from lowbit.evaluate.peers import PEERS
-from lowbit.evaluate.run import NEAREST, Cell
+from lowbit.evaluate.run import Cell, default_of
 from lowbit.evaluate.tasks import TASKS, Figure, Task
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
@@ -209,7 +209,7 @@ def _how(cell: Cell) -> str:
     """By what a row's weights were chosen."""
     if cell.request.recipe in PEERS or cell.request.recipe in FLOATS:
         return ""
-    return cell.request.method or NEAREST
+    return cell.request.method or default_of(cell.request.recipe)
 
 
 def _line(parts: Sequence[str]) -> str:

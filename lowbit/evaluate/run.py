@@ -17,6 +17,7 @@ import lowbit as lb
 from lowbit._version import __version__
 from lowbit.calibrate.choice import choose
 from lowbit.calibrate.observers import find_observer
+from lowbit.datafree import default_rule
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request, calibrated
 from lowbit.evaluate.data import Wanted, require
 from lowbit.evaluate.models import Model, fingerprint, sha256
@@ -26,7 +27,7 @@ from lowbit.evaluate.tasks import TASKS
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["NEAREST", "Cell", "Methods", "plan", "read", "run"]
+__all__ = ["Cell", "Methods", "default_of", "plan", "read", "run"]
 
 #: The version of result files.
 FORMAT = 1
@@ -34,8 +35,6 @@ FORMAT = 1
 #: What the result of a model as it was saved is called, which may hold many recipes.
 SAVED = "saved"
 
-#: What rows without a method are.
-NEAREST = "nearest"
 
 #: What the float rows are of a model that is quantized already.
 DECODED = "the quantized weights, decoded"
@@ -106,8 +105,8 @@ def plan(
     methods: Methods = Methods(),  # noqa: B008 (a tuple)
     peers: Iterable[str] = (),
 ) -> list[Cell]:
-    """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, rounded to
-    nearest and by each method that says something of the recipe; then each of ``peers``. A model that is quantized
+    """The cells of ``model``: fp32 and bf16, then each recipe, plain and packed, or with ``methods`` plain, without
+    data and by each method that says something of the recipe; then each of ``peers``. A model that is quantized
     already is measured as it is, plain and packed, and decoded to fp32 and bf16: nothing is quantized again.
 
     Raises: ValueError for an unknown recipe, method, peer or dtype, and where the model needs a text to calibrate on;
@@ -144,7 +143,7 @@ def plan(
     for name in dict.fromkeys(names):
         static = model.recipe is None and find_recipe(name).static
         rows += [(name, layout, None) for layout in layouts if not static]
-        rows += [(name, PLAIN, method) for method in methods.names if static or not _repeats(method)]
+        rows += [(name, PLAIN, method) for method in methods.names if static or not _repeats(method, name)]
     rows += [(peer.name, PLAIN, None) for peer in others]
     versions = {peer.name: {"peer": peer.name, **{name: _installed(name) for name in peer.packages}} for peer in others}
     cells = []
@@ -152,7 +151,9 @@ def plan(
         file = SAVED if name == model.recipe else name.replace(":", "-")
         path = directory / model.name / f"{file}.{method or layout}.json"
         told = versions.get(name) or (name if name in FLOATS or model.held else find_recipe(name).to_dict())
-        more = {} if method is None else {"method": method, "seen": seen}
+        more: dict[str, Any] = {} if method is None else {"method": method, "seen": seen}
+        if method is None and isinstance(told, dict) and name not in versions and default_of(name) != "nearest":
+            more = {"rule": default_of(name)}  # what is recorded of others was rounded to nearest as well
         request = Request(
             model=model.name if model.module else model.path, recipe=name, layout=layout, dtype=of["dtype"],
             text=str(wanted.text.resolve()) if wanted.text else None, windows=wanted.windows, limit=wanted.limit,
@@ -164,12 +165,17 @@ def plan(
     return cells
 
 
-def _repeats(method: str) -> bool:
+def default_of(recipe: str) -> str:
+    """The rule by which rows of a recipe without a method are quantized."""
+    return default_rule(find_recipe(recipe).weight).name
+
+
+def _repeats(method: str, recipe: str) -> bool:
     """Whether a recipe without static scales is measured with this already: observers have nothing to observe there."""
     steps = calibrated(method.split("+"))
     weights = choose(steps).weights
     observers = [step for step in steps if find_observer(step) and (weights is None or step != weights.name)]
-    return method == NEAREST or bool(observers)
+    return method == default_of(recipe) or bool(observers)
 
 
 def _data_key(model: Model, wanted: Wanted) -> dict[str, Any]:
