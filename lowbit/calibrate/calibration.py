@@ -23,7 +23,7 @@ from lowbit.serialize import safetensors
 from lowbit.serialize.layout import DTYPES
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["Calibration", "Edit", "Row", "digest"]
+__all__ = ["Calibration", "Edit", "Row"]
 
 CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
 

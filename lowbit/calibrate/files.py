@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import batches_in
+from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
-from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.calibrate.stored import Stored, storage

@@ -11,7 +11,7 @@ from lowbit._version import __version__
 from lowbit.calibrate.calibration import CONFIG, Calibration
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS
 from lowbit.files import going_on, left_behind, read_json, shown, write_json
 from lowbit.recipes import Plan

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit.calibrate.blocks import batches_in
+from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled

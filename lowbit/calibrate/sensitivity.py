@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import batches_in, feed
-from lowbit.calibrate.importance import Loss, despite_writes
-from lowbit.calibrate.observe import mask_of
+from lowbit.calibrate.batches import batches_in, feed, mask_of
+from lowbit.calibrate.losses import Loss, next_token
 from lowbit.calibrate.observed import Journal, Observed, observed, observed_layers
 from lowbit.calibrate.scores import FLOAT, Score, Sensitivity
+from lowbit.calibrate.writes import despite_writes
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
@@ -306,8 +305,4 @@ def _next_token(output: Any, batch: Any) -> Tensor | None:
     logits, tokens = getattr(output, "logits", None), _tokens(batch)
     if tokens is None or not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape or logits.dim() != 3:
         return None
-    targets = tokens[:, 1:].long()
-    mask = mask_of(batch)
-    if mask is not None:
-        targets = targets.masked_fill(~mask[:, 1:], -100)
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return next_token(logits, tokens, mask_of(batch))
