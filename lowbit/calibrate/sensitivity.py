@@ -59,23 +59,23 @@ def sensitivity(
     Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
     """
     table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
-    quantizing = [one for one in table.values() if one is not None]
+    quantizing = [recipe for recipe in table.values() if recipe is not None]
     if not quantizing:
         raise ValueError("sensitivity: give recipes to choose from, for instance ['int4-weight-only', 'int8']")
-    for one in quantizing:
-        refuse_beyond(one, "sensitivity", ("output.a", "output.b"))
+    for recipe in quantizing:
+        refuse_beyond(recipe, "sensitivity", ("output.a", "output.b"))
     data = batches_in(batches)
     if not data:
         raise ValueError("sensitivity: give batches of what the model will see")
     source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
-    with torch.no_grad(), reporting(progress, "measuring layers") as told:
+    with torch.no_grad(), reporting(progress, "measuring layers") as progress:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
-            told("batch", number, len(data))
+            progress("batch", number, len(data))
             run.count(batch, loss)
-        told("batch", len(data), len(data))
+        progress("batch", len(data), len(data))
     return run.result()
 
 
@@ -93,7 +93,7 @@ class _Run:
         self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Iterable[str]
     ) -> None:
         self.table = table
-        self.work = _observed_by_all(model, [one for one in table.values() if one is not None], skip)
+        self.work = _observed_by_all(model, [recipe for recipe in table.values() if recipe is not None], skip)
         self.layers = observed_layers(self.work)
         for module in self.work.modules():  # gradients of parameters are not wanted, and these are the model's own
             for name, p in module._parameters.items():
@@ -253,7 +253,9 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
 
 def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Iterable[str]) -> nn.Module:
     """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
-    served = [{_module(layer.name) for layer in observed_layers(observed(model, plan(one), skip))} for one in recipes]
+    served = [
+        {_module(layer.name) for layer in observed_layers(observed(model, plan(recipe), skip))} for recipe in recipes
+    ]
     some = sorted(set().union(*served) - served[0].intersection(*served))
     if some:
         warnings.warn(

@@ -19,7 +19,9 @@ from lowbit.serialize.layout import CONFIG, our_config
 __all__ = ["DATA_FREE", "DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
 
 #: What methods are where none is named, for people.
-DEFAULT_METHOD = "with --text guided-gptq; without, signed for signed integers, mse for mxfp4 and nvfp4, else nearest"
+DEFAULT_METHOD = (
+    "with --text guided-gptq; without, signed for signed integers below 8 bits, mse for mxfp4 and nvfp4, else nearest"
+)
 
 #: Methods that need no text.
 DATA_FREE = tuple(row.name for row in METHODS.values() if row.need == "nothing")
@@ -68,7 +70,7 @@ def methods_in(method: str | None, text: Path | None) -> list[str] | None:
         return None
     names = [name.strip() for name in method.split(",")]
     weights, _, transforms, _ = choose(names)
-    needing = [one.name for one in transforms]
+    needing = [transform.name for transform in transforms]
     if weights is not None and weights.need != "nothing":
         needing.append(weights.name)
     if needing and text is None:
