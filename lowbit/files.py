@@ -21,12 +21,12 @@ from typing import Any, BinaryIO
 __all__ = [
     "check_regular",
     "flush",
-    "going_on",
     "is_file_name",
     "left_behind",
     "read_checked",
     "read_json",
     "replaced",
+    "resumable",
     "shown",
     "sync_directory",
     "write_atomically",
@@ -54,7 +54,7 @@ shown: Callable[[Any], str] = _short.repr
 
 
 @contextmanager
-def going_on(directory: Path) -> Iterator[None]:
+def resumable(directory: Path) -> Iterator[None]:
     """An error of the system inside says what remains of a run in ``directory``."""
     try:
         yield

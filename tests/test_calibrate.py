@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import METHODS
-from lowbit.calibrate.blocks import Chain
+from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.methods import signround
 from lowbit.calibrate.statistics import Statistics
 

@@ -95,6 +95,14 @@ def test_every_layer_is_there():
     assert set(LEVEL) == {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()} - {"__init__"}
 
 
+def test_the_picture_of_the_layers_has_their_order():
+    picture = (ROOT / "ARCHITECTURE.md").read_text().split("```")[1].splitlines()
+    lines = [line.split() for line in picture if line.strip(" ─")]
+    assert [LEVEL[words[0]] for words in lines] == list(reversed(range(len(LAYERS))))
+    for names, words in zip(reversed(LAYERS), lines, strict=True):
+        assert names - {"_version", "__main__"} <= set(words)
+
+
 def test_formats_and_scalings_need_no_torch():
     for name in ("formats", "scaling", "recipes"):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import feed
-from lowbit.calibrate.observe import mask_of
+from lowbit.calibrate.batches import feed, mask_of
 from lowbit.convert.engine import model_bytes, tensor_bytes
 from lowbit.convert.report import LayerReport, Report
 from lowbit.nn.base import kind

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import Chain, feed
-from lowbit.calibrate.calibration import Calibration, Row, digest
+from lowbit.calibrate.batches import feed
+from lowbit.calibrate.calibration import Calibration, Row
+from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.choice import Choice
-from lowbit.calibrate.importance import Loss, despite_writes, weigh
+from lowbit.calibrate.identity import digest
+from lowbit.calibrate.importance import weigh
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
 from lowbit.calibrate.observe import Recorder, inputs_of, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
@@ -22,6 +25,7 @@ from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
 from lowbit.calibrate.stored import InMemory
 from lowbit.calibrate.transforms import transform_
+from lowbit.calibrate.writes import despite_writes
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.models import find_blocks

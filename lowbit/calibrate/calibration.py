@@ -23,7 +23,7 @@ from lowbit.serialize import safetensors
 from lowbit.serialize.layout import DTYPES
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["Calibration", "Edit", "Row", "digest"]
+__all__ = ["Calibration", "Edit", "Row"]
 
 CONFIG, FORMAT, VERSION = "calibration.json", "lowbit-calibration", 1
 
@@ -259,7 +259,7 @@ class Calibration:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Whatever is wrong with what a file says is told as damage of that file."""
+    """Inside, an error in what a file says becomes one that names the damaged file."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import batches_in
+from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
-from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.calibrate.stored import Stored, storage
@@ -24,7 +24,7 @@ from lowbit.convert.maker import Allocated, Ruled, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
-from lowbit.files import going_on, write_json
+from lowbit.files import resumable, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
@@ -99,22 +99,22 @@ def quantize_files(
             opened = finished.opened()
             if opened is None:
                 run = Blockwise(model, data, chosen, choice, skip, finished, loss, stored)
-                with reporting(progress, "calibrating") as told:
-                    opened = run.all(told)
+                with reporting(progress, "calibrating") as calibrated:
+                    opened = run.all(calibrated)
             found = opened
         work = _Work(model, stored, chosen, Calibrated(found), skip, found.edits)
     else:
         work = _Work(model, stored, chosen, _without_data(chosen, choice, loss), skip)
         written = Written(out, about)
     files = pack(work.groups(), shard_bytes)
-    with reporting(progress, "quantizing") as told:
+    with reporting(progress, "quantizing") as quantized:
         for index, groups in enumerate(files):
-            told("file", index, len(files))
+            quantized("file", index, len(files))
             if index >= len(written.files):
                 layout = {name: work.tensors[name] for names, _ in groups for name in names}
                 file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
                 written.write(file, layout, work.make(groups, written.told))
-    with going_on(out):
+    with resumable(out):
         more = huggingface.write_configs(model, out) if huggingface.is_pretrained(model) else []
         if more is not None:
             write_index(out, [*written.files, *more])

@@ -1,8 +1,8 @@
 """Digests of tensors, of batches, and of the functions that a user gives.
 
-A digest is the same in another process. So a function is told by its code and by all that the code reaches: defaults,
-what it closes over, globals that it names. An installed library's function or class is told by its name; any other
-object by what pickle would write of it.
+A digest is the same in another process. That of a function is of its code and of all that the code reaches: defaults,
+what it closes over, globals that it names. That of an installed library's function or class is of its name; that of any
+other object, of what pickle would write.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def digest(value: Any, what: str = "the data") -> str:
     """
     total = hashlib.sha256()
     try:
-        for piece in _Telling().of(value):
+        for piece in _Writer().of(value):
             total.update(piece)
-    except (_Untold, RecursionError) as error:
-        reason = error if isinstance(error, _Untold) else "it is nested too deeply"
+    except (_NoDigest, RecursionError) as error:
+        reason = error if isinstance(error, _NoDigest) else "it is nested too deeply"
         raise ValueError(
             f"{what} cannot be told from others: {reason}; use plain data, tensors, functions that import outside of "
             f"themselves, and objects that pickle can write"
@@ -65,12 +65,12 @@ def digest(value: Any, what: str = "the data") -> str:
     return total.hexdigest()
 
 
-class _Untold(Exception):
+class _NoDigest(Exception):
     """Why something has no digest."""
 
 
-class _Telling:
-    """Writes a value as bytes; what it meets again, it tells by when it met it first."""
+class _Writer:
+    """Writes a value as bytes. An object that comes again is written as the number of its first place."""
 
     def __init__(self) -> None:
         self.met: dict[int, tuple[int, Any]] = {}  # the object too, so that no other one gets its id
@@ -108,15 +108,15 @@ class _Telling:
             yield from self._class(value)
         elif isinstance(value, CodeType):
             yield value.co_code
-            told = (value.co_consts, value.co_names, value.co_varnames, value.co_argcount, value.co_flags)
-            yield from self.of((*told, value.co_posonlyargcount, value.co_kwonlyargcount))
+            parts = (value.co_consts, value.co_names, value.co_varnames, value.co_argcount, value.co_flags)
+            yield from self.of((*parts, value.co_posonlyargcount, value.co_kwonlyargcount))
             yield getattr(value, "co_exceptiontable", b"")  # Python 3.10 has none
         elif isinstance(value, CellType):
             yield from self.of(_content(value))
         elif isinstance(value, ModuleType):
             yield value.__name__.encode()
             if _is_own_module(value):
-                raise _Untold(f"it holds all of the module {value.__name__}")
+                raise _NoDigest(f"it holds all of the module {value.__name__}")
         elif isinstance(value, MappingProxyType):
             yield from self.of(dict(value))
         elif isinstance(value, staticmethod | classmethod):
@@ -152,15 +152,15 @@ class _Telling:
     def _pickled(self, value: Any) -> Iterator[bytes]:
         """What pickle would write: how the object is made, and of what."""
         try:
-            made = value.__reduce_ex__(4)
+            reduced = value.__reduce_ex__(4)
         except Exception:  # what a class raises that does not want to be written has no end
-            raise _Untold(f"pickle cannot write a {type(value).__module__}.{type(value).__qualname__}") from None
-        if isinstance(made, str):
-            yield f"{getattr(value, '__module__', None)}.{made}".encode()
+            raise _NoDigest(f"pickle cannot write a {type(value).__module__}.{type(value).__qualname__}") from None
+        if isinstance(reduced, str):
+            yield f"{getattr(value, '__module__', None)}.{reduced}".encode()
             if not isinstance(value, BuiltinFunctionType):
                 yield from self.of(getattr(value, "__dict__", None))
             return
-        for part in made:
+        for part in reduced:
             yield from self.of(list(part) if isinstance(part, Iterator) else part)
 
 
@@ -181,11 +181,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _loaded(code: CodeType) -> set[str]:
-    """The globals that code names. Raises _Untold for code that imports a module of the user's."""
+    """The globals that code names. Raises _NoDigest for code that imports a module of the user's."""
     rows = [row for inner in _codes(code) for row in dis.get_instructions(inner)]
     for row in rows:
         if row.opname == "IMPORT_NAME" and not _installed(row.argval):
-            raise _Untold(f"it imports {row.argval or 'a module beside it'} when it is called")
+            raise _NoDigest(f"it imports {row.argval or 'a module beside it'} when it is called")
     return {row.argval for row in rows if row.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 

@@ -5,30 +5,24 @@ Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import Unchanged, feed
-from lowbit.calibrate.calibration import digest
-from lowbit.calibrate.observe import mask_of
+from lowbit.calibrate.batches import feed
+from lowbit.calibrate.losses import Loss, default_loss
 from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.observers import processes
+from lowbit.calibrate.writes import Unchanged, Written, despite_writes
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.models import find_blocks
 
-__all__ = ["Loss", "despite_writes", "weigh"]
-
-Result = TypeVar("Result")
-
-#: The loss of what the model answers to a batch, a scalar.
-Loss = Callable[[Any, Any], Tensor]
+__all__ = ["weigh"]
 
 
 def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], loss: Loss | None) -> None:
@@ -36,8 +30,7 @@ def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], 
     of 1. Runs ``model`` forward and backward, whole, with one batch at a time, and computes each block a second time in
     backward rather than keep what is inside.
 
-    ``loss``: by default the cross-entropy of the next token, where the model answers with logits of the token ids that
-    it is given; else a random projection of its outputs, whose gradient tells how far a row moves them.
+    ``loss``: by default ``default_loss``; the gradient of its random projection tells how far a row moves the outputs.
     Raises ValueError for gradients with NaN or Inf.
     """
     for layer in layers:
@@ -57,25 +50,6 @@ def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], 
         _normalize(layer)
 
 
-class _Written(Exception):
-    """A block writes to what it is given, so that it cannot be computed a second time."""
-
-
-def despite_writes(run: Callable[[], Result], otherwise: Callable[[], Result] | None = None) -> Result:
-    """``run()``, which takes gradients; where the model writes to tensors that these need, ``otherwise()``, by default
-    the same, with such tensors copied first.
-    """
-    try:
-        return run()
-    except _Written:
-        pass
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        return (otherwise or run)()
-
-
 def _backward(
     model: nn.Module, layers: Sequence[Observed], batch: Any, loss: Loss | None, checkpointed: bool = True
 ) -> dict[Observed, _Watch]:
@@ -89,7 +63,7 @@ def _backward(
     try:
         with torch.enable_grad(), _checkpointed(model) if checkpointed else nullcontext():
             output = feed(model, batch)
-            value = _loss(output, batch) if loss is None else loss(output, batch)
+            value = default_loss(output, batch) if loss is None else loss(output, batch)
             if not isinstance(value, Tensor) or not value.requires_grad:
                 raise ValueError(
                     "the loss does not depend on the layers by anything that has a gradient (is there a no_grad in the "
@@ -138,7 +112,7 @@ class _Watch:
 
 @contextmanager
 def _checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises _Written out of the call of
+    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises Written out of the call of
     a block that writes to what it is given.
     """
     try:
@@ -152,7 +126,7 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
 
     def returned(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not given.pop():
-            raise _Written
+            raise Written
 
     before = [vars(block).get("forward") for block in blocks]
     if blocks:
@@ -184,82 +158,3 @@ def _normalize(layer: Observed) -> None:
         layer.importance = None
         return
     layer.importance = [[row / mean for row in batch] for batch in layer.importance]
-
-
-def _loss(output: Any, batch: Any) -> Tensor:
-    given = output.get("loss") if isinstance(output, Mapping) else None
-    if isinstance(given, Tensor):
-        return given
-    ids, mask = _predicted(batch)
-    logits: Any = output.get("logits") if isinstance(output, Mapping) else output
-    if _are_logits(logits, ids):
-        targets = ids[:, 1:]
-        if mask is not None and mask.shape == ids.shape:
-            targets = targets.masked_fill(~mask[:, 1:], -100)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    ids, mask = _ids(batch), mask_of(batch)
-    if mask is None and isinstance(ids, Tensor) and isinstance(batch, Mapping) and ids.dim() == 2:
-        mask = torch.ones_like(ids, dtype=torch.bool)
-    seed = digest(batch if mask is None else _without_padding(batch, mask))
-    generator = torch.Generator().manual_seed(int(seed[:15], 16))  # whatever the order of the batches
-    projected = []
-    for answer in _tensors(output):
-        if mask is not None and answer.shape[:2] == mask.shape:
-            answer = answer[mask]
-        direction = torch.randn(answer.shape, generator=generator).to(answer.device)
-        projected.append((answer.float() * direction).sum())
-    if not projected:
-        raise ValueError(
-            f"the model answers {type(output).__name__} without a tensor that has a gradient; give calibrate "
-            f"loss=lambda output, batch: ..."
-        )
-    return torch.stack(projected).sum()
-
-
-def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """What of a batch counts."""
-    given = {name: value for name, value in batch.items() if name != "attention_mask"}
-    return {
-        name: value[mask] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
-        for name, value in given.items()
-    }
-
-
-def _predicted(batch: Any) -> tuple[Any, Tensor | None]:
-    """The token ids that logits are of, which a decoder is given where there is one; and where these are no padding."""
-    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
-        return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")
-    return _ids(batch), mask_of(batch)
-
-
-def _ids(batch: Any) -> Any:
-    """The token ids in a batch, where it is one of tokens."""
-    if isinstance(batch, Mapping):
-        return batch.get("input_ids")
-    return batch[0] if isinstance(batch, tuple | list) and batch else batch
-
-
-def _are_logits(logits: Any, ids: Any) -> bool:
-    """Whether these are scores [B, T, vocabulary] for the tokens [B, T]."""
-    return (
-        isinstance(logits, Tensor)
-        and isinstance(ids, Tensor)
-        and not ids.is_floating_point()
-        and ids.dim() == 2
-        and logits.dim() == 3
-        and logits.shape[:2] == ids.shape
-        and ids.numel() > 0
-        and logits.shape[2] > int(ids.max())
-    )
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.requires_grad:
-            yield output
-    elif isinstance(output, Mapping):
-        for one in output.values():
-            yield from _tensors(one)
-    elif isinstance(output, tuple | list):
-        for one in output:
-            yield from _tensors(one)

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.calibrate.blocks import Chain
+from lowbit.calibrate.batches import mask_of
+from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.observed import Journal, Observed
 from lowbit.calibrate.observers import Ranges, processes
 from lowbit.calibrate.statistics import Statistics
 
-__all__ = ["Recorder", "inputs_of", "mask_of", "stages"]
+__all__ = ["Recorder", "inputs_of", "stages"]
 
 
 class Recorder:
@@ -143,12 +144,6 @@ def _same_rows(
     if weights is not None and [weight.numel() for weight in weights] != rows:
         return False
     return not positions or all(any(count % whole == 0 for whole in positions) for count in rows)
-
-
-def mask_of(batch: Any, name: str = "attention_mask") -> Tensor | None:
-    """Where a batch of tokens is no padding, bool [B, T], where it says so; ``name``: as transformers names it."""
-    mask = batch.get(name) if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def inputs_of(layers: Sequence[Observed], chain: Chain, index: int, number: int) -> dict[str, list[Tensor]]:

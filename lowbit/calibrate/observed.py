@@ -10,11 +10,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import Unchanged
 from lowbit.calibrate.statistics import Statistics
+from lowbit.calibrate.writes import Unchanged
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, measured
-from lowbit.convert.select import plain_layers, protections
+from lowbit.convert.protect import protections
+from lowbit.convert.select import plain_layers
 from lowbit.functional import fake_quantize, hadamard
 from lowbit.ops.conv import Window
 from lowbit.recipes import Plan, Recipe

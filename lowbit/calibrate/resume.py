@@ -11,9 +11,9 @@ from lowbit._version import __version__
 from lowbit.calibrate.calibration import CONFIG, Calibration
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS
-from lowbit.files import going_on, left_behind, read_json, shown, write_json
+from lowbit.files import left_behind, read_json, resumable, shown, write_json
 from lowbit.recipes import Plan
 from lowbit.tensor.quantized import Quantized
 
@@ -65,7 +65,7 @@ class Finished:
             self.directory.mkdir(parents=True, exist_ok=True)
             if set(self.directory.iterdir()) - set(left_behind(self.directory, _RUN)):
                 raise ValueError(f"{self.directory} is not empty and holds no run of calibrate; give another directory")
-            with going_on(self.directory):
+            with resumable(self.directory):
                 write_json(path, dict(run))
         for path in left_behind(self.directory):
             path.unlink()
@@ -81,12 +81,12 @@ class Finished:
 
     def save(self, index: int, part: Calibration) -> None:
         """Keep what was found for block ``index``."""
-        with going_on(self.directory):
+        with resumable(self.directory):
             part.save(self._block(index))
 
     def close(self, parts: int) -> None:
         """Say that all blocks are there, ``parts`` of them with what is outside of blocks."""
-        with going_on(self.directory):
+        with resumable(self.directory):
             write_json(self.directory / _CLOSED, {"parts": parts})
 
     def opened(self) -> Calibration | None:
@@ -112,7 +112,7 @@ class Finished:
 
     def finish(self, found: Calibration) -> None:
         """Save the result, and remove the blocks."""
-        with going_on(self.directory):
+        with resumable(self.directory):
             found.save(self.directory)
         shutil.rmtree(self.directory / _BLOCKS, ignore_errors=True)
 

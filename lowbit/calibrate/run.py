@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit.calibrate.blocks import batches_in
+from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.importance import Loss
+from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
@@ -45,8 +45,7 @@ def calibrate(
     tokens are padding and do not count. None, or none: only for methods that need no data. ``recipe``, ``skip``: as for
     ``quantize_``.
     ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known, with data
-    ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without any that of
-    ``quantize_``.
+    ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without that of ``quantize_``.
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
     given: ``("smoothquant", "gptq")``.
     ``directory``: where each block is saved when it is finished, and the result at the end. A call with the same model,
@@ -62,8 +61,8 @@ def calibrate(
     whole. ``guided-gptq`` first runs the whole model forward and backward, one batch at a time, its blocks
     checkpointed.
 
-    Raises ValueError: as ``quantize_``; for a directory of another run; for data, a loss or a method with a directory
-    that cannot be told from others, as what pickle cannot write; for a method or static scales that need data
+    Raises ValueError: as ``quantize_``; for a directory of another run; with a directory, for data, a loss or a method
+    that cannot be told from others, such as what pickle cannot write; for a method or static scales that need data
     without any; for a method that has nothing to offer for a weight; for NaN or Inf in a layer's inputs. TypeError for
     batches of other types.
     Warns of layers that no batch reaches; their weights are chosen without data.
@@ -80,8 +79,8 @@ def calibrate(
         if whole is not None:
             return whole
     run = Blockwise(model, data, chosen, choice, skip, finished, loss)
-    with reporting(progress, "calibrating") as told:
-        run.all(told)
+    with reporting(progress, "calibrating") as progress:
+        run.all(progress)
     run.found.seconds = time.perf_counter() - started
     if finished is not None:
         finished.finish(run.found)

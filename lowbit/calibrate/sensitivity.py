@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.calibrate.blocks import batches_in, feed
-from lowbit.calibrate.importance import Loss, despite_writes
-from lowbit.calibrate.observe import mask_of
+from lowbit.calibrate.batches import batches_in, feed, mask_of
+from lowbit.calibrate.losses import Loss, next_token
 from lowbit.calibrate.observed import Journal, Observed, observed, observed_layers
 from lowbit.calibrate.scores import FLOAT, Score, Sensitivity
+from lowbit.calibrate.writes import despite_writes
 from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
@@ -60,23 +59,23 @@ def sensitivity(
     Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
     """
     table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
-    quantizing = [one for one in table.values() if one is not None]
+    quantizing = [recipe for recipe in table.values() if recipe is not None]
     if not quantizing:
         raise ValueError("sensitivity: give recipes to choose from, for instance ['int4-weight-only', 'int8']")
-    for one in quantizing:
-        refuse_beyond(one, "sensitivity", ("output.a", "output.b"))
+    for recipe in quantizing:
+        refuse_beyond(recipe, "sensitivity", ("output.a", "output.b"))
     data = batches_in(batches)
     if not data:
         raise ValueError("sensitivity: give batches of what the model will see")
     source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
-    with torch.no_grad(), reporting(progress, "measuring layers") as told:
+    with torch.no_grad(), reporting(progress, "measuring layers") as progress:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
-            told("batch", number, len(data))
+            progress("batch", number, len(data))
             run.count(batch, loss)
-        told("batch", len(data), len(data))
+        progress("batch", len(data), len(data))
     return run.result()
 
 
@@ -94,7 +93,7 @@ class _Run:
         self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Iterable[str]
     ) -> None:
         self.table = table
-        self.work = _observed_by_all(model, [one for one in table.values() if one is not None], skip)
+        self.work = _observed_by_all(model, [recipe for recipe in table.values() if recipe is not None], skip)
         self.layers = observed_layers(self.work)
         for module in self.work.modules():  # gradients of parameters are not wanted, and these are the model's own
             for name, p in module._parameters.items():
@@ -254,7 +253,9 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
 
 def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Iterable[str]) -> nn.Module:
     """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
-    served = [{_module(layer.name) for layer in observed_layers(observed(model, plan(one), skip))} for one in recipes]
+    served = [
+        {_module(layer.name) for layer in observed_layers(observed(model, plan(recipe), skip))} for recipe in recipes
+    ]
     some = sorted(set().union(*served) - served[0].intersection(*served))
     if some:
         warnings.warn(
@@ -306,8 +307,4 @@ def _next_token(output: Any, batch: Any) -> Tensor | None:
     logits, tokens = getattr(output, "logits", None), _tokens(batch)
     if tokens is None or not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape or logits.dim() != 3:
         return None
-    targets = tokens[:, 1:].long()
-    mask = mask_of(batch)
-    if mask is not None:
-        targets = targets.masked_fill(~mask[:, 1:], -100)
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return next_token(logits, tokens, mask_of(batch))

@@ -71,7 +71,7 @@ def methods_in(method: str | None, text: Path | None) -> list[str] | None:
         return None
     names = [name.strip() for name in method.split(",")]
     weights, _, transforms, _ = choose(names)
-    needing = [one.name for one in transforms]
+    needing = [transform.name for transform in transforms]
     if weights is not None and weights.need != "nothing":
         needing.append(weights.name)
     if needing and text is None:

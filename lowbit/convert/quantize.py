@@ -14,8 +14,9 @@ from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
 from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
+from lowbit.convert.protect import protections
 from lowbit.convert.report import Report, amount
-from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers, protections
+from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers
 from lowbit.datafree import find_rule
 from lowbit.nn.base import KINDS, kind
 from lowbit.recipes import Plan, Recipe, plan

@@ -144,10 +144,10 @@ def _pretrained(directory: Path) -> Any:
 
     if is_quantized(config_of(directory)):
         import_module("lowbit.integrations.transformers")  # so that transformers knows the layers
-    model, told = (AutoModelForCausalLM if causal(directory) else AutoModel).from_pretrained(
+    model, info = (AutoModelForCausalLM if causal(directory) else AutoModel).from_pretrained(
         str(directory), local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
-    require_whole(directory, model, told["missing_keys"])
+    require_whole(directory, model, info["missing_keys"])
     return model.eval()
 
 
@@ -168,8 +168,8 @@ def _greedy(model: nn.Module, prompt: Tensor, count: int) -> Iterator[None]:
     """Yield after each of ``count`` new tokens, each the likeliest."""
     cache, tokens = None, prompt
     for _ in range(count):
-        told = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, tokens = told.past_key_values, told.logits[:, -1:].argmax(-1)
+        answer = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, tokens = answer.past_key_values, answer.logits[:, -1:].argmax(-1)
         yield
 
 

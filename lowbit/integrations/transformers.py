@@ -21,8 +21,9 @@ from lowbit.casts import refuse_beyond
 from lowbit.convert.dequantize import dequantize_
 from lowbit.convert.engine import make_all, quantized_layers, swap
 from lowbit.convert.maker import QuantMaker, Ruled
+from lowbit.convert.protect import protections
 from lowbit.convert.quantize import replacements
-from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections, select
+from lowbit.convert.select import DEFAULT_SKIP, plain_layers, select
 from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
 from lowbit.nn.linear import INPUT_PARTS, PARTS

@@ -69,5 +69,5 @@ class QuantExperts(nn.Module):
         """What one expert computes, before it is weighted."""
         y = self.gate_up[expert](x)
         y = self.act_fn(y) if self._gate is None else self._gate(self, y)
-        made: Tensor = self.down[expert](y)
-        return made
+        output: Tensor = self.down[expert](y)
+        return output

@@ -12,8 +12,9 @@ from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, decibel, energies, measured, require_numbers
+from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP, Verdict, plain_layers, protections
+from lowbit.convert.select import DEFAULT_SKIP, Verdict, plain_layers
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
 from lowbit.recipes import Plan, Recipe, plan

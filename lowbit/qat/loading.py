@@ -37,16 +37,16 @@ def load_(model: nn.Module, checkpoint: str | PathLike[str] | Mapping[str, Tenso
         files = Checkpoint(Path(checkpoint))
         state = {name: files.read(name) for name in files.entries}
     own = model.state_dict(keep_vars=True)
-    held = {id(own[name]) for name in state if name in own}
+    given = {id(own[name]) for name in state if name in own}
     unknown = [name for name in state if name not in own]
-    lacking = [name for name, tensor in own.items() if name not in state and id(tensor) not in held]
+    lacking = [name for name, tensor in own.items() if name not in state and id(tensor) not in given]
     wrong = [name for name, value in state.items() if name in own and own[name].shape != value.shape]
     reasons = {"does not have": unknown, "needs besides": lacking, "has in other shapes": wrong}
-    told = [f"{len(names)} that the model {what}, {shown(names[:3])}" for what, names in reasons.items() if names]
-    if told:
+    faults = [f"{len(names)} that the model {what}, {shown(names[:3])}" for what, names in reasons.items() if names]
+    if faults:
         raise ValueError(
-            f"qat.load_: the checkpoint does not fit the prepared model: of its tensors {'; '.join(told)}. Prepare the "
-            f"model as for training: with the same recipe, skip and learn_scale (weight_scale is there where scales "
-            f"are learned)"
+            f"qat.load_: the checkpoint does not fit the prepared model: of its tensors {'; '.join(faults)}. Prepare "
+            f"the model as for training: with the same recipe, skip and learn_scale (weight_scale is there where "
+            f"scales are learned)"
         )
     model.load_state_dict(state, strict=False)

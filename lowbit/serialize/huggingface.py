@@ -98,7 +98,7 @@ def build(described: dict[str, Any]) -> nn.Module:
 
 
 def _number(value: dict[str, Any]) -> Any:
-    """A JSON object, or the number without a spelling in JSON that transformers writes as one."""
+    """A JSON object; or the number that it stands for, where transformers wrote one that JSON cannot spell."""
     number = value.get("__float__") if len(value) == 1 else None
     return float(number) if number in ("Infinity", "-Infinity", "NaN") else value
 
@@ -135,12 +135,12 @@ def from_directory(directory: Path) -> nn.Module:
     _, kind = _class_of(directory)
     try:
         check_config(read_json(directory / "config.json"))
-        model, told = kind.from_pretrained(
+        model, info = kind.from_pretrained(
             str(directory), dtype="auto", use_safetensors=True, output_loading_info=True, **_LOCAL
         )
     except Exception as error:  # what a library raises for a stranger's files has no end
         raise ValueError(f"transformers cannot load {directory}: {_first(error)}") from error
-    require_whole(directory, model, told["missing_keys"])
+    require_whole(directory, model, info["missing_keys"])
     quiet: nn.Module = model.eval()
     return quiet
 

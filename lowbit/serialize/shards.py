@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit.files import going_on, is_file_name, left_behind, read_json, replaced, shown, write_json
+from lowbit.files import is_file_name, left_behind, read_json, replaced, resumable, shown, write_json
 from lowbit.serialize import safetensors
 
 __all__ = ["INDEX", "Checkpoint", "Group", "Written", "pack", "write_index"]
@@ -128,12 +128,12 @@ class Written:
             path.unlink()
 
     def _keep(self) -> None:
-        with going_on(self.directory):
+        with resumable(self.directory):
             write_json(self.path, {"run": self.run, "files": self.files, "told": self.told})
 
     def write(self, file: str, layout: Mapping[str, Tensor], made: Iterable[tuple[str, Tensor]]) -> None:
         """Write a file of what ``made`` yields, whole or not at all. ``layout``: the dtypes and shapes of all that."""
-        with going_on(self.directory), replaced(self.directory / file) as temporary:
+        with resumable(self.directory), replaced(self.directory / file) as temporary:
             digest, size = safetensors.write_as_made(temporary, layout, made)
         self.files.append({"file": file, "sha256": digest, "bytes": size, "names": list(layout)})
         self._keep()

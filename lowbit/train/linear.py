@@ -16,8 +16,9 @@ from lowbit import recipes
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
+from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP, plain_layers, protections
+from lowbit.convert.select import DEFAULT_SKIP, plain_layers
 from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.calibration import Edit, digest
+from lowbit.calibrate.calibration import Edit
+from lowbit.calibrate.identity import digest
 from lowbit.calibrate.observed import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.calibrate.transforms import awq, smoothquant

@@ -2,82 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["Chain", "Feed", "Unchanged", "copied", "feed"]
+from lowbit.calibrate.batches import copied, feed
+from lowbit.calibrate.writes import Unchanged
 
-#: Calls a model with a batch.
-Feed = Callable[[nn.Module, Any], Any]
-
-Tree = TypeVar("Tree")
-
-
-def batches_in(given: Iterable[Any] | None) -> list[Any]:
-    """The batches that a caller gave; none for None.
-
-    Raises TypeError for a tensor or a mapping, which is one batch, and for numbers that are in no tensor.
-    """
-    if isinstance(given, Tensor | Mapping):
-        raise TypeError(f"batches: expected several of them, got one {type(given).__name__}; write [batch]")
-    data = [] if given is None else list(given)
-    for batch in data:
-        for value in batch.values() if isinstance(batch, Mapping) else [batch]:
-            if isinstance(value, list | tuple) and value and all(map(_is_numbers, value)):
-                raise TypeError(
-                    "batches: numbers in lists are no batch; make a tensor of them, for instance "
-                    "torch.tensor([tokens]) of shape [1, T]; tokenizers do with return_tensors='pt'"
-                )
-    return data
-
-
-def _is_numbers(value: Any) -> bool:
-    """Whether ``value`` is a number, or lists of them."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_numbers, value))
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def feed(model: nn.Module, batch: Any) -> Any:
-    """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword; with copies,
-    since a model may write to what it is given.
-
-    Raises TypeError for a batch of another type.
-    """
-    if isinstance(batch, Tensor):
-        return model(copied(batch))
-    if isinstance(batch, Mapping):
-        return model(**copied(dict(batch)))
-    if isinstance(batch, tuple | list):
-        return model(*copied(tuple(batch)))
-    raise TypeError(
-        f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments; got {type(batch).__name__}"
-    )
-
-
-def copied(tree: Tree) -> Tree:
-    """``tree`` with a copy of each tensor in it."""
-    copies: Tree = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    return copies
-
-
-class Unchanged:
-    """Knows of tensors whether they have been written to since."""
-
-    def __init__(self, tree: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-        self.before = [(tensor, tensor.clone() if tensor.is_inference() else tensor._version) for tensor in tensors]
-
-    def __bool__(self) -> bool:
-        return all(
-            tensor.equal(before) if isinstance(before, Tensor) else tensor._version == before
-            for tensor, before in self.before
-        )
+__all__ = ["Chain"]
 
 
 class _Call(NamedTuple):

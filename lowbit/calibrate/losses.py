@@ -1,0 +1,107 @@
+"""What a model's outputs are judged by, where the caller gives no loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit.calibrate.batches import mask_of
+from lowbit.calibrate.identity import digest
+
+__all__ = ["Loss", "default_loss", "next_token"]
+
+#: The loss of what the model answers to a batch, a scalar.
+Loss = Callable[[Any, Any], Tensor]
+
+
+def default_loss(output: Any, batch: Any) -> Tensor:
+    """The model's own loss where it answers with one; else the cross-entropy of the next token, where it answers with
+    logits of the token ids that it is given; else a random projection of its outputs.
+
+    Raises ValueError for outputs without a gradient.
+    """
+    given = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(given, Tensor):
+        return given
+    ids, mask = _predicted(batch)
+    logits: Any = output.get("logits") if isinstance(output, Mapping) else output
+    if _are_logits(logits, ids):
+        return next_token(logits, ids, mask)
+    ids, mask = _ids(batch), mask_of(batch)
+    if mask is None and isinstance(ids, Tensor) and isinstance(batch, Mapping) and ids.dim() == 2:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+    seed = digest(batch if mask is None else _without_padding(batch, mask))
+    generator = torch.Generator().manual_seed(int(seed[:15], 16))  # whatever the order of the batches
+    projected = []
+    for answer in _tensors(output):
+        if mask is not None and answer.shape[:2] == mask.shape:
+            answer = answer[mask]
+        direction = torch.randn(answer.shape, generator=generator).to(answer.device)
+        projected.append((answer.float() * direction).sum())
+    if not projected:
+        raise ValueError(
+            f"the model answers {type(output).__name__} without a tensor that has a gradient; give calibrate "
+            f"loss=lambda output, batch: ..."
+        )
+    return torch.stack(projected).sum()
+
+
+def next_token(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The sum over ``tokens`` [B, T], without padding, of the cross-entropy of the next one; ``logits``: [B, T, V]."""
+    targets = tokens[:, 1:].long()
+    if mask is not None and mask.shape == tokens.shape:
+        targets = targets.masked_fill(~mask[:, 1:], -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
+    """What of a batch counts."""
+    given = {name: value for name, value in batch.items() if name != "attention_mask"}
+    return {
+        name: value[mask] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
+        for name, value in given.items()
+    }
+
+
+def _predicted(batch: Any) -> tuple[Any, Tensor | None]:
+    """The token ids that logits are of, which a decoder is given where there is one; and where these are no padding."""
+    if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
+        return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")
+    return _ids(batch), mask_of(batch)
+
+
+def _ids(batch: Any) -> Any:
+    """The token ids in a batch, where it is one of tokens."""
+    if isinstance(batch, Mapping):
+        return batch.get("input_ids")
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def _are_logits(logits: Any, ids: Any) -> bool:
+    """Whether these are scores [B, T, vocabulary] for the tokens [B, T]."""
+    return (
+        isinstance(logits, Tensor)
+        and isinstance(ids, Tensor)
+        and not ids.is_floating_point()
+        and ids.dim() == 2
+        and logits.dim() == 3
+        and logits.shape[:2] == ids.shape
+        and ids.numel() > 0
+        and logits.shape[2] > int(ids.max())
+    )
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for inner in output.values():
+            yield from _tensors(inner)
+    elif isinstance(output, tuple | list):
+        for inner in output:
+            yield from _tensors(inner)
