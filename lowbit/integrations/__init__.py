@@ -1,15 +1,21 @@
 """lowbit inside of other libraries: ``lowbit.integrations.transformers`` and ``lowbit.integrations.peft``.
 
-Neither library need be there, and lowbit imports neither. Where they are imported, before lowbit or after it,
-``from_pretrained`` knows the method ``"lowbit"``; a conversion tells the models of transformers in it that they are
-quantized, so that their ``save_pretrained`` writes it down; these models may be cast; and peft puts adapters on
-quantized layers.
+Neither library need be there, and lowbit imports neither. Once one is imported, before lowbit or after it, this file
+changes it in three places:
+
+- ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
+  ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
+- ``PreTrainedModel.half`` and ``float`` cast models that lowbit quantized, which transformers refuses for others.
+- ``BaseTuner`` of peft puts adapters on quantized layers.
+
+What holds no quantized layer goes the way that it went before. A conversion also marks the models of transformers that
+it quantized, so that their ``save_pretrained`` writes it down.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -47,26 +53,26 @@ def _register(auto: Any) -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, _LowbitConfig)
 
 
+def _around_peft(tuner: Any, model: nn.Module, config: Any) -> Any:
+    """What a call of a tuner runs inside: nothing where no layer of ``model`` is quantized."""
+    if not quantized_layers(model):
+        return nullcontext()
+    return import_module("lowbit.integrations.peft").on_quantized_layers(tuner, model, config)
+
+
 def _teach_peft(tuners: Any) -> None:
     """Let every way into peft's tuners know quantized layers: each makes a tuner or adds an adapter to it."""
     make, inject = tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter
 
     @wraps(make)
     def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with _on(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
+        with _around_peft(self, model, peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config):
             make(self, model, peft_config, adapter_name, *args, **kwargs)
 
     @wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with _on(self, model, self.peft_config[adapter_name]):
+        with _around_peft(self, model, self.peft_config[adapter_name]):
             inject(self, model, adapter_name, *args, **kwargs)
-
-    def _on(tuner: Any, model: nn.Module, config: Any) -> AbstractContextManager[None]:
-        if not quantized_layers(model):
-            return nullcontext()
-        around: AbstractContextManager[None]
-        around = import_module("lowbit.integrations.peft").on_quantized_layers(tuner, model, config)
-        return around
 
     tuners.BaseTuner.__init__, tuners.BaseTuner.inject_adapter = __init__, inject_adapter
 
