@@ -25,10 +25,11 @@ def pairwise(
         if valid({m: x, n: y})
     }
     rows = []
-    while open_pairs:
-        first = min(open_pairs, key=repr)
+    for first in sorted(open_pairs, key=repr):
+        if first not in open_pairs:
+            continue
         row = _complete(dict(first), factors, valid, open_pairs, rng)
-        covered = {p for p in open_pairs if all(row[name] == value for name, value in p)}
+        covered = open_pairs & set(combinations([(name, row[name]) for name in names], 2))
         if row and covered:
             rows.append(row)
         open_pairs -= covered or {first}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import boundaries
 import numpy as np
 import oracles
@@ -45,9 +47,10 @@ def over_blocks(values: np.ndarray, s: Scheme) -> np.ndarray:
     return values
 
 
+@cache
 def scale_gradient(call: FakeQuantizeBackward) -> tuple[np.ndarray, np.ndarray]:
     """fp64 ``[R, C]``, with zero points ``[2, R, C]``: the exact sums, terms beyond fp32 being Inf, and how far fp32
-    sums in any order may be off.
+    sums in any order may be off. Worked out once for the same tensors, which nobody may write to.
     """
     s, x, grad = lb.scheme(call.scheme), as_rows(call.x).float().numpy(), as_rows(call.grad).double().numpy()
     zero = np.zeros(x.shape) if call.zero_point is None else spread(call.zero_point.double().numpy(), s, x.shape)

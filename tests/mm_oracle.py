@@ -5,6 +5,7 @@ How far a float product may be off is section 9's bound of docs/numerics.md, wor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -156,9 +157,14 @@ class Wanted:
         return ~right, bound
 
 
-def check(y: Tensor, call: ScaledMM, numerics: Numerics, what: str) -> None:
-    """``y`` within the derived bound of the exact product, and in every bit where integers promise that."""
-    wanted = Wanted(call)
+def check(
+    y: Tensor, call: ScaledMM, numerics: Numerics, what: str, work_out: Callable[[ScaledMM], Wanted] = Wanted
+) -> None:
+    """``y`` within the derived bound of the exact product, and in every bit where integers promise that.
+
+    ``work_out``: what the call must give; ``cache(Wanted)`` works out calls that several kernels are given once.
+    """
+    wanted = work_out(call)
     assert y.dtype == call.out_dtype and tuple(y.shape) == (call.a.shape[0], call.b.shape[0]), what
     wrong, bound = wanted.wrong(y, numerics)
     if not wrong.any():

@@ -326,6 +326,7 @@ def _store(amount: Fraction, divisor: Fraction, scheme: Scheme, outer: Fraction 
     return to_bits(scale) if kind == "fp32" else round_up(scale, BF16 if kind == "bf16" else FP16)
 
 
+@cache
 def scale_of(stored: int, scheme: Scheme, outer: Fraction | None) -> Number:
     """The one fp32 number that a block decodes with."""
     kind = scheme.scale_format.name

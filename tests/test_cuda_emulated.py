@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 
 import grad_oracle
@@ -27,7 +29,13 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    return Emulated(tmp_path_factory.mktemp("cuda_emulator"))
+    """Built by the first of several processes that ask; the others wait for it."""
+    parent = tmp_path_factory.getbasetemp()
+    folder = (parent.parent if "PYTEST_XDIST_WORKER" in os.environ else parent) / "cuda_emulator"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Emulated(folder)
 
 
 def matrix(x: Tensor) -> Tensor:
