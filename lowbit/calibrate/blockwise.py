@@ -16,7 +16,7 @@ from lowbit.calibrate.calibration import Calibration, Row, digest
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.importance import Loss, despite_writes, weigh
 from lowbit.calibrate.methods import METHODS, Method, default_method
-from lowbit.calibrate.observe import Recorder, inputs_of, stages
+from lowbit.calibrate.observe import Recorder, follows, inputs_of, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
@@ -64,15 +64,15 @@ class Blockwise:
         if need == "nothing" and not self.static and not choice.transforms and not self.weights.forgets:
             return
         self.weights.load(self.work, _blocks(self.work))
-        if guided:
-            with self.weights.paged(_blocks(self.work)):
-                self._weigh(guided, loss)
         self.chain = self._chain(self.work)
         if self.chain is None and self.weights.forgets:
             raise ValueError(
                 f"{type(model).__name__} is no stack of blocks that follow one another, and is calibrated as a whole, "
                 f"in memory: load it, and call lowbit.calibrate and lowbit.quantize_"
             )
+        if guided:
+            with self.weights.paged(_blocks(self.work)):
+                self._weigh(guided, loss)
         comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
         if comparing:
             plain = observed(model, plan, skip)
@@ -91,7 +91,12 @@ class Blockwise:
             return None
         chain = Chain(blocks)
         with self.weights.held(*blocks[:2]):
-            return chain if chain.record(model, self.data) else None
+            if not chain.record(model, self.data):
+                return None
+        inside = {id(module) for block in blocks for module in block.modules()}
+        outside = [layer for layer in observed_layers(model) if id(layer) not in inside]
+        with self.weights.paged(blocks):
+            return chain if not self.data or follows(chain, model, self.data[0], outside) else None
 
     def _uses(self, layer: Observed) -> str:
         """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
@@ -120,7 +125,7 @@ class Blockwise:
     def _weigh(self, layers: Sequence[Observed], loss: Loss | None) -> None:
         """Find the importance of the rows of inputs; where no method was asked for, it may turn out that none is."""
         try:
-            weigh(self.work, layers, self.data, loss)
+            weigh(self.work, layers, self.data, loss, checkpointed=self.chain is not None)
         except (ValueError, RuntimeError) as error:
             if self.choice.weights is not None or loss is not None:
                 raise

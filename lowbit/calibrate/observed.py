@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lowbit.calibrate.blocks import Unchanged
 from lowbit.calibrate.statistics import Statistics
@@ -151,10 +152,13 @@ def observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
     buffer, which a forward pass may write to, it has for itself.
     """
     shared = {id(t): t for t in (*model.parameters(), *(b for b in model.buffers() if b.is_meta))}
+    left = [leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)]
+    shared |= {id(t): t.detach().clone() for t in left if not t.is_leaf}  # of a forward pass, which deepcopy refuses
     work = copy.deepcopy(model, shared).eval()
-    config: Any = getattr(work, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
+    for module in work.modules():  # a decoder's config is not that of the whole
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # a cache would keep every batch, and the blocks are called more than once
     names, protect = protections(work, skip, plan, unties=True)
     maker = _ObservedMaker(work)
 
