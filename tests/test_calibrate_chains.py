@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -153,6 +157,22 @@ def test_a_chain_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _codes(model, *CASES[1])
     monkeypatch.setattr(blockwise, "_blocks", lambda model: [])
     assert not _equal(seen, _codes(model, *CASES[1]))
+
+
+def _process(rank: int, path: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29523")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        model = Model((_plain, _skips)[rank])
+        lb.calibrate(model, [torch.randn(2, 6, 8)], *CASES[1], skip=()).save(f"{path}/{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_processes_agree_on_what_is_a_chain(tmp_path: Path) -> None:
+    mp.spawn(_process, (str(tmp_path),), nprocs=2)  # to the first alone it is one
+    first, second = (lb.Calibration.load(tmp_path / str(rank)) for rank in range(2))
+    assert all(torch.equal(q.codes, second.weights[name].codes) for name, q in first.weights.items())
 
 
 class Stage(nn.Module):

@@ -18,6 +18,7 @@ from lowbit.calibrate.importance import Loss, despite_writes, weigh
 from lowbit.calibrate.methods import METHODS, Method, default_method
 from lowbit.calibrate.observe import Recorder, follows, inputs_of, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
+from lowbit.calibrate.observers import everywhere
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
 from lowbit.calibrate.stored import InMemory
@@ -90,13 +91,17 @@ class Blockwise:
         if not blocks:
             return None
         chain = Chain(blocks)
-        with self.weights.held(*blocks[:2]):
+        return chain if everywhere(self._is_chain(chain, model)) else None
+
+    def _is_chain(self, chain: Chain, model: nn.Module) -> bool:
+        """Whether the blocks, of which ``chain`` keeps what they are called with, are one for all that is known."""
+        with self.weights.held(*chain.blocks[:2]):
             if not chain.record(model, self.data):
-                return None
-        inside = {id(module) for block in blocks for module in block.modules()}
+                return False
+        inside = {id(module) for block in chain.blocks for module in block.modules()}
         outside = [layer for layer in observed_layers(model) if id(layer) not in inside]
-        with self.weights.paged(blocks):
-            return chain if not self.data or follows(chain, model, self.data[0], outside) else None
+        with self.weights.paged(chain.blocks):
+            return not self.data or follows(chain, model, self.data[0], outside)
 
     def _uses(self, layer: Observed) -> str:
         """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
