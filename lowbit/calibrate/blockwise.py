@@ -19,8 +19,9 @@ from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import weigh
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
-from lowbit.calibrate.observe import Recorder, inputs_of, stages
+from lowbit.calibrate.observe import Recorder, follows, inputs_of, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
+from lowbit.calibrate.observers import everywhere
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
 from lowbit.calibrate.stored import InMemory
@@ -68,15 +69,15 @@ class Blockwise:
         if need == "nothing" and not self.static and not choice.transforms and not self.weights.forgets:
             return
         self.weights.load(self.work, _blocks(self.work))
-        if guided:
-            with self.weights.paged(_blocks(self.work)):
-                self._weigh(guided, loss)
         self.chain = self._chain(self.work)
         if self.chain is None and self.weights.forgets:
             raise ValueError(
                 f"{type(model).__name__} is no stack of blocks that follow one another, and is calibrated as a whole, "
                 f"in memory: load it, and call lowbit.calibrate and lowbit.quantize_"
             )
+        if guided:
+            with self.weights.paged(_blocks(self.work)):
+                self._weigh(guided, loss)
         comparing = [m for layer in layers if (m := self.method_for(layer)).tune or self._uses(layer) == "cross"]
         if comparing:
             plain = observed(model, plan, skip)
@@ -94,8 +95,17 @@ class Blockwise:
         if not blocks:
             return None
         chain = Chain(blocks)
-        with self.weights.held(*blocks[:2]):
-            return chain if chain.record(model, self.data) else None
+        return chain if everywhere(self._is_chain(chain, model)) else None
+
+    def _is_chain(self, chain: Chain, model: nn.Module) -> bool:
+        """Whether the blocks, of which ``chain`` keeps what they are called with, are one for all that is known."""
+        with self.weights.held(*chain.blocks[:2]):
+            if not chain.record(model, self.data):
+                return False
+        inside = {id(module) for block in chain.blocks for module in block.modules()}
+        outside = [layer for layer in observed_layers(model) if id(layer) not in inside]
+        with self.weights.paged(chain.blocks):
+            return not self.data or follows(chain, model, self.data[0], outside)
 
     def _uses(self, layer: Observed) -> str:
         """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
@@ -124,7 +134,7 @@ class Blockwise:
     def _weigh(self, layers: Sequence[Observed], loss: Loss | None) -> None:
         """Find the importance of the rows of inputs; where no method was asked for, it may turn out that none is."""
         try:
-            weigh(self.work, layers, self.data, loss)
+            weigh(self.work, layers, self.data, loss, checkpointed=self.chain is not None)
         except (ValueError, RuntimeError) as error:
             if self.choice.weights is not None or loss is not None:
                 raise

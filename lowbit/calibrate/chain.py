@@ -8,12 +8,33 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowbit.calibrate.batches import copied, feed
 from lowbit.calibrate.writes import Unchanged
 
-__all__ = ["Chain"]
+__all__ = ["Chain", "same"]
+
+
+def same(given: Any, other: Any) -> bool:
+    """Whether two trees have the same structure and the same values, in tensors and in what objects of other classes
+    hold.
+    """
+    leaves, structure = tree_flatten(given)
+    others, other_structure = tree_flatten(other)
+    return structure == other_structure and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(leaf: Any, other: Any) -> bool:
+    if leaf is other or isinstance(leaf, Callable):  # type: ignore[arg-type]
+        return True
+    if type(leaf) is not type(other):
+        return False
+    if isinstance(leaf, Tensor):
+        return leaf.shape == other.shape and leaf.dtype == other.dtype and leaf.equal(other)
+    if hasattr(leaf, "__dict__"):
+        return same(vars(leaf), vars(other))
+    return bool(leaf == other)
 
 
 class _Call(NamedTuple):
@@ -70,7 +91,8 @@ class Chain:
         where the model cannot do without what the others compute.
         """
         self.hidden, self.calls = [], []
-        for batch in batches:
+        first: Tensor | None = None
+        for number, batch in enumerate(batches):
             recording = _Recording()
             try:
                 with self._patched(recording.called):
@@ -85,7 +107,18 @@ class Chain:
             self.hidden.append(recording.hidden)
             self.calls.append(recording.calls)
             self._form = partial(_formed, recording.behind)
-        return True
+            first = recording.first if number == 0 else first
+        return first is None or self._repeats(first)
+
+    def _repeats(self, output: Tensor) -> bool:
+        """Whether the first block answers the first batch with ``output`` once more, now that others have come. It does
+        not where it reads what a batch, or a block, has left in an attribute of a module.
+        """
+        try:
+            again = self.run(0, 0)
+        except RuntimeError:  # what another batch has left is of another shape
+            return False
+        return again.shape == output.shape and bool((again - output).norm() <= 1e-3 * output.norm())
 
     def positions(self, index: int, number: int) -> frozenset[int]:
         """How many rows batch ``number`` gives to a layer of block ``index``, or a multiple of it: those of the hidden
@@ -108,6 +141,29 @@ class Chain:
         """Take the outputs of block ``index`` as the hidden states from now on."""
         for number in range(len(self.hidden)):
             self.hidden[number] = self.run(index, number)
+
+    def whole(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """What the last block returns in one call of ``model`` with ``batch``, the first one, in which all blocks
+        compute; None where blocks are given what the chain does not give them: what earlier ones have computed, or
+        leave behind in what they are given.
+        """
+        last = self.hidden[0]
+
+        def called(index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal last
+            hidden, call = _Call.split(args, kwargs)
+            if not same((hidden, tuple(call)), (last, tuple(self.calls[0][index]))):
+                raise _NotAChain
+            output = forward(*args, **kwargs)
+            last = _hidden(output).clone()
+            return output
+
+        try:
+            with self._patched(called):
+                feed(model, batch)
+        except _NotAChain:
+            return None
+        return last
 
     @contextmanager
     def replayed(self, number: int) -> Iterator[None]:
@@ -145,6 +201,7 @@ class _Recording:
     """
 
     hidden: Tensor
+    first: Tensor
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -179,6 +236,7 @@ class _Recording:
         self.last = _hidden(output)
         if not isinstance(self.last, Tensor) or self.last.shape != hidden.shape:
             raise _NotAChain
+        self.first = self.last.clone()
         self.behind = tuple(output[1:]) if isinstance(output, tuple | list) else None
         self.returned = Unchanged((self.last, self.behind))
         return output

@@ -25,10 +25,12 @@ from lowbit.models import find_blocks
 __all__ = ["weigh"]
 
 
-def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], loss: Loss | None) -> None:
+def weigh(
+    model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], loss: Loss | None, checkpointed: bool = True
+) -> None:
     """Give each of ``layers`` the importance of the rows of its inputs: ``|dL/dy|^2`` of the output's row, with a mean
-    of 1. Runs ``model`` forward and backward, whole, with one batch at a time, and computes each block a second time in
-    backward rather than keep what is inside.
+    of 1. Runs ``model`` forward and backward, whole, with one batch at a time; where it is ``checkpointed``, each block
+    is computed a second time in backward rather than keep what is inside.
 
     ``loss``: by default ``default_loss``; the gradient of its random projection tells how far a row moves the outputs.
     Raises ValueError for gradients with NaN or Inf.
@@ -37,7 +39,7 @@ def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], 
         layer.importance = []
     for number, batch in enumerate(batches):
         backward = partial(_backward, model, layers, batch, loss)
-        watches = despite_writes(backward, partial(backward, checkpointed=False))
+        watches = despite_writes(partial(backward, checkpointed=checkpointed), partial(backward, checkpointed=False))
         for layer, watch in watches.items():
             assert layer.importance is not None
             if not all(bool(call.rows.isfinite().all()) for call in watch.calls):
@@ -51,7 +53,7 @@ def weigh(model: nn.Module, layers: Sequence[Observed], batches: Sequence[Any], 
 
 
 def _backward(
-    model: nn.Module, layers: Sequence[Observed], batch: Any, loss: Loss | None, checkpointed: bool = True
+    model: nn.Module, layers: Sequence[Observed], batch: Any, loss: Loss | None, checkpointed: bool
 ) -> dict[Observed, _Watch]:
     """What the layers' watches see of the loss of a batch; ``checkpointed``: whether blocks are.
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowbit.calibrate.batches import mask_of
-from lowbit.calibrate.chain import Chain
+from lowbit.calibrate.batches import feed, mask_of
+from lowbit.calibrate.chain import Chain, same
 from lowbit.calibrate.observed import Journal, Observed
 from lowbit.calibrate.observers import Ranges, processes
 from lowbit.calibrate.statistics import Statistics
 
-__all__ = ["Recorder", "inputs_of", "stages"]
+__all__ = ["Recorder", "follows", "inputs_of", "stages"]
 
 
 class Recorder:
@@ -150,6 +150,30 @@ def inputs_of(layers: Sequence[Observed], chain: Chain, index: int, number: int)
     """What the layers of block ``index`` are given in batch ``number``."""
     given = Journal.of(layers, lambda: chain.run(index, number)).by_layer()
     return {layer.name: inputs for layer, inputs in given.items()}
+
+
+def follows(chain: Chain, model: nn.Module, batch: Any, layers: Sequence[Observed]) -> bool:
+    """Whether ``chain`` gives its blocks, and ``layers``, which are outside of them, what ``model`` gives them when it
+    is called as a whole, with ``batch``, the first one.
+    """
+    last: Tensor | None = None
+
+    def whole() -> None:
+        nonlocal last
+        last = chain.whole(model, batch)
+
+    def replayed() -> None:
+        with chain.replayed(0):
+            feed(model, batch)
+
+    given = Journal.of(layers, whole, copies=True).by_layer()
+    if last is None:
+        return False
+    first, chain.hidden[0] = chain.hidden[0], last
+    try:
+        return same(given, Journal.of(layers, replayed, copies=True).by_layer())
+    finally:
+        chain.hidden[0] = first
 
 
 def stages(layers: Sequence[Observed], run: Callable[[], object]) -> list[list[Observed]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lowbit.calibrate.statistics import Statistics
 from lowbit.calibrate.writes import Unchanged
@@ -152,6 +153,8 @@ def observed(model: nn.Module, plan: Plan, skip: Iterable[str]) -> nn.Module:
     buffer, which a forward pass may write to, it has for itself.
     """
     shared = {id(t): t for t in (*model.parameters(), *(b for b in model.buffers() if b.is_meta))}
+    left = [leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)]
+    shared |= {id(t): t.detach().clone() for t in left if not t.is_leaf}  # of a forward pass, which deepcopy refuses
     work = copy.deepcopy(model, shared).eval()
     for module in work.modules():
         config: Any = getattr(module, "config", None)  # the decoder of a model may have one of its own

@@ -18,7 +18,7 @@ from lowbit.functional import fake_quantize, quantize
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Scales
 
-__all__ = ["MOMENTUM", "OBSERVERS", "Observer", "Ranges", "find_observer", "processes"]
+__all__ = ["MOMENTUM", "OBSERVERS", "Observer", "Ranges", "everywhere", "find_observer", "processes"]
 
 #: Bins of a histogram over [-R, R], R a power of two: when R doubles, bins are merged by twos, and nothing is lost.
 _BINS = 8192
@@ -219,6 +219,15 @@ def find_observer(name: str) -> Observer | None:
 def processes() -> int:
     """How many processes of ``torch.distributed`` calibrate together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def everywhere(holds: bool) -> bool:
+    """Whether ``holds`` is true in every process."""
+    if processes() == 1:
+        return holds
+    votes = torch.tensor([holds], dtype=torch.int32)
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return bool(votes.all())
 
 
 def _gathered(one: Tensor) -> list[Tensor]:
