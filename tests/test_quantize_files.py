@@ -102,20 +102,24 @@ try:
     large(LAYERS)
 except RuntimeError as error:
     print(error)
-lb.quantize_files(sys.argv[1], "int8", sys.argv[2], METHOD, batches=batches, model=model, shard_bytes=SHARD)
+lb.quantize_files(sys.argv[1], RECIPE, sys.argv[2], METHOD, batches=batches, model=model, shard_bytes=SHARD)
 """
 
 
-@pytest.mark.parametrize(("method", "layers", "limit"), [(None, 104, 64 << 20), ("search", 62, 40 << 20)])
+@pytest.mark.parametrize(
+    ("recipe", "method", "layers", "limit"),
+    [("int8", None, 104, 64 << 20), ("mxfp8-weight-only", "search", 62, 40 << 20)],
+)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is Linux's")
-def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path, method, layers, limit):
+def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path, recipe, method, layers, limit):
     shard = limit // 2
     model = large(layers)
     (tmp_path / "plain").mkdir()
     safetensors.torch.save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
     assert (tmp_path / "plain" / "model.safetensors").stat().st_size > 3 * limit
     code = (
-        f"from torch import nn\nLAYERS, LIMIT, SHARD, METHOD = {layers}, {limit}, {shard}, {method!r}\n"
+        f"from torch import nn\nLAYERS, LIMIT, SHARD = {layers}, {limit}, {shard}\n"
+        f"RECIPE, METHOD = {recipe!r}, {method!r}\n"
         f"{inspect.getsource(large)}{LIMITED}"
     )
 
@@ -127,7 +131,7 @@ def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path, method, laye
     assert done.returncode == 0, done.stderr
     assert "can't allocate memory" in done.stdout, "the limit is no limit"
     batches = [torch.randn(32, 1024, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    lb.quantize_(model, "int8", lb.calibrate(model, batches, "int8", method) if method else None)
+    lb.quantize_(model, recipe, lb.calibrate(model, batches, recipe, method) if method else None)
     with empty_weights():
         empty = large(layers)
     assert same(lb.load_model(tmp_path / "out", empty), model)

@@ -127,17 +127,24 @@ def check_sass(name: str, lines: list[str], divisions: int, each: Division) -> l
     return findings + [f"{name}: approximate function: {line}" for line in approximate]
 
 
-def compile_for(source: Path, arch: int, options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
-    binary = folder / f"{source.stem}.{arch}.cubin"
+def compile_for(
+    source: Path, arch: int, options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The kernels of a file in machine code, and in the PTX on the way to it."""
+    kept = folder / f"{source.stem}.{arch}"
+    kept.mkdir()
+    binary = kept / f"{source.stem}.cubin"
     includes = [f"-I{HERE.parent}", f"-I{options.generated}"]
-    run([options.nvcc, *FLAGS, f"-arch=sm_{arch}", *includes, "-cubin", "-o", str(binary), str(source)])
-    return kernels_of_sass(run([options.cuobjdump, "-sass", str(binary)]))
+    keep = ["--keep", "--keep-dir", str(kept)]
+    run([options.nvcc, *FLAGS, f"-arch=sm_{arch}", *includes, *keep, "-cubin", "-o", str(binary), str(source)])
+    sass = kernels_of_sass(run([options.cuobjdump, "-sass", str(binary)]))
+    return sass, kernels_of_ptx((kept / f"{source.stem}.ptx").read_text())
 
 
 def probe(arch: int, options: argparse.Namespace, folder: Path) -> Division:
     source = folder / "probe.cu"
     source.write_text(_PROBE)
-    kernels = compile_for(source, arch, options, folder)
+    kernels, _ = compile_for(source, arch, options, folder)
     one, two = (next(lines for name, lines in kernels.items() if word in name) for word in ("3one", "3two"))
     in_line, flushed = fused(two) - fused(one), flushing(two) - flushing(one)
     return Division(in_line, fused(one) - in_line, flushed, flushing(one) - flushed)
@@ -147,7 +154,7 @@ def check_file(
     source: Path, arch: int, options: argparse.Namespace, folder: Path, each: Division
 ) -> tuple[list[str], str]:
     """Findings in one file on one architecture, and one line on what was there."""
-    sass = compile_for(source, arch, options, folder)
+    sass, ptx = compile_for(source, arch, options, folder)
     label = f"{source.name} sm_{arch}"
     findings = [
         f"{label}: {name}: local memory: {line}"
@@ -164,11 +171,8 @@ def check_file(
                     f"{label}: {name}: expected {wanted or 'no tensor-core instruction'}, found {sorted(found)}"
                 )
         return findings, f"{label}: {len(sass)} kernels, {wanted or 'empty'}"
-    ptx = folder / f"{source.stem}.{arch}.ptx"
-    includes = [f"-I{HERE.parent}", f"-I{options.generated}"]
-    run([options.nvcc, *FLAGS, f"-arch=sm_{arch}", *includes, "-ptx", "-o", str(ptx), str(source)])
     total = 0
-    for name, lines in kernels_of_ptx(ptx.read_text()).items():
+    for name, lines in ptx.items():
         divisions = sum(line.startswith("div.rn.f32") for line in lines)
         total += divisions
         findings += [f"{label}: {f}" for f in check_ptx(name, lines) + check_sass(name, sass[name], divisions, each)]
