@@ -205,6 +205,14 @@ def test_something_is_done_when_a_module_is_imported(tmp_path, monkeypatch):
     assert len(done) == 2, "once, and at once"
 
 
+def test_a_library_that_has_changed_is_still_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "changed_library.py").write_text("")
+    when_imported("changed_library", lambda module: module.renamed)
+    with pytest.warns(UserWarning, match=r"does not know this version of changed_library \(AttributeError: .*renamed"):
+        importlib.import_module("changed_library")
+
+
 def test_one_loader_of_several_modules_does_what_each_asks_for(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "several.zip", "w") as archive:
         for name in ("zipped_first", "zipped_second", "zipped_third"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -14,13 +15,26 @@ __all__ = ["when_imported"]
 
 
 def when_imported(name: str, do: Callable[[Any], None]) -> None:
-    """Call ``do(module)`` once the module ``name`` is imported: at once if it is, else right after it has run."""
+    """Call ``do(module)`` once the module ``name`` is imported: at once if it is, else right after it has run. Where
+    that fails, as with a version of the library that has changed, it warns.
+    """
     if sys.modules.get(name) is not None:
-        do(import_module(name))  # which waits where another thread has not finished it
+        _do(do, import_module(name))  # which waits where another thread has not finished it
         return
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     _FINDER.awaited[name] = do
+
+
+def _do(do: Callable[[Any], None], module: ModuleType) -> None:
+    try:
+        do(module)
+    except Exception as error:  # of whatever the library has become: importing it must not fail by lowbit
+        warnings.warn(
+            f"lowbit does not know this version of {module.__name__} ({type(error).__name__}: {error}), and its "
+            f"quantized models may not work with it; install a version that lowbit's pyproject.toml names",
+            stacklevel=2,
+        )
 
 
 class _Finder(MetaPathFinder):
@@ -44,7 +58,7 @@ class _Finder(MetaPathFinder):
             run(module)
             do = self.awaited.pop(module.__name__, None)  # one loader may run several modules, or one of them twice
             if do is not None:
-                do(module)
+                _do(do, module)
 
         spec.loader.exec_module = run_and_do  # type: ignore[method-assign]
         return spec

@@ -101,7 +101,7 @@ def on_quantized_layers(tuner: Any, model: nn.Module, config: Any) -> Iterator[N
     try:
         yield
     except Exception as error:
-        if type(tuner) is LoraModel or isinstance(error, MethodRefused):
+        if type(tuner) is LoraModel or isinstance(error, MethodRefused | MemoryError | torch.OutOfMemoryError):
             raise
         method = config.peft_type.value
         raise MethodRefused(
