@@ -66,7 +66,7 @@ RULES: dict[str, Rule] = {
 
 
 def default_rule(scheme: Scheme) -> Rule:
-    """The best known rule for weights of this scheme; docs/measured.md has the figures."""
+    """The best known rule for weights of this scheme, by bench/results/calibrate."""
     if _unsigned(scheme) is None and scheme.format.bits < 8:  # with 256 codes one more is worth nothing
         return RULES["magnitude"]
     coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"
