@@ -79,7 +79,7 @@ PY
 tests() {
     local workers=()
     "$python" -c 'import xdist' 2>/dev/null && [ "$dry" != --dry-run ] && workers=(-n 8)
-    cd "$repo" && "$python" -P -m pytest -q -p no:cacheprovider "${workers[@]}" tests/test_gpu.py
+    cd "$repo" && "$python" -P -m pytest -q -p no:cacheprovider "${workers[@]}" tests/backends/test_gpu.py
 }
 
 bench() { (cd "$repo" && "$python" -P bench/gpu_bench.py "$out" "$@"); }

@@ -1,11 +1,11 @@
 """Everything that is too much for a test run: every fp32 pattern through every format, every pair of schemes.
 
 1. encode: all 2**32 fp32 patterns, each element format, saturating and not, on every instruction set, against the table
-   of exact rounding boundaries (tests/boundaries.py, itself held against rationals and ml_dtypes in the tests).
+   of exact rounding boundaries (tests/support/boundaries.py, itself held against rationals and ml_dtypes in the tests).
 2. scales: all 2**31 magnitudes as the amax of a block, each rule of E8M0 and E4M3 scales, on every instruction set,
    against where they change, found by bisection in rationals.
 3. scaled_mm: the full product of schemes (and float matrices) and shapes, on every instruction set, against fp64 within
-   the bound of section 9 (tests/mm_oracle.py); integers in every bit.
+   the bound of section 9 (tests/support/mm_oracle.py); integers in every bit.
 
 ``python tests/exhaustive.py [--quick]``, or ``make exhaustive``; writes exhaustive.md and .json to bench/results, or
 to out/exhaustive where only a part is run. Exit status 1 if anything differed. About half an hour on 2 cores.
@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import boundaries  # noqa: E402
-import mm_oracle  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn  # noqa: E402
-from variants import Kernel, forced_isa, isas, kernels  # noqa: E402
+from support import boundaries, mm_oracle  # noqa: E402
+from support.variants import Kernel, forced_isa, isas, kernels  # noqa: E402
 
 import lowbit as lb  # noqa: E402
 from lowbit.machine import provenance  # noqa: E402

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
-import oracles
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import ML_DTYPES
+from support import oracles
+from support.oracles import ML_DTYPES
 
 from lowbit import formats
 from lowbit.formats import FORMATS, Format, find, float_format

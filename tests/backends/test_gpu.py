@@ -1,0 +1,188 @@
+"""What only a GPU can show; skips without one. The CUDA and Triton kernels also run in every test of the op tables.
+
+Bit equality with the CPU on all 16-bit patterns and on many fp32 patterns, large ragged tensors under every scheme,
+products within their bound, side streams, opcheck and torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.bits import assert_same_bits, describe
+from support.mm_oracle import check
+from support.samples import checked_samples
+from torch import Tensor
+
+import lowbit as lb
+from lowbit import scaling
+from lowbit.backends import registry
+from lowbit.formats import Format
+from lowbit.ops import OPS, matmul
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import element_formats, random_matrix, schemes
+from lowbit.testing.matmul import make_call
+
+HAS_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+
+#: Backends with kernels for a GPU; one that is absent there skips with its own reason.
+BACKENDS = ("cuda", "triton", "reference")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    if name in registry.absent():
+        pytest.skip(f"{name}: {registry.absent()[name]}")
+    return name
+
+
+def moved(call: Any, device: str) -> Any:
+    return type(call)(*(v.to(device) if isinstance(v, Tensor) else v for v in call))
+
+
+def run(op: str, call: Any) -> tuple[Tensor, ...]:
+    outs = getattr(torch.ops.lowbit, op)(*call)
+    return outs if isinstance(outs, tuple) else (outs,)
+
+
+def compare(op: str, call: Any, backend: str, what: str) -> None:
+    """The op on the GPU, on that backend, against the CPU; ``call`` holds CPU tensors."""
+    with lb.use_backend(backend):
+        actual = run(op, moved(call, "cuda"))
+    for index, (a, e) in enumerate(zip(actual, run(op, call), strict=True)):
+        assert_same_bits(a.cpu(), e, f"{backend} {what} output {index}")
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("format", element_formats(), ids=str)
+def test_encode_of_all_16_bit_patterns(backend: str, format: Format) -> None:
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = patterns.view(dtype).reshape(64, 1024)
+        for saturate in (True, False):
+            call = OPS["encode"].args(x, format.name, saturate=saturate)
+            compare("encode", call, backend, f"{format} {dtype} saturate={saturate}")
+
+
+@pytest.mark.parametrize("format", element_formats(), ids=str)
+def test_encode_of_many_fp32_patterns(backend: str, format: Format) -> None:
+    count = 1 << (18 if backend == "reference" else 22)
+    bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    x = bits.view(torch.float32).reshape(-1, 512)
+    for rounding in ("nearest", *(("stochastic",) if format.kind != "codebook" else ())):
+        compare("encode", OPS["encode"].args(x, format.name, rounding, seed=11), backend, f"{format} {rounding}")
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if OPS[op].tolerance is None])
+def test_samples(backend: str, op: str) -> None:
+    """Every sample of every op that kernels agree on in every bit."""
+    rows = [impl for impl in lb.impls(op, "cuda") if impl.backend == backend]
+    if not rows:
+        pytest.skip(f"{backend} has no kernel for {op}")
+    for call in SAMPLES[op]("cpu"):
+        if any(impl.supports(moved(call, "cuda")) is None for impl in rows):
+            compare(op, call, backend, f"{op} {describe(call)}")
+
+
+# -- schemes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("scheme", schemes(), ids=str)
+def test_large_ragged(backend: str, scheme: scaling.Scheme) -> None:
+    """Large enough for every path: teams of threads, whole blocks of them, and two passes."""
+    if backend == "reference":
+        pytest.skip("the reference is what the others are held to")
+    for index, (rows, cols) in enumerate([(517, 1031), (3, 40_003), (4099, 37)]):
+        x = random_matrix(rows, cols, seed=index, damage=index != 1).to(
+            (torch.float32, torch.bfloat16, torch.float16)[index]
+        )
+        outer = run("global_scale", OPS["global_scale"].args(x, scheme.name))[0] if scheme.outer else None
+        rounding = "nearest" if scheme.format.kind == "codebook" or index == 0 else "stochastic"
+        more = {"rounding": rounding, "seed": 5, "step": 2, "stream": 3, "offset": 1 << 33, "pitch": 50_000}
+        what = f"{scheme} [{rows}, {cols}] {rounding}"
+        compare("quantize", OPS["quantize"].args(x, scheme.name, outer, **more), backend, what)
+        compare("fake_quantize", OPS["fake_quantize"].args(x, scheme.name, global_scale=outer, **more), backend, what)
+        codes, scale, zero = run("quantize", OPS["quantize"].args(x, scheme.name, outer))
+        zero = zero if scheme.affine else None
+        call = OPS["dequantize"].args(codes, scheme.name, cols, scale, zero, outer, x.dtype)
+        compare("dequantize", call, backend, what)
+        call = OPS["quantize_static"].args(x * 3, scheme.name, scale, zero, outer, **more)
+        compare("quantize_static", call, backend, f"{what} static")
+
+
+@pytest.mark.parametrize("scheme", ["fp8_e4m3:tensor", "int8:row", "mxfp4", "nvfp4", "uint4:group128:affine"])
+def test_rows_and_columns_with_strides(backend: str, scheme: str) -> None:
+    x = random_matrix(300, 520, "cuda", damage=True)
+    with lb.use_backend(backend):
+        for view in (x.t(), x[:, 3:515], x[::2, ::2], x.reshape(30, 10, 520)):
+            same = [lb.quantize(v, scheme).dequantize() for v in (view, view.contiguous())]
+            assert_same_bits(*same, f"{backend} {scheme} strides {view.stride()}")
+
+
+# -- matrix product --------------------------------------------------------------------------------------------------
+def error_of(impl: registry.Impl, call: matmul.ScaledMM) -> None:
+    """Runs one kernel and holds it to the bound that its numerics promise."""
+    out = torch.full((call.a.shape[0], call.b.shape[0]), torch.nan, dtype=call.out_dtype, device="cuda")
+    impl.run((out,), call)
+    check(out, moved(call, "cpu"), impl.numerics, impl.name)
+
+
+def test_scaled_mm_samples() -> None:
+    served = 0
+    for call in SAMPLES["scaled_mm"]("cuda"):
+        for impl in lb.impls("scaled_mm", "cuda"):
+            if impl.supports(call) is None:
+                error_of(impl, call)
+                served += impl.backend != "reference"
+    assert served
+
+
+PAIRS = [
+    ("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e5m2:tensor", "fp8_e4m3:tensor"), ("int8:row", "int8:row"),
+    ("fp8_e4m3:group128", "fp8_e4m3:block128x128"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), (None, "int4:group128"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("a_scheme,b_scheme", PAIRS, ids=str)
+def test_scaled_mm_of_many_tiles(a_scheme: str | None, b_scheme: str | None) -> None:
+    for m, n, k in ((515, 389, 1024), (1000, 130, 777)):
+        a, b = random_matrix(m, k, "cuda", seed=1), random_matrix(n, k, "cuda", seed=2)
+        a = a if a_scheme else a.bfloat16()
+        call = make_call(a, b, a_scheme, b_scheme, bias=random_matrix(1, n, "cuda")[0], out_dtype=torch.float32)
+        for impl in lb.impls("scaled_mm", "cuda"):
+            if impl.supports(call) is None:
+                error_of(impl, call)
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", list(OPS))
+def test_opcheck(op: str) -> None:
+    for call in checked_samples(op, 2):
+        torch.library.opcheck(getattr(torch.ops.lowbit, op).default, tuple(moved(call, "cuda")))
+
+
+def test_compile_without_a_graph_break(backend: str) -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        a, b = lb.quantize(x, "fp8_e4m3:row"), lb.quantize(w, "fp8_e4m3:row")
+        return lb.scaled_mm(a, b, out_dtype=torch.float32) + lb.fake_quantize(x, "int8:row").sum()
+
+    x, w = random_matrix(64, 128, "cuda"), random_matrix(32, 128, "cuda", seed=1)
+    with lb.use_backend(backend):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(x, w)
+        assert_same_bits(compiled, step(x, w), backend)
+
+
+def test_side_streams(backend: str) -> None:
+    """Kernels run on torch's current stream: work queued there before is seen."""
+    stream = torch.cuda.Stream()
+    x = random_matrix(2048, 2048, "cuda")
+    expected = lb.fake_quantize(x * 3, "mxfp8")
+    with lb.use_backend(backend), torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        for _ in range(20):
+            y = x.clone()
+        y.mul_(3)
+        out = lb.fake_quantize(y, "mxfp8")
+    stream.synchronize()
+    assert_same_bits(out, expected, backend)

@@ -1,0 +1,269 @@
+"""Triton kernels below the ops: tilings, tiles smaller than blocks, random bits, dividing by powers of two, products.
+
+What every backend must do is tested elsewhere on all of them; here stands what only these kernels have.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from support.bits import assert_same_bits
+
+import lowbit as lb
+from lowbit import reference, scaling
+from lowbit.kernels import launch, rng, scales, spec
+from lowbit.ops import OPS, matmul
+from lowbit.tensor import packing
+from lowbit.testing.inputs import random_matrix
+from lowbit.testing.matmul import make_call
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEAREST = launch.Rounding(False, 0, 0, 0, 0, 0)
+
+#: Small tiles, so that small matrices meet every way of cutting: several blocks a tile, several tiles a block.
+SMALL = spec.Target(whole=512, usual=256)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    whole = spec.tiling.__wrapped__
+    monkeypatch.setattr(launch, "tiling", lambda rows, cols, block: whole(rows, cols, block, SMALL))
+    monkeypatch.setattr(launch, "TARGET", SMALL)
+
+
+# -- tilings -----------------------------------------------------------------------------------------------------------
+def covered(axis: spec.Axis, size: int) -> list[tuple[int, int]]:
+    """(position, block) of all that the tiles of an axis hold: the arithmetic of ``tiles.positions`` in Python."""
+    found = []
+    for pid in range(axis.tiles):
+        for k in range(axis.span):
+            group = pid // axis.pieces * axis.group + (k // axis.padded)
+            if axis.exact:
+                position, ok = pid * axis.span + k, True
+            else:
+                inner = pid % axis.pieces * axis.padded + k % axis.padded
+                position, ok = group * axis.block + inner, inner < axis.block
+            if ok and position < size:
+                found.append((position, group))
+    return found
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 320), st.integers(1, 320), st.integers(4, 12))
+def test_tiles_hold_every_element_once_and_know_its_block(rows, cols, r, c, log):
+    tiles = spec.tiling(rows, cols, (r, c), spec.Target(1 << log + 2, 1 << log))
+    for axis, size, block in ((tiles.rows, rows, r), (tiles.cols, cols, c)):
+        assert sorted(covered(axis, size)) == [(at, at // min(block, size)) for at in range(size)]
+        assert axis.padded & (axis.padded - 1) == axis.group & (axis.group - 1) == 0
+    assert tiles.rows.span * tiles.cols.span <= max(1 << log + 2, spec.SECTOR * 16)
+
+
+def test_tiles_on_a_gpu():
+    """One pass over memory for rows, groups and MX; blocks too large for a tile are reduced first."""
+    gpu = spec.Target(1 << 14, 1 << 12)
+    for block in ((1, 4096), (1, 128), (1, 32), (128, 128), (1, 16), (32, 1)):
+        tiles = spec.tiling(8192, 4096, block, gpu)
+        assert tiles.one_pass and tiles.cols.span >= spec.SECTOR and tiles.packs(4)
+    for block in ((8192, 4096), (8192, 1)):
+        assert not spec.tiling(8192, 4096, block, gpu).one_pass
+
+
+# -- blocks larger and smaller than tiles --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8_e4m3:tensor", "uint8:tensor:affine", "int8:col", "fp8_e5m2:row:bf16", "int4:row:e8m0:ceil",
+        "fp6_e2m3:block128x128", "fp6_e3m2:tensor", "mxfp4:T", "nvfp4", "nf4:e4m3", "int4:group7", "e3m3n:row:fp16",
+        "nvfp4:global_row", "int8:row:e4m3:global_row:ceil", "int4:tensor:e4m3:full", "int8:row:full",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
+    scheme = scaling.scheme(name)
+    stochastic = stochastic and scheme.format.kind != "codebook"
+    x = (
+        random_matrix(7, 333, seed=3, damage=True).bfloat16()
+        if scheme.block[0] == 1
+        else random_matrix(40, 70, damage=True)
+    )
+    random = reference.Rng(2**63 - 5, 3, 2**32 - 1, -16, 1024) if stochastic else None
+    outer = reference.global_scale(x, scheme) if scheme.outer else None
+    codes, scale, zero_point = reference.quantize(x, scheme, outer, random)
+    stored = packing.pack(codes, scheme.format.bits)
+    expected = reference.dequantize(codes, scheme, scale, zero_point, outer, x.dtype)
+
+    x, outer_there = x.to(DEVICE), None if outer is None else outer.to(DEVICE)
+    rounding = launch.Rounding(stochastic, *(random or (0, 0, 0, 0, 0)))
+    outs = [torch.full_like(t, 77).to(DEVICE) for t in (stored, scale) + ((zero_point,) if scheme.affine else ())]
+    launch.run(launch.quantize_dynamic(x, scheme, outer_there, outs[0], outs[1], [*outs, None][2], rounding))
+    for out, want in zip(outs, (stored, scale, zero_point), strict=False):
+        assert_same_bits(out.cpu(), want, name)
+    fake, back = torch.empty_like(x), torch.empty_like(x)
+    launch.run(launch.quantize_dynamic(x, scheme, outer_there, fake, None, None, rounding, fake=True))
+    launch.run(launch.dequantize(outs[0], scheme, outs[1], [*outs, None][2], outer_there, back))
+    assert_same_bits(fake.cpu(), expected, f"fake {name}")
+    assert_same_bits(back.cpu(), expected, f"dequantize {name}")
+    if outer is not None:
+        out = torch.empty_like(outer, device=DEVICE)
+        launch.run(launch.global_scale(x, out, scheme))
+        assert_same_bits(out.cpu(), outer, f"outer {name}")
+
+
+@pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group16", "int4:col"])
+def test_gradients_of_blocks_in_pieces(small_tiles, name):
+    """Powers of two as gradients and scales, so that sums are exact and must agree in every bit."""
+    scheme = scaling.scheme(name)
+    x = (random_matrix(24, 40, seed=8) * 64).round() / 64
+    x = x.clamp(-500, 500) * 2.0 ** torch.randint(-2, 3, (24, 40))
+    grad = 2.0 ** torch.randint(-1, 2, x.shape)
+    scale = torch.full(scheme.scale_shape(24, 40), 0.25)
+    zero_point = torch.full(scale.shape, 5, dtype=torch.uint8) if scheme.affine else None
+    expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero_point, None)
+    out, out_sums = torch.empty_like(x, device=DEVICE), torch.empty_like(sums, device=DEVICE)
+    there = [t if t is None else t.to(DEVICE) for t in (grad, x, scale, zero_point)]
+    launch.run(launch.fake_quantize_backward(*there[:2], scheme, *there[2:], None, out, out_sums))
+    assert_same_bits(out.cpu(), expected, name)
+    assert_same_bits(out_sums.cpu() + 0.0, sums + 0.0, name)
+    launch.run(launch.fake_quantize_backward(*there[:2], scheme, None, None, None, out, None))
+    made = reference.block_scales(x, scheme, None)
+    assert_same_bits(out.cpu(), reference.fake_quantize_backward(grad, x, scheme, *made, None)[0], f"dynamic {name}")
+
+
+# -- random bits -------------------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=spec.GENERAL)
+def random_kernel(
+    each_ptr, eights_ptr, seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    at = row[:, None] * C + col[None, :]
+    tl.store(each_ptr + at, rng.each(row, col, seed, step, stream_id, offset, pitch))
+    tl.store(eights_ptr + at, rng.eights(row, 0, seed, step, stream_id, offset, pitch, R, C))
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
+    """Philox4x32-10 in Python integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def test_philox_of_this_file_gives_the_published_numbers():
+    """Known answers of Random123 for philox4x32-10."""
+    assert philox((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox(pi, (0xA4093822, 0x299F31D0)) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "stream", "offset", "pitch"),
+    [(0, 0, 0, 0, 16), (-1, 2**32 - 1, 7, -64, 24), (0x299F31D0A4093822, 1, 2**31, 2**63 - 8, 2**40)],
+)
+def test_random_bits_of_the_kernels(seed, step, stream, offset, pitch):
+    each, eights = (torch.empty(4, 16, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    with np.errstate(over="ignore"):
+        random_kernel[(1,)](each, eights, seed, step, stream, offset, pitch, R=4, C=16)
+    for r in range(4):
+        for c in range(16):
+            i = (offset + r * pitch + c) % 2**64
+            words = philox(
+                ((i >> 3) & 0xFFFFFFFF, i >> 35, step, stream), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+            )
+            expected = words[(i & 7) // 2] >> (16 * (i & 1)) & 0xFFFF
+            assert (int(each[r, c]), int(eights[r, c])) == (expected, expected)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+@triton.jit
+def divide_kernel(x_ptr, code_ptr, out_ptr, SCALE: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    scale = scales.widen(tl.load(code_ptr + at), 1.0, SCALE)
+    _, magnitude = scales.divide(tl.zeros([SIZE], tl.int32), tl.load(x_ptr + at), scale, SCALE)
+    tl.store(out_ptr + at, magnitude)
+
+
+def test_multiplying_by_a_power_divides_by_its_inverse():
+    """Every E8M0 scale, 2**-127 and 2**127 included, with subnormal and overflowing quotients."""
+    codes = np.tile(np.arange(256, dtype=np.uint8), 64)
+    x = np.random.default_rng(1).integers(0, 0x7F800000, codes.size, dtype=np.int32)
+    x[:1024] = np.repeat(np.array([0, 1, 0x7FFFFF, 0x7F7FFFFF], np.int32), 256)
+    with np.errstate(all="ignore"):
+        power = np.where(codes == 255, np.nan, np.exp2(codes.astype(np.float64) - 127)).astype(np.float32)
+        expected = x.view(np.float32) / power
+        out = torch.empty(codes.size, dtype=torch.int32, device=DEVICE)
+        mx = spec.scale_spec(scaling.scheme("mxfp8"))
+        divide_kernel[(1,)](torch.from_numpy(x).to(DEVICE), torch.from_numpy(codes).to(DEVICE), out, mx, codes.size)
+    actual = out.cpu().numpy().view(np.float32)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_flushed_subnormals_are_refused_by_the_interpreter():
+    if DEVICE != "cpu" or not torch.set_flush_denormal(True):
+        pytest.skip("only the interpreter depends on the processor's mode")
+    try:
+        with lb.use_backend("triton"), pytest.raises(RuntimeError, match="set_flush_denormal"):
+            lb.encode(torch.ones(3), "fp8_e4m3")
+    finally:
+        torch.set_flush_denormal(False)
+
+
+# -- matrix product ----------------------------------------------------------------------------------------------------
+def product(m: int, n: int, k: int, a: str, b: str, **more):
+    call = make_call(random_matrix(m, k, DEVICE, 1), random_matrix(n, k, DEVICE, 2), a, b, **more)
+    with lb.use_backend("triton"):
+        return call, torch.ops.lowbit.scaled_mm(*call)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("int8:row", "int8:row"), ("int8:tensor", "int4:row:bf16"), ("int4:block16x512", "int8:row:e8m0")]
+)
+def test_integer_products_across_tiles_are_exact(a, b):
+    call, y = product(131, 150, 300, a, b, bias=torch.randn(150, device=DEVICE), out_dtype=torch.float32)
+    left, right = (matmul.operand(side, 300) for side in matmul.sides(call))
+    assert_same_bits(y.cpu(), reference.scaled_mm(left, right, call.bias, torch.float32).cpu(), f"{a} x {b}")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("fp8_e4m3:row", "fp8_e4m3:row"), ("fp8_e5m2:tensor", "fp4_e2m1:row"), ("e2m1b3:row", "fp6_e2m3:row:fp16")],
+)
+def test_float_products_across_tiles_keep_their_bound(a, b):
+    call, y = product(131, 150, 300, a, b, out_dtype=torch.float32)
+    left, right = (matmul.operand(side, 300) for side in matmul.sides(call))
+    impl = next(i for i in lb.impls("scaled_mm", DEVICE) if i.name == "triton")
+    tolerance = OPS["scaled_mm"].tolerance(call, impl.numerics)
+    exact = reference.scaled_mm(left, right, None, torch.float32).double()
+    assert bool(((y.double() - exact).abs() <= tolerance).all())
+
+
+def test_products_take_codes_of_any_strides():
+    call, y = product(20, 24, 64, "int8:row", "int8:row")
+    turned = call._replace(a=call.a.t().contiguous().t(), b=call.b.repeat_interleave(2, 0)[::2])
+    with lb.use_backend("triton"):
+        assert_same_bits(torch.ops.lowbit.scaled_mm(*turned), y)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "k", "reason"),
+    [
+        (None, "int8:row", 64, "quantize the float matrix"),
+        ("int8:row:affine", "int8:row", 64, "zero points"),
+        ("int8:row", "fp8_e4m3:row", 64, "floats with floats or integers with integers"),
+        ("mxfp8", "mxfp8", 64, "changes scale within a row"),
+        ("int8:row", "int8:row", 131072, "int32 holds at most 131071 products"),
+    ],
+)
+def test_products_refuse_with_a_reason(a, b, k, reason):
+    call = make_call(torch.ones(1, k, device=DEVICE), torch.ones(2, k, device=DEVICE), a, b)
+    with lb.use_backend("triton"), pytest.raises(RuntimeError, match=reason):
+        torch.ops.lowbit.scaled_mm(*call)

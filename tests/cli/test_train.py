@@ -1,0 +1,160 @@
+"""``lowbit train``: Ctrl-C loses nothing, and nothing of others' is overwritten."""
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit as lb
+
+ENGLISH = Path(__file__).parents[1] / "data" / "english.txt"
+TINY = (
+    f"--data {ENGLISH} --batch 2 --context 32 --dim 32 --heads 2 --hidden 64 --layers 2 --vocab 300 --steps 60 "
+    "--eval-every 20 --save-every 5 --precision bf16 --precision fp8 --recipe int8 --recipe int4-weight-only:group32"
+).split()
+
+
+@pytest.fixture
+def one_thread():
+    """As the interrupted process runs: another number of threads could round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def interrupted(directory: Path, number: int) -> str:
+    """Start a run in a process of its own, stop it with a signal once it has saved a state, return what it says."""
+    command = [sys.executable, "-m", "lowbit.cli", "train", "--out", str(directory), *TINY]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    while not (directory / "bf16" / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(number)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    return err
+
+
+def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
+    pytest.importorskip("matplotlib")
+    straight, stopped = str(tmp_path / "a"), str(tmp_path / "b")
+    assert f"lowbit train --out {stopped} --resume" in interrupted(tmp_path / "b", signal.SIGINT)
+    assert "unfinished run" in run("train", "--out", stopped, *TINY, code=1)
+    assert "goes on with lr 0.005, not 0.5" in run("train", "--out", stopped, "--resume", "--lr", "0.5", code=1)
+    resumed = json.loads(run("train", "--out", stopped, "--resume", "--json"))
+    whole = json.loads(run("train", "--out", straight, *TINY, "--json"))
+    for precision in ("bf16", "fp8"):
+        for curve in ("train", "held_out"):
+            assert resumed["runs"][precision][curve] == whole["runs"][precision][curve]
+    kept = ("recipe", "loss", "bytes", "sample")
+    assert [[row[k] for k in kept] for row in resumed["recipes"]] == [
+        [row[k] for k in kept] for row in whole["recipes"]
+    ]
+
+    report = (tmp_path / "a" / "report.md").read_text()
+    for link in re.findall(r"!\[.*?\]\((.*?)\)", report):
+        assert (tmp_path / "a" / link).read_bytes().startswith(b"\x89PNG")
+    assert all(name in report for name in ("fp32", "bf16", "fp8", "int8", "int4-weight-only:group32"))
+
+    quantize = ("quantize", str(tmp_path / "a" / "model"), "int4-weight-only:group32")
+    made = json.loads(run(*quantize, "--json"))
+    assert made["bytes"] < 0.75 * made["bytes_before"] and list(made["left"]) == ["lm_head"]
+    model = lb.load_model(made["out"])
+    assert (Path(made["out"]) / "tokenizer.json").read_bytes() == (tmp_path / "a/model/tokenizer.json").read_bytes()
+    assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 300)
+    assert "exists" in run(*quantize, code=1)
+
+
+def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
+    from lowbit.demo import report
+
+    find = report.find_spec
+    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    directory = tmp_path / "run"
+    run("train", "--out", str(directory), *TINY, "--steps", "2", "--precision", "bf16", "--recipe", "int8")
+    text = (directory / "report.md").read_text()
+    assert "![" not in text and "| int8 |" in text
+    assert not list(directory.glob("*.png")) and (directory / "report.json").exists()
+    assert f"{sys.executable} -m pip install matplotlib" in report.without_plots()
+
+
+@pytest.mark.parametrize(
+    ("given", "precisions", "outside"),
+    [
+        ([], "{default} fp8", "{default}"),
+        (["--precision", "fp8"], "fp8", "{default}"),
+        (["--precision", "fp32", "--precision", "mxfp8"], "fp32 mxfp8", "fp32"),
+        (["--precision", "fp8", "--precision", "bf16"], "fp8 bf16", "bf16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("default", ["bf16", "fp32"])
+def test_the_precision_of_a_run_is_the_processors_unless_given(
+    run, monkeypatch, tmp_path, default, given, precisions, outside
+):
+    """Stopped before the first step, which leaves the settings that the run would have had."""
+    from lowbit.demo.experiment import Settings
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = importlib.import_module("lowbit.cli.train")  # the package has a function of that name
+    monkeypatch.setattr(command, "float_precision", lambda: default)
+    monkeypatch.setattr(command, "_train", stop)
+    run("train", "--out", str(tmp_path), "--data", str(ENGLISH), "--vocab", "300", *given, code=130)
+    settings = Settings.load(tmp_path)
+    assert settings.precisions == tuple(precisions.format(default=default).split())
+    assert settings.train.outside == outside.format(default=default)
+    assert {settings.of("fp8").outside, settings.of("fp8").precision} == {settings.train.outside, "fp8"}
+
+
+def test_sigterm_saves_as_well(tmp_path):
+    assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
+
+
+@pytest.mark.parametrize("name", ["report.md", "report.json", "loss.png", "model/notes.txt", "bf16/checkpoint.pt"])
+def test_train_overwrites_no_file_that_it_did_not_write(run, tmp_path, name):
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    for options in ([], ["--overwrite"]):
+        told = run("train", "--out", str(tmp_path), *TINY, *options, code=1)
+        assert "no settings.json beside it" in told and "another --out" in told
+    assert mine.read_text() == "mine" and not (tmp_path / "settings.json").exists()
+
+
+def test_train_refuses_the_settings_of_something_else(run, tmp_path):
+    for text in ('{"editor.tabSize": 4}', "[]", "no json", "\xff"):
+        (tmp_path / "settings.json").write_bytes(text.encode("latin-1"))
+        (tmp_path / "report.md").write_text("mine")
+        told = run("train", "--out", str(tmp_path), *TINY, "--overwrite", code=1)
+        assert "is not what this lowbit train writes" in told and "another --out" in told
+        assert (tmp_path / "report.md").read_text() == "mine"
+
+
+def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
+    from lowbit.cli import train
+    from lowbit.demo import experiment
+
+    settings = experiment.Settings(precisions=("bf16", "fp8"))
+    train._begin(settings, tmp_path, overwrite=False)
+    for name in ("bf16", "fp8", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.pt").write_text(name)
+    with pytest.raises(ValueError, match="holds an unfinished run; add --resume to go on with it, --overwrite to"):
+        train._begin(settings, tmp_path, overwrite=False)
+    (tmp_path / "report.md").write_text("of this run")
+    with pytest.raises(ValueError, match="holds a finished run; add --overwrite to start over, or give another --out"):
+        train._begin(settings, tmp_path, overwrite=False)
+    train._begin(experiment.Settings(precisions=("fp32",)), tmp_path, overwrite=True)
+    assert [path.parent.name for path in tmp_path.glob("*/checkpoint.pt")] == ["other"]

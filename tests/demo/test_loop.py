@@ -1,0 +1,448 @@
+"""Text, tokenizer, batches, checkpointing, and above all: stopping and resuming changes no bit."""
+
+import copy
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.variants import best, serving
+from torch import nn
+
+import lowbit as lb
+from lowbit.demo import experiment, text
+from lowbit.demo.data import Corpus
+from lowbit.demo.experiment import Settings
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.loop import Interrupted, TrainConfig, Trainer, evaluate
+from lowbit.demo.tokenizer import Tokenizer
+from lowbit.files import read_checked, write_atomically, write_checked
+from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.models import find_blocks
+
+ENGLISH = Path(__file__).parents[1] / "data" / "english.txt"
+TINY = GPTConfig(vocab=300, context=32, layers=2, heads=2, dim=32, hidden=64)
+SHORT = TrainConfig(steps=20, batch=2, context=32, warmup=4, eval_every=5, eval_windows=4, save_every=100)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from a second thread, and lose a lot where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus.load(ENGLISH, TINY.vocab)
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+def test_prose_keeps_english_and_leaves_code():
+    raw = """
+    The simple form of the statement is equivalent to the following:
+
+        if __debug__:
+            if not expression: raise AssertionError
+
+    It’s “evaluated” once, at
+    the start — and never again.
+
+    >>> this(is, code)
+
+    Too short.
+    """
+    assert list(text.prose(raw)) == ["""It's "evaluated" once, at the start - and never again."""]
+
+
+def test_held_out_text_of_the_standard_library_is_not_trained_on():
+    documents = text.standard_library()
+    assert [d.name for d in documents[:2]] == ["assert", "assignment"], "topics first, in the order of their names"
+    train, held = text.split(documents)
+    assert sum(len(d.text) for d in train) > 200_000
+    assert 0.03 < sum(len(d.text) for d in held) / sum(len(d.text) for d in documents) < 0.2
+    assert not {p for d in train for p in d.paragraphs} & {p for d in held for p in d.paragraphs}
+
+
+def test_split_moves_no_document_when_one_is_added():
+    documents = [text.Document(f"d{k}", ("x",)) for k in range(100)]
+    held = text.split(documents)[1]
+    assert held and text.split([*documents, text.Document("d100", ("x",))])[1][: len(held)] == held
+    assert text.split(documents[:2])[1], "a short text still holds something out"
+
+
+def test_a_file_that_is_no_text_is_a_clear_error(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8 text \(byte 2\)"):
+        Corpus.load(path, 300)
+    path.write_text("too short")
+    with pytest.raises(ValueError, match="give a longer text"):
+        Corpus.load(path, 300)
+
+
+# -- tokenizer -------------------------------------------------------------------------------------------------------
+def test_merges_are_the_most_frequent_pairs():
+    # "aaab" three times: aa occurs 6 times (overlaps counted), ab 3; then (aa) a 3, then (aa a) b 3.
+    trained = Tokenizer.train("aaab. aaab. aaab.", 260)
+    assert trained.merges[0] == (97, 97)
+    assert trained.tokens[256:258] == [b"aa", b"aaa"] or trained.tokens[256:258] == [b"aa", b"ab"]
+    assert Tokenizer.train("aaab. aaab. aaab.", 260).merges == trained.merges
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus) -> Tokenizer:
+    return corpus.tokenizer
+
+
+@given(sample=st.text())
+def test_any_text_survives_the_tokenizer(tokenizer, sample):
+    assert tokenizer.decode(tokenizer.encode(sample)) == sample
+
+
+def test_tokenizer_compresses_and_is_kept_as_json(tokenizer):
+    sample = ENGLISH.read_text()[:5000]
+    encoded = tokenizer.encode(sample)
+    assert len(encoded) < 0.8 * len(sample) and max(encoded) < TINY.vocab
+    assert Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict()))).encode(sample) == encoded
+    with pytest.raises(ValueError, match="at least 256"):
+        Tokenizer.train("x", 100)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def test_batches_follow_from_seed_and_step_and_cover_each_epoch_once(corpus):
+    inputs, targets = corpus.batch(3, 2, 32, seed=0)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, corpus.batch(3, 2, 32, seed=0)[0])
+    assert not torch.equal(inputs, corpus.batch(3, 2, 32, seed=1)[0])
+    # Number the tokens, so that a window says where it lies.
+    numbered = Corpus(corpus.tokenizer, torch.arange(32 * 12), corpus.held_out, corpus.held_out_bytes, "numbers")
+    windows = 32 * 12 // 32 - 1
+    for epoch in range(2):
+        starts = [int(numbered.batch(k, 1, 32, seed=0)[0][0, 0]) for k in range(epoch * windows, (epoch + 1) * windows)]
+        assert sorted(starts) == list(range(min(starts), min(starts) + 32 * windows, 32))
+
+
+def test_held_out_windows_do_not_overlap(corpus):
+    windows = corpus.held_out_windows(8, 32)
+    assert windows.shape == (8, 33)
+    with pytest.raises(ValueError, match="do not fill one window"):
+        corpus.held_out_windows(8, len(corpus.held_out))
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+def test_learning_rate_warms_up_and_falls():
+    config = TrainConfig(steps=100, warmup=10, lr=1.0, final_lr=0.1)
+    assert config.lr_at(0) == pytest.approx(0.1) and config.lr_at(9) == 1.0 and config.lr_at(10) == 1.0
+    assert config.lr_at(55) == pytest.approx(0.55) and config.lr_at(100) == pytest.approx(0.1)
+
+
+def test_loss_is_the_mean_over_all_windows(corpus):
+    model, windows = GPT(TINY), corpus.held_out_windows(5, 32)
+    with torch.no_grad():
+        logp = model(windows[:, :-1])
+    logp = logp.double().log_softmax(-1).gather(-1, windows[:, 1:, None])
+    assert evaluate(model, windows, batch=2) == pytest.approx(-float(logp.mean()), rel=1e-6)
+
+
+def made(corpus: Corpus, directory: Path, **changes: object) -> Trainer:
+    values = {**vars(SHORT), **changes}
+    return Trainer(GPT(TINY, seed=0), corpus, TrainConfig(**values), directory)
+
+
+def test_training_learns(corpus, tmp_path):
+    history = made(corpus, tmp_path, precision="fp32", steps=30, lr=1e-2).run()
+    assert history.held_out[-1][1] < history.train[0] - 0.5
+    assert [step for step, _ in history.held_out] == list(range(5, 31, 5))
+    assert history.peak_bytes > 0 and history.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "outside"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp32")]
+)
+def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision, outside):
+    changes = {"precision": precision, "outside": outside, "checkpointing": precision == "fp8"}
+    straight = made(corpus, tmp_path / "a", **changes)
+    straight.run()
+
+    stopped = made(corpus, tmp_path / "b", **changes)
+    with pytest.raises(Interrupted) as stop:
+        stopped.run(lambda now: os.kill(os.getpid(), signal.SIGINT) if now.step == 10 else None)
+    assert stop.value.step == 10 and stop.value.path.exists()
+
+    torch.rand(7)  # another process would not have this one's generator
+    resumed = made(corpus, tmp_path / "b", **changes)
+    resumed.load()
+    assert resumed.step == 10
+    resumed.run()
+
+    assert resumed.history.train == straight.history.train
+    assert resumed.history.held_out == straight.history.held_out
+    ours, theirs = resumed.model.state_dict(), straight.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    mine, other = (t.optimizer.state_dict()["state"] for t in (resumed, straight))
+    assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
+
+
+def test_outside_is_what_a_recipes_run_computes_in_beside_its_linear_layers(corpus, tmp_path):
+    """It changes the run of a recipe, not one in fp32 or bf16; a checkpoint is of one or the other."""
+
+    def losses(precision: str, outside: str) -> list[float]:
+        return made(corpus, tmp_path / precision / outside, precision=precision, outside=outside, steps=3).run().train
+
+    assert losses("fp8", "fp32") != losses("fp8", "bf16")
+    for plain in ("fp32", "bf16"):
+        assert losses(plain, "fp32") == losses(plain, "bf16")
+    with pytest.raises(ValueError, match=r"another run \(outside fp32 -> bf16\)"):
+        made(corpus, tmp_path / "fp8" / "fp32", precision="fp8", outside="bf16", steps=3).load()
+    with pytest.raises(ValueError, match="outside must be one of fp32, bf16, got 'fp16'"):
+        TrainConfig(outside="fp16")
+
+
+def test_a_checkpoint_of_something_else_is_refused(corpus, tmp_path):
+    made(corpus, tmp_path, steps=2).run()
+    with pytest.raises(ValueError, match=r"another run \(lr 0.005 -> 0.5\)"):
+        made(corpus, tmp_path, steps=2, lr=0.5).load()
+    other = Corpus(corpus.tokenizer, corpus.train[1:], corpus.held_out, corpus.held_out_bytes, "other")
+    with pytest.raises(ValueError, match="another text"):
+        made(other, tmp_path, steps=2).load()
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        made(corpus, tmp_path / "nowhere", steps=2).load()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(corpus, tmp_path_factory) -> tuple[Trainer, bytes]:
+    """A run that saved its state, and the file."""
+    trainer = made(corpus, tmp_path_factory.mktemp("run"), steps=2)
+    trainer.run()
+    return trainer, trainer.path.read_bytes()
+
+
+@given(data=st.data())
+def test_a_checkpoint_with_one_bit_flipped_or_cut_short_is_refused(checkpoint, data):
+    trainer, whole = checkpoint
+    if data.draw(st.booleans()):
+        bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+        spoiled = bytearray(whole)
+        spoiled[bit // 8] ^= 1 << bit % 8
+    else:
+        spoiled = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    trainer.path.write_bytes(spoiled)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged, or was not written .*; delete it to start over"):
+        trainer.load()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("optimizer"),
+        lambda state: state.update(config=3),
+        lambda state: state.update(random=torch.zeros(3)),
+        lambda state: state.update(history={"train": 3, "other": 4}),
+        lambda state: state["model"].popitem(),
+        lambda state: state.clear(),
+    ],
+)
+def test_a_checkpoint_that_no_run_wrote_is_one_message(corpus, checkpoint, tmp_path, change):
+    """Its checksum is right: someone made it."""
+    trainer, whole = checkpoint
+    trainer.path.write_bytes(whole)
+    state = torch.load(io.BytesIO(read_checked(trainer.path)), weights_only=True)
+    change(state)
+    payload = io.BytesIO()
+    torch.save(state, payload)
+    other = made(corpus, tmp_path, steps=2)
+    write_checked(other.path, payload.getvalue())
+    with pytest.raises(ValueError, match=r"checkpoint.pt is (no checkpoint of this run .*|of another run)"):
+        other.load()
+
+
+def test_a_plain_torch_file_is_no_checkpoint(corpus, tmp_path):
+    trainer = made(corpus, tmp_path, steps=2)
+    torch.save({}, trainer.path)
+    with pytest.raises(ValueError, match="was not written by this version of lowbit; delete it"):
+        trainer.load()
+
+
+@given(data=st.data())
+def test_settings_with_one_bit_flipped_are_refused_or_the_same(tmp_path_factory, data):
+    directory, settings = tmp_path_factory.mktemp("settings"), Settings(recipes=("int8",))
+    settings.save(directory)
+    path = directory / "settings.json"
+    text = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(text) - 1))
+    text[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(text)
+    try:
+        assert Settings.load(directory) == settings
+    except ValueError as error:
+        assert "settings.json is not what this lowbit train writes" in str(error)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
+    trainer = made(corpus, tmp_path, precision="fp32")
+    with torch.no_grad():
+        trainer.model.embed.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        trainer.run()
+    assert not trainer.path.exists(), "a broken state must not be saved"
+
+
+@pytest.mark.parametrize(("precision", "advised"), [("fp32", False), ("bf16", True), ("fp8", True)])
+def test_a_wider_format_is_advised_where_there_is_one(corpus, tmp_path, precision, advised):
+    trainer = made(corpus, tmp_path, precision=precision)
+    with torch.no_grad():
+        trainer.model.embed.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.run()
+    assert (f"wider format than {precision}" in str(caught.value)) == advised
+
+
+def test_a_gpt_of_one_block_is_checkpointed(corpus, tmp_path):
+    model = GPT(GPTConfig(vocab=300, context=32, layers=1, heads=2, dim=32, hidden=64))
+    config = TrainConfig(**{**vars(SHORT), "steps": 2, "precision": "fp8", "checkpointing": True})
+    trainer = Trainer(model, corpus, config, tmp_path)
+    assert "forward" in vars(model.blocks[0]), "its forward is replaced by one that recomputes"
+    assert len(trainer.run().train) == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_settings_that_are_no_numbers_are_refused(value):
+    with pytest.raises(ValueError, match="lr must be positive and finite"):
+        TrainConfig(lr=value)
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, lambda file: file.write(b"old"))
+
+    def fail(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@given(data=st.data())
+def test_a_tokenizer_with_one_bit_flipped_is_refused_or_the_same(tmp_path_factory, tokenizer, data):
+    model = GPT(GPTConfig(vocab=256, context=4, layers=1, heads=1, dim=2, hidden=2))
+    directory = tmp_path_factory.mktemp("model")
+    experiment.save(model, Tokenizer(tokenizer.merges[:3]), directory)
+    path = directory / "tokenizer.json"
+    text = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(text) - 1))
+    text[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(text)
+    try:
+        assert experiment.load(directory)[1].merges == tokenizer.merges[:3]
+    except ValueError as error:
+        assert "tokenizer.json is damaged" in str(error)
+
+
+# -- checkpointing of blocks -------------------------------------------------------------------------------------------
+class Noisy(nn.Module):
+    """A block with dropout, so that recomputing needs the random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.line(x)))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """Gradients, and the bytes that autograd kept for backward."""
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    model.zero_grad()
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    size = sum(kept.values())
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()], size
+
+
+@pytest.mark.parametrize("kind", ["gpt", "sequential"])
+def test_checkpointed_gradients_have_the_same_bits_and_keep_less(corpus, kind):
+    if kind == "gpt":
+        plain, x = GPT(TINY), corpus.batch(0, 2, 32, seed=0)[0]
+    else:
+        torch.manual_seed(1)
+        plain, x = nn.Sequential(*(Noisy() for _ in range(4))), torch.randn(16, 8)
+    again = copy.deepcopy(plain)
+    names = list(again.state_dict())
+    assert checkpoint_blocks_(again) == len(find_blocks(plain)) == checkpoint_blocks_(again)
+    assert list(again.state_dict()) == names
+    (expected, whole), (got, less) = gradients(plain, x), gradients(again, x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert less < whole
+
+
+def test_checkpointed_models_can_be_copied(corpus):
+    model = GPT(TINY)
+    checkpoint_blocks_(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.blocks[0].mlp.down.weight.fill_(0.0)
+    x = corpus.batch(0, 1, 32, seed=0)[0]
+    assert not torch.equal(model(x), twin(x)), "the copy must run its own weights"
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("reference", None), (None, "reference")])
+def test_blocks_are_recomputed_on_the_backend_of_their_forward(forward, backward):
+    model = nn.Sequential(*(lb.train.TrainLinear(8, 8) for _ in range(2)))
+    checkpoint_blocks_(model)
+    with lb.use_backend(forward):
+        loss = model(torch.randn(4, 8)).sum()
+    with lb.use_backend(backward), serving() as served:
+        loss.backward()
+    assert {"quantize", "scaled_mm"} <= set(served)
+    assert served == (dict.fromkeys(served, forward) if forward else best(served))
+
+
+def test_a_model_without_blocks_is_a_clear_error():
+    with pytest.raises(ValueError, match=r"pass blocks="):
+        checkpoint_blocks_(nn.Linear(2, 2))
+
+
+def test_peak_memory_sees_a_large_tensor():
+    """In a process of its own: from a large one the system may take pages at any moment."""
+    code = (
+        "import torch; from lowbit.memory.rss import peak_bytes, reset_peak\n"
+        "before = peak_bytes() if reset_peak() else 0\n"
+        "held = torch.ones(64 << 20, dtype=torch.uint8)\n"
+        "assert peak_bytes() >= before + (60 << 20) if before else peak_bytes() > 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("moment", ["in the last step", "while the last state is written"])
+def test_a_signal_in_the_last_step_stops_too(corpus, tmp_path, monkeypatch, moment):
+    trainer = made(corpus, tmp_path, precision="fp32", steps=2)
+    last = lambda now: now.step == now.config.steps and signal.raise_signal(signal.SIGINT)
+    write = trainer.save
+    if moment != "in the last step":
+        monkeypatch.setattr(trainer, "save", lambda: (write(), last(trainer)))
+    with pytest.raises(Interrupted) as stop:
+        trainer.run(last if moment == "in the last step" else lambda now: None)
+    assert stop.value.step == trainer.config.steps
+    resumed = made(corpus, tmp_path, precision="fp32", steps=2)
+    resumed.load()
+    assert resumed.run().train == trainer.history.train

@@ -1,0 +1,300 @@
+"""What training remembers and saves: a model's state, stochastic rounding, delayed scales, operands for backward."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.layers import TRAINING
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowbit as lb
+from lowbit.train import State, TrainLinear
+
+
+def cast(format: str, **more) -> lb.Cast:
+    return lb.Cast(f"{format}:tensor", **more)
+
+
+STOCHASTIC = lb.Recipe(
+    lb.RECIPES["fp8-tensor"].output,
+    lb.Gemm(cast("fp8_e5m2", rounding="stochastic"), "reuse"),
+    lb.Gemm(cast("fp8_e5m2", rounding="stochastic"), cast("fp8_e4m3", rounding="stochastic"), save="high"),
+    name="stochastic",
+)
+DELAYED = lb.Recipe(
+    lb.Gemm(*[cast("fp8_e4m3", scale="delayed", history=3)] * 2),
+    lb.Gemm(cast("fp8_e5m2", scale="delayed", history=3), "reuse"),
+    lb.Gemm(cast("fp8_e5m2", scale="delayed", history=3), "reuse", save="recompute"),
+    name="delayed",
+)
+STATEFUL = pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=str)
+
+
+class Model(nn.Module):
+    def __init__(self, recipe: lb.Recipe | str | dict) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(33, 48), nn.Linear(48, 33, bias=False)
+        lb.train.prepare_(self, recipe)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if recompute else self.inner(x)
+
+
+class Run:
+    """A seeded training, whose inputs grow, so that delayed scales differ from current ones."""
+
+    def __init__(self, recipe: lb.Recipe, recompute: bool = False) -> None:
+        torch.manual_seed(1)
+        self.model, self.recompute = Model(recipe), recompute
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = lb.train.state(self.model)
+        self.state.attach(self.optimizer)
+
+    def steps(self, count: int) -> Run:
+        for _ in range(count):
+            x = torch.randn(5, 33, generator=torch.Generator().manual_seed(self.state.step)) * 2**self.state.step
+            self.optimizer.zero_grad()
+            self.model(x, self.recompute).square().mean().backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return list(self.model.state_dict().values())
+
+
+@STATEFUL
+def test_two_runs_and_recomputation_give_the_same_bits(recipe):
+    first = Run(recipe).steps(4)
+    assert all(map(same_bits, first.weights(), Run(recipe).steps(4).weights()))
+    assert all(map(same_bits, first.weights(), Run(recipe, recompute=True).steps(4).weights()))
+    assert first.state.step == 4
+
+
+@STATEFUL
+def test_a_run_resumes_in_the_same_bits(recipe):
+    whole, half = Run(recipe).steps(4), Run(recipe).steps(2)
+    file = io.BytesIO()
+    torch.save({"model": half.model.state_dict(), "state": half.state.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = Run(recipe)
+    resumed.model.load_state_dict(saved["model"])
+    resumed.state.load_state_dict(saved["state"])
+    assert all(map(same_bits, resumed.steps(2).weights(), whole.weights()))
+
+
+@STATEFUL
+def test_copies_share_no_state_and_layers_share_one(recipe):
+    run = Run(recipe).steps(1)
+    twin = copy.deepcopy(run.model)
+    own = lb.train.state(twin)
+    assert own is not run.state and twin.up.state is twin.down.state is own
+    own.advance()
+    assert (own.step, run.state.step) == (2, 1)
+    assert lb.train.state(nn.Sequential(run.model)) is run.state
+
+
+def test_bits_of_stochastic_rounding_come_from_seed_step_path_and_role():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(33, 5))
+    lb.train.prepare_(layer, STOCHASTIC)
+    x, g = torch.randn(4, 33), torch.randn(4, 5)
+    state = lb.train.state(layer)
+    state.seed, state.step = 7, 3
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        inputs = x.clone().requires_grad_()
+        made = torch.autograd.grad(layer(inputs), (inputs, layer[0].weight), g)
+        return made[0], made[1]
+
+    def coded(t: Tensor, scheme: str, role: str) -> lb.Quantized:
+        return lb.quantize(t, scheme, rounding=lb.Rounding(7, 3, f"0/{role}"))
+
+    for_x = lb.scaled_mm(
+        coded(g, "fp8_e5m2:tensor", "grad_input.a"),
+        lb.quantize(layer[0].weight, "fp8_e4m3:tensor").t(), out_dtype=torch.float32,
+    )  # fmt: skip
+    for_w = lb.scaled_mm(
+        coded(g, "fp8_e5m2:tensor", "grad_weight.a").t(),
+        coded(x, "fp8_e4m3:tensor", "grad_weight.b").t(), out_dtype=torch.float32,
+    )  # fmt: skip
+    assert all(map(same_bits, gradients(), (for_x, for_w)))
+    before = gradients()
+    state.advance()
+    assert not any(map(torch.equal, gradients(), before))
+
+
+def test_delayed_scales_are_of_the_largest_magnitude_of_the_last_steps():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    lb.train.prepare_(model, DELAYED)
+    state, view = lb.train.state(model), lambda: model[0]._view()
+    seen = [3.0, 5.0, 1.0, 0.5, 0.25]
+    expected = [3.0, 3.0, 5.0, 5.0, 5.0]  # the first of itself; then of the 3 steps before
+    for amax, wanted in zip(seen, expected, strict=True):
+        x = torch.tensor([[amax, -amax / 2]])
+        for _ in range(2):  # recording twice is recording once
+            q = view().quantize(x, DELAYED.output.a, "output.a")
+        assert q.scale.item() == torch.tensor(wanted).div(448).item()
+        state.advance()
+    assert state.histories["0/output.a"].amax.tolist() == [0.25, 0.5, 1.0]
+    assert view().quantize(torch.tensor([[torch.inf, 1.0]]), DELAYED.output.a, "output.a").dequantize().isnan().all()
+    assert view().quantize(torch.zeros(0, 4), DELAYED.output.a, "output.a").shape == (0, 4)
+    # A tensor that is not finite, an empty one, and evaluation are not remembered.
+    with torch.no_grad():
+        view().quantize(torch.tensor([[99.0]]), DELAYED.output.a, "output.a")
+    state.advance()
+    assert state.histories["0/output.a"].amax.tolist() == [0.25, 0.5, 1.0]
+
+
+def test_states_that_do_not_fit_are_refused():
+    run = Run(DELAYED).steps(1)
+    good = run.state.state_dict()
+    amax = {"up/output.a": torch.zeros(3, dtype=torch.int32)}
+    for bad in (3, {}, {**good, "more": 1}, {**good, "seed": "1"}, {**good, "pending": {}}, {**good, "amax": amax}):
+        with pytest.raises(ValueError, match="expected what state_dict"):
+            State().load_state_dict(bad)
+    run.state.load_state_dict({**good, "amax": {k: torch.zeros(5) for k in good["amax"]}})
+    with pytest.raises(ValueError, match="has 5 steps, and the recipe asks for 3"):
+        run.steps(1)
+    with pytest.raises(ValueError, match="has no TrainLinear layers"):
+        lb.train.state(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="2 parts of the model were prepared one by one"):
+        lb.train.state(nn.Sequential(Model("fp8"), Model("fp8")))
+
+
+def test_a_layer_built_by_hand_gets_its_state_from_the_model():
+    model, x = nn.Sequential(TrainLinear(33, 5, recipe=STOCHASTIC)), torch.randn(4, 33)
+    with pytest.raises(RuntimeError, match=r"no training state; call lowbit.train.state\(model\) once"):
+        model(x)
+    assert lb.train.state(model) is model[0].state and model[0].path == "0"
+    model(x).sum().backward()
+
+
+@STATEFUL
+def test_compiling_a_recipe_with_a_state_is_refused(recipe):
+    torch._dynamo.reset()
+    compiled = torch.compile(Model(recipe), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch.compile does not support"):
+        compiled(torch.randn(5, 33))
+
+
+# -- what is saved for backward ----------------------------------------------------------------------------------------
+def with_save(name: str | lb.Recipe, save: str) -> lb.Recipe:
+    row = lb.recipe(name)
+    return replace(
+        row, name="mine", grad_input=replace(row.grad_input, save=save), grad_weight=replace(row.grad_weight, save=save)
+    )
+
+
+def backward(recipe: str | lb.Recipe) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of one layer, and what it saved for them."""
+    torch.manual_seed(2)
+    layer, x, saved = TrainLinear(130, 40, recipe=recipe), torch.randn(2, 3, 130, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(x)
+    y.square().sum().backward()
+    return [x.grad, layer.weight.grad, layer.bias.grad], saved
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_recomputing_codes_gives_the_bits_of_saving_them(name):
+    recomputed, saved = backward(with_save(name, "recompute"))
+    assert all(map(same_bits, recomputed, backward(name)[0]))
+    assert [tuple(t.shape) for t in saved] == [(40, 130), (2, 3, 130)] and all(t.is_floating_point() for t in saved)
+
+
+def test_an_operand_kept_high_is_quantized_once():
+    """The same weight gradient as of codes made of the float operand by hand, and another than of codes twice.
+
+    In groups of 32 with fp32 scales: of mxfp8's, which round up to powers of two, codes of codes are mostly the same.
+    """
+    along_k, along_m = "fp8_e4m3:group32", "fp8_e4m3:group32:T"
+    twice = lb.Recipe(lb.Gemm(along_k, along_k), lb.Gemm(along_k, along_m), lb.Gemm(along_m, along_m))
+    row = with_save(twice, "high")
+    (grad_x, grad_w, _), _ = backward(row)
+    torch.manual_seed(2)
+    layer, x = TrainLinear(130, 40, recipe=row), torch.randn(2, 3, 130)
+    weight, bias, flat = layer.weight.detach(), layer.bias.detach(), x.reshape(-1, 130)
+    forward = [lb.quantize(t, cast.scheme) for t, cast in ((flat, row.output.a), (weight, row.output.b))]
+    g = 2 * lb.scaled_mm(*forward, bias, out_dtype=torch.float32)
+
+    def product(gemm: lb.Gemm, other: Tensor, turned: bool) -> Tensor:
+        qg, q = lb.quantize(g, gemm.a.scheme), lb.quantize(other, gemm.b.scheme)
+        return lb.scaled_mm(qg.t() if turned else qg, q.t(), out_dtype=torch.float32)
+
+    assert same_bits(grad_x, product(row.grad_input, weight, False).reshape(x.shape))
+    assert same_bits(grad_w, product(row.grad_weight, flat, True))
+    assert not torch.equal(grad_w, backward(twice)[0][1])
+
+
+def test_products_that_stay_float():
+    """fp8 forward with exact gradients: those of torch, straight through the rounding of forward."""
+    high = lb.Gemm(None, None, save="high")
+    torch.manual_seed(2)
+    layer, x = TrainLinear(17, 5, recipe=lb.Recipe(lb.RECIPES["fp8"].output, high, high)), torch.randn(4, 17)
+    x.requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    g = 2 * y.detach()
+    torch.testing.assert_close(x.grad, g @ layer.weight.detach())
+    torch.testing.assert_close(layer.weight.grad, g.t() @ x.detach())
+    weights = lb.Recipe(lb.Gemm(None, "fp8_e4m3:row"), lb.Gemm(None, "reuse"), high)
+    layer = TrainLinear(17, 5, recipe=weights)
+    y = layer(x)
+    q = lb.quantize(layer.weight.detach(), "fp8_e4m3:row")
+    torch.testing.assert_close(y, x @ q.dequantize().t() + layer.bias)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.ones(4, 5) @ q.dequantize())
+
+
+def test_what_training_does_not_do_is_refused():
+    row = lb.recipe("fp8-tensor")
+    for more, message in [({"scale": "static"}, "scale='static'"), ({"transform": "hadamard"}, "transform='hadamard'")]:
+        wrong = replace(row, grad_input=lb.Gemm(cast("fp8_e5m2", **more), "reuse"), name="mine")
+        with pytest.raises(
+            ValueError, match=rf"'mine': TrainLinear does not do {message}, which grad_input.a asks for"
+        ):
+            TrainLinear(4, 4, recipe=wrong)
+
+
+# -- torch.func, recipes by layer --------------------------------------------------------------------------------------
+def test_torch_func_gives_the_gradients_of_autograd():
+    layer, x = TrainLinear(33, 5), torch.randn(4, 33)
+    parameters = dict(layer.named_parameters())
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, given, (x,)).square().sum()
+
+    found = torch.func.grad(loss)(parameters, x)
+    expected = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+    assert all(map(same_bits, found.values(), expected))
+    plain = torch.autograd.functional.jacobian(layer, x)
+    with pytest.warns(UserWarning, match="performance drop"):
+        assert same_bits(torch.func.jacrev(layer)(x), plain)
+        by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+    for row in range(4):
+        one = torch.func.grad(loss)(parameters, x[row : row + 1])
+        assert all(same_bits(by_sample[name][row], one[name]) for name in one)
+
+
+def test_prepare_takes_recipes_by_layer():
+    model = Model({"*": "fp8", "down": "mxfp8"})
+    assert (model.up.recipe.name, model.down.recipe.name) == ("fp8", "mxfp8")
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    report = lb.train.prepare_(plain, {"*": "fp8", "1": None})
+    assert report.converted == ("0",) and report.skipped == ("1",) and type(plain[1]) is nn.Linear
+    other = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"the pattern '\*.down' matches no layer; names are such as '0'"):
+        lb.train.prepare_(other, {"*": "fp8", "*.down": None})
+    with pytest.raises(ValueError, match="'int8' is for inference only"):
+        lb.train.prepare_(other, {"*": "int8"})
+    assert type(other[0]) is nn.Linear
