@@ -123,8 +123,8 @@ def codec_groups(device: str, shape: tuple[int, int]) -> Iterator[tuple[str, int
     uncasts: dict[str, Case] = {"torch": lambda i: back[i].copy_(e4m3[i])}
     yield make("decode", [OPS["decode"].args(c, "fp8_e4m3", torch.bfloat16) for c in codes], uncasts)
     for scheme in SCHEMES:
-        outer = [torch.ops.lowbit.global_scale(x, scheme) if scheme == "nvfp4" else None for x in xs]
-        yield make("quantize", [OPS["quantize"].args(x, scheme, o) for x, o in zip(xs, outer, strict=True)], {})
+        global_scale = [torch.ops.lowbit.global_scale(x, scheme) if scheme == "nvfp4" else None for x in xs]
+        yield make("quantize", [OPS["quantize"].args(x, scheme, o) for x, o in zip(xs, global_scale, strict=True)], {})
     for scheme in ("fp8_e4m3:row", "mxfp4", "int4:group128"):
         stored = [torch.ops.lowbit.quantize(x, scheme) for x in xs]
         dtype = torch.bfloat16
@@ -159,9 +159,9 @@ def product_groups(device: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, i
             for side, x, scheme in (("a", a, names[0]), ("b", b, names[1])):
                 parts |= {side: x, f"{side}_scheme": scheme}
                 if scheme is not None:
-                    outer = torch.ops.lowbit.global_scale(x, scheme) if scheme == "nvfp4" else None
-                    codes, scale, _ = torch.ops.lowbit.quantize(x, scheme, outer)
-                    parts |= {side: codes, f"{side}_scale": scale, f"{side}_global_scale": outer}
+                    global_scale = torch.ops.lowbit.global_scale(x, scheme) if scheme == "nvfp4" else None
+                    codes, scale, _ = torch.ops.lowbit.quantize(x, scheme, global_scale)
+                    parts |= {side: codes, f"{side}_scale": scale, f"{side}_global_scale": global_scale}
             calls = [matmul.ScaledMM(**parts)] * SETS
             cases = {**kernels("scaled_mm", calls, device), **torch_products(a, b, names), "bf16": limit}
             yield f"scaled_mm {names[0] or 'bf16'} x {names[1]} {size}", 2 * size**3, cases

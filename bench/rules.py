@@ -39,9 +39,9 @@ def reciprocal_halves() -> str:
 
 
 def two_levels() -> str:
-    """code * block * outer, multiplied one after the other, differs from code * fp32(block * outer)"""
-    code, block, outer = _e4m3(2), _e4m3(3), _normal(4, COUNT).abs()
-    return _share((code * block) * outer != code * (block * outer))
+    """code * block * global_scale, multiplied one after the other, differs from code * fp32(block * global_scale)"""
+    code, block, global_scale = _e4m3(2), _e4m3(3), _normal(4, COUNT).abs()
+    return _share((code * block) * global_scale != code * (block * global_scale))
 
 
 def epilogue() -> str:

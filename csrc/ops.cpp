@@ -29,25 +29,30 @@ constexpr struct {
     {"global_scale", "(Tensor x, Tensor(a!) out, int scheme)"},
     {"block_range", "(Tensor x, Tensor(a!) low, Tensor(b!) high, int scheme)"},
     {"quantize",
-     "(Tensor x, Tensor? outer, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, int[] rng)"},
+     "(Tensor x, Tensor? global_scale, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, int[] "
+     "rng)"},
     {"quantize_static",
-     "(Tensor x, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) codes, int scheme, int[] rng)"},
-    {"dequantize", "(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme)"},
+     "(Tensor x, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) codes, int scheme, int[] rng)"},
+    {"dequantize",
+     "(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) out, int scheme)"},
     {"fake_quantize",
-     "(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) out, int scheme, int[] rng)"},
+     "(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) out, int scheme, int[] rng)"},
     {"fake_quantize_backward",
-     "(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor(a!) grad_x, Tensor(b!)? "
+     "(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) grad_x, Tensor(b!)? "
      "grad_scale, int scheme)"},
     {"scaled_mm",
-     "(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_outer, Tensor b, int b_scheme, Tensor? "
-     "b_scale, Tensor? b_zero_point, Tensor? b_outer, Tensor? bias, Tensor(a!) out, int cols)"},
+     "(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_global_scale, Tensor b, int b_scheme, "
+     "Tensor? "
+     "b_scale, Tensor? b_zero_point, Tensor? b_global_scale, Tensor? bias, Tensor(a!) out, int cols)"},
     {"linear",
-     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_outer, Tensor weight, "
-     "int scheme, Tensor? scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int out_scheme, Tensor? out_scale, "
+     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_global_scale, Tensor weight, "
+     "int scheme, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, int out_scheme, Tensor? "
+     "out_scale, "
      "Tensor? out_zero_point, Tensor(a!) out)"},
     {"conv",
-     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_outer, Tensor "
-     "weight, int scheme, Tensor scale, Tensor? zero_point, Tensor? outer, Tensor? bias, int out_scheme, Tensor? "
+     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_global_scale, Tensor "
+     "weight, int scheme, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, int out_scheme, "
+     "Tensor? "
      "out_scale, Tensor? out_zero_point, Tensor(a!) out, int[] kernel_size, int[] stride, int[] padding, int[] "
      "dilation, "
      "int groups)"},

@@ -8,27 +8,27 @@
 namespace lowbit {
 namespace {
 
-void check_outer(const MaybeTensor& t, cpu::Shape shape, const SchemeParams& s) {
-    STD_TORCH_CHECK((s.outer != 0) == t.has_value(),
-                    "schemes with a global scale, and no others, have an global_scale");
-    const int64_t count = outer_count(s, shape.rows);
+void check_global_scale(const MaybeTensor& t, cpu::Shape shape, const SchemeParams& s) {
+    STD_TORCH_CHECK((s.global_scale != 0) == t.has_value(),
+                    "schemes with a global scale, and no others, have a global_scale");
+    const int64_t count = global_scale_count(s, shape.rows);
     STD_TORCH_CHECK(!t || (t->scalar_type() == ScalarType::Float && t->numel() == count && t->is_contiguous()),
                     "global_scale must be ", count, " numbers, float32 and contiguous");
 }
 
-void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer, cpu::Shape shape,
-                  const SchemeParams& s) {
+void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale,
+                  cpu::Shape shape, const SchemeParams& s) {
     STD_TORCH_CHECK(!scale || (s.affine != 0) == zero_point.has_value(),
                     "affine schemes, and no others, have zero points");
     if (scale) check_scale(*scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer, shape, s);
+    check_global_scale(global_scale, shape, s);
 }
 
-const float* level(const MaybeTensor& outer) { return static_cast<const float*>(data_of(outer)); }
+const float* level(const MaybeTensor& global_scale) { return static_cast<const float*>(data_of(global_scale)); }
 
-cpu::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer) {
-    return {data_of(scale), data_of(zero_point), level(outer)};
+cpu::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale) {
+    return {data_of(scale), data_of(zero_point), level(global_scale)};
 }
 
 }  // namespace
@@ -44,40 +44,42 @@ void decode(const Tensor& codes, const Tensor& out, const FormatParams& format) 
     cpu::decode(bytes_of(codes, shape.rows, shape.cols, "codes"), shape, format, results_of(out, "out", shape));
 }
 
-void quantize(const Tensor& x, const MaybeTensor& outer, const Tensor& codes, const Tensor& scale,
+void quantize(const Tensor& x, const MaybeTensor& global_scale, const Tensor& codes, const Tensor& scale,
               const MaybeTensor& zero_point, const SchemeParams& s, const Random& random) {
     const cpu::Shape shape = shape_of(x, "x");
     STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
     check_scale(scale, shape, s, false);
     if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_outer(outer, shape, s);
-    cpu::quantize(values_of(x, "x"), shape, s, {scale.mutable_data_ptr(), new_data_of(zero_point), level(outer)},
+    check_global_scale(global_scale, shape, s);
+    cpu::quantize(values_of(x, "x"), shape, s, {scale.mutable_data_ptr(), new_data_of(zero_point), level(global_scale)},
                   random.rounding, random.rng,
                   new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
-void quantize_static(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
-                     const Tensor& codes, const SchemeParams& s, const Random& random) {
+void quantize_static(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
+                     const MaybeTensor& global_scale, const Tensor& codes, const SchemeParams& s,
+                     const Random& random) {
     const cpu::Shape shape = shape_of(x, "x");
-    check_scales(scale, zero_point, outer, shape, s);
-    cpu::quantize_static(values_of(x, "x"), shape, s, scales_of(scale, zero_point, outer), random.rounding, random.rng,
+    check_scales(scale, zero_point, global_scale, shape, s);
+    cpu::quantize_static(values_of(x, "x"), shape, s, scales_of(scale, zero_point, global_scale), random.rounding,
+                         random.rng,
                          new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
-void dequantize(const Tensor& codes, const Tensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
-                const Tensor& out, const SchemeParams& s) {
+void dequantize(const Tensor& codes, const Tensor& scale, const MaybeTensor& zero_point,
+                const MaybeTensor& global_scale, const Tensor& out, const SchemeParams& s) {
     const cpu::Shape shape = shape_of(out, "out");
-    check_scales(scale, zero_point, outer, shape, s);
+    check_scales(scale, zero_point, global_scale, shape, s);
     cpu::dequantize(bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"), shape, s,
-                    scales_of(scale, zero_point, outer), results_of(out, "out", shape));
+                    scales_of(scale, zero_point, global_scale), results_of(out, "out", shape));
 }
 
-void fake_quantize(const Tensor& x, const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
-                   const Tensor& out, const SchemeParams& s, const Random& random) {
+void fake_quantize(const Tensor& x, const MaybeTensor& scale, const MaybeTensor& zero_point,
+                   const MaybeTensor& global_scale, const Tensor& out, const SchemeParams& s, const Random& random) {
     const cpu::Shape shape = shape_of(x, "x");
-    check_scales(scale, zero_point, outer, shape, s);
-    cpu::fake_quantize(values_of(x, "x"), shape, s, scales_of(scale, zero_point, outer), random.rounding, random.rng,
-                       results_of(out, "out", shape));
+    check_scales(scale, zero_point, global_scale, shape, s);
+    cpu::fake_quantize(values_of(x, "x"), shape, s, scales_of(scale, zero_point, global_scale), random.rounding,
+                       random.rng, results_of(out, "out", shape));
 }
 
 // -- lowbit_native::*, whose formats and schemes are numbers ---------------------------------------------------------
@@ -113,7 +115,7 @@ void unpack(const Tensor& packed, const Tensor& out, int64_t bits) {
 void global_scale(const Tensor& x, const Tensor& out, int64_t scheme) {
     const cpu::Shape shape = shape_of(x, "x");
     const SchemeParams s = scheme_for(scheme, x);
-    check_outer(out, shape, s);
+    check_global_scale(out, shape, s);
     cpu::global_scale(values_of(x, "x"), shape, s, static_cast<float*>(out.mutable_data_ptr()));
 }
 
@@ -130,35 +132,35 @@ void block_range(const Tensor& x, const Tensor& low, const Tensor& high, int64_t
                      static_cast<float*>(high.mutable_data_ptr()));
 }
 
-void quantize(const Tensor& x, MaybeTensor outer, const Tensor& codes, const Tensor& scale, MaybeTensor zero_point,
-              int64_t scheme, Ints rng) {
-    lowbit::quantize(x, outer, codes, scale, zero_point, scheme_for(scheme, x), random_of(rng));
+void quantize(const Tensor& x, MaybeTensor global_scale, const Tensor& codes, const Tensor& scale,
+              MaybeTensor zero_point, int64_t scheme, Ints rng) {
+    lowbit::quantize(x, global_scale, codes, scale, zero_point, scheme_for(scheme, x), random_of(rng));
 }
-void quantize_static(const Tensor& x, const Tensor& scale, MaybeTensor zero_point, MaybeTensor outer,
+void quantize_static(const Tensor& x, const Tensor& scale, MaybeTensor zero_point, MaybeTensor global_scale,
                      const Tensor& codes, int64_t scheme, Ints rng) {
-    lowbit::quantize_static(x, scale, zero_point, outer, codes, scheme_for(scheme, x), random_of(rng));
+    lowbit::quantize_static(x, scale, zero_point, global_scale, codes, scheme_for(scheme, x), random_of(rng));
 }
-void dequantize(const Tensor& codes, const Tensor& scale, MaybeTensor zero_point, MaybeTensor outer, const Tensor& out,
-                int64_t scheme) {
-    lowbit::dequantize(codes, scale, zero_point, outer, out, scheme_for(scheme, out));
+void dequantize(const Tensor& codes, const Tensor& scale, MaybeTensor zero_point, MaybeTensor global_scale,
+                const Tensor& out, int64_t scheme) {
+    lowbit::dequantize(codes, scale, zero_point, global_scale, out, scheme_for(scheme, out));
 }
-void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer, const Tensor& out,
-                   int64_t scheme, Ints rng) {
-    lowbit::fake_quantize(x, scale, zero_point, outer, out, scheme_for(scheme, x), random_of(rng));
+void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor global_scale,
+                   const Tensor& out, int64_t scheme, Ints rng) {
+    lowbit::fake_quantize(x, scale, zero_point, global_scale, out, scheme_for(scheme, x), random_of(rng));
 }
 
 void fake_quantize_backward(const Tensor& grad, const Tensor& x, MaybeTensor scale, MaybeTensor zero_point,
-                            MaybeTensor outer, const Tensor& grad_x, MaybeTensor grad_scale, int64_t scheme) {
+                            MaybeTensor global_scale, const Tensor& grad_x, MaybeTensor grad_scale, int64_t scheme) {
     const cpu::Shape shape = shape_of(x, "x");
     const SchemeParams s = scheme_for(scheme, x);
     STD_TORCH_CHECK(grad.scalar_type() == grad_x.scalar_type(), "grad_x must have grad's dtype");
-    check_scales(scale, zero_point, outer, shape, s);
+    check_scales(scale, zero_point, global_scale, shape, s);
     STD_TORCH_CHECK(!grad_scale || (scale && grad_scale->scalar_type() == ScalarType::Float &&
                                     grad_scale->numel() == (s.affine ? 2 : 1) * scale->numel()),
                     "grad_scale must be float32, one for each scale and zero point given");
     results_of(grad, "grad", shape);
     cpu::fake_quantize_backward(values_of(grad, "grad"), values_of(x, "x"), shape, s,
-                                scales_of(scale, zero_point, outer), results_of(grad_x, "grad_x", shape),
+                                scales_of(scale, zero_point, global_scale), results_of(grad_x, "grad_x", shape),
                                 static_cast<float*>(new_data_of(grad_scale)));
 }
 

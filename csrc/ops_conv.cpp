@@ -66,7 +66,7 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
     std::optional<cpu::Output> to;
     if (output) {
         const SchemeParams& s = output->scheme;
-        STD_TORCH_CHECK(output->scale.has_value() && s.outer == 0, "lowbit: an output in codes needs its scale");
+        STD_TORCH_CHECK(output->scale.has_value() && s.global_scale == 0, "lowbit: an output in codes needs its scale");
         to = cpu::Output{s, given_scales(*output, {rows, cols}),
                          new_bytes_of(out, rows, cpu::packed_cols(cols, s.format.bits), "out")};
     } else {
@@ -79,21 +79,22 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
 namespace {
 
 void conv_op(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor input_zero_point,
-             MaybeTensor input_outer, const Tensor& weight, int64_t scheme, const Tensor& scale, MaybeTensor zero_point,
-             MaybeTensor outer, MaybeTensor bias, int64_t out_scheme, MaybeTensor out_scale, MaybeTensor out_zero_point,
-             const Tensor& out, std::vector<int64_t> kernel, std::vector<int64_t> stride, std::vector<int64_t> padding,
-             std::vector<int64_t> dilation, int64_t groups) {
+             MaybeTensor input_global_scale, const Tensor& weight, int64_t scheme, const Tensor& scale,
+             MaybeTensor zero_point, MaybeTensor global_scale, MaybeTensor bias, int64_t out_scheme,
+             MaybeTensor out_scale, MaybeTensor out_zero_point, const Tensor& out, std::vector<int64_t> kernel,
+             std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
     const mm::Window w = window_of(x, {kernel, stride, padding, dilation, groups});
     std::optional<PixelRounding> from;
     if (input >= 0) {
         const auto find = [&](int64_t rows, int64_t cols) { return std::optional(kept_scheme(input, rows, cols)); };
-        from = pixel_rounding(w, find, input_scale, input_zero_point, input_outer);
+        from = pixel_rounding(w, find, input_scale, input_zero_point, input_global_scale);
     }
     std::optional<Rounded> to;
     if (out_scheme >= 0) {
         to = Rounded{kept_scheme(out_scheme, w.rows(), weight.size(0)), out_scale, out_zero_point, {}};
     }
-    conv(x, w, from, {weight, kept_scheme(scheme, weight.size(0), w.depth()), scale, zero_point, outer}, bias, to, out);
+    conv(x, w, from, {weight, kept_scheme(scheme, weight.size(0), w.depth()), scale, zero_point, global_scale}, bias,
+         to, out);
 }
 
 }  // namespace

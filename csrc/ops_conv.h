@@ -22,13 +22,13 @@ struct PixelRounding {
 // `find(rows, cols)` is the scheme in a matrix of that shape, or nothing.
 template <class Find>
 std::optional<PixelRounding> pixel_rounding(const mm::Window& w, const Find& find, const MaybeTensor& scale,
-                                            const MaybeTensor& zero_point, const MaybeTensor& outer) {
+                                            const MaybeTensor& zero_point, const MaybeTensor& global_scale) {
     constexpr int64_t any = int64_t{1} << 40;  // longer than every axis, as only blocks that span one become
     const std::optional<SchemeParams> whole = find(any, any);
     if (!whole) return std::nullopt;
     const bool once = whole->block_rows == any && whole->block_cols == any;
     const cpu::Shape shape = once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{w.rows() * w.groups, w.depth()};
-    return PixelRounding{{*find(shape.rows, shape.cols), scale, zero_point, outer}, once};
+    return PixelRounding{{*find(shape.rows, shape.cols), scale, zero_point, global_scale}, once};
 }
 
 // x and out [N, *S', O] contiguous. `output`: how the result becomes codes; its scales are given.

@@ -83,12 +83,14 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
         x.zero_row_stride = codes.zero_point->stride(0);
         x.zero_col_stride = codes.zero_point->stride(1);
     }
-    const int64_t outers = outer_count(s, x.rows);
-    STD_TORCH_CHECK((s.outer != 0) == codes.outer.has_value() &&
-                        (!codes.outer || (codes.outer->numel() == outers && codes.outer->element_size() == 4)),
-                    "lowbit: ", name, " needs ", outers, " global scales if its scheme has a global scale, else none");
-    x.outer = static_cast<const float*>(data_of(codes.outer));
-    if (s.outer == kOuterRow) x.outer_row_stride = codes.outer->stride(0);
+    const int64_t global_scales = global_scale_count(s, x.rows);
+    STD_TORCH_CHECK((s.global_scale != 0) == codes.global_scale.has_value() &&
+                        (!codes.global_scale ||
+                         (codes.global_scale->numel() == global_scales && codes.global_scale->element_size() == 4)),
+                    "lowbit: ", name, " needs ", global_scales,
+                    " global scales if its scheme has a global scale, else none");
+    x.global_scale = static_cast<const float*>(data_of(codes.global_scale));
+    if (s.global_scale == kGlobalScaleRow) x.global_scale_row_stride = codes.global_scale->stride(0);
     return x;
 }
 
@@ -111,17 +113,18 @@ void add_out(mm::Problem& p, int64_t rows, const Tensor& out) {
 cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
     const SchemeParams& s = r.scheme;
     if (!r.scale) {
-        STD_TORCH_CHECK(!r.zero_point && !r.outer, "lowbit: a zero point and an global scale need their scale");
+        STD_TORCH_CHECK(!r.zero_point && !r.global_scale, "lowbit: a zero point and a global scale need their scale");
         return {};
     }
     check_scale(*r.scale, shape, s, false);
     STD_TORCH_CHECK((s.affine != 0) == r.zero_point.has_value(), "lowbit: affine schemes alone have zero points");
     if (r.zero_point) check_scale(*r.zero_point, shape, s, true);
-    STD_TORCH_CHECK((s.outer != 0) == r.outer.has_value() &&
-                        (!r.outer || (r.outer->scalar_type() == ScalarType::Float && r.outer->is_contiguous() &&
-                                      r.outer->numel() == outer_count(s, shape.rows))),
-                    "lowbit: schemes with a global scale alone have an global scale");
-    return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.outer))};
+    STD_TORCH_CHECK((s.global_scale != 0) == r.global_scale.has_value() &&
+                        (!r.global_scale ||
+                         (r.global_scale->scalar_type() == ScalarType::Float && r.global_scale->is_contiguous() &&
+                          r.global_scale->numel() == global_scale_count(s, shape.rows))),
+                    "lowbit: schemes with a global scale alone have a global scale");
+    return {data_of(r.scale), data_of(r.zero_point), static_cast<const float*>(data_of(r.global_scale))};
 }
 
 namespace {
@@ -142,7 +145,7 @@ void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Pro
     add_bias(p, bias);
     std::optional<cpu::Output> codes;
     if (output) {
-        STD_TORCH_CHECK(output->scale.has_value() && output->scheme.outer == 0,
+        STD_TORCH_CHECK(output->scale.has_value() && output->scheme.global_scale == 0,
                         "lowbit: an output in codes needs its scale, and a scheme without a global scale");
         const cpu::Shape shape{rows, p.b.rows};
         codes = cpu::Output{output->scheme, given_scales(*output, shape),
@@ -206,8 +209,8 @@ void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bia
     p.b.scale_row_stride = p.b.zero_row_stride = scale_shape({packed.rows, cols}, s).cols;
     p.b.scale_col_stride = p.b.zero_col_stride = 1;
     if (s.affine) p.b.zero_point = base + words[kPackedZero];
-    if (s.outer) p.b.outer = reinterpret_cast<const float*>(base + words[kPackedOuter]);
-    if (s.outer == kOuterRow) p.b.outer_row_stride = 1;
+    if (s.global_scale) p.b.global_scale = reinterpret_cast<const float*>(base + words[kPackedGlobalScale]);
+    if (s.global_scale == kGlobalScaleRow) p.b.global_scale_row_stride = 1;
     std::optional<Rounded> input;
     if (words[kPackedHasInput] != 0) {
         const int64_t rows = cols > 0 ? x.numel() / cols : 0;
@@ -223,23 +226,25 @@ std::optional<SchemeParams> scheme_for(int64_t number, int64_t rows, int64_t col
     return number < 0 ? std::nullopt : std::optional(kept_scheme(number, rows, cols));
 }
 
-void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point, MaybeTensor a_outer,
-               const Tensor& b, int64_t b_scheme, MaybeTensor b_scale, MaybeTensor b_zero_point, MaybeTensor b_outer,
-               MaybeTensor bias, const Tensor& out, int64_t cols) {
-    lowbit::scaled_mm({a, scheme_for(a_scheme, a.size(0), cols), a_scale, a_zero_point, a_outer},
-                      {b, scheme_for(b_scheme, b.size(0), cols), b_scale, b_zero_point, b_outer}, bias, out, cols);
+void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point,
+               MaybeTensor a_global_scale, const Tensor& b, int64_t b_scheme, MaybeTensor b_scale,
+               MaybeTensor b_zero_point, MaybeTensor b_global_scale, MaybeTensor bias, const Tensor& out,
+               int64_t cols) {
+    lowbit::scaled_mm({a, scheme_for(a_scheme, a.size(0), cols), a_scale, a_zero_point, a_global_scale},
+                      {b, scheme_for(b_scheme, b.size(0), cols), b_scale, b_zero_point, b_global_scale}, bias, out,
+                      cols);
 }
 
 void linear(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor input_zero_point,
-            MaybeTensor input_outer, const Tensor& weight, int64_t scheme, MaybeTensor scale, MaybeTensor zero_point,
-            MaybeTensor outer, MaybeTensor bias, int64_t out_scheme, MaybeTensor out_scale, MaybeTensor out_zero_point,
-            const Tensor& out) {
+            MaybeTensor input_global_scale, const Tensor& weight, int64_t scheme, MaybeTensor scale,
+            MaybeTensor zero_point, MaybeTensor global_scale, MaybeTensor bias, int64_t out_scheme,
+            MaybeTensor out_scale, MaybeTensor out_zero_point, const Tensor& out) {
     const int64_t cols = x.size(x.dim() - 1), rows = cols > 0 ? x.numel() / cols : 0;
     std::optional<Rounded> from, to;
-    if (input >= 0) from = Rounded{kept_scheme(input, rows, cols), input_scale, input_zero_point, input_outer};
+    if (input >= 0) from = Rounded{kept_scheme(input, rows, cols), input_scale, input_zero_point, input_global_scale};
     if (out_scheme >= 0) to = Rounded{kept_scheme(out_scheme, rows, weight.size(0)), out_scale, out_zero_point, {}};
-    lowbit::linear(x, from, {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, outer}, bias, to,
-                   out);
+    lowbit::linear(x, from, {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, global_scale}, bias,
+                   to, out);
 }
 
 void linear_packed(const Tensor& x, const Tensor& packed, MaybeTensor bias, const Tensor& out) {

@@ -14,7 +14,7 @@ namespace mm = cpu::mm;
 struct Coded {
     Tensor data;
     std::optional<SchemeParams> scheme;
-    MaybeTensor scale, zero_point, outer;
+    MaybeTensor scale, zero_point, global_scale;
 };
 
 // The header of a packed weight, in 64-bit words; lowbit/tensor/prepack.py writes it, and says what each word is.
@@ -26,7 +26,7 @@ enum PackedWord : int {
     kPackedCodes = 4,  // where each part begins, in bytes
     kPackedScale = 5,
     kPackedZero = 6,
-    kPackedOuter = 7,
+    kPackedGlobalScale = 7,
     kPackedPanel = 8,     // bytes of a panel
     kPackedHasInput = 9,  // whether x is quantized
     kPackedScheme = 16,   // Scheme.params()
@@ -48,7 +48,7 @@ void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Te
 // The scheme that floats are quantized in, with its scales where they are given.
 struct Rounded {
     SchemeParams scheme;
-    MaybeTensor scale, zero_point, outer;
+    MaybeTensor scale, zero_point, global_scale;
 };
 cpu::Scales given_scales(const Rounded& rounded, cpu::Shape shape);
 // `input`: how x is quantized on the way. `output`: how the result is, into codes; its scales are given.

@@ -91,8 +91,9 @@ Tensor codes_for(const Tensor& x, const SchemeParams& s) {
     return new_tensor(sizes_with(x, cpu::packed_cols(x.size(x.dim() - 1), s.format.bits)), ScalarType::Byte);
 }
 
-std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& outer, const Text& rounding,
-                                  int64_t seed, int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& global_scale,
+                                  const Text& rounding, int64_t seed, int64_t step, int64_t stream, int64_t offset,
+                                  MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s) return std::nullopt;
     const cpu::Shape shape = rows_of(x, "x").shape, blocks = scale_shape(shape, *s);
@@ -101,51 +102,55 @@ std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const May
     const Tensor codes = codes_for(x, *s), scale = new_tensor({blocks.rows, blocks.cols}, scale_type(*s));
     const Tensor zero =
         new_tensor(s->affine ? std::vector<int64_t>{blocks.rows, blocks.cols} : std::vector<int64_t>{0}, zero_type(*s));
-    quantize(x, outer, codes, scale, s->affine ? MaybeTensor(zero) : std::nullopt, *s, *random);
+    quantize(x, global_scale, codes, scale, s->affine ? MaybeTensor(zero) : std::nullopt, *s, *random);
     return Parts{codes, scale, zero};
 }
 
 std::optional<Tensor> quantize_static_new(const Tensor& x, const Text& scheme, const Tensor& scale,
-                                          const MaybeTensor& zero_point, const MaybeTensor& outer, const Text& rounding,
-                                          int64_t seed, int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+                                          const MaybeTensor& zero_point, const MaybeTensor& global_scale,
+                                          const Text& rounding, int64_t seed, int64_t step, int64_t stream,
+                                          int64_t offset, MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s) return std::nullopt;
     const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
     if (!random) return std::nullopt;
     const Tensor codes = codes_for(x, *s);
-    quantize_static(x, scale, zero_point, outer, codes, *s, *random);
+    quantize_static(x, scale, zero_point, global_scale, codes, *s, *random);
     return codes;
 }
 
 bool dequantize_out(const Tensor& codes, const Text& scheme, int64_t cols, const Tensor& scale,
-                    const MaybeTensor& zero_point, const MaybeTensor& outer, ScalarType dtype, const Tensor& out) {
+                    const MaybeTensor& zero_point, const MaybeTensor& global_scale, ScalarType dtype,
+                    const Tensor& out) {
     const auto s = scheme_for(scheme, out);
     if (!s || out.scalar_type() != dtype || !out.is_contiguous() || out.size(out.dim() - 1) != cols) return false;
-    if (codes.dim() != out.dim() || overlap(out, {&codes, &scale, address(zero_point), address(outer)})) return false;
+    if (codes.dim() != out.dim() || overlap(out, {&codes, &scale, address(zero_point), address(global_scale)}))
+        return false;
     for (int64_t i = 0; i + 1 < out.dim(); ++i) {
         if (codes.size(i) != out.size(i)) return false;
     }
-    dequantize(codes, scale, zero_point, outer, out, *s);
+    dequantize(codes, scale, zero_point, global_scale, out, *s);
     return true;
 }
 
 std::optional<Tensor> dequantize_new(const Tensor& codes, const Text& scheme, int64_t cols, const Tensor& scale,
-                                     const MaybeTensor& zero_point, const MaybeTensor& outer, ScalarType dtype) {
+                                     const MaybeTensor& zero_point, const MaybeTensor& global_scale, ScalarType dtype) {
     if (!is_float(dtype) || codes.dim() == 0) return std::nullopt;
     const Tensor out = new_tensor(sizes_with(codes, cols), dtype);
-    if (!dequantize_out(codes, scheme, cols, scale, zero_point, outer, dtype, out)) return std::nullopt;
+    if (!dequantize_out(codes, scheme, cols, scale, zero_point, global_scale, dtype, out)) return std::nullopt;
     return out;
 }
 
 std::optional<Tensor> fake_quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& scale,
-                                        const MaybeTensor& zero_point, const MaybeTensor& outer, const Text& rounding,
-                                        int64_t seed, int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+                                        const MaybeTensor& zero_point, const MaybeTensor& global_scale,
+                                        const Text& rounding, int64_t seed, int64_t step, int64_t stream,
+                                        int64_t offset, MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s || (!scale && zero_point)) return std::nullopt;
     const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
     if (!random) return std::nullopt;
     const Tensor out = new_tensor(sizes_of(x), x.scalar_type());
-    fake_quantize(x, scale, zero_point, outer, out, *s, *random);
+    fake_quantize(x, scale, zero_point, global_scale, out, *s, *random);
     return out;
 }
 
@@ -162,26 +167,26 @@ bool precision_decides(const Tensor& x) {
 }
 
 std::optional<Coded> coded(const Tensor& data, const MaybeText& scheme, const MaybeTensor& scale,
-                           const MaybeTensor& zero_point, const MaybeTensor& outer, int64_t cols) {
+                           const MaybeTensor& zero_point, const MaybeTensor& global_scale, int64_t cols) {
     if (data.dim() != 2 || data.numel() == 0) return std::nullopt;
     if (!scheme) {
-        if (scale || zero_point || outer || precision_decides(data)) return std::nullopt;
+        if (scale || zero_point || global_scale || precision_decides(data)) return std::nullopt;
         return Coded{data, std::nullopt, {}, {}, {}};
     }
     const auto s = named_scheme(scheme->view(), data.size(0), cols);
     if (!s || data.scalar_type() != ScalarType::Byte) return std::nullopt;
-    return Coded{data, s, scale, zero_point, outer};
+    return Coded{data, s, scale, zero_point, global_scale};
 }
 
 bool scaled_mm_out(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme, const MaybeText& b_scheme,
-                   const MaybeTensor& a_scale, const MaybeTensor& a_zero_point, const MaybeTensor& a_outer,
-                   const MaybeTensor& b_scale, const MaybeTensor& b_zero_point, const MaybeTensor& b_outer,
+                   const MaybeTensor& a_scale, const MaybeTensor& a_zero_point, const MaybeTensor& a_global_scale,
+                   const MaybeTensor& b_scale, const MaybeTensor& b_zero_point, const MaybeTensor& b_global_scale,
                    const MaybeTensor& bias, ScalarType out_dtype, const Tensor& out) {
-    const auto left = coded(a, a_scheme, a_scale, a_zero_point, a_outer, cols),
-               right = coded(b, b_scheme, b_scale, b_zero_point, b_outer, cols);
+    const auto left = coded(a, a_scheme, a_scale, a_zero_point, a_global_scale, cols),
+               right = coded(b, b_scheme, b_scale, b_zero_point, b_global_scale, cols);
     if (!left || !right || cols == 0 || out.scalar_type() != out_dtype || out.dim() != 2) return false;
-    if (overlap(out, {&a, &b, address(a_scale), address(a_zero_point), address(a_outer), address(b_scale),
-                      address(b_zero_point), address(b_outer), address(bias)})) {
+    if (overlap(out, {&a, &b, address(a_scale), address(a_zero_point), address(a_global_scale), address(b_scale),
+                      address(b_zero_point), address(b_global_scale), address(bias)})) {
         return false;
     }
     scaled_mm(*left, *right, bias, out, cols);
@@ -190,13 +195,13 @@ bool scaled_mm_out(const Tensor& a, const Tensor& b, int64_t cols, const MaybeTe
 
 std::optional<Tensor> scaled_mm_new(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme,
                                     const MaybeText& b_scheme, const MaybeTensor& a_scale,
-                                    const MaybeTensor& a_zero_point, const MaybeTensor& a_outer,
+                                    const MaybeTensor& a_zero_point, const MaybeTensor& a_global_scale,
                                     const MaybeTensor& b_scale, const MaybeTensor& b_zero_point,
-                                    const MaybeTensor& b_outer, const MaybeTensor& bias, ScalarType out_dtype) {
+                                    const MaybeTensor& b_global_scale, const MaybeTensor& bias, ScalarType out_dtype) {
     if (!is_float(out_dtype) || a.dim() != 2 || b.dim() != 2) return std::nullopt;
     const Tensor out = new_tensor({a.size(0), b.size(0)}, out_dtype);
-    if (!scaled_mm_out(a, b, cols, a_scheme, b_scheme, a_scale, a_zero_point, a_outer, b_scale, b_zero_point, b_outer,
-                       bias, out_dtype, out)) {
+    if (!scaled_mm_out(a, b, cols, a_scheme, b_scheme, a_scale, a_zero_point, a_global_scale, b_scale, b_zero_point,
+                       b_global_scale, bias, out_dtype, out)) {
         return std::nullopt;
     }
     return out;
@@ -205,24 +210,24 @@ std::optional<Tensor> scaled_mm_new(const Tensor& a, const Tensor& b, int64_t co
 // What `linear` does to the floats that it is given, and to its result.
 struct Roundings {
     const MaybeText& input;
-    const MaybeTensor &input_scale, &input_zero_point, &input_outer;
+    const MaybeTensor &input_scale, &input_zero_point, &input_global_scale;
     const MaybeText& out_scheme;
     const MaybeTensor &out_scale, &out_zero_point;
 };
 
 // Into a new output, or one that shares no memory with the arguments.
 bool linear_into(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
-                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias, const Roundings& r,
-                 const Tensor& out) {
+                 const MaybeTensor& zero_point, const MaybeTensor& global_scale, const MaybeTensor& bias,
+                 const Roundings& r, const Tensor& out) {
     if (x.numel() == 0 || !is_float(x.scalar_type())) return false;
     const int64_t cols = x.size(x.dim() - 1), rows = x.numel() / cols;
-    const auto codes = coded(weight, scheme, scale, zero_point, outer, cols);
+    const auto codes = coded(weight, scheme, scale, zero_point, global_scale, cols);
     std::optional<Rounded> from, to;
     if (r.input) {
         const auto s = named_scheme(r.input->view(), rows, cols);
         if (!s) return false;
-        from = Rounded{*s, r.input_scale, r.input_zero_point, r.input_outer};
-    } else if (r.input_scale || r.input_zero_point || r.input_outer || precision_decides(x)) {
+        from = Rounded{*s, r.input_scale, r.input_zero_point, r.input_global_scale};
+    } else if (r.input_scale || r.input_zero_point || r.input_global_scale || precision_decides(x)) {
         return false;
     }
     if (r.out_scheme) {
@@ -238,24 +243,24 @@ bool linear_into(const Tensor& x, const Tensor& weight, const Text& scheme, cons
 }
 
 std::optional<Tensor> conv_new(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
-                               const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                               const MaybeTensor& zero_point, const MaybeTensor& global_scale, const MaybeTensor& bias,
                                const Ints& kernel, const Ints& stride, const Ints& padding, const Ints& dilation,
                                int64_t groups, const MaybeText& input, ScalarType out_dtype,
                                const MaybeTensor& input_scale, const MaybeTensor& input_zero_point,
-                               const MaybeTensor& input_outer, const MaybeText& out_scheme,
+                               const MaybeTensor& input_global_scale, const MaybeText& out_scheme,
                                const MaybeTensor& out_scale, const MaybeTensor& out_zero_point) {
     if (!is_float(out_dtype) || x.numel() == 0 || !x.is_contiguous() || weight.dim() != 2) return std::nullopt;
     const mm::Window w = window_of(x, {kernel, stride, padding, dilation, groups});
-    const auto codes = coded(weight, scheme, scale, zero_point, outer, w.depth());
+    const auto codes = coded(weight, scheme, scale, zero_point, global_scale, w.depth());
     std::optional<PixelRounding> from;
     if (input) {
         const auto find = [&](int64_t rows, int64_t cols) { return named_scheme(input->view(), rows, cols); };
-        from = pixel_rounding(w, find, input_scale, input_zero_point, input_outer);
+        from = pixel_rounding(w, find, input_scale, input_zero_point, input_global_scale);
         if (!from || (input_scale && !from->once)) return std::nullopt;
     } else if (input_scale) {
         return std::nullopt;
     }
-    if (!input_scale && (input_zero_point || input_outer)) return std::nullopt;
+    if (!input_scale && (input_zero_point || input_global_scale)) return std::nullopt;
     int64_t width = weight.size(0);
     std::optional<Rounded> to;
     if (out_scheme) {
@@ -275,27 +280,29 @@ std::optional<Tensor> conv_new(const Tensor& x, const Tensor& weight, const Text
 }
 
 bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
-                const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
+                const MaybeTensor& zero_point, const MaybeTensor& global_scale, const MaybeTensor& bias,
                 const MaybeText& input, ScalarType out_dtype, const MaybeTensor& input_scale,
-                const MaybeTensor& input_zero_point, const MaybeTensor& input_outer, const MaybeText& out_scheme,
+                const MaybeTensor& input_zero_point, const MaybeTensor& input_global_scale, const MaybeText& out_scheme,
                 const MaybeTensor& out_scale, const MaybeTensor& out_zero_point, const Tensor& out) {
     if (x.dim() == 0 || out.dim() != x.dim() || out.scalar_type() != (out_scheme ? ScalarType::Byte : out_dtype)) {
         return false;
     }
-    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(outer), address(bias), address(input_scale),
-                      address(input_zero_point), address(input_outer), address(out_scale), address(out_zero_point)})) {
+    if (overlap(out, {&x, &weight, &scale, address(zero_point), address(global_scale), address(bias),
+                      address(input_scale), address(input_zero_point), address(input_global_scale), address(out_scale),
+                      address(out_zero_point)})) {
         return false;
     }
-    return linear_into(x, weight, scheme, scale, zero_point, outer, bias,
-                       {input, input_scale, input_zero_point, input_outer, out_scheme, out_scale, out_zero_point}, out);
+    return linear_into(
+        x, weight, scheme, scale, zero_point, global_scale, bias,
+        {input, input_scale, input_zero_point, input_global_scale, out_scheme, out_scale, out_zero_point}, out);
 }
 
 std::optional<Tensor> linear_new(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
-                                 const MaybeTensor& zero_point, const MaybeTensor& outer, const MaybeTensor& bias,
-                                 const MaybeText& input, ScalarType out_dtype, const MaybeTensor& input_scale,
-                                 const MaybeTensor& input_zero_point, const MaybeTensor& input_outer,
-                                 const MaybeText& out_scheme, const MaybeTensor& out_scale,
-                                 const MaybeTensor& out_zero_point) {
+                                 const MaybeTensor& zero_point, const MaybeTensor& global_scale,
+                                 const MaybeTensor& bias, const MaybeText& input, ScalarType out_dtype,
+                                 const MaybeTensor& input_scale, const MaybeTensor& input_zero_point,
+                                 const MaybeTensor& input_global_scale, const MaybeText& out_scheme,
+                                 const MaybeTensor& out_scale, const MaybeTensor& out_zero_point) {
     if (!is_float(out_dtype) || x.dim() == 0 || weight.dim() != 2) return std::nullopt;
     int64_t width = weight.size(0);
     if (out_scheme) {
@@ -304,8 +311,8 @@ std::optional<Tensor> linear_new(const Tensor& x, const Tensor& weight, const Te
         width = cpu::packed_cols(width, s->format.bits);
     }
     const Tensor out = new_tensor(sizes_with(x, width), out_scheme ? ScalarType::Byte : out_dtype);
-    const Roundings r{input, input_scale, input_zero_point, input_outer, out_scheme, out_scale, out_zero_point};
-    if (!linear_into(x, weight, scheme, scale, zero_point, outer, bias, r, out)) return std::nullopt;
+    const Roundings r{input, input_scale, input_zero_point, input_global_scale, out_scheme, out_scale, out_zero_point};
+    if (!linear_into(x, weight, scheme, scale, zero_point, global_scale, bias, r, out)) return std::nullopt;
     return out;
 }
 

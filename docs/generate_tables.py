@@ -60,7 +60,7 @@ def scalings() -> str:
         found = find_scaling(example)
         assert isinstance(found, Scaling), example
         block = " x ".join("all" if size is None else str(size) for size in (found.rows, found.cols))
-        scale = found.scale_format + (" under one fp32 for the tensor" if found.outer else "")
+        scale = found.scale_format + (" under one fp32 for the tensor" if found.global_scale else "")
         return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
 
     return _markdown("scaling | for instance | block, rows x cols | scale", (row(name) for name in SCALINGS))

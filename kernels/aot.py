@@ -97,24 +97,28 @@ def _scheme_cases() -> Iterator[Case]:
         packed = _meta(rows, scheme.packed_cols(cols))
         scale = _meta(*scheme.scale_shape(rows, cols), dtype=scale_dtype(scheme))
         zero = _meta(*scale.shape, dtype=zero_dtype(scheme)) if scheme.affine else None
-        outer = _meta(*scheme.outer_shape(x.shape[0]), dtype=torch.float32) if scheme.outer else None
+        global_scale = (
+            _meta(*scheme.global_scale_shape(x.shape[0]), dtype=torch.float32) if scheme.global_scale else None
+        )
         near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
         fast = index < len(QUICK_SCHEMES)
-        yield Case(f"quantize {name}", launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, near), fast)
+        yield Case(
+            f"quantize {name}", launch.quantize_dynamic(x, scheme, global_scale, packed, scale, zero, near), fast
+        )
         low, high = _meta(*scale.shape, dtype=torch.float32), _meta(*scale.shape, dtype=torch.float32)
         yield Case(f"block_range {name}", launch.block_range(x, low, high, scheme), index in (0, 3))
-        yield Case(f"dequantize {name}", launch.dequantize(packed, scheme, scale, zero, outer, y), fast)
-        made = launch.quantize_dynamic(x, scheme, outer, packed, scale, zero, some)
+        yield Case(f"dequantize {name}", launch.dequantize(packed, scheme, scale, zero, global_scale, y), fast)
+        made = launch.quantize_dynamic(x, scheme, global_scale, packed, scale, zero, some)
         yield Case(f"quantize {name} stochastic", made, index in (0, 2))
-        made = launch.quantize_static(x, scheme, scale, zero, outer, packed, near)
+        made = launch.quantize_static(x, scheme, scale, zero, global_scale, packed, near)
         yield Case(f"quantize_static {name}", made, index in (1, 3))
-        made = launch.quantize_dynamic(x, scheme, outer, y, None, None, near, fake=True)
+        made = launch.quantize_dynamic(x, scheme, global_scale, y, None, None, near, fake=True)
         yield Case(f"fake_quantize {name}", made, index in (1, 5))
         sums = _meta(*([2] if scheme.affine else []), *scale.shape, dtype=torch.float32)
-        made = launch.fake_quantize_backward(y, x, scheme, scale, zero, outer, y, sums)
+        made = launch.fake_quantize_backward(y, x, scheme, scale, zero, global_scale, y, sums)
         yield Case(f"fake_quantize_backward {name}", made, index in (1, 6))
-        if outer is not None:
-            yield Case(f"global_scale {name}", launch.global_scale(x, outer, scheme), fast)
+        if global_scale is not None:
+            yield Case(f"global_scale {name}", launch.global_scale(x, global_scale, scheme), fast)
 
 
 def _products() -> list[tuple[scaling.Scheme, scaling.Scheme]]:

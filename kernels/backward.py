@@ -28,7 +28,7 @@ def in_range(magnitude, sign, zero_point, FMT: tl.constexpr, MAX: tl.constexpr):
 
 @triton.jit(do_not_specialize=GENERAL)
 def fake_quantize_backward(
-    grad_ptr, grad_stride_r, grad_stride_c, x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, outer_ptr,
+    grad_ptr, grad_stride_r, grad_stride_c, x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, global_scale_ptr,
     out_ptr, out_pitch, sums_ptr, rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
     FMT: tl.constexpr, SCALE: tl.constexpr, MAX: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILE: tl.constexpr, GIVEN: tl.constexpr,
@@ -42,15 +42,15 @@ def fake_quantize_backward(
     here = row_ok[:, None] & col_ok[None, :]
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
-    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
+    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     if GIVEN:
-        scale = scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE)
+        scale = scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE)
         zero_point = tl.zeros_like(scale)
         if SCALE[2]:
             zero_point = tl.load(zero_ptr + at, ok, 0).to(tl.int32)
     else:
         high, low = tiles.extremes(sign, magnitude, SCALE[2] or SCALE[6], TILE)
-        _, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
+        _, scale, zero_point = scales.make(high, low, global_scale, FMT, SCALE)
     step = tiles.spread(scale, TILE)
     sign, magnitude = scales.divide(sign, magnitude, step, SCALE)
     zero_point = tiles.spread(zero_point, TILE)

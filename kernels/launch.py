@@ -169,12 +169,12 @@ def _extremes(x: Tensor, tiles: Tiling, both: bool, finite: bool) -> tuple[Launc
 def global_scale(x: Tensor, out: Tensor, scheme: Scheme) -> list[Launch]:
     """The global scale of x into ``out`` fp32 ``[1, 1]``, or those of its rows into ``[rows, 1]``."""
     rows, cols = x.shape
-    tiles = tiling(rows, cols, (1 if scheme.outer == "row" else rows, cols))
+    tiles = tiling(rows, cols, (1 if scheme.global_scale == "row" else rows, cols))
     reduce, high, _ = _extremes(x, tiles, both=False, finite=True)
     count = high.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
     finish = {"high_ptr": high, "out_ptr": out, "count": count, "DIVISOR": scale_spec(scheme)[7], "SIZE": size}
-    return [reduce, Launch(quantize.finish_outer, (-(-count // size),), finish, warps=1)]
+    return [reduce, Launch(quantize.finish_global_scale, (-(-count // size),), finish, warps=1)]
 
 
 def block_range(x: Tensor, low: Tensor, high: Tensor, scheme: Scheme) -> list[Launch]:
@@ -189,7 +189,8 @@ def block_range(x: Tensor, low: Tensor, high: Tensor, scheme: Scheme) -> list[La
 
 
 def quantize_dynamic(
-    x: Tensor, scheme: Scheme, outer: Tensor | None, out: Tensor, scale: Tensor | None, zero_point: Tensor | None,
+    x: Tensor, scheme: Scheme, global_scale: Tensor | None,
+    out: Tensor, scale: Tensor | None, zero_point: Tensor | None,
     rounding: Rounding, fake: bool = False,
 ) -> list[Launch]:  # fmt: skip
     """Scales of x from its own elements, and its codes (packed), or with ``fake`` the numbers that they stand for.
@@ -199,14 +200,21 @@ def quantize_dynamic(
     rows, cols = x.shape
     tiles = tiling(rows, cols, scheme.block_of(rows, cols))
     if tiles.one_pass:
-        return _quantize(x, scheme, tiles, (scale, zero_point, outer), out, rounding, fake, given=False, dynamic=True)
-    made, scale, zero_point = _make_scales(x, scheme, tiles, outer, scale, zero_point)
-    scales = (scale, zero_point, outer)
+        return _quantize(
+            x, scheme, tiles, (scale, zero_point, global_scale), out, rounding, fake, given=False, dynamic=True
+        )
+    made, scale, zero_point = _make_scales(x, scheme, tiles, global_scale, scale, zero_point)
+    scales = (scale, zero_point, global_scale)
     return [*made, *_quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=True)]
 
 
 def _make_scales(
-    x: Tensor, scheme: Scheme, tiles: Tiling, outer: Tensor | None, scale: Tensor | None, zero_point: Tensor | None
+    x: Tensor,
+    scheme: Scheme,
+    tiles: Tiling,
+    global_scale: Tensor | None,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
 ) -> tuple[list[Launch], Tensor, Tensor | None]:
     """Launches that make the scales of blocks larger than tiles, and the tensors that take them, given or new."""
     if scale is None:
@@ -217,7 +225,7 @@ def _make_scales(
     count = high.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
     finish = {
-        "high_ptr": high, "low_ptr": low, "outer_ptr": _dense(outer), "scale_ptr": _pattern(scale),
+        "high_ptr": high, "low_ptr": low, "global_scale_ptr": _dense(global_scale), "scale_ptr": _pattern(scale),
         "zero_ptr": zero_point, "count": count, "blocks_c": tiles.cols.blocks, "FMT": format_spec(scheme.format),
         "SCALE": scale_spec(scheme), "SIZE": size,
     }  # fmt: skip
@@ -225,12 +233,12 @@ def _make_scales(
 
 
 def quantize_static(
-    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, out: Tensor,
+    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, out: Tensor,
     rounding: Rounding, fake: bool = False,
 ) -> list[Launch]:  # fmt: skip
     """Codes of x (packed) for the scales given, or with ``fake`` the numbers that they stand for."""
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
-    scales = (scale.contiguous(), _dense(zero_point), outer)
+    scales = (scale.contiguous(), _dense(zero_point), global_scale)
     return _quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=False)
 
 
@@ -238,13 +246,13 @@ def _quantize(
     x: Tensor, scheme: Scheme, tiles: Tiling, scales: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor,
     rounding: Rounding, fake: bool, given: bool, dynamic: bool,
 ) -> list[Launch]:  # fmt: skip
-    scale, zero_point, outer = scales
+    scale, zero_point, global_scale = scales
     bits = scheme.format.bits
     fused = fake or tiles.packs(bits)
     codes = out if fused else torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     more = {
         "scale_ptr": None if scale is None else _pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
-        "outer_ptr": _dense(outer), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1],
+        "global_scale_ptr": _dense(global_scale), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1],
         "out_bytes": codes.shape[1], "rows": x.shape[0], "cols": x.shape[1],
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(x), "TILE": tiles.constexpr(),
         "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake, "STORE_SCALE": scale is not None and not given,
@@ -256,7 +264,7 @@ def _quantize(
 
 
 def dequantize(
-    codes: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, out: Tensor
+    codes: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, out: Tensor
 ) -> list[Launch]:
     """Numbers ``out [rows, cols]`` of packed codes."""
     rows, cols = out.shape
@@ -264,7 +272,8 @@ def dequantize(
     more = {
         "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "codes_bytes": codes.shape[1],
         "scale_ptr": _pattern(scale.contiguous()), "zero_ptr": _dense(zero_point),
-        "outer_ptr": _dense(outer), "out_ptr": _pattern(out), "out_pitch": cols, "rows": rows, "cols": cols,
+        "global_scale_ptr": _dense(global_scale), "out_ptr": _pattern(out),
+        "out_pitch": cols, "rows": rows, "cols": cols,
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(out),
         "TILE": tiles.constexpr(), "PAIRS": _pairs(tiles, scheme.format.bits),
     }  # fmt: skip
@@ -272,7 +281,8 @@ def dequantize(
 
 
 def fake_quantize_backward(
-    grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor | None, zero_point: Tensor | None, outer: Tensor | None,
+    grad: Tensor, x: Tensor, scheme: Scheme,
+    scale: Tensor | None, zero_point: Tensor | None, global_scale: Tensor | None,
     out: Tensor, grad_scale: Tensor | None,
 ) -> list[Launch]:  # fmt: skip
     """Gradients of x into ``out``, of given scales and zero points into ``grad_scale`` fp32; scales of x itself are
@@ -281,7 +291,7 @@ def fake_quantize_backward(
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
     launches: list[Launch] = []
     if scale is None and not tiles.one_pass:
-        launches, scale, zero_point = _make_scales(x, scheme, tiles, outer, None, None)
+        launches, scale, zero_point = _make_scales(x, scheme, tiles, global_scale, None, None)
     pieces = tiles.rows.pieces * tiles.cols.pieces
     sums = grad_scale
     if grad_scale is not None and pieces > 1:
@@ -289,7 +299,7 @@ def fake_quantize_backward(
     more = {
         "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
         "scale_ptr": None if scale is None else _pattern(scale.contiguous()),
-        "zero_ptr": _dense(zero_point), "outer_ptr": _dense(outer),
+        "zero_ptr": _dense(zero_point), "global_scale_ptr": _dense(global_scale),
         "out_ptr": _pattern(out), "out_pitch": x.shape[1], "sums_ptr": sums, "rows": x.shape[0], "cols": x.shape[1],
         "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "MAX": scheme.format.max, "DTYPE": _dtype(x),
         "GRAD_DTYPE": _dtype(grad), "TILE": tiles.constexpr(), "GIVEN": scale is not None,
@@ -328,8 +338,8 @@ def adamw(
 
 # -- matrix product ----------------------------------------------------------------------------------------------------
 def scaled_mm(
-    a: Tensor, a_scheme: Scheme, a_scale: Tensor, a_outer: Tensor | None,
-    b: Tensor, b_scheme: Scheme, b_scale: Tensor, b_outer: Tensor | None,
+    a: Tensor, a_scheme: Scheme, a_scale: Tensor, a_global_scale: Tensor | None,
+    b: Tensor, b_scheme: Scheme, b_scale: Tensor, b_global_scale: Tensor | None,
     bias: Tensor | None, out: Tensor, depth: int,
 ) -> list[Launch]:  # fmt: skip
     """``out [M, N] = a [M, packed K] @ b [N, packed K].T`` of codes whose scales each span whole rows."""
@@ -340,8 +350,8 @@ def scaled_mm(
     arguments = {
         "a_ptr": a, "a_stride_r": a.stride(0), "a_stride_c": a.stride(1), "a_bytes": a.shape[1],
         "b_ptr": b, "b_stride_r": b.stride(0), "b_stride_c": b.stride(1), "b_bytes": b.shape[1],
-        "a_scale_ptr": _pattern(a_scale.contiguous()), "a_outer_ptr": _dense(a_outer),
-        "b_scale_ptr": _pattern(b_scale.contiguous()), "b_outer_ptr": _dense(b_outer),
+        "a_scale_ptr": _pattern(a_scale.contiguous()), "a_global_scale_ptr": _dense(a_global_scale),
+        "b_scale_ptr": _pattern(b_scale.contiguous()), "b_global_scale_ptr": _dense(b_global_scale),
         "bias_ptr": None if bias is None else _pattern(bias.contiguous()), "out_ptr": _pattern(out),
         "rows": rows, "cols": cols, "depth": depth,
         "a_block": a_scheme.block_of(rows, depth)[0], "b_block": b_scheme.block_of(cols, depth)[0],

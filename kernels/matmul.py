@@ -29,16 +29,16 @@ def operand(ptr, stride_r, stride_c, bytes_a_row, row, k, row_ok, k_ok, FMT: tl.
 
 
 @triton.jit
-def row_scale(ptr, outer_ptr, row, row_ok, block, SCALE: tl.constexpr):
+def row_scale(ptr, global_scale_ptr, row, row_ok, block, SCALE: tl.constexpr):
     """fp32 scales of rows, ``block`` rows to a scale."""
-    outer = scales.load_outer(outer_ptr, row, row_ok, 1, SCALE)
-    return scales.widen(tl.load(ptr + row // block, row_ok, 0), outer, SCALE).to(tl.float32, bitcast=True)
+    global_scale = scales.load_global_scale(global_scale_ptr, row, row_ok, 1, SCALE)
+    return scales.widen(tl.load(ptr + row // block, row_ok, 0), global_scale, SCALE).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=GENERAL)
 def scaled_mm(
     a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
-    a_scale_ptr, a_outer_ptr, b_scale_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    a_scale_ptr, a_global_scale_ptr, b_scale_ptr, b_global_scale_ptr, bias_ptr, out_ptr,
     rows, cols, depth, a_block, b_block,
     A: tl.constexpr, A_SCALE: tl.constexpr, B: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, OPERAND: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -61,8 +61,8 @@ def scaled_mm(
         a = operand(a_ptr, a_stride_r, a_stride_c, a_bytes, row, k, row_ok, k < depth, A, OPERAND)
         b = operand(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k < depth, B, OPERAND)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee", out_dtype=total.dtype)
-    a_scale = row_scale(a_scale_ptr, a_outer_ptr, row, row_ok, a_block, A_SCALE)
-    b_scale = row_scale(b_scale_ptr, b_outer_ptr, col, col_ok, b_block, B_SCALE)
+    a_scale = row_scale(a_scale_ptr, a_global_scale_ptr, row, row_ok, a_block, A_SCALE)
+    b_scale = row_scale(b_scale_ptr, b_global_scale_ptr, col, col_ok, b_block, B_SCALE)
     out = total.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
     if BIAS >= 0:
         sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)

@@ -42,7 +42,7 @@ def reduce_extremes(
 
 
 @triton.jit(do_not_specialize=GENERAL)
-def finish_outer(high_ptr, out_ptr, count, DIVISOR: tl.constexpr, SIZE: tl.constexpr):
+def finish_global_scale(high_ptr, out_ptr, count, DIVISOR: tl.constexpr, SIZE: tl.constexpr):
     """``count`` fp32 global scales from the largest finite magnitude of what each spans."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     amax = tl.load(high_ptr + at, at < count, 0)
@@ -65,7 +65,7 @@ def finish_range(high_ptr, low_ptr, out_high_ptr, out_low_ptr, count, SIZE: tl.c
 
 @triton.jit(do_not_specialize=GENERAL)
 def finish_scales(
-    high_ptr, low_ptr, outer_ptr, scale_ptr, zero_ptr, count, blocks_c,
+    high_ptr, low_ptr, global_scale_ptr, scale_ptr, zero_ptr, count, blocks_c,
     FMT: tl.constexpr, SCALE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Stored scales and zero points from the extremes of ``count`` blocks."""
@@ -75,8 +75,8 @@ def finish_scales(
     low = high
     if SCALE[2] or SCALE[6]:
         low = tl.load(low_ptr + at, ok, 0)
-    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
-    raw, _, zero_point = scales.make(high, low, outer, FMT, SCALE)
+    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
+    raw, _, zero_point = scales.make(high, low, global_scale, FMT, SCALE)
     tl.store(scale_ptr + at, raw.to(scale_ptr.dtype.element_ty), ok)
     if SCALE[2]:
         tl.store(zero_ptr + at, zero_point.to(zero_ptr.dtype.element_ty), ok)
@@ -84,7 +84,7 @@ def finish_scales(
 
 @triton.jit(do_not_specialize=GENERAL)
 def quantize(
-    x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, outer_ptr, out_ptr, out_pitch, out_bytes,
+    x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, global_scale_ptr, out_ptr, out_pitch, out_bytes,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
     seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
@@ -101,15 +101,15 @@ def quantize(
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
     sign, magnitude = load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
-    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
+    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     if GIVEN:
-        scale = scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE)
+        scale = scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE)
         zero_point = tl.zeros_like(scale)
         if SCALE[2]:
             zero_point = tl.load(zero_ptr + at, ok, 0).to(tl.int32)
     else:
         high, low = tiles.extremes(sign, magnitude, SCALE[2] or SCALE[6], TILE)
-        raw, scale, zero_point = scales.make(high, low, outer, FMT, SCALE)
+        raw, scale, zero_point = scales.make(high, low, global_scale, FMT, SCALE)
         if STORE_SCALE:
             tl.store(scale_ptr + at, raw.to(scale_ptr.dtype.element_ty), ok)
             if SCALE[2]:
@@ -153,7 +153,7 @@ def canonical(zero_point, FMT: tl.constexpr):
 
 @triton.jit(do_not_specialize=GENERAL)
 def dequantize(
-    codes_ptr, stride_r, stride_c, codes_bytes, scale_ptr, zero_ptr, outer_ptr, out_ptr, out_pitch,
+    codes_ptr, stride_r, stride_c, codes_bytes, scale_ptr, zero_ptr, global_scale_ptr, out_ptr, out_pitch,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -163,8 +163,8 @@ def dequantize(
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
     code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, codes_bytes, FMT[1], PAIRS)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
-    outer = scales.load_outer(outer_ptr, at, ok, blocks_c, SCALE)
-    scale = tiles.spread(scales.widen(tl.load(scale_ptr + at, ok, 0), outer, SCALE), TILE)
+    global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
+    scale = tiles.spread(scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE), TILE)
     zero_point = 0
     if SCALE[2]:
         zero_point = tiles.spread(tl.load(zero_ptr + at, ok, 0).to(tl.int32), TILE)

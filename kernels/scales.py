@@ -1,8 +1,8 @@
 """Device functions: a block's extremes to its stored scale, and stored scales to fp32.
 
-Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, rounding, affine, outer, divisor,
-floor_log2(divisor), full, outer divisor)``. ``rounding``: of E8M0 the fraction of an amount above which the exponent is
-one more; of E4M3 whether codes are rounded up. ``outer``: 0 no global scale, 1 one for the tensor, 2 one a row.
+Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, rounding, affine, global_scale,
+divisor, floor_log2(divisor), full, global_scale divisor)``. ``rounding``: of E8M0 the fraction of an amount above which
+the exponent is one more; of E4M3 whether codes are rounded up. ``global_scale``: 0 none, 1 one a tensor, 2 one a row.
 
 Source: docs/numerics.md section 5.
 """
@@ -15,16 +15,16 @@ from lowbit.kernels import bits
 from lowbit.kernels.spec import format_spec
 from lowbit.scaling import SCALE_FORMATS
 
-#: FMT of the float format that block scales below an global scale are stored in.
+#: FMT of the float format that block scales below a global scale are stored in.
 INNER = tl.constexpr(format_spec(find(next(row.name for row in SCALE_FORMATS.values() if row.id == 4))))
 
 
 @triton.jit
-def make(high, low, outer, FMT: tl.constexpr, SCALE: tl.constexpr):
+def make(high, low, global_scale, FMT: tl.constexpr, SCALE: tl.constexpr):
     """Stored scale (raw int32), its fp32 bits, and the zero point of blocks.
 
     ``high`` and ``low``: fp32 bits of max(0, max) and of max(0, -min), or both the amax where a scale takes no more;
-    Inf and NaN count as what they are. ``outer``: the fp32 global scale, read when the scheme has one.
+    Inf and NaN count as what they are. ``global_scale``: the fp32 global scale, read when the scheme has one.
     """
     damaged = tl.maximum(high, low) >= 0x7F800000
     extent = tl.maximum(high, low)
@@ -35,7 +35,7 @@ def make(high, low, outer, FMT: tl.constexpr, SCALE: tl.constexpr):
     if SCALE[0] == 3:
         raw, scale = _make_e8m0(extent, damaged, SCALE)
     elif SCALE[0] == 4:
-        raw, scale = _make_e4m3(extent, damaged, outer, SCALE)
+        raw, scale = _make_e4m3(extent, damaged, global_scale, SCALE)
     else:
         raw, scale = _make_float(extent, damaged, SCALE)
     if SCALE[6]:
@@ -91,9 +91,9 @@ def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _make_e4m3(extent, damaged, outer, SCALE: tl.constexpr):
+def _make_e4m3(extent, damaged, global_scale, SCALE: tl.constexpr):
     inner = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4])
-    above = outer.to(tl.int32, bitcast=True)
+    above = global_scale.to(tl.int32, bitcast=True)
     sign = (above >> 31) & 1
     limit = above & 0x7FFFFFFF
     limit = tl.where(limit == 0, 0x7F800000, limit).to(tl.float32, bitcast=True)
@@ -103,7 +103,7 @@ def _make_e4m3(extent, damaged, outer, SCALE: tl.constexpr):
         code = _round_up_e4m3(wanted) | (sign << 7)
     else:
         code = bits.encode_float(sign, wanted, 0, INNER, True, False)
-    scale = _product(bits.decode(code, 0, INNER), outer)
+    scale = _product(bits.decode(code, 0, INNER), global_scale)
     return tl.where(damaged, 0x7F, code), tl.where(damaged, 0x7FC00000, scale)
 
 
@@ -118,15 +118,15 @@ def _round_up_e4m3(magnitude):
 
 
 @triton.jit
-def _product(block, outer):
+def _product(block, global_scale):
     """fp32 bits of a block's scale (fp32 bits) times the global one; the sign is the product's, a NaN's too."""
-    sign = (block ^ outer.to(tl.int32, bitcast=True)) & -0x80000000
-    product = (block.to(tl.float32, bitcast=True) * outer).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    sign = (block ^ global_scale.to(tl.int32, bitcast=True)) & -0x80000000
+    product = (block.to(tl.float32, bitcast=True) * global_scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(product > 0x7F800000, 0x7FC00000, product) | sign
 
 
 @triton.jit
-def load_outer(ptr, at, ok, blocks_c, SCALE: tl.constexpr):
+def load_global_scale(ptr, at, ok, blocks_c, SCALE: tl.constexpr):
     """The global scales of blocks, by their linear indices ``at``: one for all, or that of each one's row."""
     if SCALE[3] == 2:
         return tl.load(ptr + at // blocks_c, ok, 1.0)
@@ -137,13 +137,13 @@ def load_outer(ptr, at, ok, blocks_c, SCALE: tl.constexpr):
 
 
 @triton.jit
-def widen(raw, outer, SCALE: tl.constexpr):
-    """fp32 bits of stored scales (any sign; a NaN keeps it); ``outer``: fp32, read when the scheme has one."""
+def widen(raw, global_scale, SCALE: tl.constexpr):
+    """fp32 bits of stored scales (any sign; a NaN keeps it); ``global_scale``: fp32, read when the scheme has one."""
     if SCALE[0] == 3:
         code = raw.to(tl.int32)
         return tl.where(code == 255, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
     elif SCALE[0] == 4:
-        return _product(bits.decode(raw.to(tl.int32), 0, INNER), outer)
+        return _product(bits.decode(raw.to(tl.int32), 0, INNER), global_scale)
     else:
         sign, magnitude = bits.split(raw, SCALE[0])
         return magnitude | (sign << 31)

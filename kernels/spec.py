@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from lowbit.formats import Format, fp32_bits, fp32_value
-from lowbit.scaling import OUTER_SPANS, Scheme
+from lowbit.scaling import GLOBAL_SCALE_SPANS, Scheme
 
 #: torch dtypes of inputs and outputs by the number that kernels know them by.
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -55,8 +55,9 @@ def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
     kind = scheme.scale_format.name
     return (
         scheme.scale_format.id, scheme.raise_above if kind == "e8m0" else int(scheme.rounding == "ceil"),
-        int(scheme.affine), OUTER_SPANS.index(scheme.outer), divisor, math.frexp(divisor)[1] - 1, int(scheme.full),
-        fp32_value(fp32_bits(scheme.outer_divisor)) if scheme.outer else 1.0,
+        int(scheme.affine), GLOBAL_SCALE_SPANS.index(scheme.global_scale),
+        divisor, math.frexp(divisor)[1] - 1, int(scheme.full),
+        fp32_value(fp32_bits(scheme.global_scale_divisor)) if scheme.global_scale else 1.0,
     )  # fmt: skip
 
 

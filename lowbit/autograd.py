@@ -58,9 +58,11 @@ def _fake_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, scale, zero_point, outer = ctx.saved_tensors
+    x, scale, zero_point, global_scale = ctx.saved_tensors
     with on_backend(ctx.backend):
-        grad_x, grad_scale = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)
+        grad_x, grad_scale = torch.ops.lowbit.fake_quantize_backward(
+            grad, x, ctx.scheme, scale, zero_point, global_scale
+        )
     of_scale = grad_scale if zero_point is None else grad_scale[0]
     return grad_x, None, of_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
 
@@ -76,7 +78,7 @@ def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) -> tuple[Tensor | None, ...]:
     """The mask that selected ``grad`` selects its gradient; nearly everywhere it does not change with x and scale."""
-    x, scale, zero_point, outer = ctx.saved_tensors
+    x, scale, zero_point, global_scale = ctx.saved_tensors
     if grad_of_scale is not None and scale is not None:
         raise RuntimeError(
             "lowbit.fake_quantize: the gradient of its scale has no derivative; take second derivatives of x's alone, "
@@ -86,7 +88,7 @@ def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) 
     masked = None
     if wants_grad and grad is not None:
         with on_backend(ctx.backend):
-            masked = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, outer)[0]
+            masked = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, global_scale)[0]
     zero_x, zero_scale = (torch.zeros_like(t) if wants else None for t, wants in ((x, wants_x), (scale, wants_scale)))
     return masked, zero_x, None, zero_scale, None, None
 

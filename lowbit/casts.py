@@ -305,7 +305,7 @@ class Recipe:
 
 def _folds(scheme: Scheme) -> bool:
     one_a_row = scheme.block == (1, None)
-    return one_a_row and not scheme.affine and not scheme.outer and scheme.scale_format.dtype != "uint8"
+    return one_a_row and not scheme.affine and not scheme.global_scale and scheme.scale_format.dtype != "uint8"
 
 
 def refuse_beyond(recipe: Recipe, what: str, roles: Iterable[str], **able: tuple[str | None, ...]) -> None:
@@ -318,7 +318,7 @@ def refuse_beyond(recipe: Recipe, what: str, roles: Iterable[str], **able: tuple
     for role in roles:
         if role in casts and casts[role].scale == "static" and "static" in able.get("scale", ()):
             found = casts[role].scheme
-            if found.block[0] is not None or found.outer:
+            if found.block[0] is not None or found.global_scale:
                 raise ValueError(
                     f"recipe {recipe.name!r}: static scales are the same for every row, and {role} is in {found}, "
                     f"which has scales for rows; use {found.format.name}:tensor, or scale='current'"

@@ -58,14 +58,14 @@ class Scaling:
     """Blocks of ``rows x cols`` elements (``None``: the whole axis), each with one scale.
 
     A tensor of any rank is seen as ``[rows, cols]`` with cols its last axis; blocks at the edges are smaller.
-    ``outer`` adds one fp32 scale for the whole tensor, the global scale, above the blocks' scales.
+    ``global_scale`` adds one fp32 scale for the whole tensor, the global scale, above the blocks' scales.
     """
 
     name: str
     rows: int | None
     cols: int | None
     scale_format: str = "fp32"
-    outer: bool = False
+    global_scale: bool = False
 
     def transposed(self) -> Scaling:
         return replace(self, rows=self.cols, cols=self.rows)
@@ -88,11 +88,11 @@ SCALINGS: dict[str, tuple[str, Callable[..., Scaling]]] = {
     "group{g}": (r"group(\d+)", lambda name, g: _sized("group{}", g)),
     "block{r}x{c}": (r"block(\d+)x(\d+)", lambda name, r, c: _sized("block{}x{}", r, c)),
     "mx": ("mx", lambda name: Scaling(name, 1, 32, "e8m0")),
-    "nvfp4": ("nvfp4", lambda name: Scaling(name, 1, 16, "fp8_e4m3", outer=True)),
+    "nvfp4": ("nvfp4", lambda name: Scaling(name, 1, 16, "fp8_e4m3", global_scale=True)),
 }
 
 #: What a global scale spans; positions are what kernels see.
-OUTER_SPANS = (None, "tensor", "row")
+GLOBAL_SCALE_SPANS = (None, "tensor", "row")
 
 #: Short scheme names. Names are API.
 SHORT_NAMES: dict[str, str] = {
@@ -123,7 +123,7 @@ class Scheme:
     """A format with a scaling: everything ``quantize`` needs to know. Made by ``scheme(text)``.
 
     ``block`` is ``(rows, cols)`` with ``None`` for a whole axis. ``rounding`` says how scales are rounded to their
-    format. ``affine`` adds a zero point to each block. ``outer`` is what one fp32 global scale above the blocks' scales
+    format. ``affine`` adds a zero point to each block. ``global_scale`` is what one fp32 scale above the blocks' scales
     spans: ``"tensor"``, ``"row"``, or ``None`` for schemes without one. ``full`` scales signed integers so that the
     element of largest magnitude takes the least code; such scales may be negative.
     """
@@ -134,7 +134,7 @@ class Scheme:
     scale_format: ScaleFormat
     rounding: str
     affine: bool = False
-    outer: str | None = None
+    global_scale: str | None = None
     full: bool = False
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Scheme:
         return float(format.qmax - format.qmin if self.affine else -format.qmin if self.full else format.max)
 
     @property
-    def outer_divisor(self) -> float:
+    def global_scale_divisor(self) -> float:
         """The global scale is the finite amax of what it spans over this, so that every block scale is in range."""
         return self.amax_divisor * formats.find(self.scale_format.name).max
 
@@ -178,9 +178,9 @@ class Scheme:
         r, c = self.block
         return (1 if r is None else -(-rows // r)), (1 if c is None else -(-cols // c))
 
-    def outer_shape(self, rows: int) -> tuple[int, int]:
+    def global_scale_shape(self, rows: int) -> tuple[int, int]:
         """Shape of the global scale of a tensor of ``rows`` rows, for a scheme that has one."""
-        return (rows if self.outer == "row" else 1), 1
+        return (rows if self.global_scale == "row" else 1), 1
 
     def packed_cols(self, cols: int) -> int:
         """Bytes that a row of ``cols`` codes takes."""
@@ -202,15 +202,15 @@ class Scheme:
         """Bytes of the codes, scales (global ones too) and zero points of a tensor of that shape."""
         rows, cols = as_matrix(shape)
         scales = prod(self.scale_shape(rows, cols)) * self.scale_bits // 8
-        outer = 4 * prod(self.outer_shape(rows)) if self.outer else 0
-        return rows * self.packed_cols(cols) + scales + outer
+        global_scale = 4 * prod(self.global_scale_shape(rows)) if self.global_scale else 0
+        return rows * self.packed_cols(cols) + scales + global_scale
 
     def params(self) -> list[int]:
         """The plain integers by which kernels know a scheme, in csrc's order; a block that spans its axis is 0."""
         return [
             *self.format.params(), *(extent or 0 for extent in self.block),
             self.scale_format.id, SCALE_ROUNDINGS[self.rounding], int(self.affine),
-            OUTER_SPANS.index(self.outer), int(self.full),
+            GLOBAL_SCALE_SPANS.index(self.global_scale), int(self.full),
         ]  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     scale_format = SCALE_FORMATS[_SCALE_OPTIONS[chosen[0]] if chosen else scaling.scale_format]
     if "T" in options:
         scaling = scaling.transposed()
-    outer = _outer_of(scaling, scale_format, affine, format, "global_row" in options, fail)
+    global_scale = _global_scale_of(scaling, scale_format, affine, format, "global_row" in options, fail)
     rounding = _rounding_of(format, scale_format, options, fail)
     full = "full" in options
     if full and (affine or format.kind != "integer"):
@@ -303,12 +303,12 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     default = scale_format.roundings[0]
     kept = [o for o in _OPTIONS if o in options and o not in (default, "T")]
     return Scheme(
-        _canonical(format, scaling, kept), format, (scaling.rows, scaling.cols), scale_format, rounding, affine, outer,
-        full,
+        _canonical(format, scaling, kept), format, (scaling.rows, scaling.cols), scale_format, rounding,
+        affine, global_scale, full,
     )  # fmt: skip
 
 
-def _outer_of(
+def _global_scale_of(
     scaling: Scaling, kind: ScaleFormat, affine: bool, format: Format, row: bool, fail: Callable[[str], ValueError]
 ) -> str | None:
     """What the global scale spans; E4M3 scales, and no others, have one above them."""
@@ -345,9 +345,9 @@ def _rounding_of(format: Format, kind: ScaleFormat, options: list[str], fail: Ca
 
 def _canonical(format: Format, scaling: Scaling, options: Sequence[str]) -> str:
     """The one name of a scheme: the short one if there is one; a transposed block's plain name if it has one."""
-    for option, kind, outer in (("e8m0", "e8m0", False), ("e4m3", "fp8_e4m3", True)):
+    for option, kind, global_scale in (("e8m0", "e8m0", False), ("e4m3", "fp8_e4m3", True)):
         if option in options:  # a scaling may have such scales of its own: int8:group32:e8m0 is int8:mx
-            wanted = replace(scaling, scale_format=kind, outer=outer)
+            wanted = replace(scaling, scale_format=kind, global_scale=global_scale)
             for row in filter(None, map(find_scaling, SCALINGS)):
                 for turned in (row, row.transposed()):
                     if turned == replace(wanted, name=row.name):

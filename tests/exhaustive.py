@@ -134,9 +134,9 @@ def scale_all(chunks: list[int]) -> Results:
                 .view(torch.float32)
                 .view(-1, columns)
             )
-            for name, outer in SCALE_RULES.items():
-                boundaries.scale_segments(lb.scheme(name), outer).fill(expected, start)
-                given = None if outer is None else float(outer)
+            for name, global_scale in SCALE_RULES.items():
+                boundaries.scale_segments(lb.scheme(name), global_scale).fill(expected, start)
+                given = None if global_scale is None else float(global_scale)
                 for isa, tally in results[name].items():
                     begun = time.perf_counter()
                     with forced_isa(isa):

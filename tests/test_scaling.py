@@ -51,11 +51,13 @@ def test_the_name_of_a_scheme_is_a_fixed_point(text):
 @given(TEXTS)
 def test_transposing_twice_changes_nothing(text):
     s = parsed(text)
-    if s is None or s.outer == "row":  # blocks turn with the tensor, and a row's global scale would span a column
+    if (
+        s is None or s.global_scale == "row"
+    ):  # blocks turn with the tensor, and a row's global scale would span a column
         return
     t = s.t()
     assert t.block == s.block[::-1] and t.t() == s
-    kept = ("format", "scale_format", "rounding", "affine", "outer", "full")
+    kept = ("format", "scale_format", "rounding", "affine", "global_scale", "full")
     assert [getattr(t, field) for field in kept] == [getattr(s, field) for field in kept]
     assert scheme(t.name) == t
     if "T" not in text.split(":"):
@@ -181,7 +183,7 @@ def test_shapes_and_bytes(s, rows, cols):
     assert s.packed_cols(cols) == (cols * s.format.bits + 7) // 8
     size = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}[s.scale_format.dtype]
     expected = rows * s.packed_cols(cols) + shape[0] * shape[1] * (size + s.affine)
-    expected += {None: 0, "tensor": 4, "row": 4 * rows}[s.outer]
+    expected += {None: 0, "tensor": 4, "row": 4 * rows}[s.global_scale]
     assert s.nbytes((rows, cols)) == expected
     first = len(s.format.params())
     assert s.params()[first : first + 2] == [extent or 0 for extent in s.block]

@@ -41,8 +41,8 @@ enum ScaleFormat : int32_t { kScaleFp32 = 0, kScaleBf16 = 1, kScaleFp16 = 2, kSc
 // SCALE_ROUNDINGS of lowbit/scaling.py: how E8M0 and E4M3 scales are rounded.
 enum ScaleRounding : int32_t { kScaleNearest = 0, kScaleFloor = 1, kScaleCeil = 2 };
 
-// OUTER_SPANS of lowbit/scaling.py: what one global scale above the blocks' scales spans.
-enum OuterSpan : int32_t { kOuterNone = 0, kOuterTensor = 1, kOuterRow = 2 };
+// GLOBAL_SCALE_SPANS of lowbit/scaling.py: what one global scale above the blocks' scales spans.
+enum GlobalScaleSpan : int32_t { kGlobalScaleNone = 0, kGlobalScaleTensor = 1, kGlobalScaleRow = 2 };
 
 // Scheme.params() of lowbit/scaling.py.
 struct SchemeParams {
@@ -51,14 +51,16 @@ struct SchemeParams {
     int64_t block_cols;
     int32_t scale_format;
     int32_t scale_rounding;
-    int32_t affine;  // a zero point in every block
-    int32_t outer;   // OuterSpan
-    int32_t full;    // signed integers: the element of largest magnitude takes the least code
+    int32_t affine;        // a zero point in every block
+    int32_t global_scale;  // GlobalScaleSpan
+    int32_t full;          // signed integers: the element of largest magnitude takes the least code
 };
 constexpr int kSchemeParams = kFormatParams + 7;
 
 // How many global scales a scheme has on a matrix of so many rows.
-static inline int64_t outer_count(const SchemeParams& s, int64_t rows) { return s.outer == kOuterRow ? rows : 1; }
+static inline int64_t global_scale_count(const SchemeParams& s, int64_t rows) {
+    return s.global_scale == kGlobalScaleRow ? rows : 1;
+}
 
 enum Rounding : int32_t { kNearest = 0, kStochastic = 1 };
 

@@ -8,7 +8,7 @@ namespace lowbit {
 
 // What a scheme's scales are computed with, worked out once a call.
 struct ScaleRule {
-    uint32_t divisor, outer_divisor;                      // fp32 bits of Scheme.amax_divisor and outer_divisor
+    uint32_t divisor, global_scale_divisor;               // fp32 bits of Scheme.amax_divisor and global_scale_divisor
     uint32_t raise_above;                                 // Scheme.raise_above, of E8M0 scales
     float qmin, qmax;                                     // of zero points
     int32_t scale_format, ceil, affine, full, is_signed;  // `ceil`: of E4M3 scales
@@ -40,10 +40,10 @@ static inline ScaleRule scale_rule(const SchemeParams& s) {
     const FormatParams &f = s.format, inner = inner_format();
     const float qmin = static_cast<float>(f.qmin), qmax = static_cast<float>(f.qmax);
     const float divisor = s.affine ? qmax - qmin : s.full ? -qmin : largest_value(f);
-    const float outer = divisor * float_of(decode_float(static_cast<uint32_t>(inner.max_code), inner));
+    const float global_scale = divisor * float_of(decode_float(static_cast<uint32_t>(inner.max_code), inner));
     ScaleRule r = {};
     r.divisor = bits_of(divisor);
-    r.outer_divisor = bits_of(outer);
+    r.global_scale_divisor = bits_of(global_scale);
     r.raise_above = s.scale_rounding == kScaleFloor  ? kNever
                     : s.scale_rounding == kScaleCeil ? r.divisor & 0x7fffffu
                                                      : kSevenAndAQuarter;
@@ -76,15 +76,15 @@ LOWBIT_HD uint32_t nan_scale(int32_t scale_format) {
 }
 
 // The one fp32 scale that a stored one stands for.
-LOWBIT_HD float scale_value(uint32_t stored, int32_t scale_format, const float* outer) {
+LOWBIT_HD float scale_value(uint32_t stored, int32_t scale_format, const float* global_scale) {
     uint32_t bits = stored;
     if (scale_format == kScaleBf16) bits = widen_bf16(static_cast<uint16_t>(stored));
     if (scale_format == kScaleFp16) bits = widen_fp16(static_cast<uint16_t>(stored));
     if (scale_format == kScaleE8m0) bits = e8m0_value(stored);
     if (scale_format == kScaleE4m3) bits = decode_float(stored, inner_format());
-    if (outer == nullptr) return float_of(bits);
-    const uint32_t sign = (bits ^ bits_of(*outer)) & kSign;  // a NaN's too
-    return float_of((bits_of(float_of(bits) * *outer) & kMagnitude) | sign);
+    if (global_scale == nullptr) return float_of(bits);
+    const uint32_t sign = (bits ^ bits_of(*global_scale)) & kSign;  // a NaN's too
+    return float_of((bits_of(float_of(bits) * *global_scale) & kMagnitude) | sign);
 }
 
 // fp32 bits of a quotient as a scale: a normal number, and 1 for a block of zeros.
@@ -106,11 +106,12 @@ LOWBIT_HD uint32_t scale_sign(int32_t scale_format) {
 }
 
 // The stored scale of an amount (amax, or range of affine blocks): fp32 bits, positive or zero, finite.
-LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float* outer) {
+LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float* global_scale) {
     if (r.scale_format == kScaleE8m0) return amount == 0 ? 127u : e8m0_code(amount, r.divisor, r.raise_above);
     if (r.scale_format == kScaleE4m3) {
         const float inner = divide(float_of(amount), float_of(r.divisor));
-        return inner_code(bits_of(outer == nullptr ? inner : quotient(inner, divisor_of(*outer))), r.ceil != 0);
+        return inner_code(bits_of(global_scale == nullptr ? inner : quotient(inner, divisor_of(*global_scale))),
+                          r.ceil != 0);
     }
     const uint32_t scale = normal_scale(amount, r.divisor);
     if (r.scale_format == kScaleBf16) return round_up_bf16(scale);
@@ -118,15 +119,15 @@ LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float
 }
 
 // From a block's largest positive and negative magnitudes (fp32 bits; which is which only counts where both_ends()).
-LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r, const float* outer) {
+LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r, const float* global_scale) {
     BlockScale out = {nan_scale(r.scale_format), 0.0f, 0.0f};
     const uint32_t amax = high > low ? high : low;
     if (amax < kInf) {
         uint32_t amount = r.affine != 0 ? bits_of(float_of(high) + float_of(low)) : amax;
-        out.stored = stored_scale(amount < kMaxFinite ? amount : kMaxFinite, r, outer);
+        out.stored = stored_scale(amount < kMaxFinite ? amount : kMaxFinite, r, global_scale);
         if (r.full != 0 && high > low) out.stored ^= scale_sign(r.scale_format);
     }
-    out.value = scale_value(out.stored, r.scale_format, outer);
+    out.value = scale_value(out.stored, r.scale_format, global_scale);
     if (r.affine != 0 && amax < kInf) {
         out.zero_point = clamp(rintf(r.qmin + divide(float_of(low), out.value)), r.qmin, r.qmax);
     }
@@ -134,7 +135,9 @@ LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r,
 }
 
 // fp32 bits of a global scale, for the largest finite magnitude of what it spans.
-LOWBIT_HD uint32_t make_global_scale(uint32_t amax, const ScaleRule& r) { return normal_scale(amax, r.outer_divisor); }
+LOWBIT_HD uint32_t make_global_scale(uint32_t amax, const ScaleRule& r) {
+    return normal_scale(amax, r.global_scale_divisor);
+}
 
 // -- memory ----------------------------------------------------------------------------------------------------------
 
@@ -169,10 +172,10 @@ LOWBIT_HD uint32_t load_scale(const void* scales, int64_t index, int32_t scale_f
     }
 }
 
-LOWBIT_HD BlockScale read_scale(const void* scales, const void* zero_points, const float* outer, int64_t index,
+LOWBIT_HD BlockScale read_scale(const void* scales, const void* zero_points, const float* global_scale, int64_t index,
                                 const ScaleRule& r) {
     BlockScale out = {load_scale(scales, index, r.scale_format), 0.0f, 0.0f};
-    out.value = scale_value(out.stored, r.scale_format, outer);
+    out.value = scale_value(out.stored, r.scale_format, global_scale);
     if (r.affine != 0) {
         const uint8_t zero_point = static_cast<const uint8_t*>(zero_points)[index];
         out.zero_point = r.is_signed ? static_cast<int8_t>(zero_point) : zero_point;

@@ -82,8 +82,8 @@ struct ScaleRow {
     float* zero;     // zero points, of affine schemes alone
 };
 // Whether reciprocals are exact, so that encode multiplies with them.
-inline bool has_inverse(const ScaleRule& rule, const float* outer) {
-    return rule.scale_format == kScaleE8m0 && outer == nullptr;
+inline bool has_inverse(const ScaleRule& rule, const float* global_scale) {
+    return rule.scale_format == kScaleE8m0 && global_scale == nullptr;
 }
 
 // A moment of AdamW on some elements: its codes come, its numbers and their maxima go.
@@ -125,12 +125,12 @@ struct RowKernels {
     uint32_t (*finite_amax)(const void* x, Dtype dtype, int64_t n);
     // Scales of n blocks from their maxima (arrays with room for a multiple of kAlign); keeps them at `scales`, and
     // zero points at `zero_points`, unless null. Whether all are plain (not NaN will do where has_inverse()).
-    bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
-                        void* scales, void* zero_points, const ScaleRow& row);
+    bool (*make_scales)(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule,
+                        const float* global_scale, void* scales, void* zero_points, const ScaleRow& row);
     // The numbers that n stored scales stand for; whether all are such that any element may be divided by way of their
     // reciprocals.
     bool (*read_scales)(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
-                        const float* outer, const ScaleRow& row);
+                        const float* global_scale, const ScaleRow& row);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
     // One step on n elements. new_param may be param; `ahead`: parameters that are prefetched.

@@ -159,13 +159,13 @@ bool is_plain(float scale, float inverse, uint32_t amax) {
     return scale >= kLeastPlain && scale <= kMostPlain && float_of(amax) * inverse < kMostQuotient;
 }
 
-bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* global_scale,
                  void* scales, void* zero_points, const ScaleRow& row) {
-    const bool exact = has_inverse(rule, outer);
+    const bool exact = has_inverse(rule, global_scale);
     bool plain = true;
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t up = high[i], down = rule.both_ends ? low[i] : 0;
-        const BlockScale s = make_scale(up, down, rule, outer);
+        const BlockScale s = make_scale(up, down, rule, global_scale);
         if (scales) write_scale(scales, zero_points, i, rule, s);
         const float inverse = s.value == 0.0f ? 0.0f : 1.0f / s.value;
         spread(s, rule, inverse, i, row);
@@ -174,11 +174,11 @@ bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const Sca
     return plain;
 }
 
-bool read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
-                 const ScaleRow& row) {
+bool read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
+                 const float* global_scale, const ScaleRow& row) {
     bool plain = true;
     for (int64_t i = 0; i < n; ++i) {
-        const BlockScale s = read_scale(scales, zero_points, outer, i, rule);
+        const BlockScale s = read_scale(scales, zero_points, global_scale, i, rule);
         spread(s, rule, s.value == 0.0f ? 0.0f : 1.0f / s.value, i, row);
         plain &= s.value >= kLeastPlain && s.value <= kMostGiven;
     }

@@ -35,8 +35,8 @@ struct Blocks {
     uint32_t rows, cols;              // of a block
     uint32_t block_rows, block_cols;  // numbers of blocks
     ScaleRule rule;
-    bool whole_octets;  // no octet holds elements of two blocks
-    bool outer_by_row;  // each row has a global scale of its own
+    bool whole_octets;         // no octet holds elements of two blocks
+    bool global_scale_by_row;  // each row has a global scale of its own
 
     LOWBIT_HD int64_t index(uint32_t row, uint32_t col) const {
         return static_cast<int64_t>(row / rows) * block_cols + col / cols;
@@ -48,12 +48,12 @@ __device__ __forceinline__ void write_scale(const Scales& to, const Blocks& b, i
 }
 
 // The global scale above block number `index`, or null.
-__device__ __forceinline__ const float* outer_at(const Scales& scales, const Blocks& b, int64_t index) {
-    return b.outer_by_row ? scales.outer + index / b.block_cols : scales.outer;
+__device__ __forceinline__ const float* global_scale_at(const Scales& scales, const Blocks& b, int64_t index) {
+    return b.global_scale_by_row ? scales.global_scale + index / b.block_cols : scales.global_scale;
 }
 
 __device__ __forceinline__ BlockScale read_scale(const Scales& from, const Blocks& b, int64_t index) {
-    return lowbit::read_scale(from.scale, from.zero_point, outer_at(from, b, index), index, b.rule);
+    return lowbit::read_scale(from.scale, from.zero_point, global_scale_at(from, b, index), index, b.rule);
 }
 
 inline const char* make_blocks(const SchemeParams& scheme, int64_t rows, int64_t cols, Blocks* blocks) {
@@ -67,7 +67,7 @@ inline const char* make_blocks(const SchemeParams& scheme, int64_t rows, int64_t
     b.block_cols = static_cast<uint32_t>((cols + b.cols - 1) / b.cols);
     b.rule = scale_rule(scheme);
     b.whole_octets = b.block_cols == 1 || b.cols % 8 == 0;
-    b.outer_by_row = scheme.outer == kOuterRow;
+    b.global_scale_by_row = scheme.global_scale == kGlobalScaleRow;
     return nullptr;
 }
 

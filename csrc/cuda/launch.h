@@ -28,7 +28,7 @@ struct Codes {
 struct Scales {
     void* scale;
     void* zero_point;
-    const float* outer;
+    const float* global_scale;
 };
 
 // Codes are one a byte here.

@@ -88,7 +88,7 @@ lowbit::SchemeParams scheme_of(int64_t number, const lb::Matrix& x) {
 
 int rounding_of(const Ints& rng) { return lowbit::rounding_of(rng); }
 
-lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& outer,
+lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale,
                      const lowbit::SchemeParams& scheme, int64_t rows, int64_t cols) {
     const int64_t blocks =
         ((rows + scheme.block_rows - 1) / scheme.block_rows) * ((cols + scheme.block_cols - 1) / scheme.block_cols);
@@ -99,18 +99,20 @@ lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, co
         return x->data_ptr();
     };
     STD_TORCH_CHECK(
-        (scheme.outer != 0) == outer.has_value() &&
-            (!outer.has_value() || (outer->numel() == lowbit::outer_count(scheme, rows) && outer->is_contiguous())),
+        (scheme.global_scale != 0) == global_scale.has_value() &&
+            (!global_scale.has_value() ||
+             (global_scale->numel() == lowbit::global_scale_count(scheme, rows) && global_scale->is_contiguous())),
         "lowbit: schemes with a global scale, and no others, have global scales, contiguous");
     void* zeros = data(zero_point, "zero_point");
     STD_TORCH_CHECK(!scale.has_value() || (scheme.affine != 0) == (zeros != nullptr),
                     "lowbit: affine schemes, and no others, have zero points");
-    return {data(scale, "scale"), zeros, outer.has_value() ? static_cast<const float*>(outer->data_ptr()) : nullptr};
+    return {data(scale, "scale"), zeros,
+            global_scale.has_value() ? static_cast<const float*>(global_scale->data_ptr()) : nullptr};
 }
 
 // A scheme's blocks, with one number each.
 lowbit::SchemeParams plain(lowbit::SchemeParams scheme) {
-    scheme.outer = scheme.affine = 0;
+    scheme.global_scale = scheme.affine = 0;
     return scheme;
 }
 
@@ -156,7 +158,7 @@ void global_scale(const Tensor& x, Tensor out, int64_t scheme) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
-    STD_TORCH_CHECK(out.numel() == lowbit::outer_count(params, from.rows),
+    STD_TORCH_CHECK(out.numel() == lowbit::global_scale_count(params, from.rows),
                     "lowbit: one global scale for each that x has");
     const Tensor scratch = scratch_of(x, lb::global_scale_scratch(params, from.rows));
     done(lb::launch_global_scale(from, static_cast<float*>(out.data_ptr()), params, scratch.data_ptr(), on.stream()));
@@ -173,58 +175,59 @@ void block_range(const Tensor& x, Tensor low, Tensor high, int64_t scheme) {
                                 scratch.data_ptr(), on.stream()));
 }
 
-void quantize(const Tensor& x, MaybeTensor outer, Tensor codes, Tensor scale, MaybeTensor zero_point, int64_t scheme,
-              Ints rng) {
+void quantize(const Tensor& x, MaybeTensor global_scale, Tensor codes, Tensor scale, MaybeTensor zero_point,
+              int64_t scheme, Ints rng) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
-    const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
+    const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     const Tensor scratch = scratch_of(x, lb::quantize_scratch(params, from.rows, from.cols));
     done(lb::launch_quantize(from, scales, codes_of(codes, "codes", from.rows, from.cols, params.format.bits), params,
                              rounding_of(rng), lowbit::rng_of(rng), scratch.data_ptr(), on.stream()));
 }
 
-void quantize_static(const Tensor& x, Tensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor codes,
+void quantize_static(const Tensor& x, Tensor scale, MaybeTensor zero_point, MaybeTensor global_scale, Tensor codes,
                      int64_t scheme, Ints rng) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
-    const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
+    const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     done(lb::launch_quantize_static(from, scales, codes_of(codes, "codes", from.rows, from.cols, params.format.bits),
                                     params, rounding_of(rng), lowbit::rng_of(rng), on.stream()));
 }
 
-void dequantize(const Tensor& codes, Tensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor out,
+void dequantize(const Tensor& codes, Tensor scale, MaybeTensor zero_point, MaybeTensor global_scale, Tensor out,
                 int64_t scheme) {
     const On on(codes);
     const lb::Matrix to = matrix_of(out, "out");
     const lowbit::SchemeParams params = scheme_of(scheme, to);
     done(lb::launch_dequantize(codes_of(codes, "codes", to.rows, to.cols, params.format.bits),
-                               scales_of(scale, zero_point, outer, params, to.rows, to.cols), to, params, on.stream()));
+                               scales_of(scale, zero_point, global_scale, params, to.rows, to.cols), to, params,
+                               on.stream()));
 }
 
-void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer, Tensor out,
+void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor global_scale, Tensor out,
                    int64_t scheme, Ints rng) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x"), to = matrix_of(out, "out");
     STD_TORCH_CHECK(from.rows == to.rows && from.cols == to.cols && from.dtype == to.dtype,
                     "lowbit: out must have x's shape and dtype");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
-    const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
+    const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     const Tensor scratch = scratch_of(x, scale.has_value() ? 0 : lb::quantize_scratch(params, from.rows, from.cols));
     done(lb::launch_fake_quantize(from, scales, to, params, rounding_of(rng), lowbit::rng_of(rng), scratch.data_ptr(),
                                   on.stream()));
 }
 
-void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor outer,
-                            Tensor grad_x, MaybeTensor grad_scale, int64_t scheme) {
+void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, MaybeTensor zero_point,
+                            MaybeTensor global_scale, Tensor grad_x, MaybeTensor grad_scale, int64_t scheme) {
     const On on(grad);
     const lb::Matrix come = matrix_of(grad, "grad"), from = matrix_of(x, "x"), to = matrix_of(grad_x, "grad_x");
     STD_TORCH_CHECK(from.rows == to.rows && from.cols == to.cols && from.rows == come.rows && from.cols == come.cols &&
                         come.dtype == to.dtype,
                     "lowbit: gradients must have x's shape, and one dtype");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
-    const lb::Scales scales = scales_of(scale, zero_point, outer, params, from.rows, from.cols);
+    const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     float* slopes = nullptr;
     if (grad_scale.has_value()) {
         STD_TORCH_CHECK(scale.has_value() && grad_scale->is_contiguous() &&
@@ -239,7 +242,7 @@ void fake_quantize_backward(const Tensor& grad, Tensor x, MaybeTensor scale, May
 }
 
 lb::MmOperand operand_of(const char* name, const Tensor& data, int64_t scheme, const MaybeTensor& scale,
-                         const MaybeTensor& zero_point, const MaybeTensor& outer, int64_t cols) {
+                         const MaybeTensor& zero_point, const MaybeTensor& global_scale, int64_t cols) {
     require_rows(data, name);
     lb::MmOperand side = {};
     side.coded = scheme >= 0;
@@ -251,16 +254,16 @@ lb::MmOperand operand_of(const char* name, const Tensor& data, int64_t scheme, c
     }
     side.scheme = lowbit::kept_scheme(scheme, data.size(0), cols);
     side.codes = codes_of(data, name, data.size(0), cols, side.scheme.format.bits);
-    side.scales = scales_of(scale, zero_point, outer, side.scheme, data.size(0), cols);
+    side.scales = scales_of(scale, zero_point, global_scale, side.scheme, data.size(0), cols);
     return side;
 }
 
-void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point, MaybeTensor a_outer,
-               const Tensor& b, int64_t b_scheme, MaybeTensor b_scale, MaybeTensor b_zero_point, MaybeTensor b_outer,
-               MaybeTensor bias, Tensor out, int64_t cols) {
+void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point,
+               MaybeTensor a_global_scale, const Tensor& b, int64_t b_scheme, MaybeTensor b_scale,
+               MaybeTensor b_zero_point, MaybeTensor b_global_scale, MaybeTensor bias, Tensor out, int64_t cols) {
     const On on(a);
-    const lb::MmOperand left = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_outer, cols);
-    const lb::MmOperand right = operand_of("b", b, b_scheme, b_scale, b_zero_point, b_outer, cols);
+    const lb::MmOperand left = operand_of("a", a, a_scheme, a_scale, a_zero_point, a_global_scale, cols);
+    const lb::MmOperand right = operand_of("b", b, b_scheme, b_scale, b_zero_point, b_global_scale, cols);
     STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == left.codes.rows && out.size(1) == right.codes.rows,
                     "lowbit: out must be a contiguous [", left.codes.rows, ", ", right.codes.rows, "]");
     lb::MmEpilogue epilogue = {out.data_ptr(), dtype_of(out, "out"), nullptr, lowbit::Dtype::kFloat32};

@@ -88,8 +88,8 @@ enum class Reach { moderate, low, high };
 struct Matrix {
     mm::Operand operand;
     std::vector<uint8_t> data, panels, scales, zeros;
-    std::vector<float> outer;    // one, or one a row
-    std::vector<double> values;  // [rows, cols], decoded
+    std::vector<float> global_scale;  // one, or one a row
+    std::vector<double> values;       // [rows, cols], decoded
     bool integer = false;
 
     Matrix() = default;
@@ -190,8 +190,8 @@ inline double Matrix::scale_of(int64_t row, int64_t at) const {
     const double stored = operand.scale_format == kScaleE4m3
                               ? code_value(kFormats[kIndex_fp8_e4m3], code)
                               : binary_value(scales.data(), static_cast<mm::Element>(operand.scale_format), at);
-    if (operand.outer == nullptr) return stored;
-    return stored * static_cast<double>(outer[static_cast<size_t>(row * operand.outer_row_stride)]);
+    if (operand.global_scale == nullptr) return stored;
+    return stored * static_cast<double>(global_scale[static_cast<size_t>(row * operand.global_scale_row_stride)]);
 }
 
 inline void Matrix::make_codes(int64_t rows, int64_t cols, const FormatRow& format, int scale_format,
@@ -210,10 +210,10 @@ inline void Matrix::make_codes(int64_t rows, int64_t cols, const FormatRow& form
     x.scale_row_stride = x.zero_row_stride = s.row;
     x.scale_col_stride = x.zero_col_stride = s.col;
     if (scale_format == kScaleE4m3) {
-        outer.resize(static_cast<size_t>(x.block_rows == 1 ? rows : 1));
-        for (float& one : outer) one = 0.001f * static_cast<float>(1 + below(1000));
-        x.outer = outer.data();
-        x.outer_row_stride = x.block_rows == 1;
+        global_scale.resize(static_cast<size_t>(x.block_rows == 1 ? rows : 1));
+        for (float& one : global_scale) one = 0.001f * static_cast<float>(1 + below(1000));
+        x.global_scale = global_scale.data();
+        x.global_scale_row_stride = x.block_rows == 1;
     }
     if (integer && scale_format != kScaleE4m3 && below(2)) {  // any that its bytes can hold, also for 4-bit codes
         zeros.resize(static_cast<size_t>(s.size));

@@ -46,18 +46,18 @@ void test_scales(const char* isa, const RowKernels& kernels) {
         if (i % 3 == 0) high[i] = low[i] = 0;
         if (i % 7 == 0) high[i] >>= random_bits() % 31;
     }
-    const float outers[] = {1.0f, 2.5e-4f, 1e-38f, 3e38f, 0.0f, -2.5e-4f, float_of(kNan | kSign)};
-    constexpr int kOuters = sizeof(outers) / sizeof(*outers);
+    const float global_scales[] = {1.0f, 2.5e-4f, 1e-38f, 3e38f, 0.0f, -2.5e-4f, float_of(kNan | kSign)};
+    constexpr int kGlobalScales = sizeof(global_scales) / sizeof(*global_scales);
     for (int scale_format = kScaleFp32; scale_format <= kScaleE4m3; ++scale_format) {
         for (int flags = 0; flags < 16; ++flags) {
             const bool ceil = flags & 1, affine = (flags & 2) && scale_format != kScaleE4m3, is_signed = flags & 4;
             const bool full = (flags & 8) && !affine && scale_format != kScaleE8m0;
-            for (int o = -1; o < kOuters; ++o) {
+            for (int o = -1; o < kGlobalScales; ++o) {
                 if (affine && o >= 0) continue;  // no scheme has both
-                const float* outer = o < 0 ? nullptr : outers + o;
+                const float* global_scale = o < 0 ? nullptr : global_scales + o;
                 ScaleRule rule = {};
                 rule.divisor = bits_of(affine ? 255.0f : flags & 8 ? 0.25f : 28.0f);
-                rule.outer_divisor = bits_of(90000.0f);
+                rule.global_scale_divisor = bits_of(90000.0f);
                 rule.raise_above = ceil ? rule.divisor & 0x7fffffu : is_signed ? 0x680000u : 0x7fffffu;
                 rule.qmin = is_signed ? -128.0f : 0.0f;
                 rule.qmax = is_signed ? 127.0f : 255.0f;
@@ -87,9 +87,9 @@ void test_scales(const char* isa, const RowKernels& kernels) {
                     }
                 } got, wanted, read, read_wanted;
                 auto make = [&](const RowKernels& l, Result& r) {
-                    r.plain =
-                        l.make_scales(high.data(), low.data(), kCount, rule, outer, r.stored.data(), r.zeros.data(),
-                                      {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
+                    r.plain = l.make_scales(high.data(), low.data(), kCount, rule, global_scale, r.stored.data(),
+                                            r.zeros.data(),
+                                            {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
                 };
                 make(kernels, got);
                 make(row_kernels_scalar(), wanted);
@@ -97,7 +97,7 @@ void test_scales(const char* isa, const RowKernels& kernels) {
                 std::vector<uint8_t> any(kCount * static_cast<size_t>(bytes));
                 for (uint8_t& b : any) b = static_cast<uint8_t>(random_bits());
                 auto from = [&](const RowKernels& l, Result& r) {
-                    r.plain = l.read_scales(any.data(), any.data(), kCount, rule, outer,
+                    r.plain = l.read_scales(any.data(), any.data(), kCount, rule, global_scale,
                                             {r.value.data(), r.divisor.data(), r.inverse.data(), r.zero.data()});
                 };
                 from(kernels, read);

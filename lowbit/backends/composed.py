@@ -65,17 +65,17 @@ def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Sca
 
 
 def _quantize(
-    parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme, outer: Tensor | None = None
+    parts: dict[str, Impl], x: Tensor, scheme: scaling.Scheme, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Scales]:
-    """The same by scales made of ``x``, under the global scale ``outer`` if it is given."""
-    if scheme.outer and outer is None:
-        asked = q.OuterScale(x, scheme.name)
-        (outer,) = _empty("global_scale", asked, x.device)
-        parts["global_scale"].run((outer,), asked)
-    call = q.Quantize(x, scheme.name, outer)
+    """The same by scales made of ``x``, under the global scale ``global_scale`` if it is given."""
+    if scheme.global_scale and global_scale is None:
+        asked = q.GlobalScale(x, scheme.name)
+        (global_scale,) = _empty("global_scale", asked, x.device)
+        parts["global_scale"].run((global_scale,), asked)
+    call = q.Quantize(x, scheme.name, global_scale)
     codes, scale, zero = outs = _empty("quantize", call, x.device)
     parts["quantize"].run(outs, call)
-    return codes, Scales(scale, zero if scheme.affine else None, outer)
+    return codes, Scales(scale, zero if scheme.affine else None, global_scale)
 
 
 def _empty(op: str, call: object, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -94,10 +94,12 @@ def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
     if reason is not None:
         return reason
     scheme = scaling.scheme(call.input)
-    outer = x.new_empty(scheme.outer_shape(x.shape[0]), dtype=torch.float32) if scheme.outer else None
-    asked = q.Quantize(x, scheme.name, outer)
+    global_scale = (
+        x.new_empty(scheme.global_scale_shape(x.shape[0]), dtype=torch.float32) if scheme.global_scale else None
+    )
+    asked = q.Quantize(x, scheme.name, global_scale)
     codes, scale, zero = _empty("quantize", asked, "meta")
-    scales = Scales(scale, zero if scheme.affine else None, outer)
+    scales = Scales(scale, zero if scheme.affine else None, global_scale)
     return parts["quantize"].supports(asked) or parts["scaled_mm"].supports(product(call, codes, scales))
 
 
@@ -171,12 +173,12 @@ def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Sca
         return source, Scales()
     scheme = scaling.scheme(call.input)
     if not convolution.spans_tensor(scheme):
-        if scheme.outer != "tensor":
+        if scheme.global_scale != "tensor":
             return source, Scales()
-        asked = q.OuterScale(source, scheme.name)
-        (outer,) = _empty("global_scale", asked, source.device)
-        parts["global_scale"].run((outer,), asked)
-        return source, Scales(global_scale=outer)
+        asked = q.GlobalScale(source, scheme.name)
+        (global_scale,) = _empty("global_scale", asked, source.device)
+        parts["global_scale"].run((global_scale,), asked)
+        return source, Scales(global_scale=global_scale)
     if given is None:
         codes, scales = _quantize(parts, source, scheme)
     else:
@@ -218,10 +220,10 @@ def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None
     data, scales = x, Scales()
     if call.input is not None:
         scheme = scaling.scheme(call.input)
-        outer = torch.empty(scheme.outer_shape(rows), device="meta") if scheme.outer else None
-        made = q.Quantize(x, scheme.name, outer)
+        global_scale = torch.empty(scheme.global_scale_shape(rows), device="meta") if scheme.global_scale else None
+        made = q.Quantize(x, scheme.name, global_scale)
         data, scale, zero = _empty("quantize", made, "meta")
-        scales = Scales(scale, zero if scheme.affine else None, outer)
+        scales = Scales(scale, zero if scheme.affine else None, global_scale)
         asked.append(("quantize", made))
         if call.input_scale is not None:
             given = (call.input_scale, call.input_zero_point, call.input_global_scale)

@@ -40,7 +40,7 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
     outs[0].copy_(packing.unpack(call.packed, call.bits, call.cols))
 
 
-def _global_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+def _global_scale(outs: tuple[Tensor, ...], call: q.GlobalScale) -> None:
     outs[0].copy_(reference.global_scale(call.x, scaling.scheme(call.scheme)))
 
 

@@ -71,7 +71,7 @@ def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
     _start(_launch().unpack(as_rows(call.packed), as_rows(outs[0]), call.bits), call.packed.device)
 
 
-def _global_scale(outs: tuple[Tensor, ...], call: q.OuterScale) -> None:
+def _global_scale(outs: tuple[Tensor, ...], call: q.GlobalScale) -> None:
     _start(_launch().global_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
 
 

@@ -286,12 +286,12 @@ def _weight(name: str, row: dict[str, Any], recipe: Recipe, tensors: dict[str, T
     expected = empty(tuple(shape), recipe.weight, dtype, "meta")
     parts = {part: tensors.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in tensors}
     parts["scale"] = stored_scale(parts["scale"], recipe.weight.name)
-    outer = stored_global(parts.get("global_scale"))
-    if outer is not None:
-        parts["global_scale"] = outer
+    global_scale = stored_global(parts.get("global_scale"))
+    if global_scale is not None:
+        parts["global_scale"] = global_scale
     _check_parts(name, parts, expected.parts)
     return Quantized(
-        parts["codes"], parts["scale"], parts.get("zero_point"), outer, recipe.weight, expected.shape, dtype
+        parts["codes"], parts["scale"], parts.get("zero_point"), global_scale, recipe.weight, expected.shape, dtype
     )  # fmt: skip
 
 

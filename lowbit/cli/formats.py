@@ -133,7 +133,7 @@ def _describe(made: Scheme) -> dict[str, Any]:
         "scale rounding": made.rounding,
         "signed full range": made.full,
         "zero point": made.affine,
-        "global fp32 scale": f"one a {made.outer}" if made.outer else False,
+        "global fp32 scale": f"one a {made.global_scale}" if made.global_scale else False,
         "bits an element (1024 x 1024)": round(8 * made.nbytes(example) / (example[0] * example[1]), 4),
     }
 

@@ -206,7 +206,7 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
     """The quantized layers of ``model``, packed or not, by name (every name of each), outermost ones only."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{above}.") for above in found)
         if kind(module) in ("quantized", "packed") and not inside:
             found[name] = module
     return found

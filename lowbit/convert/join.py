@@ -102,7 +102,12 @@ def _takers(modules: dict[str, nn.Module], node: fx.Node) -> tuple[str, ...]:
         assert scheme is not None and scales is not None
         if isinstance(module, QuantConv) and module.padding_mode != "zeros":
             return ()
-        if scheme.format.bits != 8 or scheme.outer or scales.scale.numel() != 1 or not (signed or is_signed(scheme)):
+        if (
+            scheme.format.bits != 8
+            or scheme.global_scale
+            or scales.scale.numel() != 1
+            or not (signed or is_signed(scheme))
+        ):
             return ()
         key = (scheme.name, *(None if one is None else float(one) for one in scales))
         first = first or key

@@ -137,14 +137,14 @@ def check_model(model: Any) -> None:
 
 def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judge: Judge) -> Iterator[_Candidate]:
     """The modules that ``judge`` has something to say of, with all their names; not those inside of a whole one."""
-    outer: str | None = None  # the module whose inside comes next, if any does: modules come depth first
+    above: str | None = None  # the module whose inside comes next, if any does: modules come depth first
     for key, module in modules.items():
         first = names[key][0]
-        if outer is not None and first.startswith(f"{outer}." if outer else ""):
+        if above is not None and first.startswith(f"{above}." if above else ""):
             continue
         verdict = judge(names[key], module)
         if not verdict.inside:
-            outer = first
+            above = first
         if verdict.adapter is not None or verdict.reason is not None or verdict.error is not None:
             yield _Candidate(names[key], module, verdict)
 

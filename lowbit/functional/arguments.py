@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +11,9 @@ from torch.autograd import forward_ad
 from lowbit.backends import registry
 from lowbit.rounding import Rounding
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 #: Seed, step, stream, offset and pitch of what draws no random bits.
 NO_RANDOM_BITS = (0, 0, 0, 0, None)
 _NEAREST = ("nearest", *NO_RANDOM_BITS)
-
-
-def renamed(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which also takes ``outer_scale``, the name that ``global_scale`` had in lowbit 0.1."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "outer_scale" in kwargs:
-            warnings.warn("outer_scale is called global_scale now", FutureWarning, stacklevel=2)
-            kwargs["global_scale"] = kwargs.pop("outer_scale")
-        return function(*args, **kwargs)
-
-    return call
 
 
 def random_bits(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.calls import call, fill
-from lowbit.functional.arguments import random_bits, refuse_tangents, renamed
+from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.scales import given_scales
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme
@@ -49,7 +49,6 @@ def quantize(
     *,
     return_amax: Literal[True],
 ) -> tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]: ...
-@renamed
 def quantize(
     x: Tensor,
     scheme: str | Scheme,
@@ -110,17 +109,17 @@ def quantize(
 
 
 def _quantize_dynamic(
-    x: Tensor, scheme: Scheme, outer: Tensor | None, rounding: str, rng: list[Any], parts: dict[str, Tensor]
+    x: Tensor, scheme: Scheme, global_scale: Tensor | None, rounding: str, rng: list[Any], parts: dict[str, Tensor]
 ) -> Any:
-    args = (x, scheme.name, outer, rounding, *rng)
+    args = (x, scheme.name, global_scale, rounding, *rng)
     if not parts:
         return call("quantize", *args)
     zero = parts.get("zero_point")
     if zero is None:
         zero = torch.empty(0, dtype=zero_dtype(scheme), device=x.device)
     fill("quantize", *args, codes=parts["codes"], scale=parts["scale"], zero_point=zero)
-    if outer is not None:
-        parts["global_scale"].copy_(outer)
+    if global_scale is not None:
+        parts["global_scale"].copy_(global_scale)
     return parts["codes"], parts["scale"], zero
 
 
@@ -140,7 +139,6 @@ def _copy_given(parts: dict[str, Tensor], scales: tuple[Tensor | None, ...]) -> 
             parts[name].copy_(value)
 
 
-@renamed
 def fake_quantize(
     x: Tensor,
     scheme: str | Scheme,
@@ -160,7 +158,7 @@ def fake_quantize(
     ``|x/s| <= max``) and is 0 elsewhere; scales made from ``x`` are constants. A floating-point ``scale`` that requires
     grad gets its LSQ gradient (arXiv 1902.08153, without the paper's scaling by 1/sqrt(n * qmax)).
 
-    Raises RuntimeError where an ``global_scale``, or a scale that is stored as codes, requires grad: it would get none;
+    Raises RuntimeError where a ``global_scale``, or a scale that is stored as codes, requires grad: it would get none;
     NotImplementedError for forward-mode derivatives.
     Source: docs/numerics.md section 10.
     """

@@ -13,10 +13,14 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
 def given_scales(
-    kind: Scheme, x: Tensor, scale: Tensor | float | None, zero_point: Tensor | int | None, outer: Tensor | float | None
+    kind: Scheme,
+    x: Tensor,
+    scale: Tensor | float | None,
+    zero_point: Tensor | int | None,
+    global_scale: Tensor | float | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Scale, zero point and global scale as ops take them; a two-level scheme's is made where it is not given."""
-    if scale is None and zero_point is None and outer is None and not kind.outer:
+    if scale is None and zero_point is None and global_scale is None and not kind.global_scale:
         return None, None, None
     shape = kind.scale_shape(*as_matrix(tuple(x.shape)))
     if zero_point is not None and scale is None:
@@ -26,11 +30,11 @@ def given_scales(
     if zero_point is not None or (kind.affine and scale is not None):
         zero = _stored_zero(kind, zero_point, shape, x.device)
     level = None
-    if outer is not None:
-        if not kind.outer:
+    if global_scale is not None:
+        if not kind.global_scale:
             raise ValueError(f"{kind} has no global_scale; add ':e4m3' for scales below a global one")
-        level = _stored_global(outer, kind.outer_shape(as_matrix(tuple(x.shape))[0]), x.device)
-    elif kind.outer:
+        level = _stored_global(global_scale, kind.global_scale_shape(as_matrix(tuple(x.shape))[0]), x.device)
+    elif kind.global_scale:
         if scale is not None:
             raise ValueError(f"{kind}: a given scale needs its global_scale too, since the two decode together")
         level = call("global_scale", x.detach(), kind.name)
@@ -53,8 +57,8 @@ def _number(scale: Tensor | float, device: torch.device) -> Tensor:
     return scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32, device=device)
 
 
-def _stored_global(outer: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
-    value = _shaped("global_scale", _number(outer, device), shape)
+def _stored_global(global_scale: Tensor | float, shape: tuple[int, int], device: torch.device) -> Tensor:
+    value = _shaped("global_scale", _number(global_scale, device), shape)
     if value.dtype != torch.float32 and not torch.equal(value.float().double(), value.double()):
         raise ValueError(f"global_scale is stored as fp32, which cannot hold the {value.dtype} given exactly")
     return value.float()

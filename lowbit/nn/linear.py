@@ -30,7 +30,6 @@ __all__ = [
     "is_signed",
     "misfits",
     "plain_state",
-    "rename_parts",
     "result_dtype",
     "scheme_state",
     "wrong_width",
@@ -71,7 +70,7 @@ def empty(
         make((*shape[:-1], scheme.packed_cols(cols)), torch.uint8),
         make(scales, scale_dtype(scheme)),
         make(scales, zero_dtype(scheme)) if scheme.affine else None,
-        make(scheme.outer_shape(rows), torch.float32) if scheme.outer else None,
+        make(scheme.global_scale_shape(rows), torch.float32) if scheme.global_scale else None,
         scheme, torch.Size(shape), dtype,
     )  # fmt: skip
 
@@ -248,7 +247,6 @@ class QuantLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        rename_parts(state_dict, prefix)
         own = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
         wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)
         if wrong:  # nothing of this layer is written
@@ -290,12 +288,6 @@ def _input_state(scales: Scales | None) -> dict[str, Tensor]:
 
 def _bits(part: Tensor) -> Tensor:
     return part.view(_BITS[part.dtype]) if part.is_floating_point() else part
-
-
-def rename_parts(state: dict[str, Any], prefix: str) -> None:
-    """The parts of a layer's weight by today's names, in place; lowbit 0.1 called the global scale ``outer_scale``."""
-    if prefix + "outer_scale" in state:
-        state[prefix + "global_scale"] = state.pop(prefix + "outer_scale")
 
 
 def wrong_width(layer: Any, x: Tensor) -> ValueError:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
 from lowbit.functional import hadamard
-from lowbit.nn.linear import QuantLinear, misfits, plain_state, rename_parts, scheme_state
+from lowbit.nn.linear import QuantLinear, misfits, plain_state, scheme_state
 from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.scaling import Scheme
@@ -147,7 +147,6 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        rename_parts(state_dict, prefix)
         own = plain_state(self.weight)
         given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
         wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)

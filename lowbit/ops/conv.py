@@ -201,8 +201,8 @@ class Weight(NamedTuple):
 
 def group_weight(call: Conv, group: int) -> Weight:
     """The weight of a group. Scales that groups share are repeated, where slices of them would not fit the scheme."""
-    scale, outer = stored_scale(call.scale, call.scheme), stored_global(call.global_scale)
-    whole = Weight(call.weight, call.scheme, scale, call.zero_point, outer)
+    scale, global_scale = stored_scale(call.scale, call.scheme), stored_global(call.global_scale)
+    whole = Weight(call.weight, call.scheme, scale, call.zero_point, global_scale)
     if call.groups == 1:
         return whole
     scheme = scaling.scheme(call.scheme)
@@ -215,11 +215,13 @@ def group_weight(call: Conv, group: int) -> Weight:
     if tall is None:
         return whole._replace(codes=whole.codes[part])
     blocks = slice(group * rows // tall, (group + 1) * rows // tall)
-    outer = whole.global_scale
+    global_scale = whole.global_scale
     return Weight(
         whole.codes[part], whole.scheme, whole.scale[blocks],
         None if whole.zero_point is None else whole.zero_point[blocks],
-        outer if outer is None or scaling.scheme(whole.scheme).outer != "row" else outer[part],
+        global_scale[part]
+        if global_scale is not None and scaling.scheme(whole.scheme).global_scale == "row"
+        else global_scale,
     )  # fmt: skip
 
 
@@ -232,15 +234,17 @@ def _by_row(weight: Weight, scheme: Scheme) -> Weight:
         return scales.repeat_interleave(tall, 0)[:rows]
 
     cols = scheme.block[1]
-    options = [option for option, has in (("affine", scheme.affine), ("global_row", scheme.outer is not None)) if has]
+    options = [
+        option for option, has in (("affine", scheme.affine), ("global_row", scheme.global_scale is not None)) if has
+    ]
     if scheme.scale_format.name != "fp32":
         options.insert(0, {"fp8_e4m3": "e4m3"}.get(scheme.scale_format.name, scheme.scale_format.name))
     words = [scheme.format.name, "row" if cols is None else f"group{cols}", *options]
-    outer = weight.global_scale
+    global_scale = weight.global_scale
     return Weight(
         weight.codes, scaling.scheme(":".join(words)).name, repeated(weight.scale),
         None if weight.zero_point is None else repeated(weight.zero_point),
-        None if outer is None else outer.expand(rows, 1),
+        None if global_scale is None else global_scale.expand(rows, 1),
     )  # fmt: skip
 
 
@@ -271,7 +275,7 @@ def products(call: Conv) -> list[ScaledMM]:
     if call.input is None:
         return [product(call, g, patches(source, call, g, 0, rows), Scales(), dtype) for g in every]
     scheme = scaling.scheme(call.input)
-    outer = reference.global_scale(source, scheme) if scheme.outer == "tensor" else None
+    global_scale = reference.global_scale(source, scheme) if scheme.global_scale == "tensor" else None
     made: list[ScaledMM] = []
     scales = given_scales(call) or Scales()
     if call.x.dtype == torch.uint8:
@@ -279,14 +283,14 @@ def products(call: Conv) -> list[ScaledMM]:
     elif scales.scale is not None:
         codes = reference.quantize_static(source, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
     elif spans_tensor(scheme):
-        codes, scale, zero = reference.quantize(source, scheme, outer, None)
-        scales = Scales(scale, zero, outer)
+        codes, scale, zero = reference.quantize(source, scheme, global_scale, None)
+        scales = Scales(scale, zero, global_scale)
     for g in every:
         if spans_tensor(scheme):
             part = patches(codes, call, g, 0, rows)
         else:
             part = patches(source, call, g, 0, rows)
-            above = reference.global_scale(part, scheme) if scheme.outer == "row" else outer
+            above = reference.global_scale(part, scheme) if scheme.global_scale == "row" else global_scale
             part, scale, zero = reference.quantize(part, scheme, above, None)
             scales = Scales(scale, zero, above)
         made.append(product(call, g, packing.pack(part, scheme.format.bits), scales, dtype))
@@ -373,7 +377,7 @@ def _check_given(call: Conv) -> None:
         return
     scheme, shape = scaling.scheme(call.out_scheme), (call.x.shape[0] * prod(out_sizes(call)), call.weight.shape[0])
     require(
-        call.out_scale is not None and not scheme.outer,
+        call.out_scale is not None and not scheme.global_scale,
         f"lowbit.conv: a result in {scheme} needs a given out_scale, and a scheme without a global scale; for scales "
         "made of the result, quantize what conv returns",
     )

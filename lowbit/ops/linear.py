@@ -101,9 +101,9 @@ def quantized(call: Linear) -> ScaledMM:
         assert scales.scale is not None
         codes = reference.quantize_static(x, scheme, scales.scale, scales.zero_point, scales.global_scale, None)
     else:
-        outer = reference.global_scale(x, scheme) if scheme.outer else None
-        codes, scale, zero = reference.quantize(x, scheme, outer, None)
-        scales = Scales(scale, zero, outer)
+        global_scale = reference.global_scale(x, scheme) if scheme.global_scale else None
+        codes, scale, zero = reference.quantize(x, scheme, global_scale, None)
+        scales = Scales(scale, zero, global_scale)
     return product(call, packing.pack(codes, scheme.format.bits), scales)
 
 
@@ -155,7 +155,7 @@ def _check_given(call: Linear, out_cols: int) -> None:
         return
     scheme = scaling.scheme(call.out_scheme)
     require(
-        call.out_scale is not None and not scheme.outer,
+        call.out_scale is not None and not scheme.global_scale,
         f"lowbit.linear: a result in {scheme} needs a given out_scale, and a scheme without a global scale; for scales "
         "made of the result, quantize what linear returns",
     )

@@ -93,7 +93,7 @@ def state_refusal(scheme: scaling.Scheme) -> str | None:
     rows, cols = scheme.block
     if rows != 1 or cols is None or cols > MAX_RUN:
         return f"its blocks must be one row of at most {MAX_RUN} elements"
-    if scheme.both_ends or scheme.outer:
+    if scheme.both_ends or scheme.global_scale:
         return "moments have neither zero points, nor signed scales, nor a global scale"
     return None
 

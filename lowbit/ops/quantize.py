@@ -23,14 +23,14 @@ from lowbit.ops.spec import (
     require,
     require_codes,
     require_float,
-    require_outer,
+    require_global_scale,
     require_rounding,
     require_scales,
 )
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 
-class OuterScale(NamedTuple):
+class GlobalScale(NamedTuple):
     x: Tensor
     scheme: str
 
@@ -111,8 +111,8 @@ def _scale_outs(x: Tensor, scheme: scaling.Scheme) -> list[Out]:
     return [(shape, scale_dtype(scheme)), (shape if scheme.affine else (0,), zero_dtype(scheme))]
 
 
-def _outer_outputs(call: OuterScale) -> list[Out]:
-    return [(scaling.scheme(call.scheme).outer_shape(matrix_shape(call.x)[0]), torch.float32)]
+def _global_scale_outputs(call: GlobalScale) -> list[Out]:
+    return [(scaling.scheme(call.scheme).global_scale_shape(matrix_shape(call.x)[0]), torch.float32)]
 
 
 def _range_outputs(call: BlockRange) -> list[Out]:
@@ -138,16 +138,16 @@ def _check_x(op: str, x: Tensor, scheme: scaling.Scheme, rounding: str = "neares
     require_rounding(op, rounding, scheme.format)
 
 
-def _check_outer(call: OuterScale) -> None:
+def _check_global_scale(call: GlobalScale) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("global_scale", call.x, scheme)
-    require(bool(scheme.outer), f"lowbit.global_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
+    require(bool(scheme.global_scale), f"lowbit.global_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
 
 
 def _check_quantize(call: Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("quantize", call.x, scheme, call.rounding)
-    require_outer("quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
+    require_global_scale("quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
 
 
 def _check_static(call: QuantizeStatic) -> None:
@@ -177,7 +177,7 @@ def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
         require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.global_scale)
     else:
         require(call.zero_point is None, "lowbit.fake_quantize: a zero_point needs its scale; give both or neither")
-        require_outer("fake_quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
+        require_global_scale("fake_quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
     if isinstance(call, FakeQuantizeBackward):
         require(
             call.grad.shape == call.x.shape,
@@ -225,7 +225,7 @@ def _backward_tolerance(call: FakeQuantizeBackward, numerics: object) -> Tensor:
 
 SPECS = (
     OpSpec(
-        "global_scale", OuterScale, ("out",), _outer_outputs, _check_outer,
+        "global_scale", GlobalScale, ("out",), _global_scale_outputs, _check_global_scale,
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
     ),
     OpSpec(

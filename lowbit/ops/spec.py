@@ -142,9 +142,13 @@ def stored_scale(scale: Tensor, name: str) -> Tensor:
     return scale.view(dtype) if same_bits else scale
 
 
-def stored_global(outer: Tensor | None) -> Tensor | None:
+def stored_global(global_scale: Tensor | None) -> Tensor | None:
     """The same of a global scale."""
-    return outer.view(torch.float32) if outer is not None and outer.dtype == torch.int32 else outer
+    return (
+        global_scale.view(torch.float32)
+        if global_scale is not None and global_scale.dtype == torch.int32
+        else global_scale
+    )
 
 
 def require_scales(
@@ -154,7 +158,7 @@ def require_scales(
     cols: int,
     scale: Tensor,
     zero_point: Tensor | None,
-    outer: Tensor | None,
+    global_scale: Tensor | None,
 ) -> None:
     """Scale, zero point and global scale have the dtype and shape that the scheme keeps them in, and are all there."""
     expected = scheme.scale_shape(rows, cols)
@@ -174,17 +178,17 @@ def require_scales(
                 f"lowbit.{op}: {scheme} keeps zero points as {want} {list(expected)}, "
                 f"got {zero_point.dtype} {list(zero_point.shape)}"
             )
-    require_outer(op, scheme, rows, outer)
+    require_global_scale(op, scheme, rows, global_scale)
 
 
-def require_outer(op: str, scheme: scaling.Scheme, rows: int, outer: Tensor | None) -> None:
-    if (outer is not None) != bool(scheme.outer):
-        raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.outer else 'has no'} global_scale")
-    expected = scheme.outer_shape(rows)
-    if outer is not None and (outer.dtype != torch.float32 or tuple(outer.shape) != expected):
+def require_global_scale(op: str, scheme: scaling.Scheme, rows: int, global_scale: Tensor | None) -> None:
+    if (global_scale is not None) != bool(scheme.global_scale):
+        raise ValueError(f"lowbit.{op}: {scheme} {'needs an' if scheme.global_scale else 'has no'} global_scale")
+    expected = scheme.global_scale_shape(rows)
+    if global_scale is not None and (global_scale.dtype != torch.float32 or tuple(global_scale.shape) != expected):
         raise ValueError(
             f"lowbit.{op}: {scheme} keeps the global_scale of {rows} rows as float32 {list(expected)}, "
-            f"got {outer.dtype} {list(outer.shape)}"
+            f"got {global_scale.dtype} {list(global_scale.shape)}"
         )
 
 

@@ -191,7 +191,7 @@ def _given(x: Tensor, operand: Operand) -> tuple[Tensor | None, ...]:
     """Scale, zero point and global scale as ops take them."""
     if operand.scales is not None:
         return tuple(operand.scales)
-    return None, None, call("global_scale", x, operand.scheme.name) if operand.scheme.outer else None
+    return None, None, call("global_scale", x, operand.scheme.name) if operand.scheme.global_scale else None
 
 
 def _decoded(x: Tensor, operand: Operand) -> Tensor:

@@ -21,7 +21,7 @@ class Operand(NamedTuple):
     scheme: Scheme | None = None
     scale: Tensor | None = None
     zero_point: Tensor | None = None
-    outer: Tensor | None = None
+    global_scale: Tensor | None = None
 
     @property
     def factors_out(self) -> bool:
@@ -33,7 +33,9 @@ class Operand(NamedTuple):
         if self.scheme is None or self.scale is None:
             return self.data.double()
         if scaled:
-            return dequantize(self.data, self.scheme, self.scale, self.zero_point, self.outer, torch.float32).double()
+            return dequantize(
+                self.data, self.scheme, self.scale, self.zero_point, self.global_scale, torch.float32
+            ).double()
         value = decode(self.data, self.scheme.format).double()
         if self.zero_point is None:
             return value
@@ -43,14 +45,16 @@ class Operand(NamedTuple):
         """fp32 ``[rows, K]``: the one scale of each element."""
         assert self.scheme is not None and self.scale is not None
         block = self.scheme.block_of(*self.data.shape)
-        return spread(scale_value(self.scale, self.scheme, self.outer), block, *self.data.shape)
+        return spread(scale_value(self.scale, self.scheme, self.global_scale), block, *self.data.shape)
 
     def row_scale(self) -> Tensor:
         """fp32 ``[rows, 1]``: the scale of each row, where they factor out."""
         rows = self.data.shape[0]
         if self.scheme is None or self.scale is None:
             return torch.ones(rows, 1, device=self.data.device)
-        return spread(scale_value(self.scale, self.scheme, self.outer), self.scheme.block_of(*self.data.shape), rows, 1)
+        return spread(
+            scale_value(self.scale, self.scheme, self.global_scale), self.scheme.block_of(*self.data.shape), rows, 1
+        )
 
 
 #: Elements of a segment of an integer product, at most, and of the blocks along K that make one.

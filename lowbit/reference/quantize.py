@@ -22,20 +22,22 @@ def divide(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def quantize_static(
-    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, rng: Rng | None
+    x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None, rng: Rng | None
 ) -> Tensor:
     """Codes ``[rows, cols]`` (one a byte) of ``x`` for the scales given."""
     require_subnormals(x)
     zero = None if zero_point is None else spread(zero_point, scheme.block_of(*x.shape), *x.shape)
-    return encode(divide(x, scale_value(scale, scheme, outer), scheme), scheme.format, rng, True, zero)
+    return encode(divide(x, scale_value(scale, scheme, global_scale), scheme), scheme.format, rng, True, zero)
 
 
-def quantize(x: Tensor, scheme: Scheme, outer: Tensor | None, rng: Rng | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(
+    x: Tensor, scheme: Scheme, global_scale: Tensor | None, rng: Rng | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes ``[rows, cols]`` (one a byte), scales and zero points of ``x``. Inf or NaN in a block: canonical codes."""
     require_subnormals(x)
-    scale, zero_point = block_scales(x, scheme, outer)
-    codes = quantize_static(x, scheme, scale, zero_point, outer, rng)
-    broken = spread(scale_value(scale, scheme, outer).isnan(), scheme.block_of(*x.shape), *x.shape)
+    scale, zero_point = block_scales(x, scheme, global_scale)
+    codes = quantize_static(x, scheme, scale, zero_point, global_scale, rng)
+    broken = spread(scale_value(scale, scheme, global_scale).isnan(), scheme.block_of(*x.shape), *x.shape)
     format = scheme.format
     canonical = {
         "integer": 0,
@@ -46,7 +48,12 @@ def quantize(x: Tensor, scheme: Scheme, outer: Tensor | None, rng: Rng | None) -
 
 
 def dequantize(
-    codes: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None, dtype: torch.dtype
+    codes: Tensor,
+    scheme: Scheme,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """``code value * s`` in fp32, then one rounding to ``dtype``; ``codes: [rows, cols]``, one a byte."""
     require_subnormals(scale)
@@ -54,18 +61,18 @@ def dequantize(
     value = decode(codes, scheme.format)
     if zero_point is not None:
         value = value - spread(zero_point.float(), block, *codes.shape)
-    return cast(value * spread(scale_value(scale, scheme, outer), block, *codes.shape), dtype)
+    return cast(value * spread(scale_value(scale, scheme, global_scale), block, *codes.shape), dtype)
 
 
 def fake_quantize_backward(
-    grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, outer: Tensor | None
+    grad: Tensor, x: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None, global_scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Straight-through gradient of ``x``; LSQ gradient of each block's scale (arXiv 1902.08153), fp32 ``[R, C]``.
 
     With zero points ``[2, R, C]``: the second is theirs (LSQ+, arXiv 2004.09576).
     """
     block, format = scheme.block_of(*x.shape), scheme.format
-    step = scale_value(scale, scheme, outer)
+    step = scale_value(scale, scheme, global_scale)
     v = divide(x, step, scheme)
     zero = torch.zeros_like(v) if zero_point is None else spread(zero_point.float(), block, *x.shape)
     if format.kind == "integer":

@@ -49,7 +49,7 @@ def round_up(scale: Tensor, format: Format) -> Tensor:
 
 
 def make_scale(amount: Tensor, scheme: Scheme) -> Tensor:
-    """Stored scales of blocks whose amax (affine: range) is ``amount``, fp32 and finite; ``outer`` excluded."""
+    """Stored scales of blocks whose amax (affine: range) is ``amount``, fp32 and finite; ``global_scale`` excluded."""
     if scheme.scale_format.name == "e8m0":
         code = e8m0_code(amount.where(amount > 0, 1.0), scheme.amax_divisor, scheme.raise_above)
         return code.where(amount > 0, 127).to(torch.uint8)
@@ -66,9 +66,11 @@ def normal_scale(amount: Tensor, divisor: float) -> Tensor:
     return scale.clamp(2.0**-126, torch.finfo(torch.float32).max).where(amount > 0, 1.0)
 
 
-def make_inner_scale(amax: Tensor, outer: Tensor, scheme: Scheme) -> Tensor:
-    """Below a global scale: the block's E4M3 code, of amax / divisor / outer."""
-    inner = quotient(amax / torch.tensor(scheme.amax_divisor, device=amax.device), outer.expand(amax.shape[0], 1))
+def make_inner_scale(amax: Tensor, global_scale: Tensor, scheme: Scheme) -> Tensor:
+    """Below a global scale: the block's E4M3 code, of amax / divisor / global_scale."""
+    inner = quotient(
+        amax / torch.tensor(scheme.amax_divisor, device=amax.device), global_scale.expand(amax.shape[0], 1)
+    )
     format = find(scheme.scale_format.name)
     if scheme.rounding == "nearest":
         return encode_magnitude(to_bits(inner), format, saturate=True).to(torch.uint8)
@@ -90,15 +92,15 @@ def nan_scale(scheme: Scheme) -> float | int:
     return find(scheme.scale_format.name).nan_code if dtype == "uint8" else float("nan")
 
 
-def scale_value(scale: Tensor, scheme: Scheme, outer: Tensor | None) -> Tensor:
+def scale_value(scale: Tensor, scheme: Scheme, global_scale: Tensor | None) -> Tensor:
     """The one fp32 scale of each block, ``[R, C]``: what decodes. Its sign is that of the product, NaN included."""
     if scale.dtype == torch.uint8:
         format = find(scheme.scale_format.name)
         scale = from_bits(torch.tensor(format.bits_table, dtype=torch.int64, device=scale.device)[scale.long()])
-    if outer is None:
+    if global_scale is None:
         return from_bits(to_bits(scale))
-    sign = (to_bits(scale) ^ to_bits(outer)) & F32_SIGN
-    return from_bits(to_bits(scale.float() * outer) & F32_MAGNITUDE | sign)
+    sign = (to_bits(scale) ^ to_bits(global_scale)) & F32_SIGN
+    return from_bits(to_bits(scale.float() * global_scale) & F32_MAGNITUDE | sign)
 
 
 def quotient(x: Tensor, scale: Tensor) -> Tensor:
@@ -113,9 +115,9 @@ def global_scale(x: Tensor, scheme: Scheme) -> Tensor:
     magnitude = to_bits(x).reshape(as_matrix(tuple(x.shape)))
     magnitude = magnitude & F32_MAGNITUDE
     finite = magnitude.where(magnitude < F32_INF, 0)
-    finite = finite if scheme.outer == "row" else finite.reshape(1, -1)
+    finite = finite if scheme.global_scale == "row" else finite.reshape(1, -1)
     amax = from_bits(torch.nn.functional.pad(finite, (0, 1)).amax(1, keepdim=True))
-    return normal_scale(amax, scheme.outer_divisor)
+    return normal_scale(amax, scheme.global_scale_divisor)
 
 
 def block_range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -124,13 +126,13 @@ def block_range(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     return -block_amax((-finite).clamp(min=0.0) + 0.0, scheme) + 0.0, block_amax(finite.clamp(min=0.0) + 0.0, scheme)
 
 
-def block_scales(x: Tensor, scheme: Scheme, outer: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def block_scales(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scales ``[R, C]`` as stored, and zero points (int8/uint8) of affine schemes, for ``x: [rows, cols]``."""
     amax_bits = block_amax(to_bits(x) & F32_MAGNITUDE, scheme)
     broken = amax_bits >= F32_INF
     amax = from_bits(amax_bits.where(~broken, 0))
     if not scheme.affine:
-        scale = make_scale(amax, scheme) if outer is None else make_inner_scale(amax, outer, scheme)
+        scale = make_scale(amax, scheme) if global_scale is None else make_inner_scale(amax, global_scale, scheme)
         if scheme.full:
             low, high = block_range(x, scheme)
             scale = negated_where(scale, high > -low)

@@ -13,7 +13,7 @@ from lowbit.convert.engine import quantized_layers, swap, uncompiled
 from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
-from lowbit.nn.linear import QuantLinear, rename_parts
+from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Gemm, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, safetensors
@@ -173,8 +173,6 @@ def _checked(path: Path, config: dict[str, Any]) -> Saved:
                 f"{path} is damaged: {shown(name)} is tied to {shown(source)}, which the weights do not hold"
             )
         tensors[name] = tensors[source]
-    for name in [name for name in tensors if name.endswith(".outer_scale")]:
-        rename_parts(tensors, name.removesuffix("outer_scale"))
     return Saved(path, layers, tensors, tied, described)
 
 

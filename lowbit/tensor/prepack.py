@@ -52,7 +52,7 @@ class Word(IntEnum):
     CODES = 4  # where each part begins
     SCALE = 5
     ZERO_POINT = 6
-    OUTER_SCALE = 7
+    GLOBAL_SCALE = 7
     PANEL_BYTES = 8
     HAS_INPUT = 9
     DTYPE = 10  # of the tensor that was quantized, its place in fp32, bf16, fp16
@@ -88,7 +88,7 @@ def prepack(weight: Quantized, input: Scheme | None) -> Tensor:
     if weight.zero_point is not None:
         parts[Word.ZERO_POINT] = weight.zero_point
     if weight.global_scale is not None:
-        parts[Word.OUTER_SCALE] = weight.global_scale
+        parts[Word.GLOBAL_SCALE] = weight.global_scale
     names = [weight.scheme.name.encode(), input.name.encode()]
     words = [0] * _WORDS
     words[Word.MAGIC], words[Word.ROWS], words[Word.COLS] = _MAGIC, rows, cols
@@ -155,7 +155,7 @@ def unpack(packed: Tensor) -> Quantized:
         _from_panels(panels, kind.format, rows, cols),
         part(Word.SCALE, blocks, scale_dtype(kind)),
         part(Word.ZERO_POINT, blocks, zero_dtype(kind)) if kind.affine else None,
-        part(Word.OUTER_SCALE, kind.outer_shape(rows), torch.float32) if kind.outer else None,
+        part(Word.GLOBAL_SCALE, kind.global_scale_shape(rows), torch.float32) if kind.global_scale else None,
         kind,
         torch.Size((rows, cols)),
         _DTYPES[words[Word.DTYPE]],

@@ -68,11 +68,6 @@ class Quantized:
     dtype: torch.dtype
 
     @property
-    def outer_scale(self) -> Tensor | None:
-        """``global_scale`` by the name that it had in lowbit 0.1."""
-        return self.global_scale
-
-    @property
     def device(self) -> torch.device:
         return self.codes.device
 

@@ -47,10 +47,10 @@ BENCHED_ROWS = (1, 4, 16, 512)
 def example(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Linear:
     """A layer ``[n, k]`` on ``x [m, k]`` of ``dtype``, both Gaussian, for benchmarks."""
     weight, kind = large_matrix(n, k), scaling.scheme(scheme)
-    outer = torch.ops.lowbit.global_scale(weight, scheme) if kind.outer else None
-    codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, outer)
+    global_scale = torch.ops.lowbit.global_scale(weight, scheme) if kind.global_scale else None
+    codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, global_scale)
     x = large_matrix(m, k, dtype)
-    return Linear(x, codes, scheme, scale, zero if kind.affine else None, outer, None, input, dtype)
+    return Linear(x, codes, scheme, scale, zero if kind.affine else None, global_scale, None, input, dtype)
 
 
 def workload(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Workload:

@@ -24,13 +24,13 @@ def make_call(a: Tensor, b: Tensor, a_scheme: str | None, b_scheme: str | None, 
         arguments[name], arguments[f"{name}_scheme"] = x, text
         if text is not None:
             scheme = scaling.scheme(text)
-            outer = reference.global_scale(x.cpu(), scheme) if scheme.outer else None
-            codes, scale, zero = reference.quantize(x.cpu(), scheme, outer, None)
+            global_scale = reference.global_scale(x.cpu(), scheme) if scheme.global_scale else None
+            codes, scale, zero = reference.quantize(x.cpu(), scheme, global_scale, None)
             parts = {
                 "": packing.pack(codes, scheme.format.bits),
                 "_scale": scale,
                 "_zero_point": zero,
-                "_global_scale": outer,
+                "_global_scale": global_scale,
             }
             arguments |= {name + k: None if v is None else v.to(x.device) for k, v in parts.items()}
     return ScaledMM(**arguments)  # type: ignore[arg-type]
@@ -75,9 +75,14 @@ def _large_side(name: str, rows: int, cols: int, text: str | None) -> dict[str, 
     if text is None:
         return {name: large_matrix(rows, cols, torch.bfloat16)}
     x, scheme = large_matrix(rows, cols), scaling.scheme(text)
-    outer = torch.ops.lowbit.global_scale(x, text) if scheme.outer else None
-    codes, scale, zero = torch.ops.lowbit.quantize(x, text, outer)
-    parts = {"_scheme": text, "_scale": scale, "_zero_point": zero if scheme.affine else None, "_global_scale": outer}
+    global_scale = torch.ops.lowbit.global_scale(x, text) if scheme.global_scale else None
+    codes, scale, zero = torch.ops.lowbit.quantize(x, text, global_scale)
+    parts = {
+        "_scheme": text,
+        "_scale": scale,
+        "_zero_point": zero if scheme.affine else None,
+        "_global_scale": global_scale,
+    }
     return {name: codes, **{name + key: value for key, value in parts.items()}}
 
 

@@ -15,7 +15,7 @@ from lowbit.ops.quantize import (
     Dequantize,
     FakeQuantize,
     FakeQuantizeBackward,
-    OuterScale,
+    GlobalScale,
     Quantize,
     QuantizeStatic,
 )
@@ -28,14 +28,14 @@ def _matrices(device: str) -> list[Tensor]:
     return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, damage=True)]
 
 
-def _outer_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
-    return reference.global_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.outer else None
+def _global_scale_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
+    return reference.global_scale(as_rows(x.cpu()), scheme).to(x.device) if scheme.global_scale else None
 
 
-def _outer_samples(device: str) -> Iterator[OuterScale]:
+def _global_scale_samples(device: str) -> Iterator[GlobalScale]:
     for name in ("nvfp4", "nf4:e4m3", "int4:group32:e4m3:full", "nvfp4:global_row"):
         for x in _matrices(device):
-            yield OuterScale(x, name)
+            yield GlobalScale(x, name)
 
 
 def _range_samples(device: str) -> Iterator[BlockRange]:
@@ -49,28 +49,28 @@ def _quantize_samples(device: str) -> Iterator[Quantize]:
     matrices = _matrices(device)
     for index, scheme in enumerate(schemes()):
         for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
-            yield Quantize(x, scheme.name, _outer_of(x, scheme))
+            yield Quantize(x, scheme.name, _global_scale_of(x, scheme))
             if scheme.format.kind != "codebook":
                 pitch = 4096 if index % 2 else None
-                yield Quantize(x, scheme.name, _outer_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, pitch)
+                yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, pitch)
 
 
 def _static_samples(device: str) -> Iterator[QuantizeStatic]:
     for call in _quantize_samples(device):
         scheme = scaling.scheme(call.scheme)
         other = random_matrix(*matrix_shape(call.x), seed=77)  # scales of another tensor: some elements overflow
-        outer = call.global_scale
-        scale, zero = reference.block_scales(other, scheme, None if outer is None else outer.cpu())
+        global_scale = call.global_scale
+        scale, zero = reference.block_scales(other, scheme, None if global_scale is None else global_scale.cpu())
         zero = None if zero is None else zero.to(device)
-        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, outer, *call[3:])
+        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, global_scale, *call[3:])
 
 
 def _dequantize_samples(device: str) -> Iterator[Dequantize]:
     for index, call in enumerate(_quantize_samples(device)):
         scheme, x = scaling.scheme(call.scheme), as_rows(call.x.cpu())
-        outer = None if call.global_scale is None else call.global_scale.cpu()
+        global_scale = None if call.global_scale is None else call.global_scale.cpu()
         if call.rounding == "nearest":
-            codes, scale, zero = reference.quantize(x, scheme, outer, None)
+            codes, scale, zero = reference.quantize(x, scheme, global_scale, None)
             stored = packing.pack(codes, scheme.format.bits)
             zero = None if zero is None else zero.to(device)
             dtype = FLOATS[index % 3]
@@ -107,33 +107,35 @@ def _large(
     return workloads
 
 
-def _large_outer(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
-    return torch.ops.lowbit.global_scale(x, scheme.name) if scheme.outer else None
+def _large_global_scale(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:
+    return torch.ops.lowbit.global_scale(x, scheme.name) if scheme.global_scale else None
 
 
 def _large_parts(x: Tensor, scheme: scaling.Scheme) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Codes, scale, zero point and global scale of ``x``, by whatever kernel serves it."""
-    outer = _large_outer(x, scheme)
-    codes, scale, zero = torch.ops.lowbit.quantize(x, scheme.name, outer)
-    return codes, scale, zero if scheme.affine else None, outer
+    global_scale = _large_global_scale(x, scheme)
+    codes, scale, zero = torch.ops.lowbit.quantize(x, scheme.name, global_scale)
+    return codes, scale, zero if scheme.affine else None, global_scale
 
 
 def _large_stored(x: Tensor, scheme: scaling.Scheme) -> Dequantize:
-    codes, scale, zero_point, outer = _large_parts(x, scheme)
-    return Dequantize(codes, scheme.name, x.shape[1], scale, zero_point, outer, x.dtype)
+    codes, scale, zero_point, global_scale = _large_parts(x, scheme)
+    return Dequantize(codes, scheme.name, x.shape[1], scale, zero_point, global_scale, x.dtype)
 
 
 SAMPLES = {
-    "global_scale": _outer_samples, "block_range": _range_samples, "quantize": _quantize_samples,
+    "global_scale": _global_scale_samples, "block_range": _range_samples, "quantize": _quantize_samples,
     "quantize_static": _static_samples, "dequantize": _dequantize_samples, "fake_quantize": _fake_samples,
     "fake_quantize_backward": _backward_samples,
 }  # fmt: skip
 WORKLOADS = {
-    "global_scale": _large(lambda x, s: OuterScale(x, s.name), only=lambda s: bool(s.outer)),
+    "global_scale": _large(lambda x, s: GlobalScale(x, s.name), only=lambda s: bool(s.global_scale)),
     "block_range": _large(lambda x, s: BlockRange(x, s.name)),
-    "quantize": _large(lambda x, s: Quantize(x, s.name, _large_outer(x, s))),
+    "quantize": _large(lambda x, s: Quantize(x, s.name, _large_global_scale(x, s))),
     "quantize_static": _large(lambda x, s: QuantizeStatic(x, s.name, *_large_parts(x, s)[1:])),
     "dequantize": _large(_large_stored),
-    "fake_quantize": _large(lambda x, s: FakeQuantize(x, s.name, global_scale=_large_outer(x, s))),
-    "fake_quantize_backward": _large(lambda x, s: FakeQuantizeBackward(x, x, s.name, global_scale=_large_outer(x, s))),
+    "fake_quantize": _large(lambda x, s: FakeQuantize(x, s.name, global_scale=_large_global_scale(x, s))),
+    "fake_quantize_backward": _large(
+        lambda x, s: FakeQuantizeBackward(x, x, s.name, global_scale=_large_global_scale(x, s))
+    ),
 }

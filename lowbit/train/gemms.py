@@ -179,7 +179,7 @@ def _parts_of(product: Backward) -> int:
     if product.save != "codes" or product.forward is None:
         return 0
     kind = product.forward.scheme
-    return 2 + kind.affine + (kind.outer is not None)
+    return 2 + kind.affine + (kind.global_scale is not None)
 
 
 def _kept(product: Backward, side: Side) -> tuple[Tensor, ...]:
@@ -196,7 +196,7 @@ def _restored(
         assert product.forward is not None
         kind, rest = product.forward.scheme, list(saved[2:])
         zero_point = rest.pop(0) if kind.affine else None
-        return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.outer else None, kind, shape, dtype)
+        return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
     matrix = saved[0].reshape(shape)
     return matrix if product.save == "high" else _encoded(matrix, product.forward, view, product.forward_role)
 

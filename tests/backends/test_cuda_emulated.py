@@ -108,11 +108,11 @@ def quantize_calls(scheme: scaling.Scheme) -> Iterator[Quantize]:
     shapes = [(5, 67), (20, 70), (3, 1283)] + ([(290, 131)] if scheme.block == (None, None) else [])
     for index, (rows, cols) in enumerate(shapes):
         x = random_matrix(rows, cols, seed=index, damage=index != 1).to(FLOATS[(index + len(scheme.name)) % 3])
-        outer = reference.global_scale(x, scheme) if scheme.outer else None
+        global_scale = reference.global_scale(x, scheme) if scheme.global_scale else None
         if index != 1 or scheme.format.kind == "codebook":
-            yield Quantize(x, scheme.name, outer)
+            yield Quantize(x, scheme.name, global_scale)
         else:
-            yield Quantize(x, scheme.name, outer, "stochastic", (9 << 33) + 5, 2, 9, (1 << 33) + 3, 4099)
+            yield Quantize(x, scheme.name, global_scale, "stochastic", (9 << 33) + 5, 2, 9, (1 << 33) + 3, 4099)
 
 
 def numbers(scheme: scaling.Scheme, rows: int, cols: int) -> list[int]:
@@ -125,16 +125,16 @@ def numbers(scheme: scaling.Scheme, rows: int, cols: int) -> list[int]:
 def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """quantize, quantize_static, dequantize and fake_quantize, dynamic and static."""
     for call in quantize_calls(scheme):
-        x, outer = call.x, call.global_scale
+        x, global_scale = call.x, call.global_scale
         rows, cols = x.shape
         what = f"{scheme} {x.dtype} [{rows}, {cols}] {call.rounding}"
-        codes, scale, zero = reference.quantize(x, scheme, outer, reference_rng(call))
+        codes, scale, zero = reference.quantize(x, scheme, global_scale, reference_rng(call))
         stored = packing.pack(codes, scheme.format.bits)
         params, rng, rounding = numbers(scheme, rows, cols), rng_of(call, cols), int(call.rounding == "stochastic")
 
         out, scale_out = poison(*stored.shape), poison(*scale.shape, dtype=scale.dtype)
         zero_out = None if zero is None else poison(*zero.shape, dtype=zero.dtype)
-        cuda("quantize", view(x), view(out, cols), scale_out, zero_out, outer, params, rounding, rng, 1)
+        cuda("quantize", view(x), view(out, cols), scale_out, zero_out, global_scale, params, rounding, rng, 1)
         assert_same_bits(scale_out, scale, f"{what} scale")
         if zero is not None and zero_out is not None:
             assert_same_bits(zero_out, zero, f"{what} zero_point")
@@ -142,25 +142,25 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
 
         y, expected = (
             poison(rows, cols, dtype=x.dtype),
-            reference.dequantize(codes, scheme, scale, zero, outer, x.dtype),
+            reference.dequantize(codes, scheme, scale, zero, global_scale, x.dtype),
         )
-        cuda("dequantize", view(stored, cols), view(y), scale, zero, outer, params)
+        cuda("dequantize", view(stored, cols), view(y), scale, zero, global_scale, params)
         assert_same_bits(y, expected, f"{what} dequantize")
         y = poison(rows, cols, dtype=x.dtype)
-        cuda("fake_quantize", view(x), view(y), None, None, outer, params, rounding, rng)
+        cuda("fake_quantize", view(x), view(y), None, None, global_scale, params, rounding, rng)
         assert_same_bits(y, expected, f"{what} fake_quantize")
 
         other = random_matrix(rows, cols, seed=77)
-        scale, zero = reference.block_scales(other, scheme, outer)
-        codes = reference.quantize_static(x, scheme, scale, zero, outer, reference_rng(call))
+        scale, zero = reference.block_scales(other, scheme, global_scale)
+        codes = reference.quantize_static(x, scheme, scale, zero, global_scale, reference_rng(call))
         out = poison(*stored.shape)
-        cuda("quantize", view(x), view(out, cols), scale, zero, outer, params, rounding, rng, 0)
+        cuda("quantize", view(x), view(out, cols), scale, zero, global_scale, params, rounding, rng, 0)
         assert_same_bits(out, packing.pack(codes, scheme.format.bits), f"{what} static codes")
         y, expected = (
             poison(rows, cols, dtype=x.dtype),
-            reference.dequantize(codes, scheme, scale, zero, outer, x.dtype),
+            reference.dequantize(codes, scheme, scale, zero, global_scale, x.dtype),
         )
-        cuda("fake_quantize", view(x), view(y), scale, zero, outer, params, rounding, rng)
+        cuda("fake_quantize", view(x), view(y), scale, zero, global_scale, params, rounding, rng)
         assert_same_bits(y, expected, f"{what} static fake_quantize")
 
 
@@ -168,20 +168,20 @@ def test_schemes(cuda: Emulated, scheme: scaling.Scheme) -> None:
 def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """Of x to the bit, dynamic and static; of given scales within the op's bound, over blocks in pieces too."""
     for index, call in enumerate(quantize_calls(scheme)):
-        x, outer = call.x, call.global_scale
+        x, global_scale = call.x, call.global_scale
         grad = random_matrix(*x.shape, seed=5, damage=index == 1).to(FLOATS[(index + len(scheme.name)) // 2 % 3])
-        scale, zero = reference.block_scales(x, scheme, outer)
-        expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
+        scale, zero = reference.block_scales(x, scheme, global_scale)
+        expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, global_scale)
         out, params = poison(*x.shape, dtype=grad.dtype), numbers(scheme, *x.shape)
-        cuda("fake_quantize_backward", view(grad), view(x), view(out), None, None, outer, None, params)
+        cuda("fake_quantize_backward", view(grad), view(x), view(out), None, None, global_scale, None, params)
         assert_same_bits(out, expected, f"{scheme} dynamic")
 
-        scale, zero = reference.block_scales(random_matrix(*x.shape, seed=77), scheme, outer)
-        expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero, outer)
+        scale, zero = reference.block_scales(random_matrix(*x.shape, seed=77), scheme, global_scale)
+        expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero, global_scale)
         out, got = poison(*x.shape, dtype=grad.dtype), poison(*sums.shape, dtype=torch.float32)
-        cuda("fake_quantize_backward", view(grad), view(x), view(out), scale, zero, outer, got, params)
+        cuda("fake_quantize_backward", view(grad), view(x), view(out), scale, zero, global_scale, got, params)
         assert_same_bits(out, expected, f"{scheme} static")
-        grad_oracle.check(got, FakeQuantizeBackward(grad, x, scheme.name, scale, zero, outer), f"{scheme}")
+        grad_oracle.check(got, FakeQuantizeBackward(grad, x, scheme.name, scale, zero, global_scale), f"{scheme}")
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nf4:e4m3", "nvfp4:global_row"])
@@ -193,7 +193,7 @@ def test_global_scale(cuda: Emulated, name: str) -> None:
         torch.zeros(3, 5),
         torch.full((2, 2), torch.nan),
     ):
-        out = poison(*scheme.outer_shape(x.shape[0]), dtype=torch.float32)
+        out = poison(*scheme.global_scale_shape(x.shape[0]), dtype=torch.float32)
         cuda("global_scale", view(x), out, numbers(scheme, *x.shape))
         assert_same_bits(out, reference.global_scale(x, scheme), name)
 

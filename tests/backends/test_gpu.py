@@ -97,17 +97,19 @@ def test_large_ragged(backend: str, scheme: scaling.Scheme) -> None:
         x = random_matrix(rows, cols, seed=index, damage=index != 1).to(
             (torch.float32, torch.bfloat16, torch.float16)[index]
         )
-        outer = run("global_scale", OPS["global_scale"].args(x, scheme.name))[0] if scheme.outer else None
+        global_scale = run("global_scale", OPS["global_scale"].args(x, scheme.name))[0] if scheme.global_scale else None
         rounding = "nearest" if scheme.format.kind == "codebook" or index == 0 else "stochastic"
         more = {"rounding": rounding, "seed": 5, "step": 2, "stream": 3, "offset": 1 << 33, "pitch": 50_000}
         what = f"{scheme} [{rows}, {cols}] {rounding}"
-        compare("quantize", OPS["quantize"].args(x, scheme.name, outer, **more), backend, what)
-        compare("fake_quantize", OPS["fake_quantize"].args(x, scheme.name, global_scale=outer, **more), backend, what)
-        codes, scale, zero = run("quantize", OPS["quantize"].args(x, scheme.name, outer))
+        compare("quantize", OPS["quantize"].args(x, scheme.name, global_scale, **more), backend, what)
+        compare(
+            "fake_quantize", OPS["fake_quantize"].args(x, scheme.name, global_scale=global_scale, **more), backend, what
+        )
+        codes, scale, zero = run("quantize", OPS["quantize"].args(x, scheme.name, global_scale))
         zero = zero if scheme.affine else None
-        call = OPS["dequantize"].args(codes, scheme.name, cols, scale, zero, outer, x.dtype)
+        call = OPS["dequantize"].args(codes, scheme.name, cols, scale, zero, global_scale, x.dtype)
         compare("dequantize", call, backend, what)
-        call = OPS["quantize_static"].args(x * 3, scheme.name, scale, zero, outer, **more)
+        call = OPS["quantize_static"].args(x * 3, scheme.name, scale, zero, global_scale, **more)
         compare("quantize_static", call, backend, f"{what} static")
 
 

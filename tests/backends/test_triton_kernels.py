@@ -93,26 +93,26 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
         else random_matrix(40, 70, damage=True)
     )
     random = reference.Rng(2**63 - 5, 3, 2**32 - 1, -16, 1024) if stochastic else None
-    outer = reference.global_scale(x, scheme) if scheme.outer else None
-    codes, scale, zero_point = reference.quantize(x, scheme, outer, random)
+    global_scale = reference.global_scale(x, scheme) if scheme.global_scale else None
+    codes, scale, zero_point = reference.quantize(x, scheme, global_scale, random)
     stored = packing.pack(codes, scheme.format.bits)
-    expected = reference.dequantize(codes, scheme, scale, zero_point, outer, x.dtype)
+    expected = reference.dequantize(codes, scheme, scale, zero_point, global_scale, x.dtype)
 
-    x, outer_there = x.to(DEVICE), None if outer is None else outer.to(DEVICE)
+    x, global_scale_there = x.to(DEVICE), None if global_scale is None else global_scale.to(DEVICE)
     rounding = launch.Rounding(stochastic, *(random or (0, 0, 0, 0, 0)))
     outs = [torch.full_like(t, 77).to(DEVICE) for t in (stored, scale) + ((zero_point,) if scheme.affine else ())]
-    launch.run(launch.quantize_dynamic(x, scheme, outer_there, outs[0], outs[1], [*outs, None][2], rounding))
+    launch.run(launch.quantize_dynamic(x, scheme, global_scale_there, outs[0], outs[1], [*outs, None][2], rounding))
     for out, want in zip(outs, (stored, scale, zero_point), strict=False):
         assert_same_bits(out.cpu(), want, name)
     fake, back = torch.empty_like(x), torch.empty_like(x)
-    launch.run(launch.quantize_dynamic(x, scheme, outer_there, fake, None, None, rounding, fake=True))
-    launch.run(launch.dequantize(outs[0], scheme, outs[1], [*outs, None][2], outer_there, back))
+    launch.run(launch.quantize_dynamic(x, scheme, global_scale_there, fake, None, None, rounding, fake=True))
+    launch.run(launch.dequantize(outs[0], scheme, outs[1], [*outs, None][2], global_scale_there, back))
     assert_same_bits(fake.cpu(), expected, f"fake {name}")
     assert_same_bits(back.cpu(), expected, f"dequantize {name}")
-    if outer is not None:
-        out = torch.empty_like(outer, device=DEVICE)
+    if global_scale is not None:
+        out = torch.empty_like(global_scale, device=DEVICE)
         launch.run(launch.global_scale(x, out, scheme))
-        assert_same_bits(out.cpu(), outer, f"outer {name}")
+        assert_same_bits(out.cpu(), global_scale, f"global_scale {name}")
 
 
 @pytest.mark.parametrize("name", ["int8:tensor", "uint4:row:affine", "fp8_e4m3:group16", "int4:col"])

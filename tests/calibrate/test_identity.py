@@ -99,8 +99,8 @@ def all_digests() -> list[str]:
 def test_digests_differ_and_are_the_same_in_another_process():
     told = all_digests()
     assert len(set(told)) == len(VALUES) and told == all_digests()
-    path = os.pathsep.join(map(str, (ROOT, *Path(__file__).parents[:2])))
-    code = "import test_identity as here; print(*here.all_digests())"
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    code = f"import {__name__} as here; print(*here.all_digests())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
         env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
@@ -147,7 +147,7 @@ def importing(output, batch):
         (lambda: threading.Lock(), "pickle cannot write a _thread.lock"),
         (lambda: (one for one in ()), "pickle cannot write a builtins.generator"),
         (lambda: partial(loss, batch=threading.Lock()), "pickle cannot write a _thread.lock"),
-        (lambda: importing, "it imports bits when it is called"),
+        (lambda: importing, "it imports support when it is called"),
         (lambda: Plain(sys.modules[__name__]), f"it holds all of the module {__name__}"),
     ],
 )

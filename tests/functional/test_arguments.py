@@ -194,14 +194,3 @@ def test_a_rounding_and_loose_arguments_are_refused_together():
         lb.encode(torch.ones(3), "fp4_e2m1", lb.Rounding(1), seed=2)
     with pytest.raises(ValueError, match="seed: expected an integer of 64 bits"):
         lb.Rounding(1 << 64)
-
-
-def test_the_earlier_name_of_a_global_scale_is_taken_with_a_warning():
-    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    wanted = lb.quantize(x, "nvfp4", global_scale=0.5)
-    with pytest.warns(FutureWarning, match="global_scale"):
-        q = lb.quantize(x, "nvfp4", outer_scale=0.5)
-    with pytest.warns(FutureWarning, match="global_scale"):
-        faked = lb.fake_quantize(x, "nvfp4", outer_scale=0.5)
-    assert q.outer_scale is q.global_scale
-    assert torch.equal(q.codes, wanted.codes) and torch.equal(faked, wanted.dequantize())

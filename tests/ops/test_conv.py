@@ -180,10 +180,10 @@ def product_of(call: Conv, group: int) -> ScaledMM:
         pixels = lb.quantize(torch.cat([call.x.reshape(-1, 1), call.x.new_zeros(1, 1)]), call.input)
         a = lb.quantize(rows, call.input, pixels.scale, pixels.zero_point)
     else:
-        outer = None
-        if scheme.outer == "tensor":
-            outer = torch.ops.lowbit.global_scale(call.x.reshape(-1, call.x.shape[-1]), call.input)
-        a = lb.quantize(rows, call.input, global_scale=outer)
+        global_scale = None
+        if scheme.global_scale == "tensor":
+            global_scale = torch.ops.lowbit.global_scale(call.x.reshape(-1, call.x.shape[-1]), call.input)
+        a = lb.quantize(rows, call.input, global_scale=global_scale)
     return ScaledMM(
         a.codes, codes, rows.shape[1], call.input, b_scheme, a.scale, a.zero_point, a.global_scale, *scales, bias,
         call.out_dtype,

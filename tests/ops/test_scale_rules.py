@@ -97,7 +97,7 @@ def test_no_row_of_a_product_depends_on_another(variant: Variant):
     assert_same_bits(quiet[keep].cpu(), loud[keep].cpu(), "rows beside the louder one")
 
 
-OUTERS = [-0.25, 0.0, -0.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-30, 1e30]
+GLOBAL_SCALES = [-0.25, 0.0, -0.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-30, 1e30]
 
 
 @everywhere
@@ -106,9 +106,20 @@ def test_any_global_scale_may_be_given(variant: Variant, name):
     """Signs by xor, zero divides like Inf, a NaN keeps its sign: codes, and codes of blocks, equal the reference's."""
     x = random_matrix(4, 96, seed=4, damage=True)
     x[3] = 0.0
-    for outer in OUTERS:
-        sign = torch.tensor(-1.0) if str(outer).startswith("-") or torch.tensor(outer).signbit() else torch.tensor(1.0)
-        level = torch.tensor(outer).abs().copysign(sign).reshape(1, 1).expand(scheme(name).outer_shape(4)).contiguous()
+    for global_scale in GLOBAL_SCALES:
+        sign = (
+            torch.tensor(-1.0)
+            if str(global_scale).startswith("-") or torch.tensor(global_scale).signbit()
+            else torch.tensor(1.0)
+        )
+        level = (
+            torch.tensor(global_scale)
+            .abs()
+            .copysign(sign)
+            .reshape(1, 1)
+            .expand(scheme(name).global_scale_shape(4))
+            .contiguous()
+        )
         with lb.use_backend("reference"):
             wanted = lb.quantize(x, name, global_scale=level)
             static = lb.quantize(x, name, scale=wanted.scale, global_scale=level)
@@ -118,32 +129,32 @@ def test_any_global_scale_may_be_given(variant: Variant, name):
             got = lb.quantize(x.to(variant.device), name, global_scale=there)
             again = lb.quantize(x.to(variant.device), name, scale=got.scale, global_scale=there)
             y = got.dequantize()
-        assert_same_bits(got.scale.cpu(), wanted.scale, f"{name} scale under {outer}")
-        assert_same_bits(got.codes.cpu(), wanted.codes, f"{name} codes under {outer}")
-        assert_same_bits(again.codes.cpu(), static.codes, f"{name} static codes under {outer}")
-        assert_same_bits(y.cpu(), decoded, f"{name} decoded under {outer}")
+        assert_same_bits(got.scale.cpu(), wanted.scale, f"{name} scale under {global_scale}")
+        assert_same_bits(got.codes.cpu(), wanted.codes, f"{name} codes under {global_scale}")
+        assert_same_bits(again.codes.cpu(), static.codes, f"{name} static codes under {global_scale}")
+        assert_same_bits(y.cpu(), decoded, f"{name} decoded under {global_scale}")
 
 
 def test_the_sign_of_a_scale_is_that_of_the_product():
     """Words of section 5 on single numbers: 0 over any global scale of 0, and NaN codes of either sign."""
     nvfp4 = scheme("nvfp4")
     codes = torch.tensor([[0x7F, 0xFF, 0x00, 0x80]], dtype=torch.uint8)
-    for outer, signs in ((2.0, [0, 1, 0, 1]), (-2.0, [1, 0, 1, 0]), (-0.0, [1, 0, 1, 0])):
-        value = reference.scale_value(codes, nvfp4, torch.tensor([[outer]]))
+    for global_scale, signs in ((2.0, [0, 1, 0, 1]), (-2.0, [1, 0, 1, 0]), (-0.0, [1, 0, 1, 0])):
+        value = reference.scale_value(codes, nvfp4, torch.tensor([[global_scale]]))
         assert value.signbit().long().tolist() == [signs]
         assert value.isnan().tolist() == [[True, True, False, False]]
     zeros = torch.zeros(1, 16)
-    for outer, code in ((0.0, 0x00), (-0.0, 0x80), (-1.0, 0x80), (float("nan"), 0x7F)):
-        assert lb.quantize(zeros, "nvfp4", global_scale=torch.tensor([[outer]])).scale.tolist() == [[code]]
+    for global_scale, code in ((0.0, 0x00), (-0.0, 0x80), (-1.0, 0x80), (float("nan"), 0x7F)):
+        assert lb.quantize(zeros, "nvfp4", global_scale=torch.tensor([[global_scale]])).scale.tolist() == [[code]]
 
 
 # -- E4M3 rounded up ---------------------------------------------------------------------------------------------------
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=16, max_size=16), st.floats(2.0**-10, 1024, width=32))
-def test_e4m3_ceil_is_the_least_code_that_does_not_clip(values, outer):
+def test_e4m3_ceil_is_the_least_code_that_does_not_clip(values, global_scale):
     x = torch.tensor([values])
-    scale = int(lb.quantize(x, "nvfp4:ceil", global_scale=outer).scale)
+    scale = int(lb.quantize(x, "nvfp4:ceil", global_scale=global_scale).scale)
     amax = max(abs(Fraction(v)) for v in values)
-    inner = oracles.fp32(Fraction(oracles.fp32(amax / 6)) / Fraction(outer))
+    inner = oracles.fp32(Fraction(oracles.fp32(amax / 6)) / Fraction(global_scale))
     above = [code for code in range(0x7F) if oracles.value_of(find("fp8_e4m3"), code) >= inner]
     assert scale == min([*above, 0x7E])
 

@@ -103,8 +103,8 @@ def test_every_scheme_on_damaged_blocks_equals_rationals(variant: Variant, s):
 
 
 def check(q: lb.Quantized, codes: torch.Tensor, y: torch.Tensor, expected: oracles.Expected, what: str, x) -> None:
-    if expected.outer is not None:
-        assert pattern(q.global_scale).flatten().tolist() == expected.outer, f"{what}: global scale"
+    if expected.global_scale is not None:
+        assert pattern(q.global_scale).flatten().tolist() == expected.global_scale, f"{what}: global scale"
     assert_same_bits(q.scale.cpu(), expected.scale.astype(np.int64), f"{what}: scale")
     if q.zero_point is not None:
         assert q.zero_point.cpu().long().tolist() == expected.zero_point.tolist(), f"{what}: zero point"

@@ -319,11 +319,11 @@ def test_a_global_scale_by_its_earlier_name_loads(tmp_path):
     model = gpt("nvfp4")
     lb.save_model(model, tmp_path)
     path = weights_of(tmp_path)
-    tensors = {name.replace("global_scale", "outer_scale"): value for name, value in library.load_file(path).items()}
-    assert any(name.endswith(".outer_scale") for name in tensors)
+    tensors = {name.replace("global_scale", "global_scale"): value for name, value in library.load_file(path).items()}
+    assert any(name.endswith(".global_scale") for name in tensors)
     put(tmp_path, library.save(tensors))
     assert same_state(lb.load_model(tmp_path), model)
-    state = {name.replace("global_scale", "outer_scale"): value for name, value in model.state_dict().items()}
+    state = {name.replace("global_scale", "global_scale"): value for name, value in model.state_dict().items()}
     other = gpt("nvfp4")
     other.load_state_dict(state)
     assert same_state(other, model)

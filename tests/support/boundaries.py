@@ -54,11 +54,11 @@ def _first_above(value: Fraction, or_equal: bool) -> int:
 
 
 @cache
-def scale_segments(scheme: Scheme, outer: Fraction | None) -> Segments:
+def scale_segments(scheme: Scheme, global_scale: Fraction | None) -> Segments:
     """Stored scales (E8M0 or E4M3 codes, which rise with the amax) of blocks of one positive number, by bisection."""
 
     def code(bits: int) -> int:
-        return block_scale([bits], scheme, outer).stored
+        return block_scale([bits], scheme, global_scale).stored
 
     starts, last = [0, 1], F32_INF - 1
     while (now := code(starts[-1])) != code(last):

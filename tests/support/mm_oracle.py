@@ -73,12 +73,14 @@ def units_of(side: Any, s: Scheme, cols: int) -> np.ndarray:
 
 
 def scales(s: Scheme, side: Any) -> np.ndarray:
-    outer = [None] if side.global_scale is None else [oracles.Fraction(f) for f in side.global_scale.flatten().tolist()]
+    global_scale = (
+        [None] if side.global_scale is None else [oracles.Fraction(f) for f in side.global_scale.flatten().tolist()]
+    )
     stored = side.scale.cpu().contiguous()
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[stored.element_size()]
     patterns = stored.view(view).long() & ((1 << 8 * stored.element_size()) - 1)
     rows = [
-        [float(oracles.scale_of(int(p), s, outer[row if len(outer) > 1 else 0])) for p in line]
+        [float(oracles.scale_of(int(p), s, global_scale[row if len(global_scale) > 1 else 0])) for p in line]
         for row, line in enumerate(patterns)
     ]
     return np.array(rows).reshape(tuple(stored.shape))

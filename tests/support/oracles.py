@@ -281,7 +281,7 @@ def e8m0(amount: Fraction, divisor: Fraction, rounding: str) -> int:
     return min(max(e, -127), 127) + 127
 
 
-def block_scale(patterns: list[int], scheme: Scheme, outer: Fraction | None) -> Block:
+def block_scale(patterns: list[int], scheme: Scheme, global_scale: Fraction | None) -> Block:
     """Scale and zero point of a block of fp32 patterns."""
     f, kind = scheme.format, scheme.scale_format.name
     broken = any(p & 0x7FFFFFFF >= F32_INF for p in patterns)
@@ -297,7 +297,7 @@ def block_scale(patterns: list[int], scheme: Scheme, outer: Fraction | None) -> 
         divisor = Fraction(qmax - qmin)
     else:
         amount, divisor = max(-low, high), divisor_of(scheme)
-    stored = _store(amount, divisor, scheme, outer)
+    stored = _store(amount, divisor, scheme, global_scale)
     if scheme.full and high > -low:  # where both are as large, the scale is positive
         stored ^= {"fp32": 1 << 31, "bf16": 1 << 15, "fp16": 1 << 15, "fp8_e4m3": 1 << 7}[kind]
     if not scheme.affine:
@@ -312,10 +312,10 @@ def divisor_of(scheme: Scheme) -> Fraction:
     return Fraction(-limits(scheme.format)[0]) if scheme.full else largest(scheme.format)
 
 
-def _store(amount: Fraction, divisor: Fraction, scheme: Scheme, outer: Fraction | None) -> int:
+def _store(amount: Fraction, divisor: Fraction, scheme: Scheme, global_scale: Fraction | None) -> int:
     kind = scheme.scale_format.name
-    if outer is not None:
-        inner = fp32(Fraction(fp32(amount / divisor)) / outer)
+    if global_scale is not None:
+        inner = fp32(Fraction(fp32(amount / divisor)) / global_scale)
         if scheme.rounding == "ceil":
             above = [code for code, value in enumerate(magnitudes(FORMATS["fp8_e4m3"])) if value >= inner]
             return min([*above, 0x7E])
@@ -327,14 +327,14 @@ def _store(amount: Fraction, divisor: Fraction, scheme: Scheme, outer: Fraction 
 
 
 @cache
-def scale_of(stored: int, scheme: Scheme, outer: Fraction | None) -> Number:
+def scale_of(stored: int, scheme: Scheme, global_scale: Fraction | None) -> Number:
     """The one fp32 number that a block decodes with."""
     kind = scheme.scale_format.name
     if kind == "e8m0":
         return math.nan if stored == 255 else power(stored - 127)
     if kind == "fp8_e4m3":
         value = value_of(FORMATS["fp8_e4m3"], stored)
-        return value if isinstance(value, float) else fp32(value * outer) if outer is not None else value
+        return value if isinstance(value, float) else fp32(value * global_scale) if global_scale is not None else value
     return from_bits(stored, {"fp32": FP32, "bf16": BF16, "fp16": FP16}[kind])
 
 
@@ -358,7 +358,7 @@ class Expected(NamedTuple):
     codes: np.ndarray
     scale: np.ndarray
     zero_point: np.ndarray
-    outer: list[int] | None  # patterns: one for the tensor, or one a row
+    global_scale: list[int] | None  # patterns: one for the tensor, or one a row
     decoded: np.ndarray
 
 
@@ -367,21 +367,21 @@ def quantize(bits: np.ndarray, scheme: Scheme) -> Expected:
     rows, cols = bits.shape
     r, c = scheme.block[0] or max(rows, 1), scheme.block[1] or max(cols, 1)
     shape = (-(-rows // r), -(-cols // c))
-    spans = {None: [], "tensor": [bits], "row": list(bits)}[scheme.outer]
-    outers = [global_scale(span.ravel().tolist(), scheme) for span in spans]
+    spans = {None: [], "tensor": [bits], "row": list(bits)}[scheme.global_scale]
+    global_scales = [global_scale(span.ravel().tolist(), scheme) for span in spans]
     codes, decoded = np.zeros(bits.shape, np.uint8), np.zeros(bits.shape, np.uint32)
     scale, zero = np.zeros(shape, np.uint32), np.zeros(shape, np.int64)
     for i in range(shape[0]):
         for j in range(shape[1]):
             where = (slice(i * r, (i + 1) * r), slice(j * c, (j + 1) * c))
-            outer = None if not outers else outers[i * r if scheme.outer == "row" else 0]
-            block = block_scale(bits[where].ravel().tolist(), scheme, outer)
+            above = None if not global_scales else global_scales[i * r if scheme.global_scale == "row" else 0]
+            block = block_scale(bits[where].ravel().tolist(), scheme, above)
             scale[i, j], zero[i, j] = block.stored, block.zero_point
-            s, minus = scale_of(block.stored, scheme, outer), negative_scale(block.stored, scheme)
+            s, minus = scale_of(block.stored, scheme, above), negative_scale(block.stored, scheme)
             pairs = [_element(p, s, minus, block, scheme.format) for p in bits[where].ravel().tolist()]
             codes[where] = np.array([p[0] for p in pairs], np.uint8).reshape(bits[where].shape)
             decoded[where] = np.array([p[1] for p in pairs], np.uint32).reshape(bits[where].shape)
-    return Expected(codes, scale, zero, [to_bits(outer) for outer in outers] or None, decoded)
+    return Expected(codes, scale, zero, [to_bits(above) for above in global_scales] or None, decoded)
 
 
 def _element(pattern: int, s: Number, minus: bool, block: Block, f: Format) -> tuple[int, int]:

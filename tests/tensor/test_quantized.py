@@ -52,7 +52,7 @@ def test_unpack_of_a_shape_that_does_not_fit():
 def test_a_transposed_quantized_decodes_to_the_transpose(s):
     x = random_matrix(11, 37, seed=3, damage=True)
     q = lb.quantize(x, s)
-    if s.outer == "row":
+    if s.global_scale == "row":
         with pytest.raises(ValueError, match="'global_row' needs blocks of one row"):
             q.t()
         return
@@ -140,7 +140,7 @@ def test_shapes_of_everything(s, x):
     rows, cols = x.shape
     assert tuple(q.codes.shape) == (rows, s.packed_cols(cols)) and q.codes.dtype == torch.uint8
     assert tuple(q.scale.shape) == s.scale_shape(rows, cols)
-    assert (q.zero_point is not None) == s.affine and (q.global_scale is not None) == bool(s.outer)
+    assert (q.zero_point is not None) == s.affine and (q.global_scale is not None) == bool(s.global_scale)
     assert_same_bits(lb.fake_quantize(x, s), q.dequantize(), f"{s} {list(x.shape)} {x.dtype} {x.stride()}")
 
 
@@ -151,7 +151,7 @@ def test_quantizing_what_was_decoded_with_the_same_scales_returns_the_codes(s, x
     q = lb.quantize(x, s)
     again = lb.quantize(q.dequantize(), s, scale=q.scale, zero_point=q.zero_point, global_scale=q.global_scale)
     difference = q.codes != again.codes
-    if s.format.kind == "codebook" or s.outer:  # -0 and zeros of blocks without scale
+    if s.format.kind == "codebook" or s.global_scale:  # -0 and zeros of blocks without scale
         assert_same_bits(again.dequantize(), q.dequantize(), str(s))
     else:
         assert not difference.any(), f"{s}: {q.codes[difference]} became {again.codes[difference]}"

@@ -57,8 +57,8 @@ void unpack(const uint8_t* packed, Shape matrix, int bits, uint8_t* codes) {
 
 void global_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out) {
     const RowKernels& kernels = row_kernels();
-    const bool by_row = scheme.outer == kOuterRow;
-    const size_t count = static_cast<size_t>(outer_count(scheme, shape.rows));
+    const bool by_row = scheme.global_scale == kGlobalScaleRow;
+    const size_t count = static_cast<size_t>(global_scale_count(scheme, shape.rows));
     std::vector<std::atomic<uint32_t>> amax(count);
     for (auto& one : amax) one = 0;
     for_runs(by_row ? shape : joined(shape, {x.stride}), [&](Scratch&, const Run& run) {

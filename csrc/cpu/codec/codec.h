@@ -32,12 +32,12 @@ struct Results {
 struct Scales {
     const void* scale;
     const void* zero_point;
-    const float* outer;
+    const float* global_scale;
 };
 struct NewScales {
     void* scale;
     void* zero_point;
-    const float* outer;  // given, not computed
+    const float* global_scale;  // given, not computed
 };
 
 inline int64_t packed_cols(int64_t cols, int bits) { return (cols * bits + 7) / 8; }
@@ -50,8 +50,8 @@ void decode(const uint8_t* codes, Shape shape, const FormatParams& format, const
 void pack(const uint8_t* codes, Shape shape, int bits, uint8_t* packed);
 void unpack(const uint8_t* packed, Shape shape, int bits, uint8_t* codes);
 
-// Global scales, outer_count() of them: the finite amax of what each spans over the product of the largest values of
-// both levels; 1 where nothing is finite and non-zero.
+// Global scales, global_scale_count() of them: the finite amax of what each spans over the product of the largest
+// values of both levels; 1 where nothing is finite and non-zero.
 void global_scale(const Values& x, Shape shape, const SchemeParams& scheme, float* out);
 
 // The least and the largest element of each block, 0 counted among them; NaN of a block that holds Inf or NaN.

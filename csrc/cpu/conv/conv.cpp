@@ -39,7 +39,7 @@ Operand some_rows(Operand b, int64_t begin, int64_t count) {
     b.rows = count;
     b.scale = static_cast<const char*>(b.scale) + block * b.scale_row_stride * scale_bytes(b.scale_format);
     if (b.zero_point != nullptr) b.zero_point += block * b.zero_row_stride;
-    if (b.outer != nullptr) b.outer += begin * b.outer_row_stride;
+    if (b.global_scale != nullptr) b.global_scale += begin * b.global_scale_row_stride;
     return b;
 }
 
@@ -59,7 +59,8 @@ class Convolution {
             patches_.padding = padding(0);
         }
         if (each_patch_) {
-            if (input->scheme.outer == kOuterTensor) global_scale(x, pixels_shape(), input->scheme, &outer_);
+            if (input->scheme.global_scale == kGlobalScaleTensor)
+                global_scale(x, pixels_shape(), input->scheme, &global_scale_);
         } else if (is_depthwise(window_, p_)) {
             depthwise_.emplace(patches_, p_);
         }
@@ -130,9 +131,10 @@ class Convolution {
         } else if (scales.scale != nullptr) {
             quantize_static(rows, shape, s, scales, kNearest, {}, codes);
         } else {
-            if (s.outer) global_scale(rows, shape, s, &outer_);
-            scales = {scale_, s.affine ? &zero_point_ : nullptr, s.outer ? &outer_ : nullptr};
-            quantize(rows, shape, s, {scale_, s.affine ? &zero_point_ : nullptr, scales.outer}, kNearest, {}, codes);
+            if (s.global_scale) global_scale(rows, shape, s, &global_scale_);
+            scales = {scale_, s.affine ? &zero_point_ : nullptr, s.global_scale ? &global_scale_ : nullptr};
+            quantize(rows, shape, s, {scale_, s.affine ? &zero_point_ : nullptr, scales.global_scale}, kNearest, {},
+                     codes);
         }
         const float zero = 0;
         SchemeParams one = s;
@@ -194,12 +196,13 @@ class Convolution {
                            : p_.a.dtype == Element::bf16 ? Dtype::kBFloat16
                                                          : Dtype::kFloat16,
                            depth};
-            auto* outer =
-                s.outer == kOuterTensor ? &outer_ : reinterpret_cast<float*>(base + code_room + scale_room + zero_room);
-            if (s.outer == kOuterRow) global_scale(x, shape, s, outer);
+            auto* above = s.global_scale == kGlobalScaleTensor
+                              ? &global_scale_
+                              : reinterpret_cast<float*>(base + code_room + scale_room + zero_room);
+            if (s.global_scale == kGlobalScaleRow) global_scale(x, shape, s, above);
             uint8_t* zeros = s.affine ? base + code_room + scale_room : nullptr;
-            const Scales scales{base + code_room, zeros, s.outer ? outer : nullptr};
-            quantize(x, shape, s, {base + code_room, zeros, scales.outer}, kNearest, {}, base);
+            const Scales scales{base + code_room, zeros, s.global_scale ? above : nullptr};
+            quantize(x, shape, s, {base + code_room, zeros, scales.global_scale}, kNearest, {}, base);
             multiply_codes(operand_of(s, shape, base, scales), rows, out + row * p_.b.rows * element_bytes(dtype),
                            dtype);
         }
@@ -226,7 +229,7 @@ class Convolution {
             a.row_stride *= groups;
             a.scale_row_stride *= groups;
             a.zero_row_stride *= groups;
-            a.outer_row_stride *= groups;
+            a.global_scale_row_stride *= groups;
             multiply_group(g, a, out, dtype);
         }
     }
@@ -241,7 +244,7 @@ class Convolution {
     // Of x, where they are made of it.
     alignas(8) uint8_t scale_[8] = {};
     uint8_t zero_point_ = 0;
-    float outer_ = 1;
+    float global_scale_ = 1;
 };
 
 }  // namespace

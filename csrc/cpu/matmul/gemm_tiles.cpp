@@ -148,10 +148,10 @@ class TileProduct {
     // ones.
     bool in_epilogue(const Operand& x, bool folded) const {
         if (!x.has_codes() || plan_.scaled) return false;
-        return !folded || (plan_.kind == Kind::bf16 && x.outer != nullptr);
+        return !folded || (plan_.kind == Kind::bf16 && x.global_scale != nullptr);
     }
     static float row_scale(const Operand& x, bool folded, int64_t row) {
-        return folded ? outer_at(x, row) : scale_at(x, row, 0);
+        return folded ? global_scale_at(x, row) : scale_at(x, row, 0);
     }
 
     // Some panels of b with some rows of a's block.

@@ -36,8 +36,8 @@ void GemvColumns::find_scales(int64_t first, int64_t count, float* room, const f
         const int64_t at = block_at(first + n, b.block_rows) * stride;
         // Several are read as a vector, which at the end would reach beyond them.
         const bool inside = last - at >= gemv_.width;
-        const bool there =
-            floats && (plan_.integers ? inside && own && b.outer == nullptr : plan_.per_step == 1 || (whole && inside));
+        const bool there = floats && (plan_.integers ? inside && own && b.global_scale == nullptr
+                                                     : plan_.per_step == 1 || (whole && inside));
         scales[n] = there            ? static_cast<const float*>(b.scale) + at
                     : plan_.integers ? integer_scales(first + n, room + n * each)
                                      : block_scales(first + n, room + n * each);
@@ -59,7 +59,7 @@ const float* GemvColumns::block_scales(int64_t row, float* out) const {
         gemv_.byte_scales(codes, b.scale_format == kScaleE8m0, plan_.num_blocks, out);
     } else {
         Operand inner = b;
-        inner.outer = nullptr;
+        inner.global_scale = nullptr;
         row_scales(inner, row, 0, p_.depth, out);
     }
     // Lanes of the last step that belong to no block: their elements of a are 0, and must stay so.
@@ -73,7 +73,7 @@ const float* GemvColumns::integer_scales(int64_t row, float* out) const {
         std::fill_n(out, plan_.num_blocks, scale_at(b, row, 0));
     } else {
         block_scales(row, out);
-        for (int64_t i = 0; i < plan_.num_blocks && b.outer != nullptr; ++i) out[i] *= outer_at(b, row);
+        for (int64_t i = 0; i < plan_.num_blocks && b.global_scale != nullptr; ++i) out[i] *= global_scale_at(b, row);
     }
     return out;
 }
@@ -126,9 +126,9 @@ void GemvColumns::finish(const void* results, int64_t pitch, int kind, int64_t f
     }
     if (plan_.blocks) {
         for (int64_t n = 0; n < count; ++n) {
-            scales[n] = plan_.integers || b.outer == nullptr ? 1.0f : outer_at(b, first + n);
+            scales[n] = plan_.integers || b.global_scale == nullptr ? 1.0f : global_scale_at(b, first + n);
         }
-    } else if (b.scale_format == kScaleFp32 && b.block_rows == 1 && b.outer == nullptr) {
+    } else if (b.scale_format == kScaleFp32 && b.block_rows == 1 && b.global_scale == nullptr) {
         const auto* from = static_cast<const float*>(b.scale) + first * b.scale_row_stride;
         for (int64_t n = 0; n < count; ++n) scales[n] = from[n * b.scale_row_stride];
     } else {

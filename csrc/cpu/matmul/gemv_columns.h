@@ -18,7 +18,7 @@ class GemvColumns {
     // Into which block each lane of a step falls.
     void put_lanes(int32_t* lanes) const;
     // Where the scales of the blocks of some rows are: in b, or in `room`, block_room() each. Those of integers have
-    // the outer one in them, and b's only one where a alone has blocks.
+    // the global_scale one in them, and b's only one where a alone has blocks.
     void find_scales(int64_t first, int64_t count, float* room, const float** scales) const;
     // Zero points as decoded codes have them. Where b has none, `room` holds them already: they are the same for all.
     void find_zeros(int64_t first, int64_t count, int32_t* room, const int32_t** zeros) const;

@@ -46,7 +46,7 @@ Scales from_row(const Scales& s, int64_t row, const SchemeParams& scheme, int64_
     const int bytes = static_cast<int>(scale_bytes(scheme.scale_format));
     return {from_row(s.scale, row, scheme.block_rows, across, bytes),
             from_row(s.zero_point, row, scheme.block_rows, across, 1),
-            s.outer == nullptr ? nullptr : s.outer + (scheme.outer == kOuterRow ? row : 0)};
+            s.global_scale == nullptr ? nullptr : s.global_scale + (scheme.global_scale == kGlobalScaleRow ? row : 0)};
 }
 
 // Multiplies some rows after each other, each time those of `problem.a`.
@@ -92,15 +92,15 @@ class Product {
 
 void quantized(const Input& in, Product& product) {
     thread_local Arena kept;
-    thread_local std::vector<float> outer;
+    thread_local std::vector<float> global_scale;
     Arena large;
     const SchemeParams& s = in.scheme;
     const bool given = in.given.scale != nullptr;
     Scales all = in.given;
-    if (!given && s.outer) {
-        outer.resize(static_cast<size_t>(outer_count(s, in.shape.rows)));
-        global_scale(in.x, in.shape, s, outer.data());
-        all.outer = outer.data();
+    if (!given && s.global_scale) {
+        global_scale.resize(static_cast<size_t>(global_scale_count(s, in.shape.rows)));
+        cpu::global_scale(in.x, in.shape, s, global_scale.data());
+        all.global_scale = global_scale.data();
     }
     const int64_t most = std::max(std::min(piece_rows(in), product.most()) / s.block_rows, int64_t{1}) * s.block_rows;
     const Layout at = layout_of(s, std::min(most, in.shape.rows), in.shape.cols);
@@ -113,8 +113,8 @@ void quantized(const Input& in, Product& product) {
             quantize_static(x, shape, s, scales, kNearest, {}, base);
         } else {
             uint8_t* zeros = s.affine ? base + at.zeros_at() : nullptr;
-            quantize(x, shape, s, {base + at.code_bytes, zeros, scales.outer}, kNearest, {}, base);
-            scales = {base + at.code_bytes, zeros, scales.outer};
+            quantize(x, shape, s, {base + at.code_bytes, zeros, scales.global_scale}, kNearest, {}, base);
+            scales = {base + at.code_bytes, zeros, scales.global_scale};
         }
         product.add(operand_of(s, shape, base, scales));
     }
@@ -143,8 +143,8 @@ mm::Operand operand_of(const SchemeParams& s, Shape shape, const uint8_t* codes,
     a.scale_row_stride = a.zero_row_stride = (shape.cols + s.block_cols - 1) / s.block_cols;
     a.scale_col_stride = a.zero_col_stride = 1;
     a.zero_point = static_cast<const uint8_t*>(scales.zero_point);
-    a.outer = scales.outer;
-    a.outer_row_stride = s.outer == kOuterRow;
+    a.global_scale = scales.global_scale;
+    a.global_scale_row_stride = s.global_scale == kGlobalScaleRow;
     return a;
 }
 

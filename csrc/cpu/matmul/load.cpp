@@ -69,7 +69,7 @@ const uint32_t* scale_table(int32_t scale_format) {
     return scale_format == kScaleE8m0 ? kFormats[kIndex_e8m0].values : nullptr;
 }
 
-// The scale stored at an index, without the outer one.
+// The scale stored at an index, without the global_scale one.
 float stored_scale(const Operand& x, int64_t at) {
     const uint32_t stored = load_scale(x.scale, at, x.scale_format);
     const uint32_t* table = scale_table(x.scale_format);
@@ -82,7 +82,7 @@ float scale_at(const Operand& x, int64_t row, int64_t k) {
     if (!x.has_codes()) return 1.0f;
     const float scale = stored_scale(
         x, block_at(row, x.block_rows) * x.scale_row_stride + block_at(k, x.block_cols) * x.scale_col_stride);
-    return x.outer == nullptr ? scale : scale * outer_at(x, row);
+    return x.global_scale == nullptr ? scale : scale * global_scale_at(x, row);
 }
 
 void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, float* out) {
@@ -98,9 +98,9 @@ void block_scales(const Operand& x, int64_t row, int64_t block, int64_t count, f
             out[i] = scale_value(stored, x.scale_format, nullptr);
         }
     }
-    if (x.outer == nullptr) return;
-    const float outer = outer_at(x, row);
-    for (int64_t i = 0; i < count; ++i) out[i] *= outer;
+    if (x.global_scale == nullptr) return;
+    const float global_scale = global_scale_at(x, row);
+    for (int64_t i = 0; i < count; ++i) out[i] *= global_scale;
 }
 
 void row_scales(const Operand& x, int64_t row, int64_t begin, int64_t end, float* out) {
@@ -175,7 +175,7 @@ void Loader::decode_f32(int64_t row, const uint8_t* codes, int64_t begin, int64_
 // The global scale, if there is one, is left to the epilogue: with it, products would not be bf16 numbers.
 void Loader::fold_bf16(int64_t row, int64_t begin, int64_t length, uint16_t* out) const {
     Operand inner = operand;
-    inner.outer = nullptr;
+    inner.global_scale = nullptr;
     row_scales(inner, row, begin, begin + length, levels);
     const int64_t first = inner.block_cols - begin % inner.block_cols;
     kernels.scale_bf16_blocks(out, length, first, inner.block_cols, levels);
@@ -259,7 +259,7 @@ void Loader::scale_segments(int64_t row, int64_t count, const Segment* segments,
     const int64_t blocks = (segments[num_segments - 1].begin) / cols - first + 1;
     const Operand& x = operand;
     // One fp32 for each row and segment, which few rows of a would else wait for.
-    if (x.has_codes() && blocks == num_segments && x.scale_format == kScaleFp32 && x.outer == nullptr &&
+    if (x.has_codes() && blocks == num_segments && x.scale_format == kScaleFp32 && x.global_scale == nullptr &&
         x.block_rows == 1) {
         const int64_t pitch = x.scale_row_stride, step = x.scale_col_stride;
         const float* scale = static_cast<const float*>(x.scale) + row * pitch + first * step;

@@ -71,7 +71,9 @@ void block_scales(const Operand& operand, int64_t row, int64_t block, int64_t co
 static inline int64_t block_at(int64_t at, int64_t block) { return block == 1 ? at : at < block ? 0 : at / block; }
 
 // The global scale of `row`, of an operand that has one.
-static inline float outer_at(const Operand& x, int64_t row) { return x.outer[row * x.outer_row_stride]; }
+static inline float global_scale_at(const Operand& x, int64_t row) {
+    return x.global_scale[row * x.global_scale_row_stride];
+}
 
 // The one fp32 scale of element (row, k), 1 for a float matrix; its zero point, 0 where there is none.
 float scale_at(const Operand& operand, int64_t row, int64_t k);

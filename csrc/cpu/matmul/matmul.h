@@ -60,8 +60,8 @@ struct Operand {
     const uint8_t* zero_point = nullptr;  // int8 or uint8 as the format is signed or not; null: none
     int64_t zero_row_stride = 0;
     int64_t zero_col_stride = 0;
-    const float* outer = nullptr;  // the global scale, or one a row; null: none
-    int64_t outer_row_stride = 0;  // 0: one for all rows
+    const float* global_scale = nullptr;  // the global scale, or one a row; null: none
+    int64_t global_scale_row_stride = 0;  // 0: one for all rows
 
     bool has_codes() const { return dtype == Element::codes; }
     bool is_packed() const { return panel_bytes > 0; }

@@ -50,7 +50,7 @@ class Kept {
           encoder_(make_encoder(moment.scheme.format, true, stochastic)),
           rule_(scale_rule(moment.scheme)) {
         const bool fits = moment.scheme.block_rows == 1 && width_ <= kMaxMomentBlock;
-        if (!fits || rule_.both_ends || moment.scheme.outer) {
+        if (!fits || rule_.both_ends || moment.scheme.global_scale) {
             throw std::invalid_argument("moments have blocks of one row, at most 2048 columns, and plain scales");
         }
     }

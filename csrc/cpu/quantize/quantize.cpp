@@ -20,8 +20,9 @@ constexpr int64_t kCached = 1 << 18;  // elements of a block that surely stay in
 // -- scales -----------------------------------------------------------------------------------------------------------
 
 // The global scale above a row of blocks, or null.
-const float* outer_at(const Job& job, const float* outer, int64_t block_row) {
-    return outer != nullptr && job.scheme.outer == kOuterRow ? outer + block_row : outer;
+const float* global_scale_at(const Job& job, const float* global_scale, int64_t block_row) {
+    return global_scale != nullptr && job.scheme.global_scale == kGlobalScaleRow ? global_scale + block_row
+                                                                                 : global_scale;
 }
 
 void run_with_scales(const Job& job, const Scales& from) {
@@ -34,7 +35,7 @@ void run_with_scales(const Job& job, const Scales& from) {
         if (!job.encoder) room.inverse = nullptr;
         worker.given_scales(job.kernels.read_scales(static_cast<const uint8_t*>(from.scale) + first * bytes,
                                                     zero_points, count, job.rule,
-                                                    outer_at(job, from.outer, t.block_row), room));
+                                                    global_scale_at(job, from.global_scale, t.block_row), room));
         worker.apply(job, t, nullptr);
     });
 }
@@ -47,7 +48,7 @@ void run_in_cache(const Job& job, const Tiles& tiles, const NewScales& to) {
         const int64_t first = t.block_row * b.across + t.block, count = t.blocks(b.width);
         const Stats& stats = worker.measure(job, t);
         worker.made_scales(job.kernels.make_scales(
-            stats.high.data(), stats.low.data(), count, job.rule, outer_at(job, to.outer, t.block_row),
+            stats.high.data(), stats.low.data(), count, job.rule, global_scale_at(job, to.global_scale, t.block_row),
             to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
             to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, worker.room(count)));
         worker.apply(job, t, &next);
@@ -99,7 +100,7 @@ void run_in_passes(const Job& job, const NewScales& to) {
     const Maxima maxima = measure_all(job.kernels, job.x, b, job.rule.both_ends);
     // Everything by index of the block, as the row kernels want it: a row of blocks at a time where each has a global
     // scale of its own, whose last vector reaches beyond it.
-    const bool by_row = job.scheme.outer == kOuterRow;
+    const bool by_row = job.scheme.global_scale == kGlobalScaleRow;
     const size_t room = count + kAlign;
     std::vector<uint32_t> most(room), least(room);
     std::vector<float> value(room), divisor(room), inverse(room), zero(room);
@@ -110,10 +111,10 @@ void run_in_passes(const Job& job, const NewScales& to) {
     bool plain = true;
     for (int64_t first = 0; first < b.down * b.across; first += each) {
         const ScaleRow room{all.value + first, all.divisor + first, all.inverse + first, all.zero + first};
-        plain &=
-            job.kernels.make_scales(&most[first], &least[first], each, job.rule, outer_at(job, to.outer, first / each),
-                                    to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
-                                    to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, room);
+        plain &= job.kernels.make_scales(&most[first], &least[first], each, job.rule,
+                                         global_scale_at(job, to.global_scale, first / each),
+                                         to.scale ? static_cast<uint8_t*>(to.scale) + first * bytes : nullptr,
+                                         to.zero_point ? static_cast<uint8_t*>(to.zero_point) + first : nullptr, room);
     }
     // Backwards: what came last is still in the third-level cache.
     plain_tiles(b).run<Worker>(true, [&](Worker& worker, const Tile& t, const Tile&) {
@@ -135,7 +136,7 @@ void run_dynamic(Job& job, const NewScales& to) {
 
 // With the scales given, or else with those of x.
 void run(Job& job, const Scales& scales) {
-    scales.scale ? run_with_scales(job, scales) : run_dynamic(job, {nullptr, nullptr, scales.outer});
+    scales.scale ? run_with_scales(job, scales) : run_dynamic(job, {nullptr, nullptr, scales.global_scale});
 }
 
 // A scheme on a matrix; rows of whole blocks of their own are one row where they follow each other in memory, if
@@ -146,7 +147,7 @@ struct Plane {
         : shape(s), scheme(p), code_bits(bits) {
         const int64_t width = std::min(p.block_cols, s.cols);
         if (!any_order || p.block_rows > 1 || (width > 1 && width % kAlign != 0) || s.cols % width != 0) return;
-        if (p.outer == kOuterRow) return;
+        if (p.global_scale == kGlobalScaleRow) return;
         shape = joined(s, strides, code_bits);
         if (shape.rows < s.rows) scheme.block_cols = width;
     }
@@ -161,13 +162,14 @@ int written_bits(Shape shape, const SchemeParams& scheme) {
     return shape.cols == 1 ? kUnpackedBits : scheme.format.bits;
 }
 
-Job job_of(const Plane& on, const float* outer) {
+Job job_of(const Plane& on, const float* global_scale) {
     const ScaleRule rule = scale_rule(on.scheme);
-    return {row_kernels(), on.shape, on.scheme, on.code_bits, {on.shape, on.scheme}, rule, has_inverse(rule, outer)};
+    return {
+        row_kernels(), on.shape, on.scheme, on.code_bits, {on.shape, on.scheme}, rule, has_inverse(rule, global_scale)};
 }
 
-Job encoding(const Values& x, const Plane& on, const float* outer, const Encoder& encoder, const Rng& rng) {
-    Job job = job_of(on, outer);
+Job encoding(const Values& x, const Plane& on, const float* global_scale, const Encoder& encoder, const Rng& rng) {
+    Job job = job_of(on, global_scale);
     job.x = x;
     job.encoder = &encoder;
     job.rng = rng;
@@ -190,7 +192,7 @@ void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const Ne
               const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)}, written_bits(shape, scheme));
-    Job job = encoding(x, on, scales.outer, encoder, rng);
+    Job job = encoding(x, on, scales.global_scale, encoder, rng);
     job.codes = codes;
     run_dynamic(job, scales);
 }
@@ -199,7 +201,7 @@ void quantize_static(const Values& x, Shape shape, const SchemeParams& scheme, c
                      const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)}, written_bits(shape, scheme));
-    Job job = encoding(x, on, scales.outer, encoder, rng);
+    Job job = encoding(x, on, scales.global_scale, encoder, rng);
     job.codes = codes;
     run_with_scales(job, scales);
 }
@@ -208,7 +210,7 @@ void dequantize(const uint8_t* codes, Shape shape, const SchemeParams& scheme, c
                 const Results& out) {
     const Decoder decoder(scheme.format);
     const Plane on(shape, scheme, {out.stride}, scheme.format.bits);
-    Job job = job_of(on, scales.outer);
+    Job job = job_of(on, scales.global_scale);
     job.stored = codes;
     job.decoder = &decoder;
     job.out = out;
@@ -220,7 +222,7 @@ void fake_quantize(const Values& x, Shape shape, const SchemeParams& scheme, con
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
     const Decoder decoder(scheme.format);
     const Plane on(shape, scheme, {x.stride, out.stride, pitch_of(rng, shape, rounding)}, kUnpackedBits);
-    Job job = encoding(x, on, scales.outer, encoder, rng);
+    Job job = encoding(x, on, scales.global_scale, encoder, rng);
     job.decoder = &decoder;
     job.out = out;
     run(job, scales);
@@ -232,7 +234,7 @@ void fake_quantize_backward(const Values& grad, const Values& x, Shape shape, co
     const Decoder decoder(scheme.format);
     // Gradients of scales are summed tile by tile, in the order that the matrix itself gives.
     const Plane on(shape, scheme, {x.stride, grad.stride, grad_x.stride}, kUnpackedBits, grad_scale == nullptr);
-    Job job = encoding(x, on, scales.outer, encoder, {});
+    Job job = encoding(x, on, scales.global_scale, encoder, {});
     job.grad = grad;
     job.out = grad_x;
     if (!grad_scale) return run(job, scales);

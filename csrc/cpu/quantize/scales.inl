@@ -35,18 +35,18 @@ inline U round_up_to_e4m3(U bits) {
 template <int32_t scale_format>
 struct ScaleCodes {
     const ScaleRule& rule;
-    const float* const outer;
-    const F divisor, outside;   // the global scale
-    const U limit, outer_sign;  // and what is divided by for it, as divisor_of() has it; its sign
+    const float* const global_scale;
+    const F divisor, outside;          // the global scale
+    const U limit, global_scale_sign;  // and what is divided by for it, as divisor_of() has it; its sign
     const FloatNearest encode;
     const FloatValues decode;
     ScaleCodes(const ScaleRule& r, const float* global_scale)
         : rule(r),
-          outer(global_scale),
+          global_scale(global_scale),
           divisor(splat(float_of(r.divisor))),
           outside(splat(global_scale ? *global_scale : 1.0f)),
           limit(splat(bits_of(divisor_of(global_scale ? *global_scale : 1.0f)) & kMagnitude)),
-          outer_sign(splat(bits_of(global_scale ? *global_scale : 1.0f) & kSign)),
+          global_scale_sign(splat(bits_of(global_scale ? *global_scale : 1.0f) & kSign)),
           encode(inner_encoder()),
           decode(inner_decoder()) {}
 
@@ -63,7 +63,7 @@ struct ScaleCodes {
         if (scale_format == kScaleE8m0) return e8m0_codes(amount, rule);
         const U quotient = (U)((F)amount / divisor);
         if (scale_format == kScaleE4m3) {
-            const U bits = outer ? ((U)((F)quotient / (F)limit) & kMagnitude) | outer_sign : quotient;
+            const U bits = global_scale ? ((U)((F)quotient / (F)limit) & kMagnitude) | global_scale_sign : quotient;
             if (rule.ceil) return round_up_to_e4m3(bits);
             return encode.codes<false>({bits & kMagnitude, bits, F{}}, F{}, U{});
         }
@@ -80,8 +80,8 @@ struct ScaleCodes {
         if (scale_format == kScaleE8m0) {
             bits = stored == 255u ? splat(kNan) : stored == 0u ? splat(0x00400000u) : stored << 23;
         }
-        if (!outer) return (F)bits;
-        return (F)(((U)((F)bits * outside) & kMagnitude) | ((bits ^ outer_sign) & kSign));
+        if (!global_scale) return (F)bits;
+        return (F)(((U)((F)bits * outside) & kMagnitude) | ((bits ^ global_scale_sign) & kSign));
     }
     LOWBIT_INLINE void keep(F value, F inverse, int64_t i, const ScaleRow& row) const {
         const U bits = (U)value;
@@ -106,14 +106,14 @@ inline void collect(I& found, I lanes, size_t count) {
 }
 
 template <int32_t scale_format>
-bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
-                    void* scales, void* zero_points, const ScaleRow& row) {
-    const ScaleCodes<scale_format> codes(rule, outer);
+bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule,
+                    const float* global_scale, void* scales, void* zero_points, const ScaleRow& row) {
+    const ScaleCodes<scale_format> codes(rule, global_scale);
     constexpr int bytes = scale_format == kScaleFp32                                 ? 4
                           : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
                                                                                      : 1;
     const F qmin = splat(rule.qmin), qmax = splat(rule.qmax), whole = splat(12582912.0f);
-    const bool exact = has_inverse(rule, outer);
+    const bool exact = has_inverse(rule, global_scale);
     I odd{};
     for (int64_t i = 0; i < n; i += kLanes) {
         const U up = load<U>(high + i), down = rule.both_ends ? load<U>(low + i) : U{};
@@ -152,9 +152,9 @@ bool make_scales_of(const uint32_t* high, const uint32_t* low, int64_t n, const 
 }
 
 template <int32_t scale_format>
-bool read_scales_of(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
-                    const ScaleRow& row) {
-    const ScaleCodes<scale_format> codes(rule, outer);
+bool read_scales_of(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
+                    const float* global_scale, const ScaleRow& row) {
+    const ScaleCodes<scale_format> codes(rule, global_scale);
     constexpr int bytes = scale_format == kScaleFp32                                 ? 4
                           : scale_format == kScaleBf16 || scale_format == kScaleFp16 ? 2
                                                                                      : 1;
@@ -187,16 +187,16 @@ bool read_scales_of(const void* scales, const void* zero_points, int64_t n, cons
     return largest(odd & (I)splat(kMagnitude)) == 0;
 }
 
-bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* outer,
+bool make_scales(const uint32_t* high, const uint32_t* low, int64_t n, const ScaleRule& rule, const float* global_scale,
                  void* scales, void* zero_points, const ScaleRow& row) {
     static constexpr decltype(&make_scales_of<0>) kMake[] = {make_scales_of<0>, make_scales_of<1>, make_scales_of<2>,
                                                              make_scales_of<3>, make_scales_of<4>};
-    return kMake[rule.scale_format](high, low, n, rule, outer, scales, zero_points, row);
+    return kMake[rule.scale_format](high, low, n, rule, global_scale, scales, zero_points, row);
 }
 
-bool read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule, const float* outer,
-                 const ScaleRow& row) {
+bool read_scales(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
+                 const float* global_scale, const ScaleRow& row) {
     static constexpr decltype(&read_scales_of<0>) kRead[] = {read_scales_of<0>, read_scales_of<1>, read_scales_of<2>,
                                                              read_scales_of<3>, read_scales_of<4>};
-    return kRead[rule.scale_format](scales, zero_points, n, rule, outer, row);
+    return kRead[rule.scale_format](scales, zero_points, n, rule, global_scale, row);
 }

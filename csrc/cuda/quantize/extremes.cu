@@ -60,12 +60,13 @@ __global__ void __launch_bounds__(kThreads)
                   const __grid_constant__ Scales scales, uint32_t num_blocks) {
     for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < num_blocks; i += gridDim.x * kThreads) {
         const Extremes e = extremes[i];
-        write_scale(scales, b, i, make_scale(e.positive, e.negative, b.rule, outer_at(scales, b, i)));
+        write_scale(scales, b, i, make_scale(e.positive, e.negative, b.rule, global_scale_at(scales, b, i)));
     }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    outer_kernel(const Extremes* __restrict__ extremes, const ScaleRule rule, float* __restrict__ out, uint32_t count) {
+    global_scale_kernel(const Extremes* __restrict__ extremes, const ScaleRule rule, float* __restrict__ out,
+                        uint32_t count) {
     for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
         out[i] = float_of(make_global_scale(extremes[i].amax(), rule));
     }
@@ -110,9 +111,9 @@ const char* launch_range(const Extremes* extremes, const Blocks& b, float* low, 
     return launch(range_kernel, grid_of(count), kThreads, 0, stream, extremes, low, high, count);
 }
 
-const char* launch_outer(const Extremes* extremes, const Blocks& b, float* out, cudaStream_t stream) {
+const char* launch_global_scale(const Extremes* extremes, const Blocks& b, float* out, cudaStream_t stream) {
     const uint32_t count = b.block_rows * b.block_cols;
-    return launch(outer_kernel, grid_of(count), kThreads, 0, stream, extremes, b.rule, out, count);
+    return launch(global_scale_kernel, grid_of(count), kThreads, 0, stream, extremes, b.rule, out, count);
 }
 
 }  // namespace cuda

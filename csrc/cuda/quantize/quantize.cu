@@ -49,7 +49,7 @@ const char* make_args(const Matrix& x, const Scales& scales, const Sink& sink, c
 }  // namespace
 
 int64_t global_scale_scratch(const SchemeParams& scheme, int64_t rows) {
-    return outer_count(scheme, rows) * static_cast<int64_t>(sizeof(Extremes));
+    return global_scale_count(scheme, rows) * static_cast<int64_t>(sizeof(Extremes));
 }
 
 int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols) {
@@ -60,7 +60,7 @@ int64_t quantize_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols)
 
 const char* launch_global_scale(const Matrix& x, float* out, const SchemeParams& scheme, void* scratch, void* stream) {
     SchemeParams whole = scheme;  // its blocks are what global scales span
-    whole.block_rows = scheme.outer == kOuterRow ? 1 : x.rows;
+    whole.block_rows = scheme.global_scale == kGlobalScaleRow ? 1 : x.rows;
     whole.block_cols = x.cols;
     Blocks blocks;
     const char* error = make_blocks(whole, x.rows, x.cols, &blocks);
@@ -68,7 +68,7 @@ const char* launch_global_scale(const Matrix& x, float* out, const SchemeParams&
     const cudaStream_t on = static_cast<cudaStream_t>(stream);
     Extremes* extremes = static_cast<Extremes*>(scratch);
     error = launch_extremes(x, blocks, true, extremes, on);
-    return error != nullptr ? error : launch_outer(extremes, blocks, out, on);
+    return error != nullptr ? error : launch_global_scale(extremes, blocks, out, on);
 }
 
 int64_t block_range_scratch(const SchemeParams& scheme, int64_t rows, int64_t cols) {

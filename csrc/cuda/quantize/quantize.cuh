@@ -130,7 +130,7 @@ const char* launch_extremes(const Matrix& x, const Blocks& blocks, bool finite, 
 const char* launch_scales(const Extremes* extremes, const Blocks& blocks, const Scales& scales, cudaStream_t stream);
 const char* launch_range(const Extremes* extremes, const Blocks& blocks, float* low, float* high, cudaStream_t stream);
 // Global scales of blocks that are each what one spans.
-const char* launch_outer(const Extremes* extremes, const Blocks& blocks, float* out, cudaStream_t stream);
+const char* launch_global_scale(const Extremes* extremes, const Blocks& blocks, float* out, cudaStream_t stream);
 
 // backward.cu: the gradients of the scales in `args.scales`, and the bytes of scratch that they take.
 int64_t slopes_scratch(const Blocks& blocks);

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         extremes = reduce(extremes, team);
         const BlockScale scale =
-            make_scale(extremes.positive, extremes.negative, b.rule, outer_at(args.scales, b, block));
+            make_scale(extremes.positive, extremes.negative, b.rule, global_scale_at(args.scales, b, block));
         if (there && mine == 0 && args.scales.scale != nullptr) write_scale(args.scales, b, block, scale);
         // Backwards, so that the octet read last is still in registers.
         while (at < region.total) {

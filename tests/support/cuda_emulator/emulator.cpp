@@ -67,8 +67,8 @@ struct View {  // of a matrix: data, rows, cols, elements from row to row, and f
 
 lb::Matrix matrix(const View& v) { return {v.data, static_cast<lowbit::Dtype>(v.dtype), v.rows, v.cols, v.pitch}; }
 lb::Codes codes(const View& v) { return {static_cast<uint8_t*>(v.data), v.rows, v.cols, v.pitch}; }
-lb::Scales scales(void* scale, void* zero_point, void* outer) {
-    return {scale, zero_point, static_cast<const float*>(outer)};
+lb::Scales scales(void* scale, void* zero_point, void* global_scale) {
+    return {scale, zero_point, static_cast<const float*>(global_scale)};
 }
 std::vector<char> scratch(int64_t bytes) { return std::vector<char>(static_cast<size_t>(bytes), '\x55'); }
 
@@ -106,10 +106,10 @@ LOWBIT_C lowbit_block_range(View x, void* low, void* high, const int64_t* scheme
                                   nullptr);
 }
 
-LOWBIT_C lowbit_quantize(View x, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme,
+LOWBIT_C lowbit_quantize(View x, View out, void* scale, void* zero_point, void* global_scale, const int64_t* scheme,
                          int64_t rounding, const int64_t* rng, int64_t dynamic) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
-    const lb::Scales all = scales(scale, zero_point, outer);
+    const lb::Scales all = scales(scale, zero_point, global_scale);
     if (dynamic == 0) {
         return lb::launch_quantize_static(matrix(x), all, codes(out), params, static_cast<int>(rounding),
                                           lowbit::rng_params(rng), nullptr);
@@ -119,43 +119,43 @@ LOWBIT_C lowbit_quantize(View x, View out, void* scale, void* zero_point, void* 
                                memory.data(), nullptr);
 }
 
-LOWBIT_C lowbit_dequantize(View from, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme) {
-    return lb::launch_dequantize(codes(from), scales(scale, zero_point, outer), matrix(out),
+LOWBIT_C lowbit_dequantize(View from, View out, void* scale, void* zero_point, void* global_scale, const int64_t* scheme) {
+    return lb::launch_dequantize(codes(from), scales(scale, zero_point, global_scale), matrix(out),
                                  lowbit::scheme_params(scheme), nullptr);
 }
 
-LOWBIT_C lowbit_fake_quantize(View x, View out, void* scale, void* zero_point, void* outer, const int64_t* scheme,
+LOWBIT_C lowbit_fake_quantize(View x, View out, void* scale, void* zero_point, void* global_scale, const int64_t* scheme,
                               int64_t rounding, const int64_t* rng) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
     auto memory = scratch(scale == nullptr ? lb::quantize_scratch(params, x.rows, x.cols) : 0);
-    return lb::launch_fake_quantize(matrix(x), scales(scale, zero_point, outer), matrix(out), params,
+    return lb::launch_fake_quantize(matrix(x), scales(scale, zero_point, global_scale), matrix(out), params,
                                     static_cast<int>(rounding), lowbit::rng_params(rng), memory.data(), nullptr);
 }
 
-LOWBIT_C lowbit_fake_quantize_backward(View grad, View x, View out, void* scale, void* zero_point, void* outer,
+LOWBIT_C lowbit_fake_quantize_backward(View grad, View x, View out, void* scale, void* zero_point, void* global_scale,
                                        void* grad_scale, const int64_t* scheme) {
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
     auto memory = scratch(lb::fake_quantize_backward_scratch(params, x.rows, x.cols, scale == nullptr));
-    return lb::launch_fake_quantize_backward(matrix(grad), matrix(x), scales(scale, zero_point, outer), matrix(out),
+    return lb::launch_fake_quantize_backward(matrix(grad), matrix(x), scales(scale, zero_point, global_scale), matrix(out),
                                              static_cast<float*>(grad_scale), params, memory.data(), nullptr);
 }
 
 // An empty scheme (null) is a bf16 operand. `major` is the compute capability to pretend.
-LOWBIT_C lowbit_scaled_mm(View a, const int64_t* a_scheme, void* a_scale, void* a_outer, View b,
-                          const int64_t* b_scheme, void* b_scale, void* b_outer, View out, View bias, int64_t cols,
+LOWBIT_C lowbit_scaled_mm(View a, const int64_t* a_scheme, void* a_scale, void* a_global_scale, View b,
+                          const int64_t* b_scheme, void* b_scale, void* b_global_scale, View out, View bias, int64_t cols,
                           int major) {
-    auto operand = [](const View& v, const int64_t* scheme, void* scale, void* outer) {
+    auto operand = [](const View& v, const int64_t* scheme, void* scale, void* global_scale) {
         lb::MmOperand side = {};
         side.coded = scheme != nullptr;
         side.codes = codes(v);
         if (side.coded) side.scheme = lowbit::scheme_params(scheme);
         if (!side.coded) side.codes.pitch *= 2;  // bytes of bf16
-        side.scales = scales(scale, nullptr, outer);
+        side.scales = scales(scale, nullptr, global_scale);
         return side;
     };
     emulator::compute_capability_major = static_cast<int>(major);
     const lb::MmEpilogue epilogue = {out.data, static_cast<lowbit::Dtype>(out.dtype), bias.data,
                                      static_cast<lowbit::Dtype>(bias.dtype)};
-    return lb::launch_scaled_mm(operand(a, a_scheme, a_scale, a_outer), operand(b, b_scheme, b_scale, b_outer),
+    return lb::launch_scaled_mm(operand(a, a_scheme, a_scale, a_global_scale), operand(b, b_scheme, b_scale, b_global_scale),
                                 epilogue, cols, nullptr);
 }
