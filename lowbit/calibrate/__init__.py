@@ -4,11 +4,11 @@ from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
-from lowbit.calibrate.observers import OBSERVERS, Observer
 from lowbit.calibrate.run import calibrate
 from lowbit.calibrate.scores import Sensitivity
 from lowbit.calibrate.sensitivity import sensitivity
 from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
+from lowbit.observers import OBSERVERS, Observer
 
 __all__ = [
     "MAPS",

@@ -21,7 +21,6 @@ from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
 from lowbit.calibrate.observe import Recorder, follows, inputs_of, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
-from lowbit.calibrate.observers import everywhere
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
 from lowbit.calibrate.stored import InMemory
@@ -31,6 +30,7 @@ from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.models import find_blocks
 from lowbit.nn.linear import QuantLinear
+from lowbit.observers.processes import everywhere
 from lowbit.recipes import Plan
 
 __all__ = ["Blockwise"]

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
-from lowbit.calibrate.observers import OBSERVERS, Observer, find_observer
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
 from lowbit.casts import refuse_beyond
+from lowbit.observers import OBSERVERS, Observer, find_observer
 from lowbit.recipes import Plan, Recipe, plan
 
 __all__ = ["Choice", "choose", "planned"]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from lowbit.calibrate.batches import feed
 from lowbit.calibrate.losses import Loss, default_loss
 from lowbit.calibrate.observed import Observed
-from lowbit.calibrate.observers import processes
 from lowbit.calibrate.writes import Unchanged, Written, despite_writes
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.models import find_blocks
+from lowbit.observers.processes import processes
 
 __all__ = ["weigh"]
 

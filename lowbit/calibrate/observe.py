@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lowbit.calibrate.batches import feed, mask_of
 from lowbit.calibrate.chain import Chain, same
 from lowbit.calibrate.observed import Journal, Observed
-from lowbit.calibrate.observers import Ranges, processes
 from lowbit.calibrate.statistics import Statistics
+from lowbit.observers import Ranges
+from lowbit.observers.processes import processes
 
 __all__ = ["Recorder", "follows", "inputs_of", "stages"]
 
