@@ -11,24 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import feed
 from lowbit.calibrate.calibration import Calibration, Row
-from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import weigh
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
-from lowbit.calibrate.observe import Recorder, follows, inputs_of, stages
+from lowbit.calibrate.observe import Recorder, follows, inputs_of, positions, stages
 from lowbit.calibrate.observed import Observed, observed, observed_layers
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
 from lowbit.calibrate.stored import InMemory
 from lowbit.calibrate.transforms import transform_
-from lowbit.calibrate.writes import despite_writes
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
-from lowbit.models import find_blocks
+from lowbit.models.batches import feed
+from lowbit.models.blocks import Chain, find_blocks
+from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
 from lowbit.observers.processes import everywhere
 from lowbit.recipes import Plan
@@ -258,7 +257,7 @@ class Blockwise:
                 assert self.chain is not None
                 plain = self._plain_inputs(layers, index, number) if need == "cross" else None
                 run = partial(self.chain.run, index, number)
-                recorder.count(number, batch, run, plain, self.chain.positions(index, number))
+                recorder.count(number, batch, run, plain, positions(self.chain, index, number))
             if recorder.finish():
                 return
 
@@ -339,11 +338,8 @@ class Blockwise:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model``, where it is a stack of some and none is there twice."""
-    try:
-        found = find_blocks(model)
-    except ValueError:
-        return []
-    return found if len({id(block) for block in found}) == len(found) else []
+    blocks = find_blocks(model)
+    return blocks if len({id(block) for block in blocks}) == len(blocks) else []
 
 
 def _without_data() -> str:

@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
-from lowbit.calibrate.stored import Stored, storage
+from lowbit.calibrate.stored import Stored
 from lowbit.convert.maker import Allocated, Ruled, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import resumable, write_json
+from lowbit.models.batches import batches_in
+from lowbit.models.ties import storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit.calibrate.batches import mask_of
 from lowbit.calibrate.identity import digest
+from lowbit.models.batches import mask_of
 
 __all__ = ["Loss", "default_loss", "next_token"]
 

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from lowbit.calibrate.batches import feed, mask_of
-from lowbit.calibrate.chain import Chain, same
 from lowbit.calibrate.observed import Journal, Observed
 from lowbit.calibrate.statistics import Statistics
+from lowbit.models.batches import feed, mask_of
+from lowbit.models.blocks import Chain, same
 from lowbit.observers import Ranges
 from lowbit.observers.processes import processes
 
-__all__ = ["Recorder", "follows", "inputs_of", "stages"]
+__all__ = ["Recorder", "follows", "inputs_of", "positions", "stages"]
 
 
 class Recorder:
@@ -145,6 +146,19 @@ def _same_rows(
     if weights is not None and [weight.numel() for weight in weights] != rows:
         return False
     return not positions or all(any(count % whole == 0 for whole in positions) for count in rows)
+
+
+def positions(chain: Chain, index: int, number: int) -> frozenset[int]:
+    """How many rows batch ``number`` gives to a layer of block ``index``, or a multiple of it: those of the hidden
+    state [B, T, features], or of another argument of this kind. A layer with others is given what the block picks.
+    Empty where the hidden state is of another kind.
+    """
+    hidden = chain.hidden[number]
+    if hidden.dim() != 3:
+        return frozenset()
+    given = [leaf for leaf in tree_leaves(tuple(chain.calls[number][index])) if isinstance(leaf, Tensor)]
+    alike = [other for other in given if other.dim() == 3 and other.shape[0] == hidden.shape[0]]
+    return frozenset(x.shape[0] * x.shape[1] for x in (hidden, *alike)) - {0}
 
 
 def inputs_of(layers: Sequence[Observed], chain: Chain, index: int, number: int) -> dict[str, list[Tensor]]:

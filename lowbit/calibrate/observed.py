@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.calibrate.statistics import Statistics
-from lowbit.calibrate.writes import Unchanged
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, measured
 from lowbit.convert.protect import protections
 from lowbit.convert.select import plain_layers
 from lowbit.functional import fake_quantize, hadamard
+from lowbit.models.writes import Unchanged
 from lowbit.ops.conv import Window
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized

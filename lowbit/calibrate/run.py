@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
@@ -20,6 +19,7 @@ from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.models.batches import batches_in
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 

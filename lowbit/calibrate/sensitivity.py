@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import batches_in, feed, mask_of
 from lowbit.calibrate.losses import Loss, next_token
 from lowbit.calibrate.observed import Journal, Observed, observed, observed_layers
 from lowbit.calibrate.scores import FLOAT, Score, Sensitivity
-from lowbit.calibrate.writes import despite_writes
 from lowbit.casts import refuse_beyond
-from lowbit.convert.engine import model_bytes, uncompiled
+from lowbit.convert.engine import uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
+from lowbit.models.batches import batches_in, feed, mask_of
+from lowbit.models.ties import model_bytes
+from lowbit.models.writes import despite_writes
 from lowbit.ops.conv import spans_tensor
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Recipe, plan

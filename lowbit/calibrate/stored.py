@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.calibrate.observed import Observed
+from lowbit.models.blocks import restored_forwards
+from lowbit.models.ties import storage
 from lowbit.nn.linear import QuantLinear
 from lowbit.serialize.shards import Checkpoint
 
-__all__ = ["InMemory", "Stored", "storage"]
+__all__ = ["InMemory", "Stored"]
 
 
 class InMemory:
@@ -92,10 +94,10 @@ class Stored(InMemory):
 
             return call
 
-        with ExitStack() as stack:
+        blocks = list(blocks)
+        with restored_forwards(blocks):
             for block in blocks:
                 block.forward = served(block)  # type: ignore[method-assign]
-                stack.callback(vars(block).pop, "forward")
             yield
 
     def _fill(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -128,11 +130,6 @@ class Stored(InMemory):
         return filled
 
 
-def storage(tensor: Tensor) -> int:
-    """What tells apart the tensors of a model on the meta device; parts of one have the same."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
     """The checkpoint's name of each tensor of the model, by its storage, with or without the prefix of a base model."""
     held, prefix = checkpoint.entries, f"{getattr(model, 'base_model_prefix', '')}."
@@ -160,7 +157,7 @@ def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
             raise ValueError(
                 f"{checkpoint.directory} does not fit this model, which has one tensor for {first} and {known}"
             )
-    lost = [name for storage, name in missing.items() if storage not in found]
+    lost = [name for key, name in missing.items() if key not in found]
     if lost:
         raise ValueError(
             f"{checkpoint.directory} does not fit this model: it lacks {len(lost)} tensors, such as "

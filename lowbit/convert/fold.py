@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowbit.convert.adapters import find, unusual
-from lowbit.convert.engine import model_bytes, swap, take_over, tensor_bytes
+from lowbit.convert.engine import swap, take_over
 from lowbit.convert.report import LayerReport, Report
+from lowbit.models.ties import Holder, holders, model_bytes, paths, tensor_bytes
 from lowbit.nn.base import full_name, kind
 
 __all__ = ["fold_"]
@@ -57,11 +58,11 @@ def fold_(model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None) -> R
         raise ValueError(
             "fold_: in training mode BatchNorm computes with each batch's own mean; call model.eval() first"
         )
-    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places, shares = paths(model), holders(model)
     left: dict[str, str] = {}
     chosen: list[tuple[_Pair, _Folded]] = []
     for pair in _following(model, norms, left) if pairs is None else _given(model, pairs):
-        reason = _refusal(pair, names) or _shared(model, pair)
+        reason = _refusal(pair, places) or _shared(pair, shares)
         made = None if reason else _folded(pair)
         if made is None or not all(bool(p.isfinite().all()) for p in made):
             reason = reason or f"what it makes of {pair.layer_name}'s weight or bias is not finite"
@@ -156,7 +157,7 @@ def _in_sequentials(model: nn.Module) -> dict[int, str]:
 
 
 # -- a pair ------------------------------------------------------------------------------------------------------------
-def _refusal(pair: _Pair, names: Counter[int]) -> str | None:
+def _refusal(pair: _Pair, places: Mapping[int, Sequence[str]]) -> str | None:
     """Why a BatchNorm stays."""
     layer_name, layer, _, norm = pair
     if kind(layer) is not None:
@@ -175,18 +176,18 @@ def _refusal(pair: _Pair, names: Counter[int]) -> str | None:
         return f"it has {norm.num_features} features, and {layer_name} {layer.weight.shape[0]} outputs"
     if layer.weight.is_meta:
         return f"{layer_name} is on the meta device and holds no numbers"
-    if names[id(layer)] > 1 or names[id(norm)] > 1:
+    if len(places[id(layer)]) > 1 or len(places[id(norm)]) > 1:
         return f"it or {layer_name} stands in several places of the model"
     if layer._forward_hooks or norm._forward_pre_hooks:
         return f"hooks between {layer_name} and it would be given other numbers"
     return None
 
 
-def _shared(model: nn.Module, pair: _Pair) -> str | None:
-    own = {id(p) for p in pair.layer.parameters()}
-    for name, module in model.named_modules():
-        if module is not pair.layer and any(id(p) in own for p in module._parameters.values()):
-            return f"{pair.layer_name} shares its weight or bias with {name or 'the model itself'}"
+def _shared(pair: _Pair, shares: Mapping[int, Sequence[Holder]]) -> str | None:
+    for parameter in pair.layer.parameters():
+        for path, module in shares.get(id(parameter), []):
+            if module is not pair.layer:
+                return f"{pair.layer_name} shares its weight or bias with {path or 'the model itself'}"
     return None
 
 

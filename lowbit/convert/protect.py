@@ -11,6 +11,7 @@ from lowbit.convert.adapters import find
 from lowbit.convert.readers import read_layers
 from lowbit.convert.select import DEFAULT_SKIP, Protection, check_model, is_named, is_table, matches, plain_name
 from lowbit.models import stems
+from lowbit.models.ties import holders
 from lowbit.recipes import Plan
 
 __all__ = ["protections"]
@@ -97,7 +98,10 @@ def _raw_input(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Prote
 def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
     """Protects layers whose weight is an embedding's."""
     tables = {
-        id(p): name for name, module in model.named_modules() if is_table(module) for p in module._parameters.values()
+        parameter: holder.path
+        for parameter, several in holders(model).items()
+        for holder in several
+        if is_table(holder.module)
     }
 
     def protect(name: str, module: nn.Module) -> Protection | None:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import find
-from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
+from lowbit.convert.engine import Task, convert, make_all, matrices, swap
 from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers
 from lowbit.datafree import find_rule
+from lowbit.models.ties import holders, tensor_bytes
 from lowbit.nn.base import KINDS, kind
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
@@ -189,10 +190,10 @@ def _untied(model: nn.Module, found: Selection) -> tuple[str, ...]:
     """A note for each converted layer whose weight another module keeps in high precision."""
     taken = {id(chosen.module) for chosen in found.chosen.values()}
     keepers = {
-        id(p): name
-        for name, module in model.named_modules()
-        for p in module._parameters.values()
-        if p is not None and id(module) not in taken
+        parameter: holder.path
+        for parameter, several in holders(model).items()
+        for holder in several
+        if id(holder.module) not in taken
     }
     return tuple(
         f"{name} shared its weight with {keepers[id(p)]}, which keeps it in high precision; {name} has its own "

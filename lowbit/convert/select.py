@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.report import left_lines
+from lowbit.models.ties import paths
 from lowbit.nn.base import KINDS, full_name, kind
 from lowbit.recipes import Plan, Recipe
 
@@ -91,11 +92,7 @@ def select(
     ``judge`` says.
     """
     check_model(model)
-    names: dict[int, list[str]] = {}
-    modules: dict[int, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
+    names, modules = paths(model), {id(module): module for module in model.modules()}
     patterns = () if plan is None else tuple(pattern for pattern, _ in plan.patterns)
     skips = _checked(skip, [name for several in names.values() for name in several])
     found, reached = Selection(), []

@@ -26,6 +26,7 @@ from lowbit.convert.quantize import replacements
 from lowbit.convert.select import DEFAULT_SKIP, plain_layers, select
 from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
+from lowbit.models.ties import paths, storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.serialize.huggingface import placeholders
@@ -138,9 +139,7 @@ class _Loading:
             model.get_submodule(path)._parameters[own] = model.get_parameter(source)
         names, protect = protections(model, skip, plan, unties=True)
         self.found = select(model, plain_layers(), plan, names, protect)
-        self.aliases: dict[int, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            self.aliases.setdefault(id(module), []).append(name)
+        self.aliases = paths(model)
         shared = {*tied.keys(), *tied.values()}
         #: The tensors that each layer awaits, and the layer of each tensor. Layers with a tied weight wait for the end,
         #: when transformers has tied it.
@@ -255,10 +254,10 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             for key in [
                 key for key in state if key.startswith(f"{name}.") and key.rpartition(".")[2] in (*PARTS, *INPUT_PARTS)
             ]:
-                place = state[key].data_ptr()
-                if place in seen:  # files of transformers share nothing but what its models tie
+                shared = storage(state[key])
+                if shared in seen:  # files of transformers share nothing but what its models tie
                     state[key] = state[key].clone()
-                seen.add(place)
+                seen.add(shared)
         return {**state, **placeholders(model)}, {METHOD: __version__}
 
     def _describe(self, model: Any) -> None:

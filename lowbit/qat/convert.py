@@ -15,6 +15,7 @@ from lowbit.convert.maker import Maker, decibel, energies, measured, require_num
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Verdict, plain_layers
+from lowbit.models.ties import place
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
 from lowbit.recipes import Plan, Recipe, plan
@@ -79,11 +80,11 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
     def __init__(self, model: nn.Module, learn_scale: bool, observe: int | None) -> None:
         super().__init__(model)
         self.learn_scale, self.observe = learn_scale, observe
-        self.parameters = {_place(p): p for p in model.parameters()}
+        self.parameters = {place(p): p for p in model.parameters()}
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> FakeQuantLinear:
         require_numbers(matrix)
-        own = self.parameters.get(_place(matrix))
+        own = self.parameters.get(place(matrix))
         if own is None:
             own = nn.Parameter(matrix, trained)
         return FakeQuantLinear(own, bias, recipe, self.learn_scale, self.observe)
@@ -92,11 +93,6 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
         made = FakeQuantLinear(first.weight, bias, first.recipe, self.learn_scale, self.observe)
         made.share_weight(first)
         return made
-
-
-def _place(t: Tensor) -> tuple[Any, ...]:
-    """What tells a tensor from every other one that is alive."""
-    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
 
 
 class _Quantizer:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import sync_directory, write_json
+from lowbit.models.ties import place
 from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS
 from lowbit.nn.packed import PackedLinear
@@ -25,7 +26,6 @@ from lowbit.serialize.layout import (
     REBUILD,
     VERSION,
     WEIGHTS,
-    identity,
     in_features,
     our_config,
     rebuild_of,
@@ -121,10 +121,10 @@ def described(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
 def _state(model: nn.Module) -> dict[str, Any]:
     """The model's state, in which layers that share a packed weight share its parts; unpacked ones are new tensors."""
     state = model.state_dict()
-    first: dict[int, str] = {}
+    first: dict[Any, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, PackedLinear):
-            source = first.setdefault(layer.packed.data_ptr(), name)
+            source = first.setdefault(place(layer.packed), name)
             for part in PARTS:
                 if f"{name}.{part}" in state:
                     state[f"{name}.{part}"] = state[f"{source}.{part}"]
@@ -171,7 +171,7 @@ def distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"save_model: {name!r} is {kind}, and files hold dense tensors; make it dense (to_dense(), "
                 "dequantize()), or register the buffer with persistent=False"
             )
-        first = seen.setdefault(identity(value), name)
+        first = seen.setdefault(place(value), name)
         if first == name:
             tensors[name] = value.detach()
         else:

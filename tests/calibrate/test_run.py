@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import METHODS
-from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.methods import signround
 from lowbit.calibrate.statistics import Statistics
+from lowbit.models.blocks import Chain
 
 ROOT = os.path.dirname(os.path.dirname(lb.__file__))
 
