@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lowbit"
 
 #: From the bottom up: a module may import its own layer's and lower ones.
 LAYERS = [
-    {"_version", "files", "machine", "checkout"},
+    {"_version", "files", "machine", "checkout", "notice"},
     {"formats", "rounding"},
     {"scaling"},
     {"calls", "casts", "recipes"},
@@ -38,6 +38,7 @@ LAYERS = [
     {"train", "memory", "progress"},
     {"observers"},
     {"calibrate"},
+    {"plan", "out_of_core"},
     {"qat"},
     {"integrations"},
     {"demo"},

@@ -2,11 +2,8 @@
 
 from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration
-from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.run import calibrate
-from lowbit.calibrate.scores import Sensitivity
-from lowbit.calibrate.sensitivity import sensitivity
 from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
 from lowbit.observers import OBSERVERS, Observer
 
@@ -19,10 +16,7 @@ __all__ = [
     "Map",
     "Method",
     "Observer",
-    "Sensitivity",
     "Transform",
     "calibrate",
     "correct_bias_",
-    "quantize_files",
-    "sensitivity",
 ]  # fmt: skip

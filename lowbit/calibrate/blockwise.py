@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,18 +16,27 @@ from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import weigh
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
-from lowbit.calibrate.observe import Recorder, follows, inputs_of, positions, stages
-from lowbit.calibrate.observed import Observed, observed, observed_layers
+from lowbit.calibrate.recording import (
+    Observed,
+    Recorder,
+    follows,
+    inputs_of,
+    observed,
+    observed_layers,
+    positions,
+    stages,
+)
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
-from lowbit.calibrate.stored import InMemory
 from lowbit.calibrate.transforms import transform_
+from lowbit.calibrate.weights import InMemory
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.models.batches import feed
 from lowbit.models.blocks import Chain, find_blocks
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
+from lowbit.notice import warn
 from lowbit.observers.processes import everywhere
 from lowbit.recipes import Plan
 
@@ -140,10 +148,9 @@ class Blockwise:
             self.gradient = False
             for layer in layers:
                 layer.importance = None
-            warnings.warn(
+            warn(
                 f"calibrate: gptq takes the place of guided-gptq, as the model's loss has no gradient ({error}); give "
-                f"method='gptq' to say so, or loss=lambda output, batch: ...",
-                stacklevel=5,
+                f"method='gptq' to say so, or loss=lambda output, batch: ..."
             )
 
     # -- the way through the model ------------------------------------------------------------------------------------
@@ -303,9 +310,7 @@ class Blockwise:
         if statistics is not None and not statistics.rows:
             statistics = None
             if method.uses != "nothing":
-                warnings.warn(
-                    f"calibrate: no batch reaches {layer.name}; its weight is chosen without data", stacklevel=8
-                )
+                warn(f"calibrate: no batch reaches {layer.name}; its weight is chosen without data")
         if statistics is None and method.need != "nothing":
             method = METHODS["search"]
         if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):

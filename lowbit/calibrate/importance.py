@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.calibrate.losses import Loss, default_loss
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.models.batches import feed
 from lowbit.models.blocks import find_blocks, restored_forwards

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lowbit.calibrate import sensitivity
 from lowbit.cli.console import errors, size
 from lowbit.datafree import find_rule
+from lowbit.plan import sensitivity
 from lowbit.progress import bar
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 from torch import Tensor, nn
 
-from lowbit.calibrate import Calibration, calibrate, quantize_files
+from lowbit.calibrate import Calibration, calibrate
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
 from lowbit.cli.models import DATA_FREE, DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
@@ -23,6 +23,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
+from lowbit.out_of_core import quantize_files
 from lowbit.progress import bar
 from lowbit.recipes import RECIPES, STATIC_RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe

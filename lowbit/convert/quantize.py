@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, mat
 from lowbit.datafree import find_rule
 from lowbit.models.ties import holders, tensor_bytes
 from lowbit.nn.base import KINDS, kind
+from lowbit.notice import warn
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized, Scales
@@ -95,7 +95,7 @@ def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Iterable
     notes = _untied(model, found)
     small = _small_effect(model, found)
     for note in (*notes, *([small] if small else [])):
-        warnings.warn(note, stacklevel=3)
+        warn(note)
     return replace(report, notes=notes)
 
 

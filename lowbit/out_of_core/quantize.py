@@ -18,7 +18,6 @@ from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
-from lowbit.calibrate.stored import Stored
 from lowbit.convert.maker import Allocated, Ruled, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
@@ -27,6 +26,7 @@ from lowbit.files import resumable, write_json
 from lowbit.models.batches import batches_in
 from lowbit.models.ties import storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
+from lowbit.out_of_core.stored import Stored
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface

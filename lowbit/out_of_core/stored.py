@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
+from lowbit.calibrate.weights import InMemory
 from lowbit.models.blocks import restored_forwards
 from lowbit.models.ties import storage
 from lowbit.nn.linear import QuantLinear
+from lowbit.notice import warn
 from lowbit.serialize.shards import Checkpoint
 
-__all__ = ["InMemory", "Stored"]
-
-
-class InMemory:
-    """The weights of a model that holds them all, all the time."""
-
-    #: Whether what was found for one block is let go of when the next one begins.
-    forgets = False
-
-    def load(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Take up all tensors of ``model`` outside of ``blocks``, for good."""
-
-    def held(self, *modules: nn.Module) -> AbstractContextManager[None]:
-        """Inside, ``modules`` have their tensors."""
-        return nullcontext()
-
-    def paged(self, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Inside, each of ``blocks`` has its tensors while it is called."""
-        return nullcontext()
+__all__ = ["Stored"]
 
 
 class Stored(InMemory):
@@ -166,7 +149,5 @@ def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
         )
     others = sorted(held.keys() - used)
     if others:
-        warnings.warn(
-            f"quantize_files leaves out tensors that the model does not have: {', '.join(others[:8])}", stacklevel=6
-        )
+        warn(f"quantize_files leaves out tensors that the model does not have: {', '.join(others[:8])}")
     return found
