@@ -9,8 +9,7 @@ from typing import NamedTuple
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer, find_observer
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
-from lowbit.casts import refuse_beyond
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 
 __all__ = ["Choice", "choose", "planned"]
 
