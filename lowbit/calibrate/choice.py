@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
-from lowbit.casts import refuse_beyond
 from lowbit.observers import OBSERVERS, Observer, find_observer
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 
 __all__ = ["Choice", "choose", "planned"]
 

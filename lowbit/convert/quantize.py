@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap
 from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
@@ -20,7 +19,7 @@ from lowbit.datafree import find_rule
 from lowbit.models.ties import holders, tensor_bytes
 from lowbit.nn.base import KINDS, kind
 from lowbit.notice import warn
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized, Scales
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.losses import Loss, next_token
 from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
-from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
 from lowbit.convert.select import DEFAULT_SKIP
@@ -25,7 +24,7 @@ from lowbit.notice import warn
 from lowbit.ops.conv import spans_tensor
 from lowbit.plan.bits import FLOAT, Score, Sensitivity
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Recipe, plan
+from lowbit.recipes import Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized

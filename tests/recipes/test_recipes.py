@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.casts import refuse_beyond
-from lowbit.recipes import ALIASES, RECIPES, Plan, plan
+from lowbit.recipes import ALIASES, RECIPES, Plan, plan, refuse_beyond
 from lowbit.train import TrainLinear
 
 SCHEMES = ["int8:row", "fp8_e4m3:tensor", "mxfp4", "nvfp4", "uint4:group32:affine", "fp8_e5m2:col", "nf4"]
