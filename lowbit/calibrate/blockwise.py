@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from lowbit.calibrate.transforms import transform_
 from lowbit.calibrate.weights import InMemory
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
+from lowbit.convert.select import Skip
 from lowbit.models.batches import feed
 from lowbit.models.blocks import Chain, find_blocks
 from lowbit.models.writes import despite_writes
@@ -54,7 +55,7 @@ class Blockwise:
         data: list[Any],
         plan: Plan,
         choice: Choice,
-        skip: Iterable[str],
+        skip: Skip,
         finished: Finished | None,
         loss: Loss | None = None,
         weights: InMemory | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
@@ -86,7 +86,7 @@ def _known() -> str:
 
 
 def planned(
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     method: str | Method | Iterable[str | Method] | None,
     caller: str,
 ) -> tuple[Plan, Choice]:

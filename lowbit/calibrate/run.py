@@ -18,8 +18,9 @@ from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
-from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.models.batches import batches_in
+from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 
@@ -30,10 +31,10 @@ __all__ = ["calibrate"]
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any] | None,
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     method: str | Method | Iterable[str | Method] | None = None,
     *,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     directory: str | Path | None = None,
     loss: Loss | None = None,
     progress: Progress | bool | None = None,
@@ -70,7 +71,7 @@ def calibrate(
     started = time.perf_counter()
     chosen, choice = planned(recipe, method, "calibrate")
     data = batches_in(batches)
-    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+    skip = patterns_in(skip, "skip")
     model = uncompiled(model)
     finished = None
     if directory is not None:

@@ -5,7 +5,7 @@ Everything is made before anything is put in its place: a layer that cannot be c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.report import LayerReport, Report
-from lowbit.convert.select import Chosen, Judge, Protection, Selection, nothing_found, select
+from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, nothing_found, select
 from lowbit.models.ties import model_bytes
 from lowbit.nn.base import kind
 from lowbit.recipes import Plan, Recipe
@@ -75,7 +75,7 @@ def convert(
     model: nn.Module,
     task: Task,
     plan: Plan | None = None,
-    skip: Iterable[str] = (),
+    skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> tuple[Report, Selection]:
     """Run ``task`` on the layers that ``select`` finds. Raises as ``select`` and ``task.make`` do; ValueError where

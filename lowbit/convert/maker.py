@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.adapters import Adapter
-from lowbit.convert.select import plain_name
 from lowbit.datafree import Rule, default_rule
 from lowbit.functional import hadamard
+from lowbit.models.names import plain_name
 from lowbit.models.ties import place, tensor_bytes
 from lowbit.nn.linear import QuantLinear, empty, empty_scales
 from lowbit.recipes import Plan, Recipe

@@ -60,7 +60,8 @@ class Sensitivity:
     others: int
 
     def choose(self, bits: float | None = None, size: int | None = None) -> dict[str, Recipe | None]:
-        """The recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses.
+        """The recipe of each layer, for ``quantize_`` and ``calibrate``, with the least sum of losses. Layers deeper in
+        the model come later, since the name of a layer may be the end of another's, and the last match wins.
 
         ``bits``: a weight, scales included, on average over these layers; or ``size``: bytes of the whole model.
         Raises ValueError for neither or both, for what is no finite number, and where no choice is as small.
@@ -90,7 +91,7 @@ class Sensitivity:
                 f"{amount(least + self.others)} in all; ask for as much, or give a recipe that is smaller"
             ) from None
         recipe_of = {name: names[index] for group, index in zip(self.groups, chosen, strict=True) for name in group}
-        return {name: self.recipes[recipe_of[name]] for name in self.scores}
+        return {name: self.recipes[recipe_of[name]] for name in sorted(self.scores, key=lambda name: name.count("."))}
 
     def bits(self, chosen: Mapping[str, Recipe | None]) -> float:
         """Bits a weight of ``chosen``, scales included."""

@@ -14,10 +14,11 @@ from lowbit.calibrate.losses import Loss, next_token
 from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
-from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
 from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
+from lowbit.models.names import exact, patterns_in
 from lowbit.models.ties import model_bytes
 from lowbit.models.writes import despite_writes
 from lowbit.notice import warn
@@ -39,7 +40,7 @@ def sensitivity(
     *,
     method: str | None = None,
     loss: Loss | None = None,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     progress: Progress | bool | None = None,
 ) -> Sensitivity:
     """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
@@ -69,7 +70,7 @@ def sensitivity(
         raise ValueError("sensitivity: give batches of what the model will see")
     source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
-    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+    skip = patterns_in(skip, "skip")
     with torch.no_grad(), reporting(progress, "measuring layers") as progress:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
@@ -89,9 +90,7 @@ class _Sums:
 class _Run:
     """One call of ``sensitivity``, on a copy of the model that shares its tensors."""
 
-    def __init__(
-        self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Iterable[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Skip) -> None:
         self.table = table
         self.work = _observed_by_all(model, [recipe for recipe in table.values() if recipe is not None], skip)
         self.layers = observed_layers(self.work)
@@ -248,7 +247,7 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
     return made, float(energies[1])
 
 
-def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Iterable[str]) -> nn.Module:
+def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Skip) -> nn.Module:
     """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
     served = [
         {_module(layer.name) for layer in observed_layers(observed(model, plan(recipe), skip))} for recipe in recipes
@@ -259,7 +258,7 @@ def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Iterable
             f"sensitivity leaves out {len(some)} layers that not all of the recipes quantize, such as {some[0]}; give "
             "other recipes, or choose theirs yourself"
         )
-    return observed(model, plan({"*": recipes[0], **dict.fromkeys(some)}), skip)
+    return observed(model, plan({"*": recipes[0], **dict.fromkeys(map(exact, some))}), skip)
 
 
 def _rows(layer: Observed, x: Tensor) -> Tensor:

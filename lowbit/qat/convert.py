@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, decibel, energies, measured, require_numbers
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP, Verdict, plain_layers
+from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, plain_layers
 from lowbit.models.ties import place
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
@@ -27,10 +27,10 @@ _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lam
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     learn_scale: bool = False,
     *,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     observe: int | None = None,
 ) -> Report:
     """Let the layers of ``model`` compute, in place, what ``quantize_(model, recipe, method="nearest")`` would have

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import sync_directory, write_json
+from lowbit.models.names import plain_name
 from lowbit.models.ties import place
 from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS
@@ -78,7 +79,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def _save(model: nn.Module, directory: Path) -> None:
     our_config(directory)  # refuses a directory of something else before anything is done
-    tensors, tied = distinct({_plain(name): value for name, value in _state(model).items()})
+    tensors, tied = distinct({plain_name(name): value for name, value in _state(model).items()})
     without = [name for name, value in tensors.items() if value.is_meta]
     if without:
         raise TypeError(f"save_model: {without[0]!r} is on the meta device and holds no numbers; load the model first")
@@ -113,7 +114,7 @@ def described(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
         "version": VERSION,
         "lowbit": __version__,
         "tied": tied,
-        "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
+        "layers": {plain_name(name): _describe(layer) for name, layer in quantized_layers(model).items()},
         "model": None if rebuild is None else _describe_model(rebuild, model),
     }
 
@@ -147,11 +148,6 @@ def _named_weights(found: tuple[Path, dict[str, Any]] | None) -> list[str]:
     rows = weights if isinstance(weights, list) else [weights]
     files = [row.get("file") for row in rows if isinstance(row, dict)]
     return [file for file in files if isinstance(file, str) and WEIGHTS.fullmatch(file)]
-
-
-def _plain(name: str) -> str:
-    """A name without what torch.compile adds for each compiled module on the way."""
-    return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
 def distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -295,6 +295,19 @@ def test_recipes_by_layer_and_layers_that_are_left():
     assert model.blocks[0].down.recipe.name == "int8"
 
 
+def test_functions_choose_layers_where_no_file_is_written(tmp_path):
+    def down(module, path):
+        return path.endswith("down")
+
+    model, recipe = Stack(), {"*": "int4-weight-only:group32", "out": None}
+    made = lb.calibrate(model, tokens(), recipe, skip=down)
+    assert made.rows.keys() == lb.calibrate(model, tokens(), recipe, skip="down").rows.keys()
+    assert lb.calibrate(model, tokens(), {down: "int8"}).rows.keys() == {f"blocks.{i}.down" for i in range(3)}
+    for recipes, skip, words in ((recipe, down, "skip"), ({down: "int8"}, (), "recipes by layer")):
+        with pytest.raises(ValueError, match=f"{words}: the function down cannot be written to a file"):
+            lb.calibrate(model, tokens(), recipes, skip=skip, directory=tmp_path)
+
+
 def test_layers_that_had_the_same_inputs_until_now_are_counted_apart():
     class Branching(nn.Module):
         def __init__(self) -> None:

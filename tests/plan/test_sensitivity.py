@@ -200,6 +200,16 @@ def test_the_plan_is_the_best_that_fits_and_quantizes_to_the_size_it_says(budget
         assert report.bits == pytest.approx(found.bits(chosen))
 
 
+def test_a_layer_whose_name_ends_anothers_keeps_its_own_recipe():
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), nn.Linear(32, 32))
+    found = lb.sensitivity(model, ["int4-weight-only:group32", "int8-weight-only"], [torch.randn(8, 32)], skip=())
+    for bits in (5.0, 6.5, 8.0, 9.0):
+        chosen = found.choose(bits=bits)
+        assert list(chosen) == ["1", "0.0", "0.1"]
+        report = lb.quantize_(copy.deepcopy(model), chosen, skip=())
+        assert {layer.name: layer.recipe for layer in report.layers} == {n: r.name for n, r in chosen.items()}
+
+
 def test_padding_counts_for_nothing():
     model = Language()
     tokens = torch.randint(20, (1, 8))
