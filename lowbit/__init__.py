@@ -9,7 +9,15 @@ from lowbit import convert, memory, nn, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
-from lowbit.calibrate import Calibration, Sensitivity, calibrate, correct_bias_, quantize_files, sensitivity
+from lowbit.calibrate import (
+    Calibration,
+    Sensitivity,
+    calibrate,
+    correct_bias_,
+    quantize_files,
+    register_method,
+    sensitivity,
+)
 from lowbit.convert import dequantize_, join_, prepack_, quantize_, unpack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import (
@@ -25,7 +33,7 @@ from lowbit.functional import (
     scaled_mm,
     unpack,
 )
-from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe, register_recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
@@ -69,6 +77,8 @@ __all__ = [
     "quantize_",
     "quantize_files",
     "recipe",
+    "register_method",
+    "register_recipe",
     "save_model",
     "scaled_mm",
     "scheme",

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from support.layers import STATIC
 from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import OBSERVERS
 from lowbit.calibrate.observers import Ranges, find_observer
-from lowbit.recipes import STATIC_RECIPES
 
 SCHEMES = ("int8:tensor", "uint8:tensor:affine", "fp8_e4m3:tensor", "int8:col", "int4:tensor")
 
@@ -119,7 +119,7 @@ def test_zeros_do_not_change_the_range_of_least_entropy(scheme):
 
 def test_moving_averages_follow_the_batches():
     batches = [torch.full((2, 3), float(k)) for k in (1, 2, 3)]
-    low, high = OBSERVERS["moving_average"].range(seen(batches))
+    low, high = OBSERVERS["moving-average"].range(seen(batches))
     expected = 1.0
     for k in (2.0, 3.0):
         expected += 0.01 * (k - expected)
@@ -156,7 +156,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8)).eval()
 
 
-@pytest.mark.parametrize("recipe", STATIC_RECIPES)
+@pytest.mark.parametrize("recipe", STATIC)
 def test_a_static_layer_multiplies_the_codes_of_its_scales(recipe):
     plain, x = model(), torch.randn(64, 24)
     made = lb.calibrate(plain, [x], recipe, "nearest")

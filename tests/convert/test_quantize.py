@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import same_bits
+from support.layers import DYNAMIC
 from support.models import decoded_
 from torch import nn
 
@@ -37,7 +38,7 @@ class Nested(nn.Module):
         return self.lm_head(self.train_me(x))
 
 
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_every_recipe(recipe):
     model = Nested()
     before = copy.deepcopy(model)
