@@ -89,7 +89,7 @@ Run = Callable[[Tensor], Tensor]
 
 def _folded(model: nn.Module) -> nn.Module:
     if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
-        lb.convert.fold_(model)
+        lb.fold_(model)
     return model
 
 

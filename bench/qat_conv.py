@@ -84,7 +84,7 @@ def measure() -> list[Row]:
     images = [batch.inputs for batch in seen.batches]
     with torch.inference_mode():
         exact = [teacher(batch.inputs) for batch in held.batches]
-    lb.convert.fold_(teacher)
+    lb.fold_(teacher)
     rows: list[Row] = []
 
     def add(recipe: str, what: str, model: nn.Module, start: float) -> None:

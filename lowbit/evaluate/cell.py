@@ -121,7 +121,7 @@ def measure(request: Request) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             if FOLD in request.steps:
-                lb.convert.fold_(model)
+                lb.fold_(model)
             calibration = lb.calibrate(model, data, request.recipe, calibrated(request.steps))
         except (ValueError, TypeError) as error:
             return {"key": dict(request.key), "result": {**result, "refused": str(error)}, "made": provenance()}

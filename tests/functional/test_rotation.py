@@ -140,7 +140,7 @@ def test_packed_saved_and_plain_again(recipe, tmp_path):
     lb.prepack_(found)
     assert torch.equal(found(x), y) and (recipe != "int8" or type(found[1]).__name__ == "PackedLinear")
     state = found.state_dict()
-    lb.unpack_(found)
+    lb.unprepack_(found)
     assert torch.equal(found(x), y)
     other = quantized(recipe, x)
     with pytest.raises(RuntimeError, match=r"with a Hadamard transform in blocks of \d+, and this layer one without"):

@@ -259,7 +259,7 @@ def test_observers_average_and_are_frozen():
         seen(model, value * x)
     expected = 1 + 0.01 * (3 - 1)
     torch.testing.assert_close(model[0].input_scales.scale, torch.full((1, 1), expected / 127))
-    assert lb.qat.freeze_observers_(model) == ("0",)
+    assert lb.qat.freeze_observers_(model).converted == ("0",)
     seen(model, 100 * x)
     torch.testing.assert_close(model[0].input_scales.scale, torch.full((1, 1), expected / 127))
 
@@ -287,7 +287,7 @@ def test_batchnorm_is_frozen_in_training_mode():
     x = torch.randn(32, 4)
     model.train()(x)
     before = copy.deepcopy(model[1].state_dict())
-    assert lb.qat.freeze_batchnorm_(model) == ("1",)
+    assert lb.qat.freeze_batchnorm_(model).converted == ("1",)
     y = model.train()(x)
     assert all(torch.equal(value, before[name]) for name, value in model[1].state_dict().items())
     assert torch.equal(y, model.eval()(x))
