@@ -70,7 +70,7 @@ def calibrate(
     started = time.perf_counter()
     with resumable(), bar("calibrating") as progress:
         found = run(
-            model, batches, chosen, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
+            model, chosen, batches, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
             progress=progress,
         )  # fmt: skip
     told = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}

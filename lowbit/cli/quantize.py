@@ -212,7 +212,7 @@ def _found(
     if methods is None and data is None:
         return None
     with bar("calibrating") as progress:
-        return calibrate(model, data, chosen, methods, skip=skip, progress=progress)
+        return calibrate(model, chosen, data, methods, skip=skip, progress=progress)
 
 
 def _is_large(directory: Path) -> bool:

@@ -86,6 +86,6 @@ def find_rule(name: str | None, caller: str) -> Rule | None:
     if rule is None:
         raise ValueError(
             f"{caller} takes methods without data, one of {', '.join(RULES)}; got {name!r}{did_you_mean(name, RULES)}. "
-            f"For those that need data call lowbit.calibrate(model, batches, recipe, {name!r})"
+            f"For those that need data call lowbit.calibrate(model, recipe, batches, {name!r})"
         )
     return rule

@@ -87,6 +87,7 @@ class TrainLinear(nn.Linear):
 def prepare_(
     model: nn.Module,
     recipe: str | Recipe | recipes.Plan | Mapping[str, str | Recipe | None] = "fp8",
+    *,
     skip: Iterable[str] = DEFAULT_SKIP,
 ) -> Report:
     """Make the nn.Linear layers of ``model`` train in low precision, in place.

@@ -237,7 +237,7 @@ def test_a_method_of_a_third_party_is_known_by_name():
     lb.register_method(Method("mine-data", "half of each weight, with data", halved, "squares", "squares"))
     try:
         for row in ("mine_half", "mine-data"):
-            found = lb.calibrate(model, [x], "int8", row)
+            found = lb.calibrate(model, "int8", [x], row)
             assert found.rows["0"].method == row.replace("_", "-")
             deployed = copy.deepcopy(model)
             lb.quantize_(deployed, "int8", found)

@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 def calibrated(model: nn.Module, x: torch.Tensor, recipe: str = "int8-static", method: str = "minmax") -> nn.Module:
-    lb.quantize_(model, recipe, lb.calibrate(model.eval(), [x], recipe, ("nearest", method), skip=()), skip=())
+    lb.quantize_(model, recipe, lb.calibrate(model.eval(), recipe, [x], ("nearest", method), skip=()), skip=())
     return model
 
 

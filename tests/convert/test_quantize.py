@@ -331,7 +331,7 @@ class Keywords(nn.Module):
 def test_layers_are_called_by_keyword():
     plain, ids = Keywords().eval(), torch.arange(6).reshape(2, 3)
     model = copy.deepcopy(plain)
-    found = lb.calibrate(model, [ids], "int8-static", "nearest")
+    found = lb.calibrate(model, "int8-static", [ids], "nearest")
     assert set(found.rows) == {"conv", "fc"}
     lb.quantize_(model, "int8-static", found)
     torch.testing.assert_close(model(ids), plain(ids), rtol=0.1, atol=0.05)

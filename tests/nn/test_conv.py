@@ -39,7 +39,7 @@ def made(name: str, recipe: str = "int8-static", seed: int = 0) -> tuple[nn.Sequ
     quantized = copy.deepcopy(model)
     static = lb.recipe(recipe).static
     plan = {"0": recipe}  # by name: depthwise convolutions stay plain where they would be slower
-    lb.quantize_(quantized, plan, lb.calibrate(model, [x], plan, "nearest") if static else None)
+    lb.quantize_(quantized, plan, lb.calibrate(model, plan, [x], "nearest") if static else None)
     assert type(quantized[0]) is CLASSES[type(layer)]
     return model, quantized, x
 
@@ -254,7 +254,7 @@ def test_gptq_sees_the_patches(name: str):
     for method in ("nearest", "gptq"):
         work = copy.deepcopy(model)
         recipe = "int4-weight-only:row"
-        lb.quantize_(work, recipe, lb.calibrate(model, [x], recipe, method))
+        lb.quantize_(work, recipe, lb.calibrate(model, recipe, [x], method))
         with torch.no_grad():
             errors[method] = float((work(x) - model(x)).norm())
     assert errors["gptq"] < 0.9 * errors["nearest"]
@@ -264,9 +264,9 @@ def test_gptq_sees_the_patches(name: str):
 def test_input_scales_are_those_of_a_linear_layer_on_the_pixels(method: str):
     batches = [torch.randn(4, 3, 9, 9) + 1 for _ in range(3)]
     recipe = "int8-static-affine"
-    of_conv = lb.calibrate(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), batches, recipe, method)
+    of_conv = lb.calibrate(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), recipe, batches, method)
     pixels = [x.movedim(1, -1) for x in batches]
-    of_linear = lb.calibrate(nn.Sequential(nn.Linear(3, 8)), pixels, recipe, method)
+    of_linear = lb.calibrate(nn.Sequential(nn.Linear(3, 8)), recipe, pixels, method)
     for conv, linear in zip(of_conv.inputs["0"][0][:2], of_linear.inputs["0"][0][:2], strict=True):
         assert_same_bits(conv, linear)
 
@@ -277,7 +277,7 @@ def test_finer_static_scales_are_refused():
     with pytest.raises(
         ValueError, match=r"layer '0': .*one static input scale, and int8:col has several; use int8:tens"
     ):
-        lb.quantize_(model, recipe, lb.calibrate(model, [torch.randn(2, 4, 6, 6)], recipe))
+        lb.quantize_(model, recipe, lb.calibrate(model, recipe, [torch.randn(2, 4, 6, 6)]))
 
 
 def test_another_shape_is_refused():
