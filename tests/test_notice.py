@@ -30,7 +30,7 @@ def test_warnings_of_calibrate_are_of_its_callers_line(blocks):
     layers = Aside(nn.Linear(8, 8), nn.Linear(8, 8))
     model = nn.Sequential(layers, Aside(nn.Linear(8, 8), nn.Linear(8, 8))) if blocks else layers
     calls = {
-        "calibrate": lambda: lb.calibrate(model, [torch.randn(16, 8)], "int4-weight-only:group8", "gptq"),
+        "calibrate": lambda: lb.calibrate(model, "int4-weight-only:group8", [torch.randn(16, 8)], "gptq"),
         "sensitivity": lambda: lb.sensitivity(model, ["int8"], [torch.randn(16, 8)]),
     }
     for name, call in calls.items():

@@ -2,6 +2,7 @@
 
 from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration
+from lowbit.calibrate.choice import register_method
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.run import calibrate
 from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
@@ -19,4 +20,5 @@ __all__ = [
     "Transform",
     "calibrate",
     "correct_bias_",
+    "register_method",
 ]  # fmt: skip

@@ -7,9 +7,9 @@ from lowbit.recipes.by_layer import Pattern, Plan, plan
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import Recipe, refuse_beyond
 from lowbit.recipes.parse import recipe
-from lowbit.recipes.table import ALIASES, RECIPES, STATIC_RECIPES
+from lowbit.recipes.table import ALIASES, RECIPES, register_recipe
 
 __all__ = [
-    "ALIASES", "RECIPES", "STATIC_RECIPES", "Cast", "Gemm", "Pattern", "Plan", "Recipe", "plan", "recipe",
-    "refuse_beyond",
+    "ALIASES", "RECIPES", "Cast", "Gemm", "Pattern", "Plan", "Recipe", "plan", "recipe", "refuse_beyond",
+    "register_recipe",
 ]  # fmt: skip

@@ -116,7 +116,7 @@ def test_zeros_do_not_change_the_range_of_least_entropy(scheme):
 
 def test_moving_averages_follow_the_batches():
     batches = [torch.full((2, 3), float(k)) for k in (1, 2, 3)]
-    low, high = OBSERVERS["moving_average"].range(seen(batches))
+    low, high = OBSERVERS["moving-average"].range(seen(batches))
     expected = 1.0
     for k in (2.0, 3.0):
         expected += 0.01 * (k - expected)
