@@ -5,8 +5,8 @@ A pattern is a name, a shell pattern, a regular expression or a function:
 - A name, or a shell pattern with ``*``, ``?`` and ``[...]`` as in ``fnmatch``, matches a module's path from any dot:
   ``"lm_head"`` is ``"model.lm_head"`` too, and ``"blocks.*.up"`` matches ``"model.blocks.3.up"``. It means the module
   that it names and all modules inside.
-- ``"re:"`` starts a regular expression, which has to match the whole path, from its beginning, as that of
-  llm-compressor, to its end. It means that module alone.
+- ``"re:"`` starts a regular expression of the whole path, as llm-compressor's: it matches from the beginning (and here
+  to the end as well, where theirs may stop before). It means that module alone.
 - A function ``(module, path) -> bool``, as torchao's ``filter_fn``, is asked of each module, and means that module
   alone.
 
