@@ -153,7 +153,7 @@ def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> No
     for path, layer in layers.items():
         vars(layer)["state"] = state  # no child of this layer, whose state_dict would have it once more
         layer.path = path
-        layer.places = state.places(path, layer.recipe.casts()) if layer.products.stateful else {}
+        layer.places = state.places(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
     first = next((layer for layer in layers.values() if layer.products.stateful), None)
     if first is not None and all(module is not state for module in model.modules()):
         if not first.weight.is_meta:

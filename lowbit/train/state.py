@@ -98,7 +98,7 @@ class State(nn.Module):
         self._remember()
 
     def set_micro_batch(self, number: int) -> None:
-        """The micro-batch under way has this number in its step, from 0."""
+        """The micro-batch under way has this number in its step, from 0; the next forward begins the one after."""
         self.micro_batch.fill_(number)
         self._restart()
         self._remember()
@@ -220,6 +220,10 @@ class State(nn.Module):
             self.micro_batch.fill_(-1)
             self.pending.zero_()
             self._restart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no backward pass to come, and another process numbers its nodes anew."""
+        return {**vars(self), "_begun": []}
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _gather(self) -> None:

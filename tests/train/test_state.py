@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import oracles
 from support.bits import same_bits
-from support.layers import TRAINING
+from support.layers import TRAINING, training_layer
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -161,6 +161,30 @@ def test_delayed_scales_are_of_the_largest_magnitude_of_the_last_steps():
     assert state.histories["0/output.a"].tolist() == [0.25, 0.5, 1.0]
 
 
+def test_fp8_delayed_is_fp8_tensor_with_scales_of_earlier_steps():
+    """In the first step there are none; in the second, four times the magnitudes saturate."""
+    layers = [training_layer(33, 5, name) for name in ("fp8-tensor", "fp8-delayed")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, g = torch.randn(4, 33), torch.randn(4, 5)
+
+    def products(layer: TrainLinear, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, (x, layer.weight), g)]
+
+    assert all(map(same_bits, *[products(layer, x) for layer in layers]))
+    for layer in layers:
+        lb.train.state(layer).advance()
+    state = lb.train.state(layers[1])
+    assert list(state.histories) == ["/output.a", "/output.b", "/grad_input.a"]
+    largest = torch.stack([t.detach().abs().max() for t in (x, layers[1].weight, g)])
+    assert state.amax.shape == (3, 1024) and same_bits(state.amax[:, 0].contiguous(), largest)
+    y = lb.quantize(4 * x, "fp8_e4m3:tensor", x.abs().max() / 448)
+    w = lb.quantize(layers[1].weight.detach(), "fp8_e4m3:tensor")
+    expected = lb.scaled_mm(y, w, layers[1].bias.detach(), out_dtype=torch.float32)
+    assert same_bits(products(layers[1], 4 * x)[0].detach(), expected)
+
+
 def test_states_that_do_not_fit_are_refused():
     longer = replace(DELAYED, output=lb.Gemm(*[cast("fp8_e4m3", scale="delayed", history=5)] * 2))
     with pytest.raises(RuntimeError, match=r"size mismatch for up\.lowbit_state\.amax"):
@@ -275,7 +299,7 @@ def with_save(name: str | lb.Recipe, save: str) -> lb.Recipe:
 def backward(recipe: str | lb.Recipe) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of one layer, and what it saved for them."""
     torch.manual_seed(2)
-    layer, x, saved = TrainLinear(130, 40, recipe=recipe), torch.randn(2, 3, 130, requires_grad=True), []
+    layer, x, saved = training_layer(130, 40, recipe), torch.randn(2, 3, 130, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)
     y.square().sum().backward()
@@ -299,7 +323,7 @@ def test_an_operand_kept_high_is_quantized_once():
     row = with_save(twice, "high")
     (grad_x, grad_w, _), _ = backward(row)
     torch.manual_seed(2)
-    layer, x = TrainLinear(130, 40, recipe=row), torch.randn(2, 3, 130)
+    layer, x = training_layer(130, 40, row), torch.randn(2, 3, 130)
     weight, bias, flat = layer.weight.detach(), layer.bias.detach(), x.reshape(-1, 130)
     forward = [lb.quantize(t, cast.scheme) for t, cast in ((flat, row.output.a), (weight, row.output.b))]
     g = 2 * lb.scaled_mm(*forward, bias, out_dtype=torch.float32)
