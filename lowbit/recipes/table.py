@@ -8,6 +8,11 @@ from lowbit.recipes.definition import Recipe
 
 __all__ = ["ALIASES", "FOREIGN", "RECIPES", "register_recipe"]
 
+
+def _delayed(format: str) -> Cast:
+    return Cast(f"{format}:tensor", scale="delayed", history=1024)
+
+
 #: Every named recipe. Names are API; ``register_recipe`` adds one.
 RECIPES: dict[str, Recipe] = {
     row.name: row
@@ -41,6 +46,13 @@ RECIPES: dict[str, Recipe] = {
             Gemm("fp8_e5m2:tensor", "reuse"),
             Gemm("fp8_e5m2:tensor", "reuse"),
             name="fp8-tensor", about="FP8, a scale a tensor; trains",
+        ),
+        # TransformerEngine's DelayedScaling() in formats, history and the maximum over it, so that runs compare.
+        Recipe(
+            Gemm(_delayed("fp8_e4m3"), _delayed("fp8_e4m3")),
+            Gemm(_delayed("fp8_e5m2"), "reuse"),
+            Gemm(_delayed("fp8_e5m2"), "reuse"),
+            name="fp8-delayed", about="FP8, a scale a tensor from the last 1024 steps; trains, deployed as fp8-tensor",
         ),
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
