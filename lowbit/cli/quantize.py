@@ -168,7 +168,7 @@ def quantize(
 
 
 quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG}".format(
-    recipes=", ".join(name for name, row in RECIPES.items() if not row.static),
+    recipes=", ".join(name for name, row in RECIPES.items() if row.dynamic),
     static=", ".join(name for name, row in RECIPES.items() if row.static),
 )
 

@@ -120,8 +120,13 @@ def described(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """The model's state, in which layers that share a packed weight share its parts; unpacked ones are new tensors."""
-    state = model.state_dict()
+    """The model's state, in which layers that share a packed weight share its parts; unpacked ones are new tensors.
+
+    The state of its training (a module with ``lowbit_left_out``) is no part of it.
+    """
+    modules = model.named_modules(remove_duplicate=False)
+    left_out = tuple(f"{name}." for name, module in modules if getattr(module, "lowbit_left_out", False))
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith(left_out)}
     first: dict[Any, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, PackedLinear):

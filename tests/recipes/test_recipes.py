@@ -150,6 +150,7 @@ def test_what_inference_does_not_do_is_refused(cast, message):
         ("FP8_DYNAMIC", "fp8_e4m3:row", "fp8_e4m3:row"),
         ("FP8_BLOCK", "fp8_e4m3:block128x128", "fp8_e4m3:group128"),
         ("NVFP4A16", "nvfp4", None),
+        ("NVFP4", "nvfp4", "nvfp4:global_row"),
         ("MXFP4", "mxfp4", "mxfp4"),
         ("INT8", "int8:row", "int8:row"),
     ],
@@ -165,7 +166,6 @@ def test_what_the_names_of_the_field_mean(alias, weight, input):
     ("name", "message"),
     [
         ("FP8", "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic"),
-        ("NVFP4:hadamard", "NVFP4 has a global scale of activations from calibration in llm-compressor: here 'nvfp4'"),
         ("w8a16", "W8A16 has groups of 128 in compressed-tensors.*'int8-weight-only:group128' and 'int8-weight-only'"),
     ],
 )
