@@ -16,24 +16,28 @@ void check_global_scale(const MaybeTensor& t, cpu::Shape shape, const SchemePara
                     "global_scale must be ", count, " numbers, float32 and contiguous");
 }
 
-void check_scales(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale,
-                  cpu::Shape shape, const SchemeParams& s) {
-    STD_TORCH_CHECK(!scale || (s.affine != 0) == zero_point.has_value(),
-                    "affine schemes, and no others, have zero points");
-    if (scale) check_scale(*scale, shape, s, false);
-    if (zero_point) check_scale(*zero_point, shape, s, true);
-    check_global_scale(global_scale, shape, s);
-}
-
 const float* level(const MaybeTensor& global_scale) { return static_cast<const float*>(data_of(global_scale)); }
 
-cpu::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale) {
-    return {data_of(scale), data_of(zero_point), level(global_scale)};
-}
+// Scales that are given, contiguous; they live as long as this does.
+struct Given {
+    MaybeTensor scale, zero_point, global_scale;
+
+    Given(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale, cpu::Shape shape,
+          const SchemeParams& s)
+        : scale(dense(scale)), zero_point(dense(zero_point)), global_scale(dense(global_scale)) {
+        STD_TORCH_CHECK(!scale || (s.affine != 0) == zero_point.has_value(),
+                        "affine schemes, and no others, have zero points");
+        if (this->scale) check_scale(*this->scale, shape, s, false);
+        if (this->zero_point) check_scale(*this->zero_point, shape, s, true);
+        check_global_scale(this->global_scale, shape, s);
+    }
+    operator cpu::Scales() const { return {data_of(scale), data_of(zero_point), level(global_scale)}; }
+};
 
 }  // namespace
 
-void encode(const Tensor& x, const Tensor& out, const FormatParams& format, bool saturate, const Random& random) {
+void encode(const Tensor& given, const Tensor& out, const FormatParams& format, bool saturate, const Random& random) {
+    const Tensor x = in_rows(given);
     const cpu::Shape shape = shape_of(x, "x");
     cpu::encode(values_of(x, "x"), shape, format, random.rounding, saturate, random.rng,
                 new_bytes_of(out, shape.rows, shape.cols, "out"));
@@ -41,11 +45,14 @@ void encode(const Tensor& x, const Tensor& out, const FormatParams& format, bool
 
 void decode(const Tensor& codes, const Tensor& out, const FormatParams& format) {
     const cpu::Shape shape = shape_of(out, "out");
-    cpu::decode(bytes_of(codes, shape.rows, shape.cols, "codes"), shape, format, results_of(out, "out", shape));
+    const Tensor rows = dense(codes);
+    cpu::decode(bytes_of(rows, shape.rows, shape.cols, "codes"), shape, format, results_of(out, "out", shape));
 }
 
-void quantize(const Tensor& x, const MaybeTensor& global_scale, const Tensor& codes, const Tensor& scale,
+void quantize(const Tensor& given, const MaybeTensor& given_global_scale, const Tensor& codes, const Tensor& scale,
               const MaybeTensor& zero_point, const SchemeParams& s, const Random& random) {
+    const Tensor x = in_rows(given);
+    const MaybeTensor global_scale = dense(given_global_scale);
     const cpu::Shape shape = shape_of(x, "x");
     STD_TORCH_CHECK(!s.affine || zero_point, "an affine scheme needs zero_point to write to");
     check_scale(scale, shape, s, false);
@@ -56,30 +63,31 @@ void quantize(const Tensor& x, const MaybeTensor& global_scale, const Tensor& co
                   new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
-void quantize_static(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
+void quantize_static(const Tensor& given, const Tensor& scale, const MaybeTensor& zero_point,
                      const MaybeTensor& global_scale, const Tensor& codes, const SchemeParams& s,
                      const Random& random) {
+    const Tensor x = in_rows(given);
     const cpu::Shape shape = shape_of(x, "x");
-    check_scales(scale, zero_point, global_scale, shape, s);
-    cpu::quantize_static(values_of(x, "x"), shape, s, scales_of(scale, zero_point, global_scale), random.rounding,
-                         random.rng,
+    const Given scales(scale, zero_point, global_scale, shape, s);
+    cpu::quantize_static(values_of(x, "x"), shape, s, scales, random.rounding, random.rng,
                          new_bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"));
 }
 
 void dequantize(const Tensor& codes, const Tensor& scale, const MaybeTensor& zero_point,
                 const MaybeTensor& global_scale, const Tensor& out, const SchemeParams& s) {
     const cpu::Shape shape = shape_of(out, "out");
-    check_scales(scale, zero_point, global_scale, shape, s);
-    cpu::dequantize(bytes_of(codes, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"), shape, s,
-                    scales_of(scale, zero_point, global_scale), results_of(out, "out", shape));
+    const Given scales(scale, zero_point, global_scale, shape, s);
+    const Tensor rows = dense(codes);
+    cpu::dequantize(bytes_of(rows, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "codes"), shape, s, scales,
+                    results_of(out, "out", shape));
 }
 
-void fake_quantize(const Tensor& x, const MaybeTensor& scale, const MaybeTensor& zero_point,
+void fake_quantize(const Tensor& given, const MaybeTensor& scale, const MaybeTensor& zero_point,
                    const MaybeTensor& global_scale, const Tensor& out, const SchemeParams& s, const Random& random) {
+    const Tensor x = in_rows(given);
     const cpu::Shape shape = shape_of(x, "x");
-    check_scales(scale, zero_point, global_scale, shape, s);
-    cpu::fake_quantize(values_of(x, "x"), shape, s, scales_of(scale, zero_point, global_scale), random.rounding,
-                       random.rng, results_of(out, "out", shape));
+    const Given scales(scale, zero_point, global_scale, shape, s);
+    cpu::fake_quantize(values_of(x, "x"), shape, s, scales, random.rounding, random.rng, results_of(out, "out", shape));
 }
 
 // -- lowbit_native::*, whose formats and schemes are numbers ---------------------------------------------------------
@@ -154,14 +162,13 @@ void fake_quantize_backward(const Tensor& grad, const Tensor& x, MaybeTensor sca
     const cpu::Shape shape = shape_of(x, "x");
     const SchemeParams s = scheme_for(scheme, x);
     STD_TORCH_CHECK(grad.scalar_type() == grad_x.scalar_type(), "grad_x must have grad's dtype");
-    check_scales(scale, zero_point, global_scale, shape, s);
+    const Given scales(scale, zero_point, global_scale, shape, s);
     STD_TORCH_CHECK(!grad_scale || (scale && grad_scale->scalar_type() == ScalarType::Float &&
                                     grad_scale->numel() == (s.affine ? 2 : 1) * scale->numel()),
                     "grad_scale must be float32, one for each scale and zero point given");
     results_of(grad, "grad", shape);
-    cpu::fake_quantize_backward(values_of(grad, "grad"), values_of(x, "x"), shape, s,
-                                scales_of(scale, zero_point, global_scale), results_of(grad_x, "grad_x", shape),
-                                static_cast<float*>(new_data_of(grad_scale)));
+    cpu::fake_quantize_backward(values_of(grad, "grad"), values_of(x, "x"), shape, s, scales,
+                                results_of(grad_x, "grad_x", shape), static_cast<float*>(new_data_of(grad_scale)));
 }
 
 }  // namespace native

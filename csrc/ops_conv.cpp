@@ -40,17 +40,26 @@ mm::Window window_of(const Tensor& x, const Geometry& geometry) {
     return w;
 }
 
-void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRounding>& input, const Coded& weight,
+bool serves(const mm::Window& w, const std::optional<PixelRounding>& input, const Coded& weight) {
+    const int64_t cols = weight.data.size(0), tall = weight.scheme->block_rows;
+    if (w.groups > 1 && tall < cols && cols / w.groups % tall != 0) return false;
+    if (!input) return true;
+    const SchemeParams& s = input->rounded.scheme;
+    return input->once ? s.format.bits == 8 : s.block_rows == 1;
+}
+
+void conv(const Tensor& given, const mm::Window& w, const std::optional<PixelRounding>& input, const Coded& weight,
           const MaybeTensor& bias, const std::optional<Rounded>& output, const Tensor& out) {
-    STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && weight.data.dim() == 2,
-                    "lowbit: conv takes contiguous x and out, and a matrix as weight");
+    STD_TORCH_CHECK(out.is_contiguous() && weight.data.dim() == 2,
+                    "lowbit: conv takes a contiguous out, and a matrix as weight");
+    STD_TORCH_CHECK(serves(w, input, weight),
+                    "lowbit: conv: groups must have scales of their own, and x one or a patch's");
+    const Tensor x = dense(given);
     const int64_t cols = weight.data.size(0), rows = w.rows();
     mm::Problem p;
     p.depth = w.depth();
     p.b = operand_of("weight", weight, p.depth);
-    STD_TORCH_CHECK(
-        cols % w.groups == 0 && (w.groups == 1 || p.b.block_rows >= cols || cols / w.groups % p.b.block_rows == 0),
-        "lowbit: conv: groups must have rows of the weight, and scales, of their own");
+    STD_TORCH_CHECK(cols % w.groups == 0, "lowbit: conv: groups must have rows of the weight of their own");
     add_bias(p, bias);
     const bool are_codes = x.scalar_type() == torch::headeronly::ScalarType::Byte;
     std::optional<cpu::PixelInput> from;
@@ -58,7 +67,6 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
         const SchemeParams& s = input->rounded.scheme;
         const cpu::Shape shape =
             input->once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{rows * w.groups, p.depth};
-        STD_TORCH_CHECK(input->once ? s.format.bits == 8 : s.block_rows == 1, "lowbit: conv: not a scheme of pixels");
         from = cpu::PixelInput{s, given_scales(input->rounded, shape), input->once, are_codes};
     }
     STD_TORCH_CHECK(!are_codes || (from && from->once && from->given.scale != nullptr),

@@ -31,7 +31,10 @@ std::optional<PixelRounding> pixel_rounding(const mm::Window& w, const Find& fin
     return PixelRounding{{*find(shape.rows, shape.cols), scale, zero_point, global_scale}, once};
 }
 
-// x and out [N, *S', O] contiguous. `output`: how the result becomes codes; its scales are given.
+// Whether `conv` takes such scales: the groups' own, and of x one for the tensor or some for each patch.
+bool serves(const mm::Window& window, const std::optional<PixelRounding>& input, const Coded& weight);
+
+// out [N, *S', O] contiguous. `output`: how the result becomes codes; its scales are given.
 void conv(const Tensor& x, const mm::Window& window, const std::optional<PixelRounding>& input, const Coded& weight,
           const MaybeTensor& bias, const std::optional<Rounded>& output, const Tensor& out);
 

@@ -1,9 +1,10 @@
 // Public ops (torch.ops.lowbit.NAME) on the CPU: checks, allocation and kernel in one C++ call.
 //
-// An entry answers nothing where a call is not for it: arguments that do not fit, a layout that must be copied first, a
-// format that no call has named yet, another backend asked for. The call then goes on to lowbit_table::NAME, which is
-// Python (lowbit/backends/dispatch.py): it checks with words, and chooses among all kernels. Errors come back from
-// there as text (throw_refusal), since exceptions do not cross the stable ABI.
+// An entry answers nothing where a call is not for it: arguments that do not fit, a format that no call has named yet,
+// another backend asked for. The call then goes on to lowbit_table::NAME, which is Python
+// (lowbit/backends/dispatch.py): it checks with words, and chooses among all kernels. Errors come back from there as
+// text (throw_refusal), since exceptions do not cross the stable ABI. What an entry throws is for Python to word too;
+// where Python finds nothing wrong with the call, it was a fault of the entry, and is counted.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,6 +29,9 @@ using torch::stable::Tensor;
 
 // Whether a `use_backend` or an `explain` is open anywhere in the process, so that Python must choose.
 bool chosen_elsewhere();
+
+// Counts an error of an entry that the call gave no reason for; lowbit_native::swallowed tells how many there were.
+void count_swallowed();
 
 // Throws the error that lowbit_native::refuse noted last on this thread.
 [[noreturn]] void throw_refusal();
@@ -99,23 +104,27 @@ struct Entry<function, Table> {
     static void run(StableIValue* stack, uint64_t inputs, uint64_t) {
         STD_TORCH_CHECK(inputs == sizeof...(Arguments), "lowbit: the schema of ", Table::name(), " has ", inputs,
                         " arguments, its entry ", sizeof...(Arguments));
-        if (!chosen_elsewhere() && served(stack)) return;
+        bool threw = false;
+        if (!chosen_elsewhere() && served(stack, threw, std::index_sequence_for<Arguments...>())) return;
         TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Table::name(), "", stack, TORCH_ABI_VERSION));
         take<Result>(stack);
+        if (threw) count_swallowed();
     }
 
   private:
     // Takes the arguments off the stack, and puts them back where it answers no.
-    static bool served(StableIValue* stack) { return served(stack, std::index_sequence_for<Arguments...>()); }
     template <size_t... I>
-    static bool served(StableIValue* stack, std::index_sequence<I...>) {
+    static bool served(StableIValue* stack, bool& threw, std::index_sequence<I...>) {
         std::tuple<std::decay_t<Arguments>...> arguments{unbox<std::decay_t<Arguments>>(stack[I])...};
         try {
             if (const Result result = std::apply(function, arguments)) {
                 put(stack, result);
                 return true;
             }
+        } catch (const std::bad_alloc&) {  // a kernel that needs less memory is no answer
+            throw;
         } catch (const std::exception&) {  // Python finds the words
+            threw = true;
         }
         ((stack[I] = box(std::get<I>(arguments))), ...);
         return false;

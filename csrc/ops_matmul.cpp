@@ -129,10 +129,10 @@ cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
 
 namespace {
 
-// x [..., K] is a matrix, or contiguous.
-void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
+void multiply_rows(const Tensor& given, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
                    const std::optional<Rounded>& output, const Tensor& out) {
-    STD_TORCH_CHECK(x.dim() == 2 || (x.dim() >= 1 && x.is_contiguous()), "lowbit: x must be a matrix, or contiguous");
+    STD_TORCH_CHECK(given.dim() >= 1, "lowbit: x must have an axis");
+    const Tensor x = given.dim() == 2 && !input ? given : in_rows(given);
     const int64_t cols = x.size(x.dim() - 1);
     STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
     const int64_t rows = x.numel() / cols;
@@ -156,7 +156,6 @@ void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Pro
     }
     std::optional<cpu::Input> floats;
     if (input) {
-        STD_TORCH_CHECK(p.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
         const cpu::Shape shape{rows, cols};
         floats =
             cpu::Input{{p.a.data, dtype_of(x, "x"), p.a.row_stride}, shape, input->scheme, given_scales(*input, shape)};
@@ -248,7 +247,8 @@ void linear(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor
 }
 
 void linear_packed(const Tensor& x, const Tensor& packed, MaybeTensor bias, const Tensor& out) {
-    lowbit::linear_packed(x, packed_of(packed), bias, out);
+    const Tensor buffer = dense(packed);
+    lowbit::linear_packed(x, packed_of(buffer), bias, out);
 }
 
 }  // namespace native

@@ -45,10 +45,14 @@ void add_bias(mm::Problem& problem, const MaybeTensor& bias);
 void add_out(mm::Problem& problem, int64_t rows, const Tensor& out);
 
 void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols);
-// The scheme that floats are quantized in, with its scales where they are given.
+// The scheme that floats are quantized in, with its scales, contiguous, where they are given.
 struct Rounded {
     SchemeParams scheme;
     MaybeTensor scale, zero_point, global_scale;
+
+    Rounded(const SchemeParams& scheme, const MaybeTensor& scale, const MaybeTensor& zero_point,
+            const MaybeTensor& global_scale)
+        : scheme(scheme), scale(dense(scale)), zero_point(dense(zero_point)), global_scale(dense(global_scale)) {}
 };
 cpu::Scales given_scales(const Rounded& rounded, cpu::Shape shape);
 // `input`: how x is quantized on the way. `output`: how the result is, into codes; its scales are given.

@@ -19,11 +19,14 @@ namespace lowbit::entry {
 namespace {
 
 std::atomic<int> open_choices{0};
+std::atomic<int64_t> swallowed_errors{0};
 thread_local std::string refusal;
 thread_local bool refusal_of_value = false;
 
 // Counts the `use_backend` and `explain` contexts that are open.
 void choose_elsewhere(int64_t change) { open_choices += static_cast<int>(change); }
+
+int64_t swallowed() { return swallowed_errors; }
 
 void refuse(bool of_value, std::string text) {
     refusal_of_value = of_value;
@@ -47,8 +50,8 @@ std::optional<Random> random_of(const Text& rounding, const FormatParams& format
 
 std::optional<SchemeParams> scheme_for(const Text& name, const Tensor& x) {
     if (x.numel() == 0 || x.dim() == 0) return std::nullopt;
-    const cpu::Shape shape = rows_of(x, "x").shape;
-    return named_scheme(name.view(), shape.rows, shape.cols);
+    const int64_t cols = x.size(x.dim() - 1);
+    return named_scheme(name.view(), x.numel() / cols, cols);
 }
 
 // -- codecs ----------------------------------------------------------------------------------------------------------
@@ -57,7 +60,7 @@ bool encode_out(const Tensor& x, const Text& format, const Text& rounding, bool 
     const auto f = named_format(format.view());
     if (!f || f->kind == kKindExponent || x.numel() == 0 || x.dim() == 0 || overlap(out, {&x})) return false;
     const auto random = random_of(rounding, *f, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
-    if (!random || !same_sizes(out, x)) return false;
+    if (!random || !same_sizes(out, x) || !out.is_contiguous()) return false;
     encode(x, out, *f, saturate, *random);
     return true;
 }
@@ -71,7 +74,8 @@ std::optional<Tensor> encode_new(const Tensor& x, const Text& format, const Text
 
 bool decode_out(const Tensor& codes, const Text& format, ScalarType dtype, const Tensor& out) {
     const auto f = named_format(format.view());
-    if (!f || codes.numel() == 0 || out.scalar_type() != dtype || !same_sizes(out, codes)) return false;
+    if (!f || codes.numel() == 0 || codes.dim() == 0 || out.scalar_type() != dtype || !same_sizes(out, codes))
+        return false;
     if (overlap(out, {&codes}) || !out.is_contiguous()) return false;
     decode(codes, out, *f);
     return true;
@@ -96,8 +100,9 @@ std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const May
                                   MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s) return std::nullopt;
-    const cpu::Shape shape = rows_of(x, "x").shape, blocks = scale_shape(shape, *s);
-    const auto random = random_of(rounding, s->format, shape.cols, seed, step, stream, offset, pitch);
+    const int64_t cols = x.size(x.dim() - 1);
+    const cpu::Shape blocks = scale_shape({x.numel() / cols, cols}, *s);
+    const auto random = random_of(rounding, s->format, cols, seed, step, stream, offset, pitch);
     if (!random) return std::nullopt;
     const Tensor codes = codes_for(x, *s), scale = new_tensor({blocks.rows, blocks.cols}, scale_type(*s));
     const Tensor zero =
@@ -175,7 +180,7 @@ std::optional<Coded> coded(const Tensor& data, const MaybeText& scheme, const Ma
     }
     const auto s = named_scheme(scheme->view(), data.size(0), cols);
     if (!s || data.scalar_type() != ScalarType::Byte) return std::nullopt;
-    return Coded{data, s, scale, zero_point, global_scale};
+    return Coded{s->format.bits == 8 ? data : in_rows(data), s, scale, zero_point, global_scale};
 }
 
 bool scaled_mm_out(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme, const MaybeText& b_scheme,
@@ -184,7 +189,9 @@ bool scaled_mm_out(const Tensor& a, const Tensor& b, int64_t cols, const MaybeTe
                    const MaybeTensor& bias, ScalarType out_dtype, const Tensor& out) {
     const auto left = coded(a, a_scheme, a_scale, a_zero_point, a_global_scale, cols),
                right = coded(b, b_scheme, b_scale, b_zero_point, b_global_scale, cols);
-    if (!left || !right || cols == 0 || out.scalar_type() != out_dtype || out.dim() != 2) return false;
+    if (!left || !right || cols == 0 || out.scalar_type() != out_dtype || out.dim() != 2 || !out.is_contiguous()) {
+        return false;
+    }
     if (overlap(out, {&a, &b, address(a_scale), address(a_zero_point), address(a_global_scale), address(b_scale),
                       address(b_zero_point), address(b_global_scale), address(bias)})) {
         return false;
@@ -249,7 +256,7 @@ std::optional<Tensor> conv_new(const Tensor& x, const Tensor& weight, const Text
                                const MaybeTensor& input_scale, const MaybeTensor& input_zero_point,
                                const MaybeTensor& input_global_scale, const MaybeText& out_scheme,
                                const MaybeTensor& out_scale, const MaybeTensor& out_zero_point) {
-    if (!is_float(out_dtype) || x.numel() == 0 || !x.is_contiguous() || weight.dim() != 2) return std::nullopt;
+    if (!is_float(out_dtype) || x.numel() == 0 || weight.dim() != 2) return std::nullopt;
     const mm::Window w = window_of(x, {kernel, stride, padding, dilation, groups});
     const auto codes = coded(weight, scheme, scale, zero_point, global_scale, w.depth());
     std::optional<PixelRounding> from;
@@ -271,7 +278,7 @@ std::optional<Tensor> conv_new(const Tensor& x, const Tensor& weight, const Text
     } else if (out_scale || out_zero_point) {
         return std::nullopt;
     }
-    if (!codes) return std::nullopt;
+    if (!codes || !serves(w, from, *codes)) return std::nullopt;
     Ints sizes = sizes_with(x, width);
     std::copy_n(w.out + 3 - kernel.size(), kernel.size(), sizes.begin() + 1);
     const Tensor out = new_tensor(sizes, out_scheme ? ScalarType::Byte : out_dtype);
@@ -284,9 +291,8 @@ bool linear_out(const Tensor& x, const Tensor& weight, const Text& scheme, const
                 const MaybeText& input, ScalarType out_dtype, const MaybeTensor& input_scale,
                 const MaybeTensor& input_zero_point, const MaybeTensor& input_global_scale, const MaybeText& out_scheme,
                 const MaybeTensor& out_scale, const MaybeTensor& out_zero_point, const Tensor& out) {
-    if (x.dim() == 0 || out.dim() != x.dim() || out.scalar_type() != (out_scheme ? ScalarType::Byte : out_dtype)) {
-        return false;
-    }
+    if (x.dim() == 0 || out.dim() != x.dim() || !out.is_contiguous()) return false;
+    if (out.scalar_type() != (out_scheme ? ScalarType::Byte : out_dtype)) return false;
     if (overlap(out, {&x, &weight, &scale, address(zero_point), address(global_scale), address(bias),
                       address(input_scale), address(input_zero_point), address(input_global_scale), address(out_scale),
                       address(out_zero_point)})) {
@@ -320,8 +326,10 @@ using MaybeType = std::optional<ScalarType>;
 
 bool linear_packed_out(const Tensor& x, const Tensor& packed, int64_t rows, const MaybeTensor& bias,
                        MaybeType out_dtype, const Tensor& out) {
-    const Packed weight = packed_of(packed);
-    if (weight.rows != rows || x.numel() == 0 || x.dim() == 0 || out.dim() != x.dim()) return false;
+    const Tensor buffer = dense(packed);
+    const Packed weight = packed_of(buffer);
+    if (weight.rows != rows || x.numel() == 0 || x.dim() == 0 || out.dim() != x.dim() || !out.is_contiguous())
+        return false;
     if (out.scalar_type() != out_dtype.value_or(x.scalar_type())) return false;
     if (overlap(out, {&x, &packed, address(bias)})) return false;
     linear_packed(x, weight, bias, out);
@@ -330,7 +338,8 @@ bool linear_packed_out(const Tensor& x, const Tensor& packed, int64_t rows, cons
 
 std::optional<Tensor> linear_packed_new(const Tensor& x, const Tensor& packed, int64_t rows, const MaybeTensor& bias,
                                         MaybeType out_dtype) {
-    const Packed weight = packed_of(packed);
+    const Tensor buffer = dense(packed);
+    const Packed weight = packed_of(buffer);
     const ScalarType dtype = out_dtype.value_or(x.scalar_type());
     if (weight.rows != rows || x.numel() == 0 || x.dim() == 0 || !is_float(dtype)) return std::nullopt;
     const Tensor out = new_tensor(sizes_with(x, rows), dtype);
@@ -341,6 +350,8 @@ std::optional<Tensor> linear_packed_new(const Tensor& x, const Tensor& packed, i
 }  // namespace
 
 bool chosen_elsewhere() { return open_choices.load(std::memory_order_relaxed) != 0; }
+
+void count_swallowed() { ++swallowed_errors; }
 
 void throw_refusal() {
     if (refusal_of_value) throw std::invalid_argument(refusal);  // becomes Python's ValueError
@@ -378,6 +389,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lowbit_native, m) {
     m.def("choose_elsewhere(int change) -> ()");
     m.def("refuse(bool of_value, str text) -> ()");
     m.def("entries() -> str[]");
+    m.def("swallowed() -> int");
 }
 
 namespace lowbit::entry {
@@ -393,5 +405,6 @@ std::vector<std::string> entries() {
 STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CompositeExplicitAutograd, m) {
     m.impl("choose_elsewhere", TORCH_BOX(&lowbit::entry::choose_elsewhere));
     m.impl("refuse", TORCH_BOX(&lowbit::entry::refuse));
+    m.impl("swallowed", TORCH_BOX(&lowbit::entry::swallowed));
     m.impl("entries", TORCH_BOX(&lowbit::entry::entries));
 }

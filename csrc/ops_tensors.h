@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -46,6 +47,18 @@ inline Rows rows_of(const Tensor& t, const char* what) {
     STD_TORCH_CHECK(t.is_contiguous(), what, " must be a matrix, or contiguous");
     return {{cols > 0 ? t.numel() / cols : 0, cols}, cols};
 }
+// The same numbers as rows_of takes them: the tensor itself, a view, or where its strides ask for it a copy.
+inline Tensor in_rows(const Tensor& t) {
+    if (t.dim() != 2) {
+        if (t.is_contiguous()) return t;
+        const int64_t cols = t.size(t.dim() - 1), sizes[] = {cols > 0 ? t.numel() / cols : 0, cols};
+        return in_rows(torch::stable::reshape(t, {sizes, 2}));
+    }
+    return t.size(1) <= 1 || t.stride(1) == 1 ? t : torch::stable::contiguous(t);
+}
+inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline MaybeTensor dense(const MaybeTensor& t) { return t ? MaybeTensor(dense(*t)) : std::nullopt; }
+
 inline cpu::Shape shape_of(const Tensor& t, const char* what) {
     STD_TORCH_CHECK(t.numel() > 0, what, " must have an element");
     return rows_of(t, what).shape;
