@@ -40,23 +40,6 @@ constexpr struct {
     {"fake_quantize_backward",
      "(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) grad_x, Tensor(b!)? "
      "grad_scale, int scheme)"},
-    {"scaled_mm",
-     "(Tensor a, int a_scheme, Tensor? a_scale, Tensor? a_zero_point, Tensor? a_global_scale, Tensor b, int b_scheme, "
-     "Tensor? "
-     "b_scale, Tensor? b_zero_point, Tensor? b_global_scale, Tensor? bias, Tensor(a!) out, int cols)"},
-    {"linear",
-     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_global_scale, Tensor weight, "
-     "int scheme, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, int out_scheme, Tensor? "
-     "out_scale, "
-     "Tensor? out_zero_point, Tensor(a!) out)"},
-    {"conv",
-     "(Tensor x, int input, Tensor? input_scale, Tensor? input_zero_point, Tensor? input_global_scale, Tensor "
-     "weight, int scheme, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor? bias, int out_scheme, "
-     "Tensor? "
-     "out_scale, Tensor? out_zero_point, Tensor(a!) out, int[] kernel_size, int[] stride, int[] padding, int[] "
-     "dilation, "
-     "int groups)"},
-    {"linear_packed", "(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out)"},
 };
 
 int64_t keep(std::string name, std::vector<int64_t> numbers) { return lowbit::keep(name, numbers); }

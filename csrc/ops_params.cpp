@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
@@ -37,12 +38,27 @@ const Ints& list_of(int64_t number, size_t size, const char* what) {
 
 using Numbers = std::unordered_map<std::string, int64_t>;
 
-const int64_t* list_of(std::string_view name, Numbers Kept::* numbers) {
-    Kept& all = kept();
-    const std::shared_lock<std::shared_mutex> lock(all.mutex);
-    const auto found = (all.*numbers).find(std::string(name));
-    return found == (all.*numbers).end() ? nullptr : all.lists[static_cast<size_t>(found->second)].data();
-}
+// What names stand for, once Python was asked. Never destroyed: threads may outlive static objects.
+struct Names {
+    const char* ask;  // the op that answers the integers of a name, or none
+    size_t count;
+    std::shared_mutex mutex;
+    std::map<std::string, Ints, std::less<>> known;  // elements stay where they are
+
+    const int64_t* find(std::string_view name) {
+        {
+            const std::shared_lock<std::shared_mutex> lock(mutex);
+            const auto at = known.find(name);
+            if (at != known.end()) return at->second.data();
+        }
+        StableIValue stack[] = {torch::stable::detail::from(std::string(name))};
+        TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(ask, "", stack, TORCH_ABI_VERSION));
+        Ints numbers = torch::stable::detail::to<Ints>(stack[0]);
+        if (numbers.size() != count) return nullptr;
+        const std::unique_lock<std::shared_mutex> lock(mutex);
+        return known.emplace(name, std::move(numbers)).first->second.data();
+    }
+};
 
 }  // namespace
 
@@ -65,13 +81,15 @@ SchemeParams kept_scheme(int64_t number, int64_t rows, int64_t cols) {
 }
 
 std::optional<FormatParams> named_format(std::string_view name) {
-    const int64_t* list = list_of(name, &Kept::formats);
-    return list == nullptr ? std::nullopt : std::optional(format_params(list));
+    static auto* formats = new Names{"lowbit_table::format_params", kFormatParams, {}, {}};
+    const int64_t* numbers = formats->find(name);
+    return numbers == nullptr ? std::nullopt : std::optional(format_params(numbers));
 }
 
 std::optional<SchemeParams> named_scheme(std::string_view name, int64_t rows, int64_t cols) {
-    const int64_t* list = list_of(name, &Kept::schemes);
-    return list == nullptr ? std::nullopt : std::optional(scheme_of(list, rows, cols));
+    static auto* schemes = new Names{"lowbit_table::scheme_params", kSchemeParams, {}, {}};
+    const int64_t* numbers = schemes->find(name);
+    return numbers == nullptr ? std::nullopt : std::optional(scheme_of(numbers, rows, cols));
 }
 
 SchemeParams scheme_of(const int64_t* numbers, int64_t rows, int64_t cols) {

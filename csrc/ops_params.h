@@ -20,7 +20,7 @@ FormatParams kept_format(int64_t number);
 // Blocks that span an axis get its length here.
 SchemeParams kept_scheme(int64_t number, int64_t rows, int64_t cols);
 
-// The same by name; nothing for a name that keep() was never given.
+// The same by name, for which Python is asked once (lowbit/backends/dispatch.py); nothing where there is none.
 std::optional<FormatParams> named_format(std::string_view name);
 std::optional<SchemeParams> named_scheme(std::string_view name, int64_t rows, int64_t cols);
 

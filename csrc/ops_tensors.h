@@ -19,6 +19,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+inline bool is_float(ScalarType t) {
+    return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
+}
 inline Dtype dtype_of(const Tensor& t, const char* what) {
     switch (t.scalar_type()) {
         case ScalarType::Float:

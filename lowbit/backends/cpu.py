@@ -16,7 +16,10 @@ __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
 _ROWS = (
-    *(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native_ops.RUN.items()),
+    *(
+        Impl(op, "cpu", ("cpu",), 10, run, cpu_mm.no_conv if op == "conv" else lambda call: None)
+        for op, run in native_ops.RUN.items()
+    ),
     Impl("adamw", "cpu", ("cpu",), 10, native_ops.adamw),
     *cpu_mm.IMPLS,
 )

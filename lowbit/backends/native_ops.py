@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.backends.registry import Run
-from lowbit.ops import optim
+from lowbit.ops import OPS, optim
 from lowbit.ops.spec import as_rows
 
 __all__ = ["RUN", "Argument", "adamw", "as_it_is", "scheme_number", "through_torch"]
@@ -127,7 +127,25 @@ def through_torch(op: str, arguments: tuple[Argument, ...]) -> Run:
     return run
 
 
+#: Ops whose kernel takes the op's own arguments.
+BY_NAME = ("scaled_mm", "linear", "linear_packed", "conv")
+_library = torch.library.Library("lowbit_native", "FRAGMENT")
+for _op in BY_NAME:
+    _library.define(f"{_op}({OPS[_op].positional[1]}) -> ()")
+
+
+def _native(op: str) -> Run:
+    """Runs ``torch.ops.lowbit_native.OP``, which takes the op's arguments and fills its outputs."""
+
+    def run(outs: tuple[Tensor, ...], call: Any) -> None:
+        getattr(torch.ops.lowbit_native, op)(*call, *outs)
+
+    return run
+
+
 #: How the ops that the CPU and CUDA serve are run, for rows of the registry.
 RUN: dict[str, Run] = {op: through_torch(op, arguments) for op, arguments in _ARGUMENTS.items()}
+
+RUN |= {op: _native(op) for op in BY_NAME}
 
 adamw = through_torch("adamw", _ADAMW)
