@@ -116,7 +116,7 @@ using Outs = std::optional<std::array<Out, count>>;
 // Whether a tensor that is given may be that output: it has its sizes and dtype, and is contiguous.
 bool is_like(const Tensor& given, const Out& out);
 // Whether the memory of an output meets that of an argument or of another output.
-bool overlap(const Tensor& out, const Tensor& other);
+bool overlap(const Tensor& a, const Tensor& b);
 inline bool overlap(const Tensor& out, const std::optional<Tensor>& other) { return other && overlap(out, *other); }
 template <class T>
 bool overlap(const Tensor&, const T&) {
@@ -230,69 +230,6 @@ struct Public<kernel, outputs, Python> {
         m.impl(#op, &Op::make);                                                                    \
         m.impl(#op "_out", &Op::fill);                                                             \
         for (const char* name : {#op, #op "_out"}) lowbit::entry::served_ops().emplace_back(name); \
-    }
-
-// What an entry returns, on the stack of the op: new tensors, or nothing where it filled given ones.
-inline void put(StableIValue* stack, const std::optional<Tensor>& out) { stack[0] = torch::stable::detail::from(*out); }
-template <class... T>
-void put(StableIValue* stack, const std::optional<std::tuple<T...>>& outs) {
-    torch::stable::detail::box_from_tuple<T...>(stack, *outs);
-}
-inline void put(StableIValue*, bool) {}
-
-// The same of lowbit_table::NAME, which answers the tensors, none where it failed; or whether it filled those given.
-template <class Result>
-void take(StableIValue* stack) {
-    if constexpr (std::is_same_v<Result, bool>) {
-        if (!torch::stable::detail::to<bool>(stack[0])) throw_refusal();
-    } else {
-        const auto outs = torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
-        if (outs.empty()) throw_refusal();
-        for (size_t i = 0; i < outs.size(); ++i) stack[i] = torch::stable::detail::from(outs[i]);
-    }
-}
-
-template <auto function, class Table>
-struct Entry;
-template <class Result, class... Arguments, Result (*function)(Arguments...), class Table>
-struct Entry<function, Table> {
-    static void run(StableIValue* stack, uint64_t inputs, uint64_t) {
-        STD_TORCH_CHECK(inputs == sizeof...(Arguments), "lowbit: the schema of ", Table::name(), " has ", inputs,
-                        " arguments, its entry ", sizeof...(Arguments));
-        bool threw = false;
-        if (!chosen_elsewhere() && served(stack, threw, std::index_sequence_for<Arguments...>())) return;
-        TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Table::name(), "", stack, TORCH_ABI_VERSION));
-        take<Result>(stack);
-        if (threw) count_swallowed();
-    }
-
-  private:
-    // Takes the arguments off the stack, and puts them back where it answers no.
-    template <size_t... I>
-    static bool served(StableIValue* stack, bool& threw, std::index_sequence<I...>) {
-        std::tuple<std::decay_t<Arguments>...> arguments{unbox<std::decay_t<Arguments>>(stack[I])...};
-        try {
-            if (const Result result = std::apply(function, arguments)) {
-                put(stack, result);
-                return true;
-            }
-        } catch (const std::bad_alloc&) {  // a kernel that needs less memory is no answer
-            throw;
-        } catch (const std::exception&) {  // Python finds the words
-            threw = true;
-        }
-        ((stack[I] = box(std::get<I>(arguments))), ...);
-        return false;
-    }
-};
-
-// Registers `function` as the CPU kernel of lowbit::NAME.
-#define LOWBIT_ENTRY(library, op, function)                                 \
-    {                                                                       \
-        struct Table {                                                      \
-            static const char* name() { return "lowbit_table::" #op; }      \
-        };                                                                  \
-        (library).impl(#op, &lowbit::entry::Entry<(function), Table>::run); \
     }
 
 }  // namespace lowbit::entry

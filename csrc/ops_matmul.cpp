@@ -4,7 +4,6 @@
 #include "cpu/matmul/gemm_kernels.h"
 #include "cpu/matmul/linear.h"
 #include "cpu/matmul/packed.h"
-#include "ops_codec.h"
 #include "ops_params.h"
 
 namespace lowbit {
@@ -258,7 +257,11 @@ void multiply_codes(const Tensor& x, const Rounded& input, mm::Problem& p, const
     const Tensor y = output ? new_tensor({p.a.rows, p.b.rows}, ScalarType::Float) : out;
     add_out(p, p.a.rows, y);
     mm::multiply(p);
-    if (output) quantize_static(y, *output->scale, output->zero_point, {}, out, output->scheme, {kNearest, {}});
+    if (!output) return;
+    const SchemeParams& s = output->scheme;
+    const cpu::Shape shape{p.a.rows, p.b.rows};
+    cpu::quantize_static(values_of(y, "y"), shape, s, given_scales(*output, shape), kNearest, {},
+                         new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "out"));
 }
 
 bool linear(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,

@@ -7,14 +7,14 @@ float32 matmul precision allows it and the processor gains by it.  Source: docs/
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lowbit import scaling
 from lowbit.backends.native import features, loading_error
-from lowbit.backends.native_ops import RUN
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops.conv import Conv, spans_tensor
 from lowbit.ops.linear import Linear
@@ -22,7 +22,7 @@ from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import Numerics
 from lowbit.scaling import Scheme
 
-__all__ = ["IMPLS", "no_conv", "no_gain_by_packing"]
+__all__ = ["bf16_products", "no_conv", "no_gain_by_packing", "rounding"]
 
 
 def no_conv(call: Conv) -> str | None:
@@ -96,14 +96,15 @@ def _no_bf16(call: ScaledMM | Linear) -> str | None:
     return None if bf16_products(rows) else f"this processor has no products of bf16 numbers for {rows} rows"
 
 
-def _in_bf16(run: Run) -> Run:
-    def rounded(outs: tuple[Tensor, ...], call: Any) -> None:
-        run(outs, call._replace(**{name: getattr(call, name).bfloat16() for name in _wide(call)}))
-
-    return rounded
+def _in_bf16(run: Run, outs: tuple[Tensor, ...], call: ScaledMM | Linear) -> None:
+    run(outs, call._replace(**{name: getattr(call, name).bfloat16() for name in _wide(call)}))
 
 
-_ROUNDED = Numerics("bf16", "fp32")
-IMPLS = tuple(
-    Impl(op, "cpu_bf16", ("cpu",), 11, _in_bf16(RUN[op]), _no_bf16, _ROUNDED) for op in ("scaled_mm", "linear")
-)
+def rounding(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``cpu_bf16``: the products among ``rows``, on operands rounded to bf16."""
+    numerics = Numerics("bf16", "fp32")
+    return tuple(
+        replace(row, name="cpu_bf16", priority=11, run=partial(_in_bf16, row.run), supports=_no_bf16, numerics=numerics)
+        for row in rows
+        if row.op in ("scaled_mm", "linear")
+    )

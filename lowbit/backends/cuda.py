@@ -5,13 +5,13 @@ Whether they are there is asked of the library, never of a device: importing low
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowbit import formats, reference, scaling
 from lowbit.backends import composed, native, native_ops
-from lowbit.backends.registry import Impl
 from lowbit.ops import matmul
 from lowbit.ops.spec import Numerics
 
@@ -72,13 +72,11 @@ def _refuses_blocks(block: int) -> str | None:
 #: Above Triton's: these need no compilation at the first call.
 _PRIORITY = 60
 
-_ROWS = (
-    *(
-        Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports)
-        for op, run in native_ops.RUN.items()
-        if op not in native_ops.BY_NAME
-    ),
-    Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, native_ops.RUN["scaled_mm"], supports_mm, Numerics("bf16", "fp32")),
+_ROWS = tuple(
+    replace(row, supports=supports_mm, numerics=Numerics("bf16", "fp32"))
+    if row.op == "scaled_mm"
+    else replace(row, supports=_supports)
+    for row in native_ops.rows("cuda", _PRIORITY)
 )
 IMPLS = _ROWS + composed.linear(_ROWS) + composed.conv(_ROWS)
 
@@ -90,6 +88,6 @@ def unavailable() -> str | None:
     error = native.loading_error()
     if error is not None:
         return error
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("lowbit_native::quantize", "CUDA"):
+    if not native_ops.has_kernel("quantize", "cuda"):
         return "lowbit was built without its CUDA kernels; put nvcc on the PATH, then reinstall lowbit (LOWBIT_CUDA=ON)"
     return None

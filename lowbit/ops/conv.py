@@ -352,12 +352,13 @@ def _check_geometry(call: Conv) -> None:
 
 def _check_given(call: Conv) -> None:
     """Scales that are given belong to a scheme, and fit it."""
+    scheme = None if call.input is None else scaling.scheme(call.input)
     require(
-        call.input is not None or call.input_scale is None,
+        scheme is not None or call.input_scale is None,
         "lowbit.conv: input_scale is the scale of an input scheme; give input too, or leave input_scale out",
     )
     if call.input_scale is not None:
-        scheme = scaling.scheme(call.input or "")
+        assert scheme is not None
         require(
             spans_tensor(scheme),
             f"lowbit.conv: a given input_scale is one for the tensor, and {scheme} has finer ones; use "

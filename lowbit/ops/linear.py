@@ -139,8 +139,9 @@ def _check(call: Linear) -> None:
 def _check_given(call: Linear, out_cols: int) -> None:
     """Scales that are given belong to a scheme, and fit it."""
     given = (call.input_scale, call.input_zero_point, call.input_global_scale)
-    if call.input is not None and call.input_scale is not None:
-        require_scales("linear", scaling.scheme(call.input), *matrix_shape(call.x), call.input_scale, *given[1:])
+    scheme = None if call.input is None else scaling.scheme(call.input)
+    if scheme is not None and call.input_scale is not None:
+        require_scales("linear", scheme, *matrix_shape(call.x), call.input_scale, *given[1:])
     else:
         require(
             all(one is None for one in given),
