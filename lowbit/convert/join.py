@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear, is_signed
 
@@ -20,13 +23,13 @@ _ANY = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten, torch.flatten, torch.
 _SIGNED = (nn.ReLU, torch.relu, F.relu, "relu")
 
 
-def join_(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Let layers with static input scales take codes from the layers before them, in place; return which layers are
-    taken from which.
+def join_(model: nn.Module) -> Report:
+    """Let layers with static input scales take codes from the layers before them, in place, and report: ``layers`` are
+    those that return codes, and their ``feeds`` the layers that take them.
 
-    A layer answers in codes where all that follows it is layers with one and the same static input scheme and scale,
+    A layer returns codes where all that follows it is layers with one and the same static input scheme and scale,
     through ReLU (of schemes without a zero point), flattening and dropout. No bit of the model's results changes. So it
-    is for fp32 inputs without gradients (``torch.no_grad()``); else layers answer in floats, as before.
+    is for fp32 inputs without gradients (``torch.no_grad()``); else layers return floats, as before.
     For inference, as the last step: ``unjoin_`` and ``dequantize_`` take it back, ``quantize_`` and ``load_model`` know
     nothing of it, nor do state and files.
 
@@ -51,14 +54,16 @@ def join_(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if names:
             layer.feeds = (_inner(modules[names[0]]),)
             joined[str(node.target)] = names
-    return joined
+    report = report_on("join_", model, {name: modules[name] for name in joined}, "joined")
+    return replace(report, layers=tuple(replace(row, feeds=joined[row.name]) for row in report.layers))
 
 
-def unjoin_(model: nn.Module) -> None:
-    """Undo ``join_``."""
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            module.feeds = ()
+def unjoin_(model: nn.Module) -> Report:
+    """Undo ``join_``, in place, and report which layers return floats again."""
+    joined = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.feeds}
+    for layer in joined.values():
+        layer.feeds = ()
+    return report_on("unjoin_", model, joined, "separated")
 
 
 class _Tracer(fx.Tracer):

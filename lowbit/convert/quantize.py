@@ -114,7 +114,7 @@ def _source(calibration: Any, method: str | None) -> Source:
     if not hasattr(calibration, "weight"):
         raise TypeError(
             f"quantize_: calibration must be what lowbit.calibrate returned, got {type(calibration).__name__}; to "
-            f"calibrate with batches, call lowbit.calibrate(model, batches, recipe) first"
+            f"calibrate with batches, call lowbit.calibrate(model, recipe, batches) first"
         )
     return Calibrated(calibration)
 

@@ -28,7 +28,8 @@ class LayerReport:
 
     ``kind``: the class it had. ``weights``: how many numbers its weights hold; ``bits`` a weight, scales included.
     ``bytes_before``, ``bytes_after``: of its parameters and buffers. ``sqnr``: 10 log10 of the weights' energy over
-    that of the error of quantization, in dB, where the conversion measures it (inf: no error).
+    that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``feeds``: the layers
+    that ``join_`` lets take this layer's codes.
     """
 
     name: str
@@ -39,15 +40,16 @@ class LayerReport:
     bytes_before: int
     bytes_after: int
     sqnr: float | None = None
+    feeds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did. ``print(report)`` shows it as a table, ``to_dict()`` gives JSON data.
+    """What a function did to a model in place. ``print(report)`` shows it as a table, ``to_dict()`` gives JSON data.
 
-    ``layers``: the converted layers. ``skipped``: names left because the caller asked for it. ``left``: names left for
-    another reason, with the reason. ``notes``: what else is worth knowing. ``bytes_before`` and ``bytes_after`` are of
-    the whole model, tensors that are shared counted once.
+    ``layers``: the layers that it changed, and ``done`` what was done to them, for people. ``skipped``: names left
+    because the caller asked for it. ``left``: names left for another reason, with the reason. ``notes``: what else is
+    worth knowing. ``bytes_before`` and ``bytes_after`` are of the whole model, tensors that are shared counted once.
     """
 
     what: str
@@ -58,15 +60,16 @@ class Report:
     notes: tuple[str, ...] = ()
     bytes_before: int = 0
     bytes_after: int = 0
+    done: str = "converted"
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """The names of the converted layers."""
+        """The names of ``layers``."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def bits(self) -> float:
-        """Bits a weight of the converted layers, scales included."""
+        """Bits a weight of ``layers``, scales included."""
         weights = sum(layer.weights for layer in self.layers)
         return sum(layer.bits * layer.weights for layer in self.layers) / weights if weights else math.nan
 
@@ -102,7 +105,7 @@ class Report:
         return Group(Text(self._headline()), self.table(), *(Text(line) for line in self._remarks()))
 
     def table(self, every_layer: bool | None = None) -> Table:
-        """The converted layers as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
+        """``layers`` as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
         from rich.table import Table
         from rich.text import Text
 
@@ -116,14 +119,18 @@ class Report:
         columns = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
         for column in columns:
             shown.add_column(column, justify="right")
+        joined = any(layer.feeds for layer in self.layers)
+        if joined:
+            shown.add_column("codes go to", overflow="fold")
         for name, layers in rows:
-            shown.add_row(*(Text(cell) for cell in _row(name, layers, measured)))
+            cells = [*_row(name, layers, measured), *([", ".join(layers[0].feeds)] if joined else [])]
+            shown.add_row(*(Text(cell) for cell in cells))
         return shown
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         whole = f"{amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
-        return f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} converted, {whole}"
+        return f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} {self.done}, {whole}"
 
     def _remarks(self) -> list[str]:
         lines = [f"skipped: {', '.join(_shortened(list(self.skipped)))}"] if self.skipped else []
@@ -134,7 +141,7 @@ def families(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     """Layers that came out alike and whose names differ in numbers only, under a name with ``*`` for the numbers."""
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     for layer in layers:
-        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits)
+        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits, layer.feeds)
         found.setdefault(alike, []).append(layer)
     return [(key[0] if len(several) > 1 else several[0].name, several) for key, several in found.items()]
 

@@ -130,7 +130,7 @@ class QuantLinear(nn.Module):
         if recipe.static != (input_scales is not None):
             raise ValueError(
                 f"QuantLinear: recipe {recipe.name!r} {'needs' if recipe.static else 'does not take'} input_scales; "
-                f"recipes with scale='static' have them, from lowbit.calibrate(model, batches, recipe)"
+                f"recipes with scale='static' have them, from lowbit.calibrate(model, recipe, batches)"
             )
         parts = {**plain_state(weight), **_input_state(input_scales)}
         for name in (*PARTS, *INPUT_PARTS):
@@ -332,7 +332,7 @@ def misfits(
             ]
         if width and int(width) != cols:
             return [f"{prefix}codes: the state has a weight with {width} columns, and this layer one with {cols}"]
-        if not scheme.is_named(name):
+        if name != scheme.name:
             return [
                 f"{prefix}codes: the state has a weight in scheme {name!r}, and this layer one in "
                 f"{scheme.name!r}; quantize the model with the recipe that the state was saved with"

@@ -7,6 +7,6 @@ from lowbit.recipes.by_layer import Plan, plan
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import Recipe, refuse_beyond
 from lowbit.recipes.parse import recipe
-from lowbit.recipes.table import ALIASES, RECIPES, STATIC_RECIPES
+from lowbit.recipes.table import ALIASES, RECIPES, register_recipe
 
-__all__ = ["ALIASES", "RECIPES", "STATIC_RECIPES", "Cast", "Gemm", "Plan", "Recipe", "plan", "recipe", "refuse_beyond"]
+__all__ = ["ALIASES", "RECIPES", "Cast", "Gemm", "Plan", "Recipe", "plan", "recipe", "refuse_beyond", "register_recipe"]

@@ -1,17 +1,18 @@
 """Recipes by name.
 
 A name may carry a scaling for the weight: ``"int4-weight-only:group32"``. Upper case and ``_`` for ``-`` are the same
-name, and the names that llm-compressor and compressed-tensors use are aliases (``"W4A16"``).
+name. Names of llm-compressor and compressed-tensors (``"W4A16"``) are aliases, or refused where they mean another thing
+there.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from difflib import get_close_matches
 
+from lowbit.named import did_you_mean, spelled
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import HADAMARD, Recipe
-from lowbit.recipes.table import ALIASES, RECIPES, STATIC_RECIPES
+from lowbit.recipes.table import ALIASES, FOREIGN, RECIPES
 from lowbit.scaling import find_scaling, scheme
 
 __all__ = ["recipe"]
@@ -20,41 +21,36 @@ __all__ = ["recipe"]
 _WEIGHT_ONLY = "-weight-only"
 
 
-def _spelled(name: str) -> str:
-    """A name as the table has it: upper case and ``_`` make no other one."""
-    return name.lower().replace("_", "-")
-
-
-_TABLE: dict[str, Recipe] = {**RECIPES, **STATIC_RECIPES}
-_KNOWN: dict[str, str] = {_spelled(alias): name for alias, name in ALIASES.items()} | {name: name for name in _TABLE}
-
-
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
 
     ``SCHEME-weight-only`` is one for every scheme: ``mxfp4-weight-only``, ``int3-weight-only:group128``.
     ``NAME:hadamard`` transforms weights and inputs before they are quantized (``lowbit.hadamard``): ``nvfp4:hadamard``.
 
-    Raises ValueError for an unknown name, listing the known ones, and for another scaling of a recipe that trains or
-    whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of the format). TypeError for what is neither.
+    Raises ValueError for an unknown name, listing the known ones, for one that means another thing elsewhere
+    (``FOREIGN``), and for another scaling of a recipe that trains or whose weight's scales are not fp32 (MX, NVFP4: the
+    scaling is part of the format). TypeError for what is neither.
     """
     if isinstance(name, Recipe):
         return name if group is None else _rescaled(name, f"group{group}")
     if not isinstance(name, str):
-        raise TypeError(f"a recipe is a Recipe or one of {', '.join(_TABLE)}; got {type(name).__name__}")
+        raise TypeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}; got {type(name).__name__}")
     if name.lower().endswith(HADAMARD):
         return recipe(name[: -len(HADAMARD)], group=group).rotated()
     base, _, scaling = name.partition(":")
-    known = _KNOWN.get(_spelled(base))
-    if known is None and _spelled(base).endswith(_WEIGHT_ONLY):
+    foreign = base.upper().replace("-", "_")
+    if foreign in FOREIGN and base not in RECIPES:
+        raise ValueError(f"recipe {name!r}: {FOREIGN[foreign]}")
+    known = RECIPES.get(ALIASES.get(foreign, spelled(base)))
+    if known is None and spelled(base).endswith(_WEIGHT_ONLY):
         return _weight_only(base.lower()[: -len(_WEIGHT_ONLY)], f"group{group}" if group is not None else scaling)
     if known is None:
-        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(_TABLE)}")
+        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(RECIPES)}")
     if group is not None:
         if scaling:
             raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
         scaling = f"group{group}"
-    return _rescaled(_TABLE[known], scaling) if scaling else _TABLE[known]
+    return _rescaled(known, scaling) if scaling else known
 
 
 def _weight_only(weight: str, scaling: str) -> Recipe:
@@ -97,7 +93,5 @@ def _meant(name: str) -> str:
     try:
         weight = scheme(name)
     except ValueError:
-        spelled = {_spelled(alias): alias for alias in ALIASES} | {row: row for row in _TABLE}
-        close = get_close_matches(_spelled(words[0]), spelled, n=1)
-        return f" (did you mean {':'.join([spelled[close[0]], *words[1:]])}?)" if close else ""
+        return did_you_mean(words[0], (*ALIASES, *RECIPES), name.removeprefix(words[0]))
     return f" (for weights of this scheme give Recipe(Gemm(None, {weight.name!r}), name='mine'))"

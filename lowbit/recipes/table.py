@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from lowbit.named import register
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import Recipe
 
-__all__ = ["ALIASES", "RECIPES", "STATIC_RECIPES"]
+__all__ = ["ALIASES", "FOREIGN", "RECIPES", "register_recipe"]
 
-#: Every named recipe. Names are API.
+#: Every named recipe. Names are API; ``register_recipe`` adds one.
 RECIPES: dict[str, Recipe] = {
     row.name: row
     for row in (
@@ -62,13 +63,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
-    )
-}  # fmt: skip
-
-#: Recipes whose inputs have static scales: quantize_ needs the calibration that chose them. Names are API.
-STATIC_RECIPES: dict[str, Recipe] = {
-    row.name: row
-    for row in (
+        # Inputs have static scales: quantize_ needs the calibration that chose them.
         Recipe(
             Gemm(Cast("int8:tensor", scale="static"), "int8:row"),
             name="int8-static", about="8-bit weights and activations, one scale for all of a layer's activations",
@@ -84,19 +79,37 @@ STATIC_RECIPES: dict[str, Recipe] = {
     )
 }  # fmt: skip
 
-#: Names that llm-compressor and compressed-tensors give to these recipes. Their FP8 has static input scales, which come
-#: from calibration; here both FP8 and FP8_DYNAMIC are dynamic.
+#: Names of llm-compressor and compressed-tensors (PRESET_SCHEMES of their quant_scheme.py) for the same formats, the
+#: same elements that share a scale, and scales that come from the same place.
 ALIASES: dict[str, str] = {
     "W8A8": "int8",
-    "W8A16": "int8-weight-only",
     "W4A16": "int4-weight-only",
     "W4A16_ASYM": "uint4-weight-only",
     "W4A8": "w4a8",
-    "FP8": "fp8",
     "FP8_DYNAMIC": "fp8",
     "FP8_BLOCK": "fp8-block",
-    "NVFP4": "nvfp4",
     "NVFP4A16": "nvfp4-weight-only",
     "MXFP4": "mxfp4",
     "MXFP8": "mxfp8",
 }
+
+#: Names of theirs that would mean another thing here: what they mean there, and what to say instead.
+FOREIGN: dict[str, str] = {
+    "W8A16": "W8A16 has groups of 128 in compressed-tensors, and a scale a row in its versions before that: here these "
+    "are 'int8-weight-only:group128' and 'int8-weight-only'",
+    "FP8": "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic scales, a "
+    "scale a row, as FP8_DYNAMIC",
+    "NVFP4": "NVFP4 has a global scale of activations from calibration in llm-compressor: here 'nvfp4' has a dynamic "
+    "one for each row, and 'nvfp4-weight-only' is NVFP4A16",
+}
+
+
+def register_recipe(recipe: Recipe) -> None:
+    """Add a named recipe: ``lowbit.recipe``, ``quantize_`` and the command line know it from now on.
+
+    Its name has lower case letters and digits, with dashes between. Models that are saved with it can be loaded without
+    it. Raises ValueError for another name and for one that is taken; TypeError for what is no Recipe.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"register_recipe: expected a Recipe, got {type(recipe).__name__}")
+    register(RECIPES, recipe, (*ALIASES, *FOREIGN), "recipe")

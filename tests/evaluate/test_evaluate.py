@@ -274,9 +274,9 @@ def test_batchnorm_is_folded_before_and_biases_are_corrected_after(tmp_path, mon
     for method in ("nearest", "fold+nearest", "fold+nearest+bias"):
         model = normed(tmp_path, wanted).model
         if "fold" in method:
-            lb.convert.fold_(model)
+            lb.fold_(model)
         plain = copy.deepcopy(model)
-        lb.quantize_(model, "int8-static:tensor", lb.calibrate(model, seen, "int8-static:tensor", "nearest"))
+        lb.quantize_(model, "int8-static:tensor", lb.calibrate(model, "int8-static:tensor", seen, "nearest"))
         if "bias" in method:
             lb.correct_bias_(model, plain, seen)
         with torch.no_grad():
@@ -301,7 +301,7 @@ def test_bytes_of_a_peer_are_those_inside_of_its_tensors():
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_path):
-    command = [sys.executable, "-m", "lowbit.cli", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "lowbit", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     begun = time.monotonic()
     while started.poll() is None and not (tmp_path / "out").exists() and time.monotonic() < begun + 120:

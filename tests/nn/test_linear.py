@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import same_bits
-from support.layers import bound, exact
+from support.layers import DYNAMIC, bound, exact
 from support.variants import not_2_10, serving
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -34,7 +34,7 @@ def encoded(x: torch.Tensor, made: QuantLinear):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_forward_is_the_product_of_what_was_encoded(recipe, dtype):
     made = layer(recipe, 130, 19, dtype=dtype)
     x = torch.randn(7, 130, dtype=dtype)
@@ -48,7 +48,7 @@ def test_forward_is_the_product_of_what_was_encoded(recipe, dtype):
 
 
 @given(
-    recipe=st.sampled_from(sorted(lb.RECIPES)),
+    recipe=st.sampled_from(sorted(DYNAMIC)),
     inputs=st.sampled_from([1, 17, 33, 128]),
     outputs=st.integers(1, 9),
     shape=st.sampled_from([(), (0,), (1,), (5,), (2, 3), (2, 0, 3), (1, 2, 1)]),
@@ -76,11 +76,11 @@ def test_strides_do_not_matter():
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
-@pytest.mark.parametrize("recipe", [*lb.RECIPES, "affine", "bf16-scales", "fp16-scales", "nf4-dq"])
+@pytest.mark.parametrize("recipe", [*DYNAMIC, "affine", "bf16-scales", "fp16-scales", "nf4-e4m3"])
 def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
     schemes = {
         "affine": "uint4:group32:affine", "bf16-scales": "int8:row:bf16", "fp16-scales": "int4:group32:fp16",
-        "nf4-dq": "nf4:dq",
+        "nf4-e4m3": "nf4:e4m3",
     }  # fmt: skip
     chosen = lb.Recipe(lb.Gemm(None, schemes[recipe]), name=recipe) if recipe in schemes else recipe
     model = nn.Sequential(nn.Linear(70, 9), nn.LayerNorm(9))
@@ -97,11 +97,11 @@ def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
     assert not any(p.is_floating_point() for name, p in model[0].named_parameters() if name != "bias")
 
 
-def test_a_state_saved_under_an_older_name_of_its_scheme_loads():
-    made, other = (layer(lb.Recipe(lb.Gemm(None, "nf4:dq")), 70, 9) for _ in range(2))
+def test_a_state_says_its_scheme():
+    made, other = (layer(lb.Recipe(lb.Gemm(None, "nf4:group64:e4m3")), 70, 9) for _ in range(2))
     state = made.state_dict()
     assert bytes(state["_extra_state"].tolist()) == b"nf4:e4m3"
-    for name, fits in (("nf4:dq", True), ("nf4:group64:dq", True), ("nf4", False), ("no scheme", False)):
+    for name, fits in (("nf4:e4m3", True), ("nf4", False), ("no scheme", False)):
         state["_extra_state"] = torch.tensor(list(name.encode()), dtype=torch.uint8)
         if fits:
             other.load_state_dict(state)
@@ -122,7 +122,7 @@ def test_weight_answers_what_model_code_asks():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_the_gradient_passes_straight_through(recipe, dtype):
     made = layer(recipe, 33, 17, dtype=dtype)
     x = torch.randn(2, 3, 33, dtype=dtype, requires_grad=True)
@@ -213,7 +213,7 @@ def test_other_inputs_are_refused():
         made(torch.randn(2, 32))
 
 
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_copies_and_state(recipe):
     made = layer(recipe, 33, 6)
     x = torch.randn(2, 33)
