@@ -1,6 +1,6 @@
 """Makes every ``OpSpec`` a torch op: ``torch.ops.lowbit.NAME`` and ``NAME_out``, with fakes, on every device.
 
-On the CPU most calls end in C++, which checks, allocates and computes (csrc/ops_public.cpp). All others come to the
+On the CPU most calls end in C++, which checks, allocates and computes (csrc/ops_entry.h). All others come to the
 kernels here, which check with words, ask the registry which implementation serves, allocate and run it: directly on
 other devices, as ``torch.ops.lowbit_table.NAME`` where the C++ kernel passes a call on. C++ asks here, too, for what
 names of formats and schemes stand for.
