@@ -30,9 +30,9 @@ def no_conv(call: Conv) -> str | None:
     tall = scaling.scheme(call.scheme).block[0]
     if call.groups > 1 and tall is not None and call.weight.shape[0] // call.groups % tall:
         return f"groups of the weight share scales of {call.scheme}"
-    if call.input is None:
+    if call.input_scheme is None:
         return None
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     if spans_tensor(scheme):
         return None if scheme.format.bits == 8 else f"it quantizes x once to codes of 8 bits, not to {scheme}"
     return None if scheme.block[0] == 1 else f"patches share scales of {scheme}"
@@ -72,7 +72,7 @@ def bf16_products(rows: int) -> bool:
 def _operands(call: ScaledMM | Linear) -> dict[str, tuple[Tensor, str | None]]:
     """Both operands and their schemes, by the argument that holds them."""
     if isinstance(call, Linear):
-        return {"x": (call.x, call.input), "weight": (call.weight, call.scheme)}
+        return {"x": (call.x, call.input_scheme), "weight": (call.weight, call.scheme)}
     return {"a": (call.a, call.a_scheme), "b": (call.b, call.b_scheme)}
 
 

@@ -125,15 +125,15 @@ def require_codes(op: str, name: str, codes: Tensor) -> None:
         raise TypeError(f"lowbit.{op}: {name} must be uint8 codes, got {str(codes.dtype).removeprefix('torch.')}")
 
 
-def require_input(op: str, x: Tensor, input: str | None, scale: Tensor | None) -> None:
-    """``x`` holds floats, or codes of 8 bits of the scheme ``input`` with this scale."""
+def require_input(op: str, x: Tensor, input_scheme: str | None, scale: Tensor | None) -> None:
+    """``x`` holds floats, or codes of 8 bits of the scheme ``input_scheme`` with this scale."""
     if x.dtype != torch.uint8:
         require_float(op, "x", x)
         return
     require(
-        input is not None and scale is not None and scaling.scheme(input).format.bits == 8,
-        f"lowbit.{op}: x is uint8 and so holds codes, which have a scheme of 8 bits and a scale: give input and "
-        f"input_scale; got input={input!r} and input_scale={'given' if scale is not None else None}",
+        input_scheme is not None and scale is not None and scaling.scheme(input_scheme).format.bits == 8,
+        f"lowbit.{op}: x is uint8 and so holds codes, which have a scheme of 8 bits and a scale: give input_scheme and "
+        f"input_scale; got input_scheme={input_scheme!r} and input_scale={'given' if scale is not None else None}",
     )
 
 
