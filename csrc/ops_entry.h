@@ -167,36 +167,36 @@ struct Public;
 template <class... K, bool (*kernel)(K...), class... T, size_t count, Outs<count> (*outputs)(T...), class Python>
 struct Public<kernel, outputs, Python> {
     static void make(StableIValue* stack, uint64_t inputs, uint64_t) {
-        std::vector<Tensor> outs;
-        outs.reserve(count);
         const auto serve = [&](auto& arguments) {
             const Outs<count> described = std::apply(outputs, arguments);
-            if (!described) return false;
-            for (const Out& out : *described) outs.push_back(new_tensor(out.sizes, out.dtype));
-            return call(arguments, outs, std::index_sequence_for<T...>(), std::make_index_sequence<count>());
+            return described && make(stack, arguments, *described, std::index_sequence_for<T...>(), Each());
         };
         const auto answered = [&] {  // the tensors; none where Python raised
-            outs = torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
+            const auto outs = torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
+            for (size_t i = 0; i < outs.size(); ++i) stack[i] = torch::stable::detail::from(outs[i]);
             return !outs.empty();
         };
         serve_or_pass_on<Arguments<T...>>(Python::make(), stack, inputs, serve, answered);
-        for (size_t i = 0; i < count; ++i) stack[i] = torch::stable::detail::from(outs[i]);
     }
 
     static void fill(StableIValue* stack, uint64_t inputs, uint64_t) {
         const auto serve = [](auto& arguments) {
-            return fits(arguments, std::index_sequence_for<T...>(), std::make_index_sequence<count>()) &&
-                   std::apply(kernel, arguments);
+            return fits(arguments, std::index_sequence_for<T...>(), Each()) && std::apply(kernel, arguments);
         };
         const auto answered = [&] { return torch::stable::detail::to<bool>(stack[0]); };
         serve_or_pass_on<Arguments<K...>>(Python::fill(), stack, inputs, serve, answered);
     }
 
   private:
+    using Each = std::make_index_sequence<count>;
+
     template <size_t... I, size_t... O>
-    static bool call(typename Arguments<T...>::Tuple& arguments, const std::vector<Tensor>& outs,
-                     std::index_sequence<I...>, std::index_sequence<O...>) {
-        return kernel(std::get<I>(arguments)..., outs[O]...);
+    static bool make(StableIValue* stack, typename Arguments<T...>::Tuple& arguments,
+                     const std::array<Out, count>& described, std::index_sequence<I...>, std::index_sequence<O...>) {
+        const std::array<Tensor, count> outs{new_tensor(described[O].sizes, described[O].dtype)...};
+        if (!kernel(std::get<I>(arguments)..., outs[O]...)) return false;
+        ((stack[O] = torch::stable::detail::from(outs[O])), ...);
+        return true;
     }
     // Whether the outputs that follow the arguments are those of the call, and lie apart from them and each other.
     template <size_t... I, size_t... O>

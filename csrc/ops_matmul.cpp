@@ -155,7 +155,8 @@ namespace {
 void multiply_rows(const Tensor& given, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
                    const std::optional<Rounded>& output, const Tensor& out) {
     STD_TORCH_CHECK(given.dim() >= 1, "lowbit: x must have an axis");
-    const Tensor x = given.dim() == 2 && !input ? given : in_rows(given);
+    MaybeTensor other;
+    const Tensor& x = (given.dim() == 2 && !input) || lies_in_rows(given) ? given : other.emplace(in_rows(given));
     const int64_t cols = x.size(x.dim() - 1);
     STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
     const int64_t rows = x.numel() / cols;
@@ -250,7 +251,7 @@ Outs<1> linear_outputs(const Tensor& x, const Tensor& weight, const Text&, const
 void multiply_codes(const Tensor& x, const Rounded& input, mm::Problem& p, const MaybeTensor& bias,
                     const std::optional<Rounded>& output, const Tensor& out) {
     const int64_t cols = x.size(x.dim() - 1);
-    const Tensor codes = x.dim() == 2 ? x : in_rows(x);
+    const Tensor codes = as_matrix(x);
     p.a = operand_of("x", {codes, input.scheme, input.scale, input.zero_point, input.global_scale}, cols);
     p.depth = cols;
     add_bias(p, bias);
@@ -325,10 +326,10 @@ Outs<1> linear_packed_outputs(const Tensor& x, const Tensor&, int64_t out_featur
     return Outs<1>{{Out{sizes_with(x, out_features), dtype}}};
 }
 
-bool linear_packed(const Tensor& x, const Tensor& buffer, int64_t out_features, const MaybeTensor& bias, MaybeType,
-                   const Tensor& out) {
-    const Tensor bytes = dense(buffer);
-    const Packed packed = packed_of(bytes);
+bool linear_packed(const Tensor& x, const Tensor& buffer, int64_t out_features, const MaybeTensor& bias,
+                   MaybeType dtype, const Tensor& out) {
+    if (!buffer.is_contiguous()) return linear_packed(x, dense(buffer), out_features, bias, dtype, out);
+    const Packed packed = packed_of(buffer);
     if (packed.rows != out_features) return false;
     const int64_t* words = packed.words;
     const int64_t cols = x.size(x.dim() - 1);

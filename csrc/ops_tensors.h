@@ -49,14 +49,21 @@ inline Rows rows_of(const Tensor& t, const char* what) {
     STD_TORCH_CHECK(t.is_contiguous(), what, " must be a matrix, or contiguous");
     return {{cols > 0 ? t.numel() / cols : 0, cols}, cols};
 }
+// Whether rows_of takes a tensor as it lies.
+inline bool lies_in_rows(const Tensor& t) {
+    if (t.dim() == 2) return t.size(1) <= 1 || t.stride(1) == 1;
+    return t.is_contiguous();
+}
+// A tensor of any rank as a matrix: a view where strides allow.
+inline Tensor as_matrix(const Tensor& t) {
+    if (t.dim() == 2) return t;
+    const int64_t cols = t.size(t.dim() - 1), sizes[] = {cols > 0 ? t.numel() / cols : 0, cols};
+    return torch::stable::reshape(t, {sizes, 2});
+}
 // The same numbers as rows_of takes them: the tensor itself, a view, or where its strides ask for it a copy.
 inline Tensor in_rows(const Tensor& t) {
-    if (t.dim() != 2) {
-        if (t.is_contiguous()) return t;
-        const int64_t cols = t.size(t.dim() - 1), sizes[] = {cols > 0 ? t.numel() / cols : 0, cols};
-        return in_rows(torch::stable::reshape(t, {sizes, 2}));
-    }
-    return t.size(1) <= 1 || t.stride(1) == 1 ? t : torch::stable::contiguous(t);
+    if (lies_in_rows(t)) return t;
+    return t.dim() == 2 ? torch::stable::contiguous(t) : in_rows(as_matrix(t));
 }
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 inline MaybeTensor dense(const MaybeTensor& t) { return t ? MaybeTensor(dense(*t)) : std::nullopt; }

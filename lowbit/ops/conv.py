@@ -299,8 +299,7 @@ def products(call: Conv) -> list[ScaledMM]:
 
 # -- the op ------------------------------------------------------------------------------------------------------------
 def _outputs(call: Conv) -> list[Out]:
-    cols = call.weight.shape[0]
-    shape = (call.x.shape[0], *out_sizes(call))
+    shape, cols = (call.x.shape[0], *out_sizes(call)), call.weight.shape[0]
     if call.out_scheme is not None:
         return [((*shape, scaling.scheme(call.out_scheme).packed_cols(cols)), torch.uint8)]
     return [((*shape, cols), call.out_dtype)]
@@ -353,12 +352,11 @@ def _check_geometry(call: Conv) -> None:
 def _check_given(call: Conv) -> None:
     """Scales that are given belong to a scheme, and fit it."""
     scheme = None if call.input_scheme is None else scaling.scheme(call.input_scheme)
-    require(
-        scheme is not None or call.input_scale is None,
-        "lowbit.conv: input_scale is the scale of an input_scheme; give that too, or leave input_scale out",
-    )
     if call.input_scale is not None:
-        assert scheme is not None
+        if scheme is None:
+            raise ValueError(
+                "lowbit.conv: input_scale is the scale of an input_scheme; give that too, or leave input_scale out"
+            )
         require(
             spans_tensor(scheme),
             f"lowbit.conv: a given input_scale is one for the tensor, and {scheme} has finer ones; use "
