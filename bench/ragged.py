@@ -43,7 +43,7 @@ def run(directory: Path) -> Path:
     names = [f"{_text(ragged)} / {_text(padded)}" for ragged, padded in SHAPES]
     lines += ["\n| MxNxK | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
     for name, row in RECIPES.items():
-        if row.static:
+        if not row.dynamic:
             continue
         input, weight = None if row.input is None else row.input.name, row.weight.name
         cells = [f"{_ratio(ragged, padded, input, weight):.2f}" for ragged, padded in SHAPES]
