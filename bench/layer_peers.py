@@ -35,7 +35,7 @@ def of(call: Linear) -> Iterator[Case]:
     yield probe.linear(x.shape[0], n, x.shape[1], x.dtype)
     if x.dtype == torch.float32:
         yield probe.medium(probe.linear(x.shape[0], n, x.shape[1], x.dtype))
-    words = f"{call.input} x {call.scheme} on {dtype_name(x.dtype)}"
+    words = f"{call.input_scheme} x {call.scheme} on {dtype_name(x.dtype)}"
     offers = [offer for pattern, offer in OFFERS if re.fullmatch(pattern, words)]
     if not offers:
         return

@@ -32,12 +32,12 @@ def arithmetic(call: ScaledMM | Linear) -> str:
     if integers(call):
         return "int8"
     first = call.x if isinstance(call, Linear) else call.a
-    wide = first.dtype in (torch.float32, torch.float16) and not (isinstance(call, Linear) and call.input)
+    wide = first.dtype in (torch.float32, torch.float16) and not (isinstance(call, Linear) and call.input_scheme)
     return "fp32" if wide or not torch.ops.lowbit_native.spin(1, 1) else "bf16"
 
 
 def integers(call: ScaledMM | Linear) -> bool:
-    pair = (call.input, call.scheme) if isinstance(call, Linear) else [side.scheme for side in sides(call)]
+    pair = (call.input_scheme, call.scheme) if isinstance(call, Linear) else [side.scheme for side in sides(call)]
     return all(text is not None and scheme(text).format.kind == "integer" for text in pair)
 
 

@@ -51,7 +51,7 @@ def calls() -> Iterator[Case]:
     yield Case("torch's encode (`copy_`)", lambda: halves.copy_(x))
     yield Case("encode(out=)", lambda: lb.encode(x, "fp8_e4m3", out=codes))
     yield Case("torch Linear", lambda: layer(x))
-    yield Case("linear, int8", lambda: lb.functional.linear(x, weight, input="int8:row"))
+    yield Case("linear, int8", lambda: lb.functional.linear(x, weight, input_scheme="int8:row"))
     for recipe in ("int8", "int4-weight-only"):
         model = nn.Sequential(nn.Linear(64, 64))
         lb.quantize_(model, recipe)

@@ -1,14 +1,30 @@
-#include "ops_conv.h"
-
+// The CPU kernel of conv: the plain description that cpu/conv/conv.h takes.
 #include "cpu/conv/conv.h"
+
+#include <algorithm>
+
+#include "ops_matmul.h"
 #include "ops_params.h"
 
 namespace lowbit {
+namespace {
+
+using entry::MaybeText;
+using entry::Out;
+using entry::Outs;
+using entry::Text;
+using Ints = std::vector<int64_t>;
+
+// As the op's arguments of these names: a number for each axis of x [N, *S, C], two of `padding`.
+struct Geometry {
+    const Ints &kernel, &stride, &padding, &dilation;
+    int64_t groups;
+};
 
 // Axes that x lacks of three come first, of one pixel and one tap.
 mm::Window window_of(const Tensor& x, const Geometry& geometry) {
     const int64_t axes = x.dim() - 2, missing = 3 - axes;
-    const auto has = [&](const std::vector<int64_t>& numbers, int64_t each) {
+    const auto has = [&](const Ints& numbers, int64_t each) {
         return static_cast<int64_t>(numbers.size()) == each * axes;
     };
     STD_TORCH_CHECK(axes >= 1 && axes <= 3 && has(geometry.kernel, 1) && has(geometry.stride, 1) &&
@@ -40,26 +56,79 @@ mm::Window window_of(const Tensor& x, const Geometry& geometry) {
     return w;
 }
 
-void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRounding>& input, const Coded& weight,
-          const MaybeTensor& bias, const std::optional<Rounded>& output, const Tensor& out) {
-    STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous() && weight.data.dim() == 2,
-                    "lowbit: conv takes contiguous x and out, and a matrix as weight");
-    const int64_t cols = weight.data.size(0), rows = w.rows();
+// How x is quantized: `once`, by one scale, or each patch by itself.
+struct PixelRounding {
+    Rounded rounded;
+    bool once;
+};
+// Nothing for a name that is no scheme.
+std::optional<PixelRounding> pixel_rounding(const mm::Window& w, const Text& scheme, const MaybeTensor& scale,
+                                            const MaybeTensor& zero_point, const MaybeTensor& global_scale) {
+    constexpr int64_t any = int64_t{1} << 40;  // longer than every axis, as only blocks that span one become
+    const auto whole = named_scheme(scheme.view(), any, any);
+    if (!whole) return std::nullopt;
+    const bool once = whole->block_rows == any && whole->block_cols == any;
+    const cpu::Shape shape = once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{w.rows() * w.groups, w.depth()};
+    return PixelRounding{{*named_scheme(scheme.view(), shape.rows, shape.cols), scale, zero_point, global_scale}, once};
+}
+
+// Whether groups have scales of their own, and x has one for the tensor, or scales for each patch.
+bool serves(const mm::Window& w, const std::optional<PixelRounding>& input, const Coded& weight) {
+    const int64_t cols = weight.data.size(0), tall = weight.scheme->block_rows;
+    if (w.groups > 1 && tall < cols && cols / w.groups % tall != 0) return false;
+    if (!input) return true;
+    const SchemeParams& s = input->rounded.scheme;
+    return input->once ? s.format.bits == 8 : s.block_rows == 1 && !input->rounded.scale;
+}
+
+Outs<1> conv_outputs(const Tensor& x, const Tensor& weight, const Text&, const Tensor&, const MaybeTensor&,
+                     const MaybeTensor&, const MaybeTensor&, const Ints& kernel, const Ints& stride,
+                     const Ints& padding, const Ints& dilation, int64_t groups, const MaybeText&, ScalarType out_dtype,
+                     const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeText& out_scheme,
+                     const MaybeTensor&, const MaybeTensor&) {
+    if (!is_float(out_dtype) || x.numel() == 0 || weight.dim() != 2) return std::nullopt;
+    const mm::Window w = window_of(x, {kernel, stride, padding, dilation, groups});
+    int64_t width = weight.size(0);
+    if (out_scheme) {
+        const auto s = named_scheme(out_scheme->view(), 1, width);
+        if (!s) return std::nullopt;
+        width = cpu::packed_cols(width, s->format.bits);
+    }
+    Ints sizes = sizes_with(x, width);
+    std::copy_n(w.out + 3 - kernel.size(), kernel.size(), sizes.begin() + 1);
+    return Outs<1>{{Out{sizes, out_scheme ? ScalarType::Byte : out_dtype}}};
+}
+
+bool conv(const Tensor& given, const Tensor& weight, const Text& scheme, const Tensor& scale,
+          const MaybeTensor& zero_point, const MaybeTensor& global_scale, const MaybeTensor& bias, const Ints& kernel,
+          const Ints& stride, const Ints& padding, const Ints& dilation, int64_t groups, const MaybeText& input_scheme,
+          ScalarType, const MaybeTensor& input_scale, const MaybeTensor& input_zero_point,
+          const MaybeTensor& input_global_scale, const MaybeText& out_scheme, const MaybeTensor& out_scale,
+          const MaybeTensor& out_zero_point, const Tensor& out) {
+    const mm::Window w = window_of(given, {kernel, stride, padding, dilation, groups});
+    const int64_t cols = weight.size(0), rows = w.rows();
+    std::optional<PixelRounding> input;
+    if (input_scheme) {
+        input = pixel_rounding(w, *input_scheme, input_scale, input_zero_point, input_global_scale);
+        if (!input) return false;
+    }
+    if (!(input_scheme && input_scale) && (input_scale || input_zero_point || input_global_scale)) return false;
+    std::optional<Rounded> output;
+    if (!rounded(output, out_scheme, rows, cols, out_scale, out_zero_point, {})) return false;
+    const auto codes = coded(weight, scheme, scale, zero_point, global_scale, w.depth());
+    if (!codes || !serves(w, input, *codes)) return false;
     mm::Problem p;
     p.depth = w.depth();
-    p.b = operand_of("weight", weight, p.depth);
-    STD_TORCH_CHECK(
-        cols % w.groups == 0 && (w.groups == 1 || p.b.block_rows >= cols || cols / w.groups % p.b.block_rows == 0),
-        "lowbit: conv: groups must have rows of the weight, and scales, of their own");
+    p.b = operand_of("weight", *codes, p.depth);
+    STD_TORCH_CHECK(cols % w.groups == 0, "lowbit: conv: groups must have rows of the weight of their own");
     add_bias(p, bias);
-    const bool are_codes = x.scalar_type() == torch::headeronly::ScalarType::Byte;
+    const Tensor x = dense(given);
+    const bool are_codes = x.scalar_type() == ScalarType::Byte;
     std::optional<cpu::PixelInput> from;
     if (input) {
-        const SchemeParams& s = input->rounded.scheme;
         const cpu::Shape shape =
             input->once ? cpu::Shape{w.pixels(), w.channels} : cpu::Shape{rows * w.groups, p.depth};
-        STD_TORCH_CHECK(input->once ? s.format.bits == 8 : s.block_rows == 1, "lowbit: conv: not a scheme of pixels");
-        from = cpu::PixelInput{s, given_scales(input->rounded, shape), input->once, are_codes};
+        from = cpu::PixelInput{input->rounded.scheme, given_scales(input->rounded, shape), input->once, are_codes};
     }
     STD_TORCH_CHECK(!are_codes || (from && from->once && from->given.scale != nullptr),
                     "lowbit: conv: codes have one scale, which is given");
@@ -74,30 +143,10 @@ void conv(const Tensor& x, const mm::Window& w, const std::optional<PixelRoundin
     }
     const Dtype dtype = are_codes ? Dtype::kFloat32 : dtype_of(x, "x");  // of codes nothing reads it
     cpu::conv({x.const_data_ptr(), dtype, w.channels}, w, from ? &*from : nullptr, p, to ? &*to : nullptr);
-}
-
-namespace {
-
-void conv_op(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor input_zero_point,
-             MaybeTensor input_global_scale, const Tensor& weight, int64_t scheme, const Tensor& scale,
-             MaybeTensor zero_point, MaybeTensor global_scale, MaybeTensor bias, int64_t out_scheme,
-             MaybeTensor out_scale, MaybeTensor out_zero_point, const Tensor& out, std::vector<int64_t> kernel,
-             std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
-    const mm::Window w = window_of(x, {kernel, stride, padding, dilation, groups});
-    std::optional<PixelRounding> from;
-    if (input >= 0) {
-        const auto find = [&](int64_t rows, int64_t cols) { return std::optional(kept_scheme(input, rows, cols)); };
-        from = pixel_rounding(w, find, input_scale, input_zero_point, input_global_scale);
-    }
-    std::optional<Rounded> to;
-    if (out_scheme >= 0) {
-        to = Rounded{kept_scheme(out_scheme, w.rows(), weight.size(0)), out_scale, out_zero_point, {}};
-    }
-    conv(x, w, from, {weight, kept_scheme(scheme, weight.size(0), w.depth()), scale, zero_point, global_scale}, bias,
-         to, out);
+    return true;
 }
 
 }  // namespace
 }  // namespace lowbit
 
-STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) { m.impl("conv", TORCH_BOX(&lowbit::conv_op)); }
+LOWBIT_OP(conv, &lowbit::conv, &lowbit::conv_outputs)

@@ -1,11 +1,18 @@
-// The ops scaled_mm and linear on CPU tensors: the plain description that cpu/matmul/matmul.h multiplies.
+// The CPU kernels of scaled_mm, linear and linear_packed: the plain description that cpu/matmul/matmul.h multiplies.
 #include "ops_matmul.h"
 
+#include "cpu/matmul/gemm_kernels.h"
 #include "cpu/matmul/linear.h"
 #include "cpu/matmul/packed.h"
 #include "ops_params.h"
 
 namespace lowbit {
+
+using entry::MaybeText;
+using entry::Out;
+using entry::Outs;
+using entry::Text;
+
 namespace {
 
 mm::Element element_of(const Tensor& x, const char* name) {
@@ -94,6 +101,22 @@ mm::Operand operand_of(const char* name, const Coded& codes, int64_t cols) {
     return x;
 }
 
+std::optional<Coded> coded(const Tensor& data, const entry::Text& scheme, const MaybeTensor& scale,
+                           const MaybeTensor& zero_point, const MaybeTensor& global_scale, int64_t cols) {
+    if (data.dim() != 2 || data.numel() == 0 || data.scalar_type() != ScalarType::Byte) return std::nullopt;
+    const auto s = named_scheme(scheme.view(), data.size(0), cols);
+    if (!s) return std::nullopt;
+    return Coded{s->format.bits == 8 ? data : in_rows(data), s, scale, zero_point, global_scale};
+}
+
+bool rounded(std::optional<Rounded>& to, const entry::MaybeText& scheme, int64_t rows, int64_t cols,
+             const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale) {
+    if (!scheme) return !scale && !zero_point && !global_scale;
+    const auto s = named_scheme(scheme->view(), rows, cols);
+    if (s) to.emplace(*s, scale, zero_point, global_scale);
+    return s.has_value();
+}
+
 void add_bias(mm::Problem& p, const MaybeTensor& bias) {
     if (!bias.has_value()) return;
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == p.b.rows, "lowbit: bias must be [", p.b.rows, "]");
@@ -129,10 +152,11 @@ cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
 
 namespace {
 
-// x [..., K] is a matrix, or contiguous.
-void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
+void multiply_rows(const Tensor& given, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
                    const std::optional<Rounded>& output, const Tensor& out) {
-    STD_TORCH_CHECK(x.dim() == 2 || (x.dim() >= 1 && x.is_contiguous()), "lowbit: x must be a matrix, or contiguous");
+    STD_TORCH_CHECK(given.dim() >= 1, "lowbit: x must have an axis");
+    MaybeTensor other;
+    const Tensor& x = (given.dim() == 2 && !input) || lies_in_rows(given) ? given : other.emplace(in_rows(given));
     const int64_t cols = x.size(x.dim() - 1);
     STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
     const int64_t rows = x.numel() / cols;
@@ -156,7 +180,6 @@ void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Pro
     }
     std::optional<cpu::Input> floats;
     if (input) {
-        STD_TORCH_CHECK(p.a.col_stride == 1 || cols == 1, "lowbit: rows of x must be contiguous");
         const cpu::Shape shape{rows, cols};
         floats =
             cpu::Input{{p.a.data, dtype_of(x, "x"), p.a.row_stride}, shape, input->scheme, given_scales(*input, shape)};
@@ -164,26 +187,126 @@ void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Pro
     cpu::linear(floats ? &*floats : nullptr, p, codes ? &*codes : nullptr);
 }
 
-}  // namespace
+std::optional<Coded> coded_or_float(const Tensor& data, const MaybeText& scheme, const MaybeTensor& scale,
+                                    const MaybeTensor& zero_point, const MaybeTensor& global_scale, int64_t cols) {
+    if (scheme) return coded(data, *scheme, scale, zero_point, global_scale, cols);
+    if (scale || zero_point || global_scale) return std::nullopt;
+    return Coded{data, std::nullopt, {}, {}, {}};
+}
 
-void scaled_mm(const Coded& a, const Coded& b, const MaybeTensor& bias, const Tensor& out, int64_t cols) {
-    STD_TORCH_CHECK(a.data.dim() == 2 && b.data.dim() == 2, "lowbit: a and b must be matrices");
+// Whether Python chooses among kernels for a float operand: where the processor multiplies bf16 as such, torch's
+// float32 matmul precision may ask for that. Only Python can read it.
+bool precision_decides(const Tensor& x) {
+    const ScalarType dtype = x.scalar_type();
+    if (dtype != ScalarType::Float && dtype != ScalarType::Half) return false;
+    if (mm::kernels_in_use().spin[static_cast<int>(mm::Kind::bf16)] == nullptr) return false;
+    StableIValue stack[1];
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("lowbit_table::may_round_to_bf16", "", stack, TORCH_ABI_VERSION));
+    return torch::stable::detail::to<bool>(stack[0]);
+}
+
+// -- scaled_mm -------------------------------------------------------------------------------------------------------
+Outs<1> scaled_mm_outputs(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme,
+                          const MaybeText& b_scheme, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                          const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                          ScalarType out_dtype) {
+    if (!is_float(out_dtype) || a.dim() != 2 || b.dim() != 2 || cols == 0) return std::nullopt;
+    if (a.numel() == 0 || b.numel() == 0) return std::nullopt;
+    if ((!a_scheme && precision_decides(a)) || (!b_scheme && precision_decides(b))) return std::nullopt;
+    return Outs<1>{{Out{{a.size(0), b.size(0)}, out_dtype}}};
+}
+
+bool scaled_mm(const Tensor& a, const Tensor& b, int64_t cols, const MaybeText& a_scheme, const MaybeText& b_scheme,
+               const MaybeTensor& a_scale, const MaybeTensor& a_zero_point, const MaybeTensor& a_global_scale,
+               const MaybeTensor& b_scale, const MaybeTensor& b_zero_point, const MaybeTensor& b_global_scale,
+               const MaybeTensor& bias, ScalarType, const Tensor& out) {
+    const auto left = coded_or_float(a, a_scheme, a_scale, a_zero_point, a_global_scale, cols),
+               right = coded_or_float(b, b_scheme, b_scale, b_zero_point, b_global_scale, cols);
+    if (!left || !right) return false;
     mm::Problem p;
-    p.a = operand_of("a", a, cols);
-    p.b = operand_of("b", b, cols);
+    p.a = operand_of("a", *left, cols);
+    p.b = operand_of("b", *right, cols);
     p.depth = cols;
     add_bias(p, bias);
     add_out(p, p.a.rows, out);
     mm::multiply(p);
+    return true;
 }
 
-void linear(const Tensor& x, const std::optional<Rounded>& input, const Coded& weight, const MaybeTensor& bias,
-            const std::optional<Rounded>& output, const Tensor& out) {
-    STD_TORCH_CHECK(x.dim() >= 1 && weight.data.dim() == 2, "lowbit: x must have an axis, and the weight be a matrix");
-    mm::Problem p;
-    p.b = operand_of("weight", weight, x.size(x.dim() - 1));
-    multiply_rows(x, input, p, bias, output, out);
+// -- linear ----------------------------------------------------------------------------------------------------------
+Outs<1> linear_outputs(const Tensor& x, const Tensor& weight, const Text&, const Tensor&, const MaybeTensor&,
+                       const MaybeTensor&, const MaybeTensor&, const MaybeText& input_scheme, ScalarType out_dtype,
+                       const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeText& out_scheme,
+                       const MaybeTensor&, const MaybeTensor&) {
+    if (!is_float(out_dtype) || x.dim() == 0 || x.numel() == 0 || weight.dim() != 2) return std::nullopt;
+    if (!input_scheme && precision_decides(x)) return std::nullopt;
+    const int64_t cols = weight.size(0);
+    if (!out_scheme) return Outs<1>{{Out{sizes_with(x, cols), out_dtype}}};
+    const auto s = named_scheme(out_scheme->view(), 1, cols);
+    if (!s) return std::nullopt;
+    return Outs<1>{{Out{sizes_with(x, cpu::packed_cols(cols, s->format.bits)), ScalarType::Byte}}};
 }
+
+// x holds codes already: their product, which becomes codes as a whole.
+void multiply_codes(const Tensor& x, const Rounded& input, mm::Problem& p, const MaybeTensor& bias,
+                    const std::optional<Rounded>& output, const Tensor& out) {
+    const int64_t cols = x.size(x.dim() - 1);
+    const Tensor codes = as_matrix(x);
+    p.a = operand_of("x", {codes, input.scheme, input.scale, input.zero_point, input.global_scale}, cols);
+    p.depth = cols;
+    add_bias(p, bias);
+    const Tensor y = output ? new_tensor({p.a.rows, p.b.rows}, ScalarType::Float) : out;
+    add_out(p, p.a.rows, y);
+    mm::multiply(p);
+    if (!output) return;
+    const SchemeParams& s = output->scheme;
+    const cpu::Shape shape{p.a.rows, p.b.rows};
+    cpu::quantize_static(values_of(y, "y"), shape, s, given_scales(*output, shape), kNearest, {},
+                         new_bytes_of(out, shape.rows, cpu::packed_cols(shape.cols, s.format.bits), "out"));
+}
+
+bool linear(const Tensor& x, const Tensor& weight, const Text& scheme, const Tensor& scale,
+            const MaybeTensor& zero_point, const MaybeTensor& global_scale, const MaybeTensor& bias,
+            const MaybeText& input_scheme, ScalarType, const MaybeTensor& input_scale,
+            const MaybeTensor& input_zero_point, const MaybeTensor& input_global_scale, const MaybeText& out_scheme,
+            const MaybeTensor& out_scale, const MaybeTensor& out_zero_point, const Tensor& out) {
+    const int64_t cols = x.size(x.dim() - 1), rows = x.numel() / cols;
+    std::optional<Rounded> input, output;
+    if (!rounded(input, input_scheme, rows, cols, input_scale, input_zero_point, input_global_scale)) return false;
+    if (!rounded(output, out_scheme, rows, weight.size(0), out_scale, out_zero_point, {})) return false;
+    const auto codes = coded(weight, scheme, scale, zero_point, global_scale, cols);
+    if (!codes || (output && !output->scale)) return false;
+    mm::Problem p;
+    p.b = operand_of("weight", *codes, cols);
+    if (x.scalar_type() != ScalarType::Byte) {
+        multiply_rows(x, input, p, bias, output, out);
+    } else {
+        if (!input || !input->scale || input->scheme.format.bits != 8) return false;
+        multiply_codes(x, *input, p, bias, output, out);
+    }
+    return true;
+}
+
+// -- linear_packed ---------------------------------------------------------------------------------------------------
+// The header of a packed weight, in 64-bit words; lowbit/tensor/prepack.py writes it, and says what each word is.
+constexpr int64_t kPackedMagic = 0x316b636150626c00;  // "\0lbPack1"
+constexpr int64_t kPackedHeader = 1024;               // bytes
+enum PackedWord : int {
+    kPackedRows = 2,
+    kPackedCols = 3,
+    kPackedCodes = 4,  // where each part begins, in bytes
+    kPackedScale = 5,
+    kPackedZero = 6,
+    kPackedGlobalScale = 7,
+    kPackedPanel = 8,     // bytes of a panel
+    kPackedHasInput = 9,  // whether x is quantized
+    kPackedScheme = 16,   // Scheme.params()
+    kPackedInput = 40,
+};
+struct Packed {
+    const int64_t* words;
+    int64_t rows, cols;
+};
 
 Packed packed_of(const Tensor& buffer) {
     STD_TORCH_CHECK(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.is_contiguous() &&
@@ -194,7 +317,20 @@ Packed packed_of(const Tensor& buffer) {
     return {words, words[2], words[3]};
 }
 
-void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bias, const Tensor& out) {
+using MaybeType = std::optional<ScalarType>;
+
+Outs<1> linear_packed_outputs(const Tensor& x, const Tensor&, int64_t out_features, const MaybeTensor&,
+                              MaybeType out_dtype) {
+    const ScalarType dtype = out_dtype.value_or(x.scalar_type());
+    if (x.dim() == 0 || x.numel() == 0 || !is_float(dtype)) return std::nullopt;
+    return Outs<1>{{Out{sizes_with(x, out_features), dtype}}};
+}
+
+bool linear_packed(const Tensor& x, const Tensor& buffer, int64_t out_features, const MaybeTensor& bias,
+                   MaybeType dtype, const Tensor& out) {
+    if (!buffer.is_contiguous()) return linear_packed(x, dense(buffer), out_features, bias, dtype, out);
+    const Packed packed = packed_of(buffer);
+    if (packed.rows != out_features) return false;
     const int64_t* words = packed.words;
     const int64_t cols = x.size(x.dim() - 1);
     STD_TORCH_CHECK(x.dim() >= 1 && cols == packed.cols, "lowbit: x and the packed weight must have the same K");
@@ -217,45 +353,12 @@ void linear_packed(const Tensor& x, const Packed& packed, const MaybeTensor& bia
         input = Rounded{scheme_of(words + kPackedInput, rows, cols), {}, {}, {}};
     }
     multiply_rows(x, input, p, bias, {}, out);
+    return true;
 }
 
-// -- lowbit_native::*, whose schemes are numbers ---------------------------------------------------------------------
-namespace native {
-
-std::optional<SchemeParams> scheme_for(int64_t number, int64_t rows, int64_t cols) {
-    return number < 0 ? std::nullopt : std::optional(kept_scheme(number, rows, cols));
-}
-
-void scaled_mm(const Tensor& a, int64_t a_scheme, MaybeTensor a_scale, MaybeTensor a_zero_point,
-               MaybeTensor a_global_scale, const Tensor& b, int64_t b_scheme, MaybeTensor b_scale,
-               MaybeTensor b_zero_point, MaybeTensor b_global_scale, MaybeTensor bias, const Tensor& out,
-               int64_t cols) {
-    lowbit::scaled_mm({a, scheme_for(a_scheme, a.size(0), cols), a_scale, a_zero_point, a_global_scale},
-                      {b, scheme_for(b_scheme, b.size(0), cols), b_scale, b_zero_point, b_global_scale}, bias, out,
-                      cols);
-}
-
-void linear(const Tensor& x, int64_t input, MaybeTensor input_scale, MaybeTensor input_zero_point,
-            MaybeTensor input_global_scale, const Tensor& weight, int64_t scheme, MaybeTensor scale,
-            MaybeTensor zero_point, MaybeTensor global_scale, MaybeTensor bias, int64_t out_scheme,
-            MaybeTensor out_scale, MaybeTensor out_zero_point, const Tensor& out) {
-    const int64_t cols = x.size(x.dim() - 1), rows = cols > 0 ? x.numel() / cols : 0;
-    std::optional<Rounded> from, to;
-    if (input >= 0) from = Rounded{kept_scheme(input, rows, cols), input_scale, input_zero_point, input_global_scale};
-    if (out_scheme >= 0) to = Rounded{kept_scheme(out_scheme, rows, weight.size(0)), out_scale, out_zero_point, {}};
-    lowbit::linear(x, from, {weight, scheme_for(scheme, weight.size(0), cols), scale, zero_point, global_scale}, bias,
-                   to, out);
-}
-
-void linear_packed(const Tensor& x, const Tensor& packed, MaybeTensor bias, const Tensor& out) {
-    lowbit::linear_packed(x, packed_of(packed), bias, out);
-}
-
-}  // namespace native
+}  // namespace
 }  // namespace lowbit
 
-STABLE_TORCH_LIBRARY_IMPL(lowbit_native, CPU, m) {
-    m.impl("scaled_mm", TORCH_BOX(&lowbit::native::scaled_mm));
-    m.impl("linear", TORCH_BOX(&lowbit::native::linear));
-    m.impl("linear_packed", TORCH_BOX(&lowbit::native::linear_packed));
-}
+LOWBIT_OP(scaled_mm, &lowbit::scaled_mm, &lowbit::scaled_mm_outputs)
+LOWBIT_OP(linear, &lowbit::linear, &lowbit::linear_outputs)
+LOWBIT_OP(linear_packed, &lowbit::linear_packed, &lowbit::linear_packed_outputs)

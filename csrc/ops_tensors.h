@@ -2,11 +2,11 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <initializer_list>
 #include <optional>
 #include <vector>
 
@@ -18,6 +18,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+inline bool is_float(ScalarType t) {
+    return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
+}
 inline Dtype dtype_of(const Tensor& t, const char* what) {
     switch (t.scalar_type()) {
         case ScalarType::Float:
@@ -46,6 +49,25 @@ inline Rows rows_of(const Tensor& t, const char* what) {
     STD_TORCH_CHECK(t.is_contiguous(), what, " must be a matrix, or contiguous");
     return {{cols > 0 ? t.numel() / cols : 0, cols}, cols};
 }
+// Whether rows_of takes a tensor as it lies.
+inline bool lies_in_rows(const Tensor& t) {
+    if (t.dim() == 2) return t.size(1) <= 1 || t.stride(1) == 1;
+    return t.is_contiguous();
+}
+// A tensor of any rank as a matrix: a view where strides allow.
+inline Tensor as_matrix(const Tensor& t) {
+    if (t.dim() == 2) return t;
+    const int64_t cols = t.size(t.dim() - 1), sizes[] = {cols > 0 ? t.numel() / cols : 0, cols};
+    return torch::stable::reshape(t, {sizes, 2});
+}
+// The same numbers as rows_of takes them: the tensor itself, a view, or where its strides ask for it a copy.
+inline Tensor in_rows(const Tensor& t) {
+    if (lies_in_rows(t)) return t;
+    return t.dim() == 2 ? torch::stable::contiguous(t) : in_rows(as_matrix(t));
+}
+inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline MaybeTensor dense(const MaybeTensor& t) { return t ? MaybeTensor(dense(*t)) : std::nullopt; }
+
 inline cpu::Shape shape_of(const Tensor& t, const char* what) {
     STD_TORCH_CHECK(t.numel() > 0, what, " must have an element");
     return rows_of(t, what).shape;
@@ -95,22 +117,7 @@ inline void check_scale(const Tensor& t, cpu::Shape shape, const SchemeParams& s
                     " has another dtype than the scheme's");
 }
 
-// How elements are rounded, with the random bits of stochastic rounding.
-struct Random {
-    Rounding rounding;
-    Rng rng;
-};
-// Stochastic by `rng`, int64 [seed, step], and `place`, [stream, offset, pitch]; to nearest where that is empty.
-inline Random random_of(const MaybeTensor& rng, const std::vector<int64_t>& place) {
-    if (place.empty()) return {kNearest, {}};
-    STD_TORCH_CHECK(place.size() == 3, "place is [stream, offset, pitch], got ", place.size(), " integers");
-    STD_TORCH_CHECK(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2 && rng->is_contiguous(),
-                    "stochastic rounding takes rng, int64 [seed, step], contiguous");
-    return {kStochastic, rng_params(static_cast<const int64_t*>(rng->const_data_ptr()), place.data())};
-}
-
 inline const void* data_of(const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; }
-inline void* new_data_of(const MaybeTensor& t) { return t ? t->mutable_data_ptr() : nullptr; }
 
 // A new contiguous tensor on the CPU.
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType dtype) {
@@ -124,29 +131,11 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType dtype) {
     return Tensor(made);
 }
 inline std::vector<int64_t> sizes_of(const Tensor& t) { return {t.sizes().begin(), t.sizes().end()}; }
-inline bool same_sizes(const Tensor& a, const Tensor& b) { return sizes_of(a) == sizes_of(b); }
 // The sizes of `t` with another last one.
 inline std::vector<int64_t> sizes_with(const Tensor& t, int64_t last) {
     std::vector<int64_t> sizes = sizes_of(t);
     sizes.back() = last;
     return sizes;
 }
-
-// Whether the memory of an output meets that of an input, which would be overwritten while it is read.
-inline bool overlap(const Tensor& out, std::initializer_list<const Tensor*> inputs) {
-    auto span = [](const Tensor& t) {
-        int64_t last = 0;
-        for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-        return (last + 1) * static_cast<int64_t>(t.element_size());
-    };
-    const auto* begin = static_cast<const char*>(out.const_data_ptr());
-    for (const Tensor* t : inputs) {
-        if (t == nullptr || t->numel() == 0 || out.numel() == 0) continue;
-        const auto* other = static_cast<const char*>(t->const_data_ptr());
-        if (other < begin + span(out) && begin < other + span(*t)) return true;
-    }
-    return false;
-}
-inline const Tensor* address(const MaybeTensor& t) { return t ? &*t : nullptr; }
 
 }  // namespace lowbit

@@ -49,6 +49,14 @@ def _refuse(op: str, **constants: Tensor | None) -> None:
             )
 
 
+def _grads(op: str, **grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of an op's arguments, given by their names, in the order of the op; all others are None."""
+    fields = OPS[op].args._fields
+    if not grads.keys() <= set(fields):
+        raise TypeError(f"lowbit.{op} has no argument {', '.join(grads.keys() - set(fields))}")
+    return tuple([grads.get(name) for name in fields])
+
+
 def _fake_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = OPS["fake_quantize"].args(*inputs)
     _refuse("fake_quantize", global_scale=call.global_scale)
@@ -64,7 +72,7 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad, x, ctx.scheme, scale, zero_point, global_scale
         )
     of_scale = grad_scale if zero_point is None else grad_scale[0]
-    return grad_x, None, of_scale.to(scale.dtype) if ctx.learned else None, *[None] * 7
+    return _grads("fake_quantize", x=grad_x, scale=of_scale.to(scale.dtype) if ctx.learned else None)
 
 
 def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -90,7 +98,7 @@ def _mask_backward(ctx: Any, grad: Tensor | None, grad_of_scale: Tensor | None) 
         with on_backend(ctx.backend):
             masked = torch.ops.lowbit.fake_quantize_backward(grad, x, ctx.scheme, scale, zero_point, global_scale)[0]
     zero_x, zero_scale = (torch.zeros_like(t) if wants else None for t, wants in ((x, wants_x), (scale, wants_scale)))
-    return masked, zero_x, None, zero_scale, None, None
+    return _grads("fake_quantize_backward", grad=masked, x=zero_x, scale=zero_scale)
 
 
 def _mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -119,7 +127,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad_b = (grad.T @ _decoded(a, ctx.schemes[0], ctx.cols, grad.dtype)).to(ctx.dtypes[1])
         if ctx.bias_dtype is not None:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)
-    return grad_a, grad_b, *[None] * 9, grad_bias, None
+    return _grads("scaled_mm", a=grad_a, b=grad_b, bias=grad_bias)
 
 
 def _weight_setup(name: str, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -147,7 +155,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
     if ctx.bias_dtype is not None:
         grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return grad_x, *[None] * 5, grad_bias, *[None] * 8
+    return _grads("linear", x=grad_x, bias=grad_bias)
 
 
 def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,7 +169,7 @@ def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = ctx.window.gradients(grad, x, decoded, (True, False))[0].to(ctx.x_dtype)
     if ctx.bias_dtype is not None:
         grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return grad_x, *[None] * 5, grad_bias, *[None] * 13
+    return _grads("conv", x=grad_x, bias=grad_bias)
 
 
 def _decoded(saved: Sequence[Tensor], scheme: str | None, cols: int, dtype: torch.dtype) -> Tensor:

@@ -100,7 +100,7 @@ def _encode_chunk(x: Any, out: Any, expected: Any, f: lb.Format, saturate: bool,
     for isa, tally in tallies.items():
         begun = time.perf_counter()
         with forced_isa(isa):
-            torch.ops.lowbit_native.encode(x, out, torch.ops.lowbit_native.keep(f.name, f.params()), saturate, [])
+            torch.ops.lowbit_native.encode(x, f.name, "nearest", saturate, None, 0, 0, None, out)
         tally.seconds += time.perf_counter() - begun
         tally.compared += CHUNK
         flat = out.view(-1)

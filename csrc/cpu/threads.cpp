@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <mutex>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -31,7 +33,17 @@ class Shares {
     void work(int64_t thread) {
         const FloatEnvironment environment;
         const int64_t threads = static_cast<int64_t>(shares_.size());
-        for (int64_t i = 0; i < threads; ++i) finish((thread + i) % threads);
+        try {
+            for (int64_t i = 0; i < threads; ++i) finish((thread + i) % threads);
+        } catch (...) {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            error_ = std::current_exception();
+        }
+    }
+
+    // Throws on the calling thread what a body threw on any.
+    void rethrow() const {
+        if (error_) std::rethrow_exception(error_);
     }
 
   private:
@@ -55,6 +67,8 @@ class Shares {
     const Body body_;
     void* const context_;
     std::vector<Share> shares_;
+    std::mutex mutex_;
+    std::exception_ptr error_;
 };
 
 }  // namespace
@@ -80,6 +94,7 @@ void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
         for (; thread < last; ++thread) static_cast<Shares*>(opaque)->work(thread);
     };
     run_parallel(0, threads, 1, work, &shares);
+    shares.rethrow();
 }
 
 #if defined(__x86_64__)

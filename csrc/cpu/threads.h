@@ -13,7 +13,7 @@ void set_parallel_for(ParallelFor run, int (*num_threads)());
 int num_threads();
 
 // Calls body(begin, end) over disjoint ranges that cover [0, count), of about `grain` at least, in the default floating
-// environment. Results must not depend on how the range is cut.
+// environment. Results must not depend on how the range is cut. Throws what a body throws.
 void parallel_for(int64_t count, int64_t grain, Body body, void* context);
 
 template <class F>

@@ -1,7 +1,9 @@
-// parallel_for on threads of its own: every index once, whatever the grain, and with threads that come late.
+// parallel_for on threads of its own: every index once, whatever the grain, and with threads that come late; what a
+// body throws on any of them reaches the caller.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -39,6 +41,17 @@ bool covers(int64_t count, int64_t grain) {
     return small <= threads;  // the ends of shares alone
 }
 
+bool throws_at(int64_t index) {
+    try {
+        parallel_for(64, 1, [&](int64_t begin, int64_t end) {
+            if (begin <= index && index < end) throw std::out_of_range("index");
+        });
+    } catch (const std::out_of_range&) {
+        return true;
+    }
+    return false;
+}
+
 }  // namespace
 
 int main() {
@@ -53,6 +66,12 @@ int main() {
                 std::printf("%d threads, %d in pieces of %d: not each once\n", threads, static_cast<int>(count),
                             static_cast<int>(grain));
             }
+        }
+        for (int64_t index : {0, 31, 63}) {
+            ++cases;
+            if (throws_at(index)) continue;
+            ++failures;
+            std::printf("%d threads: what is thrown at %d is lost\n", threads, static_cast<int>(index));
         }
     }
     std::printf("%d ways to share, %d failures\n", cases, failures);

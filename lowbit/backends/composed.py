@@ -38,7 +38,7 @@ def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 def _run(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: Linear) -> None:
     x = as_rows(call.x)
-    left = product(call, x) if call.input is None else product(call, *_codes(parts, x, call))
+    left = product(call, x) if call.input_scheme is None else product(call, *_codes(parts, x, call))
     if call.out_scheme is None:
         parts["scaled_mm"].run((as_rows(outs[0]),), left)
         return
@@ -51,14 +51,14 @@ def _run(parts: dict[str, Impl], outs: tuple[Tensor, ...], call: Linear) -> None
 
 def _codes(parts: dict[str, Impl], x: Tensor, call: Linear) -> tuple[Tensor, Scales]:
     """The codes of ``x`` with their scales."""
-    assert call.input is not None
+    assert call.input_scheme is not None
     given = given_scales(call)
     if given is None:
-        return _quantize(parts, x, scaling.scheme(call.input))
+        return _quantize(parts, x, scaling.scheme(call.input_scheme))
     if x.dtype == torch.uint8:
         return x, given
     assert given.scale is not None
-    static = q.QuantizeStatic(x, call.input, given.scale, given.zero_point, given.global_scale)
+    static = q.QuantizeStatic(x, call.input_scheme, given.scale, given.zero_point, given.global_scale)
     (codes,) = outs = _empty("quantize_static", static, x.device)
     parts["quantize_static"].run(outs, static)
     return codes, given
@@ -85,7 +85,7 @@ def _empty(op: str, call: object, device: torch.device | str) -> tuple[Tensor, .
 def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
     """Asks the kernels in turn, of codes that are not made yet."""
     x = as_rows(call.x)
-    if call.input is None:
+    if call.input_scheme is None:
         return parts["scaled_mm"].supports(product(call, x))
     if x.dtype == torch.uint8:
         reason = _no_codes(parts, call)
@@ -93,7 +93,7 @@ def _supports(parts: dict[str, Impl], call: Linear) -> str | None:
     reason = _no_codes(parts, call)
     if reason is not None:
         return reason
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     global_scale = (
         x.new_empty(scheme.global_scale_shape(x.shape[0]), dtype=torch.float32) if scheme.global_scale else None
     )
@@ -107,8 +107,10 @@ def _no_codes(parts: dict[str, Impl], call: Linear) -> str | None:
     """Why the given scales of input or output cannot be used."""
     x = as_rows(call.x)
     asked = []
-    if call.input is not None and call.input_scale is not None and x.dtype != torch.uint8:
-        asked.append(q.QuantizeStatic(x, call.input, call.input_scale, call.input_zero_point, call.input_global_scale))
+    if call.input_scheme is not None and call.input_scale is not None and x.dtype != torch.uint8:
+        asked.append(
+            q.QuantizeStatic(x, call.input_scheme, call.input_scale, call.input_zero_point, call.input_global_scale)
+        )
     if call.out_scheme is not None and call.out_scale is not None:
         y = torch.empty((x.shape[0], call.weight.shape[0]), device="meta")
         asked.append(q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point))
@@ -169,9 +171,9 @@ def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Sca
     if given is not None and call.x.dtype == torch.uint8:
         return convolution.coded_pixels(call, given), given
     source = convolution.pixels(call.x)
-    if call.input is None:
+    if call.input_scheme is None:
         return source, Scales()
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     if not convolution.spans_tensor(scheme):
         if scheme.global_scale != "tensor":
             return source, Scales()
@@ -194,9 +196,9 @@ def _some(
 ) -> tuple[Tensor, Scales]:
     """Patches of a group from one row to another, as floats or as stored codes, with their scales."""
     part = convolution.patches(source, call, *where)
-    if call.input is None:
+    if call.input_scheme is None:
         return part, scales
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     if convolution.spans_tensor(scheme):
         return tensors.pack(part, scheme.format.bits), scales
     return _quantize(parts, part, scheme, scales.global_scale)
@@ -205,8 +207,8 @@ def _some(
 def _rows_at_a_time(call: convolution.Conv) -> int:
     """As many as fit, whole blocks of scales; all where blocks span them."""
     rows = call.x.shape[0] * prod(convolution.out_sizes(call))
-    tall = 1 if call.input is None else scaling.scheme(call.input).block_of(rows, 1)[0]
-    if call.input is not None and convolution.spans_tensor(scaling.scheme(call.input)):
+    tall = 1 if call.input_scheme is None else scaling.scheme(call.input_scheme).block_of(rows, 1)[0]
+    if call.input_scheme is not None and convolution.spans_tensor(scaling.scheme(call.input_scheme)):
         tall = 1
     return max(_PATCHES // (convolution.columns(call) * tall), 1) * tall
 
@@ -218,8 +220,8 @@ def _supports_conv(parts: dict[str, Impl], call: convolution.Conv) -> str | None
     x = torch.empty((rows, convolution.columns(call)), dtype=dtype, device="meta")
     asked: list[tuple[str, object]] = []
     data, scales = x, Scales()
-    if call.input is not None:
-        scheme = scaling.scheme(call.input)
+    if call.input_scheme is not None:
+        scheme = scaling.scheme(call.input_scheme)
         global_scale = torch.empty(scheme.global_scale_shape(rows), device="meta") if scheme.global_scale else None
         made = q.Quantize(x, scheme.name, global_scale)
         data, scale, zero = _empty("quantize", made, "meta")

@@ -10,23 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from lowbit.backends import composed, cpu_mm, native, native_ops
-from lowbit.backends.registry import Impl
 
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
-_ROWS = (
-    *(Impl(op, "cpu", ("cpu",), 10, run) for op, run in native_ops.RUN.items()),
-    Impl("adamw", "cpu", ("cpu",), 10, native_ops.adamw),
-    *cpu_mm.IMPLS,
-)
+_ROWS = tuple(replace(row, supports=cpu_mm.no_conv) if row.op == "conv" else row for row in native_ops.rows("cpu", 10))
 #: ``cpu_patches``: convolutions of schemes that the native one leaves out.
 IMPLS = (
     *_ROWS,
-    *(
-        replace(row, name="cpu_patches", priority=9)
-        for row in composed.conv(tuple(row for row in _ROWS if row.name == "cpu"))
-    ),
+    *cpu_mm.rounding(_ROWS),
+    *(replace(row, name="cpu_patches", priority=9) for row in composed.conv(_ROWS)),
 )
 
 

@@ -5,14 +5,13 @@ Whether they are there is asked of the library, never of a device: importing low
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowbit import formats, reference, scaling
 from lowbit.backends import composed, native, native_ops
-from lowbit.backends.registry import Impl
 from lowbit.ops import matmul
 from lowbit.ops.spec import Numerics
 
@@ -29,22 +28,6 @@ def _supports(call: Any) -> str | None:
     if format is not None and format.kind == "codebook" and format.bits > 4:
         return f"its kernels hold codebooks of at most 16 entries, and {format} has {1 << format.bits}"
     return None
-
-
-def _operand(side: matmul.Side) -> list[object]:
-    data = side.data if side.data.shape[1] <= 1 or side.data.stride(1) == 1 else side.data.contiguous()
-    parts = (side.scale, side.zero_point, side.global_scale)
-    return [
-        data,
-        native_ops.scheme_number(side.scheme),
-        *(None if t is None else t.contiguous() for t in parts),
-    ]
-
-
-def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    a, b = (_operand(side) for side in matmul.sides(call))
-    bias = None if call.bias is None else call.bias.contiguous()
-    torch.ops.lowbit_native.scaled_mm(*a, *b, bias, outs[0], call.cols)
 
 
 def _refuses(side: matmul.Side, cols: int) -> str | None:
@@ -89,9 +72,11 @@ def _refuses_blocks(block: int) -> str | None:
 #: Above Triton's: these need no compilation at the first call.
 _PRIORITY = 60
 
-_ROWS = (
-    *(Impl(op, "cuda", ("cuda",), _PRIORITY, run, _supports) for op, run in native_ops.RUN.items()),
-    Impl("scaled_mm", "cuda", ("cuda",), _PRIORITY, _scaled_mm, supports_mm, Numerics("bf16", "fp32")),
+_ROWS = tuple(
+    replace(row, supports=supports_mm, numerics=Numerics("bf16", "fp32"))
+    if row.op == "scaled_mm"
+    else replace(row, supports=_supports)
+    for row in native_ops.rows("cuda", _PRIORITY)
 )
 IMPLS = _ROWS + composed.linear(_ROWS) + composed.conv(_ROWS)
 
@@ -103,6 +88,6 @@ def unavailable() -> str | None:
     error = native.loading_error()
     if error is not None:
         return error
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("lowbit_native::quantize", "CUDA"):
+    if not native_ops.has_kernel("quantize", "cuda"):
         return "lowbit was built without its CUDA kernels; put nvcc on the PATH, then reinstall lowbit (LOWBIT_CUDA=ON)"
     return None

@@ -1,19 +1,21 @@
 """Makes every ``OpSpec`` a torch op: ``torch.ops.lowbit.NAME`` and ``NAME_out``, with fakes, on every device.
 
-On the CPU most calls end in C++, which checks, allocates and computes (csrc/ops_public.cpp). All others come to the
+On the CPU most calls end in C++, which checks, allocates and computes (csrc/ops_entry.h). All others come to the
 kernels here, which check with words, ask the registry which implementation serves, allocate and run it: directly on
-other devices, as ``torch.ops.lowbit_table.NAME`` where the C++ kernel passes a call on.
+other devices, as ``torch.ops.lowbit_table.NAME`` where the C++ kernel passes a call on. C++ asks here, too, for what
+names of formats and schemes stand for.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit import formats, scaling
 from lowbit.backends import native, registry
 from lowbit.calls import OVERLOADS, failed
 from lowbit.ops import OPS, OpSpec
@@ -52,18 +54,32 @@ def _entries() -> frozenset[str]:
     return frozenset(torch.ops.lowbit_native.entries())
 
 
+# -- what C++ asks ----------------------------------------------------------------------------------------------------
+def _params_of(name: str, find: Callable[[str], formats.Format | scaling.Scheme]) -> list[int]:
+    """The integers of a format or scheme; none where there is no such name, which the op then words."""
+    try:
+        return list(find(name).params())
+    except ValueError:
+        return []
+
+
+for _name, _schema, _answer in (
+    ("may_round_to_bf16", "() -> bool", lambda: registry.matmul_precision() == "medium"),
+    ("format_params", "(str name) -> int[]", partial(_params_of, find=formats.find)),
+    ("scheme_params", "(str name) -> int[]", partial(_params_of, find=scaling.scheme)),
+):
+    _table.define(_name + _schema)
+    _table.impl(_name, _answer, "CompositeExplicitAutograd")
+
+
 # -- calls that C++ passes on ------------------------------------------------------------------------------------------
-_table.define("may_round_to_bf16() -> bool")
-_table.impl("may_round_to_bf16", lambda: registry.matmul_precision() == "medium", "CompositeExplicitAutograd")
 
 
 def _define_table(spec: OpSpec, name: str, kernel: Callable[..., Any]) -> None:
     """``lowbit_table::NAME``: the op for C++ to call. It answers the outputs, or (``_out``) that it filled them; where
     it fails, none of them, since an exception would not reach the caller."""
     filled = name.endswith("_out")
-    arguments = spec.schemas[filled].split("(", 1)[1].rsplit(" -> ", 1)[0].replace(", *,", ",")
-    arguments = re.sub(r"=[^,)]+", "", arguments)  # C++ gives all of them
-    _table.define(f"{name}({arguments} -> {'bool' if filled else 'Tensor[]'}")
+    _table.define(f"{name}({spec.positional[filled]}) -> {'bool' if filled else 'Tensor[]'}")
 
     def answer(*args: Any) -> Any:
         try:

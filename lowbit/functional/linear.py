@@ -20,7 +20,7 @@ def linear(
     x: Tensor,
     weight: Quantized,
     bias: Tensor | None = None,
-    input: str | Scheme | None = None,
+    input_scheme: str | Scheme | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     *,
@@ -31,10 +31,10 @@ def linear(
     out_scale: Tensor | float | None = None,
     out_zero_point: Tensor | int | None = None,
 ) -> Tensor | Quantized:
-    """``x [..., K] @ weight [N, K].T + bias [N]`` for float ``x``, which ``input`` quantizes on the way: one op.
+    """``x [..., K] @ weight [N, K].T + bias [N]`` for float ``x``, which ``input_scheme`` quantizes on the way: one op.
 
-    The bits are those of ``scaled_mm(quantize(x, input), weight, bias, out_dtype)``; ``out_dtype`` is x's where not
-    given. With ``input_scale`` (and its zero point and global scale) x is quantized by these, else by its own.
+    The bits are those of ``scaled_mm(quantize(x, input_scheme), weight, bias, out_dtype)``; ``out_dtype`` is x's where
+    not given. With ``input_scale`` (and its zero point and global scale) x is quantized by these, else by its own.
     With ``out_scheme`` the fp32 result is quantized, and Quantized is returned: by ``out_scale`` and
     ``out_zero_point`` in the same op, some rows at a time, or else by scales made of the result.
     The gradient of ``x`` passes straight through its rounding: ``grad @ weight.dequantize()``.
@@ -47,7 +47,7 @@ def linear(
     if x.shape[-1:] != weight.shape[1:]:
         raise _other_cols(x, weight)
     shape, dtype = (*x.shape[:-1], weight.shape[0]), x.dtype if out_dtype is None else out_dtype
-    of_input = None if input is None else find_scheme(input)
+    of_input = None if input_scheme is None else find_scheme(input_scheme)
     of_output = None if out_scheme is None else find_scheme(out_scheme)
     args = (
         x, weight.codes, weight.scheme.name, weight.scale, weight.zero_point, weight.global_scale, bias,
@@ -79,7 +79,9 @@ def _static(name: str, kind: Scheme | None, x: Tensor, *given: Any) -> tuple[Any
     if all(one is None for one in given):
         return None, None, None
     if kind is None:
-        raise ValueError(f"linear: {name}_scale is the scale of a scheme; give {name} too, or leave {name}_scale out")
+        raise ValueError(
+            f"linear: {name}_scale is the scale of a scheme; give {name}_scheme too, or leave {name}_scale out"
+        )
     return given_scales(kind, x, *given)
 
 

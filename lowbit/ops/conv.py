@@ -99,12 +99,12 @@ class Window(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """``x [N, *S, C]`` float, or codes of 8 bits in the scheme ``input`` with ``input_scale``; ``weight``: stored codes
-    ``[O, packed taps * C / groups]`` with their scales, of which floating-point ones may be the integers of their bits,
-    as layers keep them.
+    """``x [N, *S, C]`` float, or codes of 8 bits in the scheme ``input_scheme`` with ``input_scale``; ``weight``:
+    stored codes ``[O, packed taps * C / groups]`` with their scales, of which floating-point ones may be the integers
+    of their bits, as layers keep them.
 
     ``kernel_size``, ``stride``, ``dilation``: a number for each axis of S. ``padding``: two for each, the zeros before
-    and after it. ``input``, ``out_scheme`` and their scales: as of ``linear``, the result being ``[N * S', O]``;
+    and after it. ``input_scheme``, ``out_scheme`` and their scales: as of ``linear``, the result being ``[N * S', O]``;
     ``input_scale`` is one for the tensor.
     """
 
@@ -120,7 +120,7 @@ class Conv(NamedTuple):
     padding: Sequence[int]
     dilation: Sequence[int]
     groups: int = 1
-    input: str | None = None
+    input_scheme: str | None = None
     out_dtype: torch.dtype = torch.bfloat16
     input_scale: Tensor | None = None
     input_zero_point: Tensor | None = None
@@ -165,7 +165,7 @@ def coded_pixels(call: Conv, scales: Scales) -> Tensor:
     assert scales.scale is not None
     zeros = torch.zeros(1, call.x.shape[-1], device=call.x.device)
     given = (scales.scale, scales.zero_point, scales.global_scale)
-    codes = reference.quantize_static(zeros, scaling.scheme(call.input or ""), *given, None)
+    codes = reference.quantize_static(zeros, scaling.scheme(call.input_scheme or ""), *given, None)
     return torch.cat([call.x.reshape(-1, call.x.shape[-1]), codes])
 
 
@@ -262,7 +262,7 @@ def product(call: Conv, group: int, a: Tensor, scales: Scales, out_dtype: torch.
     rows = w.codes.shape[0]
     bias = None if call.bias is None else call.bias[group * rows : (group + 1) * rows]
     return ScaledMM(
-        a, w.codes, columns(call), call.input, w.scheme, *scales, w.scale, w.zero_point, w.global_scale, bias,
+        a, w.codes, columns(call), call.input_scheme, w.scheme, *scales, w.scale, w.zero_point, w.global_scale, bias,
         out_dtype,
     )  # fmt: skip
 
@@ -272,9 +272,9 @@ def products(call: Conv) -> list[ScaledMM]:
     source, rows = pixels(call.x), call.x.shape[0] * prod(out_sizes(call))
     dtype = call.out_dtype if call.out_scheme is None else torch.float32
     every = range(call.groups)
-    if call.input is None:
+    if call.input_scheme is None:
         return [product(call, g, patches(source, call, g, 0, rows), Scales(), dtype) for g in every]
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     global_scale = reference.global_scale(source, scheme) if scheme.global_scale == "tensor" else None
     made: list[ScaledMM] = []
     scales = given_scales(call) or Scales()
@@ -299,15 +299,14 @@ def products(call: Conv) -> list[ScaledMM]:
 
 # -- the op ------------------------------------------------------------------------------------------------------------
 def _outputs(call: Conv) -> list[Out]:
-    cols = call.weight.shape[0]
-    shape = (call.x.shape[0], *out_sizes(call))
+    shape, cols = (call.x.shape[0], *out_sizes(call)), call.weight.shape[0]
     if call.out_scheme is not None:
         return [((*shape, scaling.scheme(call.out_scheme).packed_cols(cols)), torch.uint8)]
     return [((*shape, cols), call.out_dtype)]
 
 
 def _check(call: Conv) -> None:
-    require_input("conv", call.x, call.input, call.input_scale)
+    require_input("conv", call.x, call.input_scheme, call.input_scale)
     _check_geometry(call)
     require_codes("conv", "weight", call.weight)
     scheme, cols = scaling.scheme(call.scheme), columns(call)
@@ -352,12 +351,12 @@ def _check_geometry(call: Conv) -> None:
 
 def _check_given(call: Conv) -> None:
     """Scales that are given belong to a scheme, and fit it."""
-    require(
-        call.input is not None or call.input_scale is None,
-        "lowbit.conv: input_scale is the scale of an input scheme; give input too, or leave input_scale out",
-    )
+    scheme = None if call.input_scheme is None else scaling.scheme(call.input_scheme)
     if call.input_scale is not None:
-        scheme = scaling.scheme(call.input or "")
+        if scheme is None:
+            raise ValueError(
+                "lowbit.conv: input_scale is the scale of an input_scheme; give that too, or leave input_scale out"
+            )
         require(
             spans_tensor(scheme),
             f"lowbit.conv: a given input_scale is one for the tensor, and {scheme} has finer ones; use "

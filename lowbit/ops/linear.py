@@ -1,6 +1,6 @@
 """linear: a layer's forward pass in one op, from float input to float output.
 
-``x`` is quantized on the way where an ``input`` scheme is given; then it is ``scaled_mm``, in every bit.
+``x`` is quantized on the way where an ``input_scheme`` is given; then it is ``scaled_mm``, in every bit.
 Source: docs/numerics.md sections 3, 5 and 9.
 """
 
@@ -34,11 +34,11 @@ from lowbit.tensor import packing
 
 
 class Linear(NamedTuple):
-    """``x [..., K]`` float, or codes of 8 bits in the scheme ``input`` with ``input_scale``; ``weight``: stored codes
-    ``[N, packed K]`` with their scales, of which floating-point ones may be the integers of their bits, as layers keep
-    them.
+    """``x [..., K]`` float, or codes of 8 bits in the scheme ``input_scheme`` with ``input_scale``; ``weight``: stored
+    codes ``[N, packed K]`` with their scales, of which floating-point ones may be the integers of their bits, as layers
+    keep them.
 
-    ``input``: the scheme that x is quantized in, by scales that are made of it, or by ``input_scale`` and the others.
+    ``input_scheme``: what x is quantized in, by scales that are made of it, or by ``input_scale`` and the others.
     ``out_scheme``: the result is quantized by ``out_scale`` and ``out_zero_point`` into stored codes ``[..., packed
     N]``; ``out_dtype`` then says nothing.
     """
@@ -50,7 +50,7 @@ class Linear(NamedTuple):
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
     bias: Tensor | None = None
-    input: str | None = None
+    input_scheme: str | None = None
     out_dtype: torch.dtype = torch.bfloat16
     input_scale: Tensor | None = None
     input_zero_point: Tensor | None = None
@@ -72,9 +72,9 @@ _NONE = Scales()
 
 
 def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
-    """The product that is left once ``x`` is ``a``: its rows, or with ``input`` their codes with scales."""
+    """The product that is left once ``x`` is ``a``: its rows, or with ``input_scheme`` their codes with scales."""
     return ScaledMM(
-        a, call.weight, call.x.shape[-1], call.input, call.scheme,
+        a, call.weight, call.x.shape[-1], call.input_scheme, call.scheme,
         scales.scale, scales.zero_point, scales.global_scale,
         stored_scale(call.scale, call.scheme), call.zero_point, stored_global(call.global_scale), call.bias,
         call.out_dtype if call.out_scheme is None else torch.float32,
@@ -91,9 +91,9 @@ def given_scales(call: Linear) -> Scales | None:
 def quantized(call: Linear) -> ScaledMM:
     """The product with ``x`` as the reference quantizes it."""
     x = as_rows(call.x)
-    if call.input is None:
+    if call.input_scheme is None:
         return product(call, x)
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     scales = given_scales(call)
     if scales is not None and call.x.dtype == torch.uint8:
         return product(call, x, scales)
@@ -115,7 +115,7 @@ def _outputs(call: Linear) -> list[Out]:
 
 
 def _check(call: Linear) -> None:
-    require_input("linear", call.x, call.input, call.input_scale)
+    require_input("linear", call.x, call.input_scheme, call.input_scale)
     require(call.x.dim() >= 1, "lowbit.linear: x needs at least one axis")
     require_codes("linear", "weight", call.weight)
     scheme, cols = scaling.scheme(call.scheme), call.x.shape[-1]
@@ -139,13 +139,15 @@ def _check(call: Linear) -> None:
 def _check_given(call: Linear, out_cols: int) -> None:
     """Scales that are given belong to a scheme, and fit it."""
     given = (call.input_scale, call.input_zero_point, call.input_global_scale)
-    if call.input is not None and call.input_scale is not None:
-        require_scales("linear", scaling.scheme(call.input), *matrix_shape(call.x), call.input_scale, *given[1:])
+    scheme = None if call.input_scheme is None else scaling.scheme(call.input_scheme)
+    if scheme is not None and call.input_scale is not None:
+        require_scales("linear", scheme, *matrix_shape(call.x), call.input_scale, *given[1:])
     else:
         require(
             all(one is None for one in given),
-            "lowbit.linear: input_scale, input_zero_point and input_global_scale are those of an input scheme and come "
-            f"together; got input={call.input!r} and input_scale={'given' if call.input_scale is not None else None}",
+            "lowbit.linear: input_scale, input_zero_point and input_global_scale are those of an input_scheme and come "
+            f"together; got input_scheme={call.input_scheme!r} and "
+            f"input_scale={'given' if call.input_scale is not None else None}",
         )
     if call.out_scheme is None:
         require(

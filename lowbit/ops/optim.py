@@ -72,20 +72,24 @@ class Factors(NamedTuple):
 
 
 def factors(call: AdamW) -> Factors:
-    """From the hyperparameters and the step, in double precision. Raises ValueError for numbers that make none."""
+    """From the hyperparameters and the step, in double precision."""
     return _factors(call.step, call.lr, call.beta1, call.beta2, call.eps, call.weight_decay)
 
 
 @lru_cache
 def _factors(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Factors:
-    require(step >= 1, f"lowbit.adamw: step counts from 1, got {step}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        require(value >= 0, f"lowbit.adamw: {name} must be 0 or more, got {value}")
-    require(0 <= beta1 < 1 and 0 <= beta2 < 1, f"lowbit.adamw: betas must be in [0, 1), got {(beta1, beta2)}")
     exact = (
         1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, eps, lr / (1 - beta1**step)
     )  # fmt: skip
     return Factors(*(formats.fp32_value(formats.fp32_bits(value)) for value in exact))
+
+
+def _check_numbers(call: AdamW) -> None:
+    require(call.step >= 1, f"lowbit.adamw: step counts from 1, got {call.step}")
+    for name in ("lr", "eps", "weight_decay"):
+        require(getattr(call, name) >= 0, f"lowbit.adamw: {name} must be 0 or more, got {getattr(call, name)}")
+    betas = (call.beta1, call.beta2)
+    require(all(0 <= beta < 1 for beta in betas), f"lowbit.adamw: betas must be in [0, 1), got {betas}")
 
 
 def state_refusal(scheme: scaling.Scheme) -> str | None:
@@ -99,6 +103,7 @@ def state_refusal(scheme: scaling.Scheme) -> str | None:
 
 
 def _check(call: AdamW) -> None:
+    _check_numbers(call)
     require_float("adamw", "param", call.param)
     require_float("adamw", "grad", call.grad)
     require(

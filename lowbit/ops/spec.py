@@ -74,16 +74,25 @@ class OpSpec:
     @property
     def schemas(self) -> tuple[str, str]:
         """The functional torch schema and that of the ``_out`` form, which returns nothing."""
-        hints = get_type_hints(self.args)
-        defaults = self.args._field_defaults
-        words = []
-        for name in self.args._fields:
-            word = f"{_SCHEMA_TYPES[hints[name]]} {name}"
-            words.append(f"{word}={_schema_default(defaults[name])}" if name in defaults else word)
-        arguments = ", ".join(words)
-        outs = ", ".join(f"Tensor({chr(97 + i)}!) {name}" for i, name in enumerate(self.returns))
+        defaults = {name: _schema_default(value) for name, value in self.args._field_defaults.items()}
+        arguments = ", ".join(f"{word}={defaults[name]}" if name in defaults else word for name, word in self._words())
         results = ", ".join("Tensor" for _ in self.returns)
-        return f"{self.name}({arguments}) -> ({results})", f"{self.name}_out({arguments}, *, {outs}) -> ()"
+        return f"{self.name}({arguments}) -> ({results})", f"{self.name}_out({arguments}, *, {self._outs}) -> ()"
+
+    @property
+    def positional(self) -> tuple[str, str]:
+        """The arguments of both forms as C++ gives and takes them: all of them, by position."""
+        arguments = ", ".join(word for _, word in self._words())
+        return arguments, f"{arguments}, {self._outs}"
+
+    def _words(self) -> list[tuple[str, str]]:
+        """Each argument's name, and its type and name as a schema has them."""
+        hints = get_type_hints(self.args)
+        return [(name, f"{_SCHEMA_TYPES[hints[name]]} {name}") for name in self.args._fields]
+
+    @property
+    def _outs(self) -> str:
+        return ", ".join(f"Tensor({chr(97 + i)}!) {name}" for i, name in enumerate(self.returns))
 
 
 #: How a torch schema writes a dtype's default: the number of its ScalarType.
@@ -116,15 +125,15 @@ def require_codes(op: str, name: str, codes: Tensor) -> None:
         raise TypeError(f"lowbit.{op}: {name} must be uint8 codes, got {str(codes.dtype).removeprefix('torch.')}")
 
 
-def require_input(op: str, x: Tensor, input: str | None, scale: Tensor | None) -> None:
-    """``x`` holds floats, or codes of 8 bits of the scheme ``input`` with this scale."""
+def require_input(op: str, x: Tensor, input_scheme: str | None, scale: Tensor | None) -> None:
+    """``x`` holds floats, or codes of 8 bits of the scheme ``input_scheme`` with this scale."""
     if x.dtype != torch.uint8:
         require_float(op, "x", x)
         return
     require(
-        input is not None and scale is not None and scaling.scheme(input).format.bits == 8,
-        f"lowbit.{op}: x is uint8 and so holds codes, which have a scheme of 8 bits and a scale: give input and "
-        f"input_scale; got input={input!r} and input_scale={'given' if scale is not None else None}",
+        input_scheme is not None and scale is not None and scaling.scheme(input_scheme).format.bits == 8,
+        f"lowbit.{op}: x is uint8 and so holds codes, which have a scheme of 8 bits and a scale: give input_scheme and "
+        f"input_scale; got input_scheme={input_scheme!r} and input_scale={'given' if scale is not None else None}",
     )
 
 

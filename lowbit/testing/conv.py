@@ -36,11 +36,13 @@ def plain(x: tuple[int, ...], out: int, kernel: int, stride: int = 1, groups: in
     return Geometry(x, out, (kernel,) * axes, (stride,) * axes, (kernel // 2,) * 2 * axes, (1,) * axes, groups)
 
 
-def make_call(x: Tensor, weight: Tensor, geometry: Geometry, input: str | None, scheme: str, **more: object) -> Conv:
+def make_call(
+    x: Tensor, weight: Tensor, geometry: Geometry, input_scheme: str | None, scheme: str, **more: object
+) -> Conv:
     """A call on the reference's quantization of a float weight ``[O, C / groups, *kernel]``."""
     matrix = weight.movedim(1, -1).flatten(1)
     b = matmul.make_call(matrix, matrix, None, scheme)
-    arguments = {"input": input, **more}
+    arguments = {"input_scheme": input_scheme, **more}
     bias = arguments.pop("bias", None)
     return Conv(
         x, b.b, scheme, b.b_scale, b.b_zero_point, b.b_global_scale, bias, geometry.kernel_size, geometry.stride,  # type: ignore[arg-type]
@@ -62,7 +64,7 @@ GEOMETRIES = (
 
 def random_call(
     geometry: Geometry,
-    input: str | None,
+    input_scheme: str | None,
     scheme: str,
     device: str = "cpu",
     seed: int = 0,
@@ -76,7 +78,7 @@ def random_call(
     weight = random_matrix(geometry.out, cols * prod(geometry.kernel_size), device, seed + 1000)
     shaped = weight.reshape(geometry.out, cols, *geometry.kernel_size)
     more["bias"] = random_matrix(1, geometry.out, device, seed=7)[0] if bias else None
-    return make_call(x.to(out_dtype), shaped, geometry, input, scheme, out_dtype=out_dtype, **more)
+    return make_call(x.to(out_dtype), shaped, geometry, input_scheme, scheme, out_dtype=out_dtype, **more)
 
 
 #: Schemes of x: none, one scale for the tensor, one a patch, and finer ones.
@@ -96,7 +98,7 @@ def _samples(device: str) -> Iterator[Conv]:
         yield random_call(next(geometries), scheme, texts[index - 5], device, index, out_dtype=dtype)
 
 
-def example(geometry: Geometry, input: str | None, scheme: str, static: bool, dtype: torch.dtype) -> Conv:
+def example(geometry: Geometry, input_scheme: str | None, scheme: str, static: bool, dtype: torch.dtype) -> Conv:
     """A layer on Gaussian ``x`` of ``dtype``, for benchmarks; ``static``: with a given scale."""
     cols = geometry.x[-1] // geometry.groups * prod(geometry.kernel_size)
     kind = scaling.scheme(scheme)
@@ -105,7 +107,7 @@ def example(geometry: Geometry, input: str | None, scheme: str, static: bool, dt
     given = torch.full((1, 1), 4 / 127) if static else None
     return Conv(
         x, codes, scheme, scale, zero if kind.affine else None, None, None, geometry.kernel_size, geometry.stride,
-        geometry.padding, geometry.dilation, geometry.groups, input, dtype, given,
+        geometry.padding, geometry.dilation, geometry.groups, input_scheme, dtype, given,
     )  # fmt: skip
 
 
@@ -122,10 +124,10 @@ def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     for name, geometries in BENCHED.items():
         for geometry in geometries:
             size = "x".join(str(v) for v in geometry.x)
-            for input, static in (("int8:tensor", True), ("int8:row", False), (None, False)):
+            for input_scheme, static in (("int8:tensor", True), ("int8:row", False), (None, False)):
                 dtype = torch.float32
-                arrow = "" if input is None else f" -> {input}{', given' if static else ''}"
-                make = partial(example, geometry, input, "int8:row", static, dtype)
+                arrow = "" if input_scheme is None else f" -> {input_scheme}{', given' if static else ''}"
+                make = partial(example, geometry, input_scheme, "int8:row", static, dtype)
                 yield Workload(f"{name} {size}", f"{dtype_name(dtype)}{arrow} x int8:row", make)
 
 

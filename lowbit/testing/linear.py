@@ -16,10 +16,10 @@ from lowbit.testing import matmul
 from lowbit.testing.inputs import Workload, large_matrix, random_matrix, recipe_pairs, schemes
 
 
-def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
+def make_call(x: Tensor, weight: Tensor, input_scheme: str | None, scheme: str, **more: object) -> Linear:
     """A call on the reference's quantization of a float weight ``[N, K]`` (tests, benchmarks)."""
     b = matmul.make_call(weight, weight, None, scheme)
-    arguments = {"bias": None, "input": input, **more}
+    arguments = {"bias": None, "input_scheme": input_scheme, **more}
     return Linear(x, b.b, scheme, b.b_scale, b.b_zero_point, b.b_global_scale, **arguments)  # type: ignore[arg-type]
 
 
@@ -43,29 +43,31 @@ def _samples(device: str) -> Iterator[Linear]:
 BENCHED_ROWS = (1, 4, 16, 512)
 
 
-def example(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Linear:
+def example(m: int, n: int, k: int, input_scheme: str | None, scheme: str, dtype: torch.dtype) -> Linear:
     """A layer ``[n, k]`` on ``x [m, k]`` of ``dtype``, both Gaussian, for benchmarks."""
     weight, kind = large_matrix(n, k), scaling.scheme(scheme)
     global_scale = torch.ops.lowbit.global_scale(weight, scheme) if kind.global_scale else None
     codes, scale, zero = torch.ops.lowbit.quantize(weight, scheme, global_scale)
     x = large_matrix(m, k, dtype)
-    return Linear(x, codes, scheme, scale, zero if kind.affine else None, global_scale, None, input, dtype)
+    return Linear(x, codes, scheme, scale, zero if kind.affine else None, global_scale, None, input_scheme, dtype)
 
 
-def workload(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torch.dtype) -> Workload:
-    arrow = f" -> {input}" if input else ""
-    call = partial(example, m, n, k, input, scheme, dtype)
+def workload(m: int, n: int, k: int, input_scheme: str | None, scheme: str, dtype: torch.dtype) -> Workload:
+    arrow = f" -> {input_scheme}" if input_scheme else ""
+    call = partial(example, m, n, k, input_scheme, scheme, dtype)
     return Workload(f"{m}x{n}x{k}", f"{dtype_name(dtype)}{arrow} x {scheme}", call)
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """Every recipe's layer with a weight ``[rows, cols]`` on bf16 input, and on fp32 where the input is quantized."""
-    pairs = dict.fromkeys((input.name if input else None, weight.name) for input, weight in recipe_pairs())
+    pairs = dict.fromkeys(
+        (input_scheme.name if input_scheme else None, weight.name) for input_scheme, weight in recipe_pairs()
+    )
     for m in BENCHED_ROWS:
-        for input, scheme in pairs:
+        for input_scheme, scheme in pairs:
             for dtype in (torch.bfloat16, torch.float32):
-                if dtype == torch.bfloat16 or input is not None:
-                    yield workload(m, rows, cols, input, scheme, dtype)
+                if dtype == torch.bfloat16 or input_scheme is not None:
+                    yield workload(m, rows, cols, input_scheme, scheme, dtype)
 
 
 SAMPLES = {"linear": _samples}

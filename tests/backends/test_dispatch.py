@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.bits import assert_same_bits
@@ -126,6 +129,62 @@ def test_an_entry_gives_the_bits_of_its_kernel(op):
             pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
             for got, want in pairs:
                 assert_same_bits(got, want, f"{op} {call[1:]}"[:200])
+
+
+@compiled
+@pytest.mark.parametrize("op", sorted(ENTRIES & set(OPS)))
+def test_no_entry_throws_on_a_valid_call(op):
+    """What it throws goes to Python, which then computes: right, but slow, and unseen unless it is counted."""
+    before = torch.ops.lowbit_native.swallowed()
+    for call in SAMPLES[op]("cpu"):
+        outs = getattr(torch.ops.lowbit, op)(*call)
+        if f"{op}_out" in ENTRIES:
+            outs = (outs,) if isinstance(outs, Tensor) else outs
+            filled = dict(zip(OPS[op].returns, [torch.empty_like(out) for out in outs], strict=True))
+            getattr(torch.ops.lowbit, f"{op}_out")(*call, **filled)
+        assert torch.ops.lowbit_native.swallowed() == before, f"{op} {call[1:]}"[:300]
+
+
+@compiled
+def test_an_error_of_an_entry_that_python_does_not_share_is_counted(monkeypatch):
+    spec, before = OPS["decode"], torch.ops.lowbit_native.swallowed()
+    served = registry.Impl("decode", "none", ("cpu",), 0, lambda outs, call: None)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="must be uint8 codes"):
+        torch.ops.lowbit.decode(torch.zeros(3, dtype=torch.int8), "fp8_e4m3")
+    assert torch.ops.lowbit_native.swallowed() == before
+    check = spec.check
+    monkeypatch.setattr(dispatch.registry, "select", lambda *args, **kwargs: served)
+    object.__setattr__(spec, "check", lambda call: None)
+    try:
+        torch.ops.lowbit.decode(torch.zeros(3, dtype=torch.int8), "fp8_e4m3")
+    finally:
+        object.__setattr__(spec, "check", check)
+    assert torch.ops.lowbit_native.swallowed() == before + 1
+
+
+_OUT_OF_MEMORY = """
+import resource, sys, torch, lowbit as lb
+torch.set_num_threads(int(sys.argv[1]))
+x, weight, out = torch.randn(300, 1 << 15), lb.quantize(torch.randn(64, 1 << 15), "int4:group32"), torch.zeros(300, 64)
+lb.functional.linear(x[:1], weight, None, "int8:row", out=out[:1])
+limits = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 20, limits[1]))
+try:
+    lb.functional.linear(x, weight, None, "int8:row", out=out)
+except MemoryError:
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    lb.functional.linear(x, weight, None, "int8:row", out=out)
+    print("refused, then served")
+"""
+
+
+@compiled
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_kernel_without_memory_says_so_and_is_not_replaced(threads):
+    command = [sys.executable, "-c", _OUT_OF_MEMORY, threads]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "refused, then served", done.stdout + done.stderr
 
 
 def test_a_forced_backend_is_asked_and_left():

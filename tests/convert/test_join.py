@@ -218,7 +218,7 @@ def test_every_kernel_has_the_same_bits_for_floats_and_their_codes(kernel: Kerne
         assert (expected is None) == (found is None)
         if found is not None:
             served += 1
-            assert torch.equal(found[0], expected[0]), call.input
+            assert torch.equal(found[0], expected[0]), call.input_scheme
     assert served, f"{kernel} refuses every call"
 
 

@@ -6,6 +6,8 @@ from support.bits import assert_same_bits
 from torch import Tensor
 
 import lowbit as lb
+from lowbit import autograd
+from lowbit.ops import OPS
 from lowbit.testing.inputs import random_matrix
 
 
@@ -196,3 +198,12 @@ def test_the_step_of_adamw_is_the_step_of_its_rounding():
 def test_a_seed_of_more_bits_is_refused():
     with pytest.raises(ValueError, match="seed: expected an integer of 64 bits"):
         lb.Rounding(1 << 64)
+
+
+def test_gradients_are_given_by_the_names_of_arguments():
+    x, bias = torch.zeros(2), torch.ones(3)
+    grads = dict(zip(OPS["linear"].args._fields, autograd._grads("linear", bias=bias, x=x), strict=True))
+    assert grads["x"] is x and grads["bias"] is bias
+    assert all(grads[name] is None for name in grads if name not in ("x", "bias"))
+    with pytest.raises(TypeError, match="linear has no argument beta"):
+        autograd._grads("linear", beta=x)

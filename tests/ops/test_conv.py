@@ -119,7 +119,7 @@ def test_a_scale_made_of_x_is_that_of_its_pixels_and_zero(affine: bool):
     call, _ = exact_case(GEOMETRIES[1], affine, 5)
     call = call._replace(x=call.x.abs() + 1, input_scale=None, input_zero_point=None)
     flat = torch.cat([call.x.reshape(-1, 1), torch.zeros(1, 1)])
-    q = lb.quantize(flat, call.input)
+    q = lb.quantize(flat, call.input_scheme)
     assert_same_bits(run(call), run(call._replace(input_scale=q.scale, input_zero_point=q.zero_point)))
 
 
@@ -173,20 +173,20 @@ def product_of(call: Conv, group: int) -> ScaledMM:
     if call.scheme != "int8:row":  # of other weights what they decode to
         codes, scales = decoded, (None, None, None)
     b_scheme = call.scheme if call.scheme == "int8:row" else None
-    if call.input is None:
+    if call.input_scheme is None:
         return ScaledMM(rows, codes, rows.shape[1], None, b_scheme, None, None, None, *scales, bias, call.out_dtype)
-    scheme = scaling.scheme(call.input)
+    scheme = scaling.scheme(call.input_scheme)
     if scheme.block == (None, None):
-        pixels = lb.quantize(torch.cat([call.x.reshape(-1, 1), call.x.new_zeros(1, 1)]), call.input)
-        a = lb.quantize(rows, call.input, pixels.scale, pixels.zero_point)
+        pixels = lb.quantize(torch.cat([call.x.reshape(-1, 1), call.x.new_zeros(1, 1)]), call.input_scheme)
+        a = lb.quantize(rows, call.input_scheme, pixels.scale, pixels.zero_point)
     else:
         global_scale = None
         if scheme.global_scale == "tensor":
-            global_scale = torch.ops.lowbit.global_scale(call.x.reshape(-1, call.x.shape[-1]), call.input)
-        a = lb.quantize(rows, call.input, global_scale=global_scale)
+            global_scale = torch.ops.lowbit.global_scale(call.x.reshape(-1, call.x.shape[-1]), call.input_scheme)
+        a = lb.quantize(rows, call.input_scheme, global_scale=global_scale)
     return ScaledMM(
-        a.codes, codes, rows.shape[1], call.input, b_scheme, a.scale, a.zero_point, a.global_scale, *scales, bias,
-        call.out_dtype,
+        a.codes, codes, rows.shape[1], call.input_scheme, b_scheme, a.scale, a.zero_point, a.global_scale, *scales,
+        bias, call.out_dtype,
     )  # fmt: skip
 
 
@@ -260,8 +260,8 @@ def test_a_window_unfolds_to_patches(geometry: Geometry):
         ({"groups": 3}, "4 channels, its last axis, which groups=3 must divide"),
         ({"dilation": (9, 1)}, "larger than the padded input"),
         ({"kernel_size": (2, 3)}, r"the weight in int8:row must be \[out channels, a multiple of 1; 24\]"),
-        ({"input": "int8:row", "input_scale": torch.ones(1, 1)}, "use 'int8:tensor'"),
-        ({"input": None, "input_scale": torch.ones(1, 1)}, "give input too"),
+        ({"input_scheme": "int8:row", "input_scale": torch.ones(1, 1)}, "use 'int8:tensor'"),
+        ({"input_scheme": None, "input_scale": torch.ones(1, 1)}, "an input_scheme; give that too"),
         ({"input_zero_point": torch.zeros(1, 1, dtype=torch.uint8)}, "come with an input_scale"),
         ({"out_scheme": "int8:tensor"}, "needs a given out_scale"),
     ],

@@ -56,12 +56,12 @@ def test_every_kernel_is_within_the_bound_of_the_product(kernel: Kernel):
 def test_the_bits_are_those_of_quantize_and_scaled_mm(variant: Variant):
     served = 0
     for call in samples()[:: 67 if variant.interpreted else 5]:
-        if variant.refuses("linear", call.x, weight_of(call), call.bias, call.input, call.out_dtype):
+        if variant.refuses("linear", call.x, weight_of(call), call.bias, call.input_scheme, call.out_dtype):
             continue
         served += 1
         with variant.use():
-            y = linear(call.x, weight_of(call), call.bias, call.input, call.out_dtype)
-            a = call.x if call.input is None else lb.quantize(call.x, call.input)
+            y = linear(call.x, weight_of(call), call.bias, call.input_scheme, call.out_dtype)
+            a = call.x if call.input_scheme is None else lb.quantize(call.x, call.input_scheme)
             two = lb.scaled_mm(a, weight_of(call), call.bias, call.out_dtype)
         assert_same_bits(y, two, f"{variant}: {describe(call)}")
     assert served
@@ -143,7 +143,7 @@ def test_the_gradient_passes_straight_through():
         ({"scale": torch.ones(5)}, ValueError, r"keeps the scales of a \[5, 8\] matrix"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias must be \[5\], got \[4\]"),
         ({"out_dtype": torch.float64}, ValueError, "out_dtype must be a 16- or 32-bit float"),
-        ({"input": "int9:row"}, ValueError, "int9"),
+        ({"input_scheme": "int9:row"}, ValueError, "int9"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
@@ -259,12 +259,12 @@ def test_a_chain_of_layers_in_integers():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"input_scale": 1.0}, "input_scale is the scale of a scheme; give input too"),
+        ({"input_scale": 1.0}, "input_scale is the scale of a scheme; give input_scheme too"),
         ({"out_scale": 1.0}, "are those of an out_scheme; give that too"),
-        ({"input": "int8:row", "input_scale": torch.ones(3)}, r"scale must have shape \[2, 1\], got \[3\]"),
+        ({"input_scheme": "int8:row", "input_scale": torch.ones(3)}, r"scale must have shape \[2, 1\], got \[3\]"),
         ({"out_scheme": "int8:tensor", "out": torch.zeros(2, 5)}, "out= is for a result in floats"),
         ({"out_scheme": "nvfp4", "out_scale": 1.0}, "needs its global_scale too"),
-        ({"input": "int8:tensor", "input_zero_point": 3}, "a zero_point needs its scale"),
+        ({"input_scheme": "int8:tensor", "input_zero_point": 3}, "a zero_point needs its scale"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(given, message):
