@@ -26,6 +26,7 @@ from lowbit.demo.experiment import load
 from lowbit.demo.gpt import GPT
 from lowbit.demo.loop import TrainConfig, evaluate
 from lowbit.machine import provenance
+from lowbit.tables import markdown
 
 #: Weights alone, a scale for 32: int4, fp4 (MX), 2 bits.
 SCHEMES = ("int4:group32", "mxfp4", "int2:group32")
@@ -172,13 +173,11 @@ def measure(run: Run) -> Iterator[Row]:
                 yield from torchao(run, distil, rate)
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[Row]) -> str:
     """The rows as Markdown. ``recovered``: of what the teacher's loss is below that of nearest, or of search."""
     full = rows[0].loss
-    lines = [
-        "| weights | | learning rate | held-out loss | recovered of nearest | recovered of search | s |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    head = ("weights", "", "learning rate", "held-out loss", "recovered of nearest", "recovered of search", "s")
+    cells = []
     for row in rows:
         parts = []
         for method in ("nearest", "search"):
@@ -188,8 +187,8 @@ def table(rows: list[Row]) -> list[str]:
         took = f"{row.seconds:.0f}" if row.seconds else ""
         scheme = f"`{row.scheme}`" if row.scheme != "fp32" else row.scheme
         rate = "" if row.rate is None else f"{row.rate:g}"
-        lines.append(f"| {scheme} | {row.what} | {rate} | {row.loss:.4f} | {parts[0]} | {parts[1]} | {took} |")
-    return lines
+        cells.append((scheme, row.what, rate, f"{row.loss:.4f}", *parts, took))
+    return markdown(head, cells, numbers=range(3, len(head)))
 
 
 def run(directory: Path) -> Path:
@@ -210,7 +209,7 @@ def run(directory: Path) -> Path:
             f"on {WINDOWS} held-out windows; lowbit's are those of the prepared models, to the last bit.\n",
             *(f"- {name}: {value}" for name, value in about.items()),
             "",
-            *table(rows),
+            table(rows),
             "",
             "Recovered: the share of what nearest rounding (or search) adds to the teacher's loss that the row takes "
             "back. Cross-entropy goes on training the teacher, so that it can take back more than was lost; the row in "

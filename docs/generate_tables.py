@@ -9,7 +9,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,10 @@ from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.recipes import RECIPES, STATIC_RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
+from lowbit.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md", "bench/results/calibrate/README.md")
-
-
-def _markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
-    columns = head.split("|")
-    lines = [head, "|".join(" --- " for _ in columns), *(" | ".join(str(cell) for cell in row) for row in rows)]
-    return "\n".join(f"| {line.strip()} |" for line in lines)
 
 
 def _number(value: float) -> str:
@@ -42,8 +37,8 @@ def _number(value: float) -> str:
 
 def formats() -> str:
     special = {"none": "-", "all_ones": "NaN", "ieee": "Inf, NaN"}
-    return _markdown(
-        "format | bits | layout | bias | max | least normal | least | Inf, NaN | source",
+    return markdown(
+        ("format", "bits", "layout", "bias", "max", "least normal", "least", "Inf, NaN", "source"),
         (
             (
                 f"`{f.name}`", f.bits, f.layout, f.bias if f.kind in ("float", "exponent") else "", _number(f.max),
@@ -63,22 +58,22 @@ def scalings() -> str:
         scale = found.scale_format + (" under one fp32 for the tensor" if found.global_scale else "")
         return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
 
-    return _markdown("scaling | for instance | block, rows x cols | scale", (row(name) for name in SCALINGS))
+    return markdown(("scaling", "for instance", "block, rows x cols", "scale"), (row(name) for name in SCALINGS))
 
 
 def short_names() -> str:
     def bits(text: str) -> str:
         return f"{8 * scheme(text).nbytes((4096, 4096)) / 4096**2:.4g}"
 
-    return _markdown(
-        "short name | means | bits an element, 4096 x 4096",
+    return markdown(
+        ("short name", "means", "bits an element, 4096 x 4096"),
         ((f"`{short}`", f"`{long}`", bits(short)) for short, long in SHORT_NAMES.items()),
     )
 
 
 def recipes() -> str:
-    return _markdown(
-        "recipe | weight | input | trains | what it is",
+    return markdown(
+        ("recipe", "weight", "input", "trains", "what it is"),
         (
             (
                 f"`{r.name}`", f"`{r.weight}`", (f"`{r.input}`" if r.input else "-") + (", static" if r.static else ""),
@@ -90,8 +85,8 @@ def recipes() -> str:
 
 
 def ops() -> str:
-    return _markdown(
-        "op | returns | equal to the reference",
+    return markdown(
+        ("op", "returns", "equal to the reference"),
         (
             (
                 f"`{o.name}({', '.join(o.args._fields)})`", ", ".join(o.returns),
@@ -131,8 +126,8 @@ def speed() -> str:
         times = float(peer["seconds"]) / float(best["seconds"])
         return *what, f"{peer['who']}, {1e3 * float(peer['seconds']):.3g} ms", f"{times:.2g}x"
 
-    head = "operation | lowbit | of the machine's limit | best of the others | lowbit is"
-    return _markdown(head, (row(*shown) for shown in SHOWN))
+    head = ("operation", "lowbit", "of the machine's limit", "best of the others", "lowbit is")
+    return markdown(head, (row(*shown) for shown in SHOWN))
 
 
 def _cells(directory: str) -> list[Cell]:
@@ -186,8 +181,8 @@ def evaluate() -> str:
         return f"{max(rates) / float(base[column]):.2g}x" if rates else "-"
 
     names = [recipe for model, recipe, layout in cells if model == "smollm2" and layout == "plain"]
-    head = " | ".join(["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt", "generation"])
-    return _markdown(
+    head = ["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt", "generation"]
+    return markdown(
         head,
         (
             (
@@ -230,8 +225,8 @@ def methods() -> str:
     def took(row: dict[str, Any] | None) -> str:
         return f"{row['seconds_to_calibrate']:.0f}" if row and row["seconds_to_calibrate"] else ""
 
-    return _markdown(
-        " | ".join(head),
+    return markdown(
+        head,
         (
             (
                 f"`{recipe}`", method, *(_quality(by.get(name), name, True) for name in names),
@@ -262,8 +257,8 @@ def calibrate() -> str:
         figures = (_quality(by.get(model), model, False) for model in ("smollm2", "minilm"))
         return ", ".join(figure or "-" for figure in figures) if by else ""
 
-    return _markdown(
-        " | ".join(["recipe", *SHOWN_METHODS]),
+    return markdown(
+        ["recipe", *SHOWN_METHODS],
         ((f"`{recipe}`", *(shown(recipe, name) for name in SHOWN_METHODS.values())) for recipe in COMPARED),
     )
 
@@ -275,8 +270,8 @@ def confirm() -> str:
         assert cell.result is not None
         values = {name: of[12:] for name, of in cell.result["values"].items()}
         kept.append(replace(cell, result={**cell.result, "values": values}))
-    return _markdown(
-        "recipe | method | windows | SmolLM2-135M: perplexity",
+    return markdown(
+        ("recipe", "method", "windows", "SmolLM2-135M: perplexity"),
         (
             (
                 f"`{row['recipe']}`",
@@ -292,8 +287,8 @@ def confirm() -> str:
 
 def others() -> str:
     """What other packages make of the same models, each at its best on a CPU."""
-    return _markdown(
-        " | ".join(["package", *(EVALUATED[model][0] for model in ("smollm2", "minilm"))]),
+    return markdown(
+        ["package", *(EVALUATED[model][0] for model in ("smollm2", "minilm"))],
         (
             (f"`{recipe}`", *(_quality(by.get(model), model, True) for model in ("smollm2", "minilm")))
             for (recipe, _), by in _calibrated().items()

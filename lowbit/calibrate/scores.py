@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.calibrate.budget import Option, allocate
-from lowbit.calibrate.table import aligned
 from lowbit.convert.report import amount, family
 from lowbit.recipes import Recipe
+from lowbit.tables import aligned
 
 __all__ = ["FLOAT", "Score", "Sensitivity"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
 from lowbit.machine import cpu_name
+from lowbit.tables import rich_table
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "ml_dtypes", "matplotlib")
 
@@ -38,10 +38,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     for title, values in report.items():
         if isinstance(values, dict):
             out.print(f"\n{title}", style="bold")
-            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
-            for key, value in values.items():
-                table.add_row(f"  {key}", _mark(value))
-            out.print(table)
+            out.print(rich_table((), ((f"  {key}", _mark(value)) for key, value in values.items())))
     out.print("\nadvice", style="bold")
     for line in report["advice"] or ["none: everything that this machine can have is there"]:
         out.print(f"  - {line}", soft_wrap=True)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lowbit.tables import rich_table
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
@@ -103,22 +105,12 @@ class Report:
 
     def table(self, every_layer: bool | None = None) -> Table:
         """The converted layers as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
-        from rich.table import Table
-        from rich.text import Text
-
         each = len(self.layers) <= _MOST_ROWS if every_layer is None else every_layer
         rows = [(layer.name, [layer]) for layer in self.layers] if each else families(list(self.layers))
         measured = any(layer.sqnr is not None for layer in self.layers)
-        shown = Table()
-        shown.add_column("layer", overflow="fold")
-        shown.add_column("class")
-        shown.add_column("recipe")
-        columns = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
-        for column in columns:
-            shown.add_column(column, justify="right")
-        for name, layers in rows:
-            shown.add_row(*(Text(cell) for cell in _row(name, layers, measured)))
-        return shown
+        head = ("layer", "class", "recipe", "bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
+        cells = (_row(name, layers, measured) for name, layers in rows)
+        return rich_table(head, cells, numbers=range(3, len(head)), boxed=True)
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,6 +16,7 @@ from lowbit.evaluate.run import Cell, default_of
 from lowbit.evaluate.tasks import TASKS, Figure, Task
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
+from lowbit.tables import csv_text, markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +33,7 @@ _INK, _PALE, _BAR, _FLAGGED = "#1f2933", "#9aa5b1", "#2f6fde", "#e4e7eb"
 def write(directory: Path, cells: Sequence[Cell], command: str) -> list[Path]:
     """Write the tables, and the plot where matplotlib is there; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = {MARKDOWN: "\n".join(_markdown(cells, command)) + "\n", TABLE: _csv(rows(cells))}
+    files = {MARKDOWN: "\n".join(_markdown(cells, command)) + "\n", TABLE: csv_text(rows(cells), last="note")}
     for name, text in files.items():
         data = text.encode()
         write_atomically(directory / name, lambda file, data=data: file.write(data))  # type: ignore[misc]
@@ -114,15 +113,6 @@ def as_json(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"cells": rows(cells)}
 
 
-def _csv(table: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in table for name in row if name != "note"))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*names, "note"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
-
-
 # -- Markdown --------------------------------------------------------------------------------------------------------
 def _markdown(cells: Sequence[Cell], command: str) -> list[str]:
     lines = ["# lowbit evaluate: quality, size and speed of quantized models", ""]
@@ -159,50 +149,44 @@ def _section(group: list[Cell]) -> list[str]:
         f"text or its stand-in {group[0].request.key['data']}). Baseline, and dtype of all that a recipe leaves alone: "
         f"{group[0].request.dtype}. {result['threads']} threads.",
         "",
-        *_table(group, baseline, task),
+        _table(group, baseline, task),
         "",
     ]
     return lines
 
 
-def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
+def _table(group: list[Cell], baseline: Cell, task: Task) -> str:
     writes = any(cell.result and cell.result.get("generated_per_second") for cell in group)
     calibrated = any(cell.request.method for cell in group)
-    titles = [
+    head = [
         "recipe", "method" if calibrated else "layout", *(figure.title for figure in task.figures), "MiB",
         f"of {baseline.request.recipe}", "peak MiB", *(["calibrate, s", "its peak MiB"] if calibrated else []),
         "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if writes else []), "note",
     ]  # fmt: skip
-    lines = [_line(titles), _line(["---", "---", *["---:"] * (len(titles) - 3), "---"])]
-    for cell in group:
-        result, found = cell.result or {}, figures(cell, baseline)
+
+    def row(cell: Cell) -> list[str]:
+        result, quality = cell.result or {}, figures(cell, baseline)
         assert baseline.result is not None
         size = result.get("bytes")
-        lines.append(
-            _line(
-                [
-                    cell.request.recipe,
-                    _how(cell) if calibrated else cell.request.layout,
-                    *(_written(figure, found.get(figure.title), cell.baseline) for figure in task.figures),
-                    _number(size and size / _MIB, ".1f"),
-                    _number(size and size / baseline.result["bytes"], ".0%"),
-                    _number(result.get("peak_bytes", 0) / _MIB or None, ".0f"),
-                    *(
-                        (
-                            _number(result.get("seconds_to_calibrate"), ".1f"),
-                            _number(result.get("peak_bytes_to_calibrate", 0) / _MIB or None, ".0f"),
-                        )
-                        if calibrated
-                        else ()
-                    ),
-                    _number(result.get("seconds_to_quantize"), ".2f"),
-                    _number(result.get("units_per_second"), ",.4g"),
-                    *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
-                    cell.note.replace("|", "\\|"),
-                ]
-            )
-        )  # fmt: skip
-    return lines
+        calibration = (
+            _number(result.get("seconds_to_calibrate"), ".1f"),
+            _number(result.get("peak_bytes_to_calibrate", 0) / _MIB or None, ".0f"),
+        )
+        return [
+            cell.request.recipe,
+            _how(cell) if calibrated else cell.request.layout,
+            *(_written(figure, quality.get(figure.title), cell.baseline) for figure in task.figures),
+            _number(size and size / _MIB, ".1f"),
+            _number(size and size / baseline.result["bytes"], ".0%"),
+            _number(result.get("peak_bytes", 0) / _MIB or None, ".0f"),
+            *(calibration if calibrated else ()),
+            _number(result.get("seconds_to_quantize"), ".2f"),
+            _number(result.get("units_per_second"), ",.4g"),
+            *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
+            cell.note,
+        ]
+
+    return markdown(head, map(row, group), numbers=range(2, len(head) - 1))
 
 
 def _how(cell: Cell) -> str:
@@ -210,10 +194,6 @@ def _how(cell: Cell) -> str:
     if cell.request.recipe in PEERS or cell.request.recipe in FLOATS:
         return ""
     return cell.request.method or default_of(cell.request.recipe)
-
-
-def _line(parts: Sequence[str]) -> str:
-    return f"| {' | '.join(parts)} |"
 
 
 def _number(value: float | None, style: str) -> str:
