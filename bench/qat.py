@@ -148,8 +148,8 @@ def teacher() -> tuple[GPT, Corpus]:
     if not (MODEL / "lowbit.json").exists():
         raise ValueError(f"there is no model to train on in {MODEL}; run `lowbit train` (`make demo`) first")
     model, tokenizer = load(MODEL)
-    corpus = Corpus.load(None, tokenizer.vocab)
-    if corpus.tokenizer.merges != tokenizer.merges:
+    corpus = Corpus.load(None, tokenizer.get_vocab_size())
+    if corpus.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{MODEL} was trained on another text than Python's documentation; run `lowbit train --overwrite`"
         )

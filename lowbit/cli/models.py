@@ -114,7 +114,7 @@ def _tokens(directory: Path, words: str) -> list[int]:
     if ours is not None and (ours[1].get("model") or {}).get("class") != "transformers":
         from lowbit.demo import experiment
 
-        return list(experiment.load(directory)[1].encode(words))
+        return list(experiment.load(directory)[1].encode(words).ids)
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -86,7 +86,7 @@ def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
 
     model, tokenizer = experiment.load(directory)
     if wanted.text is not None:
-        tokens, origin = tokenizer.encode(data.read(wanted.text)), wanted.text.name
+        tokens, origin = tokenizer.encode(data.read(wanted.text)).ids, wanted.text.name
     elif (directory.parent / "settings.json").exists():
         corpus = experiment.Settings.load(directory.parent).corpus()
         training = wanted.part == "calibration"
