@@ -118,7 +118,12 @@ class Written:
                         f"{shown(before.get(name) if isinstance(before, dict) else None)}, here it is {shown(value)}; "
                         f"give another directory, or remove it"
                     )
-            self.files, self.told = list(held["files"]), dict(held["told"])
+            try:
+                self.files, self.told = [dict(file) for file in held["files"]], dict(held["told"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{self.path} is damaged: {type(error).__name__} {error}; remove {directory}, and start over"
+                ) from None
         else:
             directory.mkdir(parents=True, exist_ok=True)
             if set(directory.iterdir()) - set(left_behind(directory, _PROGRESS)):
