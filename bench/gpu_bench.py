@@ -73,7 +73,7 @@ def elapsed(case: Case, device: str, repeats: int) -> float:
 
 
 def measure(cases: dict[str, Case], device: str, rounds: int) -> dict[str, float]:
-    """Median seconds of each case; cases take turns. One that fails is left out, and says so."""
+    """Median seconds of each case; cases take turns. One that fails is left out, with a message."""
     alive: dict[str, int] = {}
     for who, case in cases.items():
         try:

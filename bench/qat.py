@@ -38,7 +38,7 @@ TORCHAO = "int4:group32"
 MODEL = Path("out/demo/model")
 STEPS, BATCH, CLIP, WARMUP = 100, 4, 1.0, 10
 
-#: Learning rates, each a row: much damage takes a large one, while little damage is less than the noise of such steps.
+#: Learning rates, each a row: a large loss of quality needs a large one, whose noise exceeds a small loss.
 RATES = (1e-3, 1e-4)
 
 #: How many held-out windows losses are of.

@@ -1,9 +1,9 @@
 // Public ops (torch.ops.lowbit.NAME) on the CPU: checks, allocation and kernel in one C++ call.
 //
-// An entry answers nothing where a call is not for it: arguments that do not fit, a layout that must be copied first, a
-// format that no call has named yet, another backend asked for. The call then goes on to lowbit_table::NAME, which is
-// Python (lowbit/backends/dispatch.py): it checks with words, and chooses among all kernels. Errors come back from
-// there as text (throw_refusal), since exceptions do not cross the stable ABI.
+// An entry returns nullopt to decline a call: arguments that do not fit, a layout that must be copied first, a format
+// that no call has named yet, another backend asked for. Python then handles the call (lowbit_table::NAME, in
+// lowbit/backends/dispatch.py): it checks again, words the error, and chooses among all kernels. Errors come back as
+// text (throw_refusal), since exceptions do not cross the stable ABI.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,4 @@
-// The CPU kernels of torch.ops.lowbit.*: each checks, allocates and computes, or answers nothing (ops_entry.h).
+// The CPU kernels of torch.ops.lowbit.*: each checks, allocates and computes, or declines (ops_entry.h).
 //
 // Arguments are those of the op's NamedTuple in lowbit/ops. Formats and schemes are names, known once Python has used
 // them (lowbit_native::keep).

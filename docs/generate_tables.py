@@ -1,6 +1,6 @@
 """Write the documentation's tables from the tables in the code, between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 
-``python docs/generate_tables.py`` rewrites what is out of date (``make tables``); ``--check`` only says so and exits 1.
+``python docs/generate_tables.py`` rewrites stale tables (``make tables``); ``--check`` names their files and exits 1.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
         return None if able else f"with AVX2, 4-bit weights are read packed under signed inputs only, not {input}"
     if isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features():
         return None
-    return f"the packed layout was not measured to be faster with the instruction set in use, {isa}"
+    return f"no gain by the packed layout is recorded for the instruction set in use, {isa}"
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 
 class _Commands(TyperGroup):
-    """The commands; one that is stopped from the keyboard says so, and what is to be done."""
+    """The commands. An interrupt from the keyboard prints what to do next."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -120,7 +120,7 @@ def causal(directory: Path) -> bool:
 def held(directory: Path) -> tuple[Recipe, ...]:
     """The recipes of the quantized layers of a saved model, each once; none of a model in high precision.
 
-    Raises: ValueError where the file that says so is damaged.
+    Raises: ValueError for a damaged config.
     """
     ours = our_config(directory)
     if ours is not None:

@@ -56,7 +56,7 @@ def linear(
     )  # fmt: skip
     if of_output is not None:
         if out is not None:
-            raise ValueError("linear: out= is for a result in floats; leave out, or out_scheme, away")
+            raise ValueError("linear: out= cannot be combined with out_scheme=; pass one of them")
         y = torch.empty((), device=x.device).expand(shape)  # of which the shape alone is looked at
         scale, zero, _ = _static("out", of_output, y, out_scale, out_zero_point, None)
         if scale is None:

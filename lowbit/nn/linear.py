@@ -49,7 +49,7 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a Linear answers: autocast's inside autocast, else that of its input."""
+    """The dtype of a Linear's result: autocast's inside autocast, else that of its input."""
     kind = "cpu" if x.is_cpu else x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -99,9 +99,9 @@ class QuantLinear(nn.Module):
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
     call chooses anew.
 
-    ``lowbit.join_`` sets ``feeds``, the one layer whose static scheme and scales the layers share that take its result:
-    the result of an fp32 input is then codes in that scheme, int8 where zero is the code 0, else uint8, unless a
-    gradient is asked for. No bit of what these layers compute from them changes.
+    ``lowbit.join_`` sets ``consumers``: one of the layers that consume this layer's output, all of which share one
+    static input scheme and its scales. The result of an fp32 input is then codes in that scheme: int8 where zero is the
+    code 0, else uint8. With gradients it stays in floats. No bit of what the consumers compute changes.
 
     ``lowbit.prepack_`` makes a ``PackedLinear`` of it, which is faster on CPUs.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
@@ -116,7 +116,7 @@ class QuantLinear(nn.Module):
     input_scale: nn.Parameter | None
     input_zero_point: nn.Parameter | None
     bias: nn.Parameter | None
-    feeds: tuple[QuantLinear, ...] = ()  # in a tuple: it is not a part of this layer
+    consumers: tuple[QuantLinear, ...] = ()  # in a tuple: it is not a part of this layer
 
     def __init__(
         self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe, input_scales: Scales | None = None
@@ -204,20 +204,23 @@ class QuantLinear(nn.Module):
 
     def _scales(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
         """The scales of the input, and what makes codes of a result of that dtype, as ops take them."""
-        own = self.input_scales
+        input_scales = self.input_scales
         graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, self.bias))
-        if not self.feeds or dtype != torch.float32 or graded:
-            return () if own is None else tuple(own)
-        next_ = self.feeds[0]
-        theirs = next_.input_scales
-        assert own is not None and theirs is not None
-        return own.scale, own.zero_point, None, next_._input_name, theirs.scale, theirs.zero_point
+        if not self.consumers or dtype != torch.float32 or graded:
+            return () if input_scales is None else tuple(input_scales)
+        consumer = self.consumers[0]
+        out_scales = consumer.input_scales
+        assert input_scales is not None and out_scales is not None
+        return (
+            input_scales.scale, input_scales.zero_point, None,
+            consumer._input_name, out_scales.scale, out_scales.zero_point,
+        )  # fmt: skip
 
     def _signed(self, y: Tensor) -> Tensor:
         """Codes as numbers in their order, where zero is the code 0."""
         if y.dtype != torch.uint8:
             return y
-        scheme = self.feeds[0].recipe.input
+        scheme = self.consumers[0].recipe.input
         return y.view(torch.int8) if scheme is not None and is_signed(scheme) else y
 
     def extra_repr(self) -> str:

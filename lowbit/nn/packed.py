@@ -26,7 +26,7 @@ __all__ = ["PackedLinear"]
 
 
 class _NoBackward(torch.autograd.Function):
-    """``y``, computed of ``x`` by a kernel that has no backward pass; a backward pass through it says so."""
+    """``y``, computed of ``x`` by a kernel that has no backward pass; a backward pass through it raises."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -74,7 +74,7 @@ class PackedLinear(nn.Module):
         """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
         weight, input = layer.scheme, layer.recipe.input
         if layer.recipe.static:
-            return "its input scales are static, and the packed kernels make their own"
+            return "packed layers support dynamic input scales only, and this layer's are static"
         reason = prepack.refusal(weight, input)
         if reason is not None or input is None:
             return reason

@@ -25,7 +25,7 @@ __all__ = ["load_model"]
 
 class Layer(NamedTuple):
     """A quantized layer as the file has it; ``dtype`` is that of the weight before quantization, ``widths`` are the
-    columns of its matrices, where the file says so.
+    columns of its matrices, where the file has them.
     """
 
     recipe: Recipe

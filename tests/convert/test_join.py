@@ -79,7 +79,7 @@ def test_a_joined_network_has_the_bits_of_the_plain_one(recipe, expected, layout
         with lb.use_backend(backend) if backend == "reference" else lb.use_backend("cpu"):
             assert torch.equal(joined(x), model(x))
     again = copy.deepcopy(joined)
-    assert again.hidden.feeds in ((), (again.head,)) and torch.equal(again(x), model(x))
+    assert again.hidden.consumers in ((), (again.head,)) and torch.equal(again(x), model(x))
     assert joined.state_dict().keys() == model.state_dict().keys()
 
 
@@ -158,10 +158,10 @@ def test_it_can_be_taken_back_and_leaves_files_as_they_are(tmp_path):
     lb.join_(model)
     lb.save_model(model, tmp_path / "saved")
     loaded = lb.load_model(tmp_path / "saved", nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
-    assert torch.equal(loaded(x), expected) and not loaded[0].feeds
+    assert torch.equal(loaded(x), expected) and not loaded[0].consumers
     other = copy.deepcopy(model)
     unjoin_(other)
-    assert not other[0].feeds and torch.equal(other(x), expected)
+    assert not other[0].consumers and torch.equal(other(x), expected)
     lb.dequantize_(model)
     assert model(x).dtype == torch.float32 and type(model[0]) is nn.Linear
 
