@@ -90,7 +90,7 @@ Run = Callable[[Tensor], Tensor]
 
 def _folded(model: nn.Module) -> nn.Module:
     if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
-        lb.convert.fold_(model)
+        lb.fold_(model)
     return model
 
 
@@ -113,7 +113,7 @@ def _bf16(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
 def _lowbit(dtype: torch.dtype, join: bool = False) -> Callable[[nn.Module, Tensor], tuple[Run, Tensor]]:
     def make(model: nn.Module, x: Tensor) -> tuple[Run, Tensor]:
         model = nn.Sequential(_folded(model))
-        lb.quantize_(model, "int8-static", lb.calibrate(model, [x], "int8-static", "nearest"))
+        lb.quantize_(model, "int8-static", lb.calibrate(model, "int8-static", [x], "nearest"))
         if join:
             lb.join_(model)
         return model.to(dtype), _last(x).to(dtype)

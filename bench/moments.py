@@ -39,7 +39,7 @@ def _by_codebook(book: Tensor, x: Tensor, step: int) -> Tensor:
 
 
 def _by_scheme(scheme: str, rounding: str, x: Tensor, step: int) -> Tensor:
-    return lb.fake_quantize(x[None], scheme, rounding=rounding, seed=5, step=step)[0]
+    return lb.fake_quantize(x[None], scheme, rounding=rounding if rounding == "nearest" else lb.Rounding(5, step))[0]
 
 
 def _root(keep: Keep, x: Tensor, step: int) -> Tensor:

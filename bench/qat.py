@@ -107,7 +107,7 @@ def untrained(run: Run, recipe: lb.Recipe) -> Iterator[Row]:
     """Without training: nearest codes, and searched scales."""
     for method in ("nearest", "search"):
         model = run.student()
-        lb.quantize_(model, recipe, lb.calibrate(model, None, recipe, method))
+        lb.quantize_(model, recipe, lb.calibrate(model, recipe, None, method))
         yield Row(recipe.weight.name, method, run.loss(model))
 
 

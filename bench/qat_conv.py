@@ -85,7 +85,7 @@ def measure() -> list[Row]:
     images = [batch.inputs for batch in seen.batches]
     with torch.inference_mode():
         exact = [teacher(batch.inputs) for batch in held.batches]
-    lb.convert.fold_(teacher)
+    lb.fold_(teacher)
     rows: list[Row] = []
 
     def add(recipe: str, what: str, model: nn.Module, start: float) -> None:
@@ -102,11 +102,11 @@ def measure() -> list[Row]:
 
     for recipe in (CHANNELS, TENSOR):
         start, model = time.perf_counter(), copy.deepcopy(teacher)
-        lb.quantize_(model, recipe, lb.calibrate(model, images, recipe, "nearest"))
+        lb.quantize_(model, recipe, lb.calibrate(model, recipe, images, "nearest"))
         add(recipe, "nearest", model, start)
     trained(teacher, "nearest, then QAT")
     start, model = time.perf_counter(), copy.deepcopy(teacher)
-    lb.quantize_(model, TENSOR, lb.calibrate(model, images, TENSOR, ("guided-gptq", "mse")))
+    lb.quantize_(model, TENSOR, lb.calibrate(model, TENSOR, images, ("guided-gptq", "mse")))
     lb.correct_bias_(model, teacher, images)
     add(TENSOR, "guided-gptq, bias corrected", model, start)
     lb.dequantize_(model)

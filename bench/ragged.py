@@ -44,6 +44,8 @@ def run(directory: Path) -> Path:
     names = [f"{_text(ragged)} / {_text(padded)}" for ragged, padded in SHAPES]
     rows = []
     for name, row in RECIPES.items():
+        if row.static:
+            continue
         input, weight = None if row.input is None else row.input.name, row.weight.name
         rows.append([f"`{name}`", *(f"{_ratio(ragged, padded, input, weight):.2f}" for ragged, padded in SHAPES)])
     lines += ["", markdown(["MxNxK", *names], rows, numbers=range(1, len(names) + 1))]

@@ -34,7 +34,7 @@ def codecs(format: str, count: int) -> Iterator[Case]:
     codes = lb.encode(x, format)
     yield Case("encode", lambda: lb.encode(x, format, out=codes))
     if format != "nf4":  # codebooks round to nearest only
-        yield Case("encode, stochastic", lambda: lb.encode(x, format, rounding="stochastic", seed=1, out=codes))
+        yield Case("encode, stochastic", lambda: lb.encode(x, format, rounding=lb.Rounding(seed=1), out=codes))
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty_like(x, dtype=dtype)
         name = f"decode to {str(dtype).removeprefix('torch.')}"

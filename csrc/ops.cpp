@@ -1,9 +1,9 @@
 // Schemas of the private ops lowbit_native::*, one set for CPU and CUDA, through LibTorch's stable ABI.
 //
 // Every op writes into tensors it is given and returns nothing. Matrices are [rows, cols] with unit column stride;
-// `format` and `scheme` are numbers that keep() gave for Format.params() and Scheme.params(); `rng` is [seed, step,
-// stream, offset, pitch] for stochastic rounding, or empty. The Python wrappers in lowbit/backends/native.py check and
-// allocate.
+// `format` and `scheme` are numbers that keep() gave for Format.params() and Scheme.params(); `rng` is the int64
+// tensor [seed, step] of stochastic rounding, `place` its [stream, offset, pitch]; None and empty round to nearest. The
+// Python wrappers in lowbit/backends/native.py check and allocate.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -22,21 +22,23 @@ int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 constexpr struct {
     const char *name, *arguments;
 } kOps[] = {
-    {"encode", "(Tensor x, Tensor(a!) out, int format, bool saturate, int[] rng)"},
+    {"encode", "(Tensor x, Tensor(a!) out, int format, bool saturate, Tensor? rng, int[] place)"},
     {"decode", "(Tensor codes, Tensor(a!) out, int format)"},
     {"pack", "(Tensor codes, Tensor(a!) out, int bits)"},
     {"unpack", "(Tensor packed, Tensor(a!) out, int bits)"},
     {"global_scale", "(Tensor x, Tensor(a!) out, int scheme)"},
     {"block_range", "(Tensor x, Tensor(a!) low, Tensor(b!) high, int scheme)"},
     {"quantize",
-     "(Tensor x, Tensor? global_scale, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, int[] "
-     "rng)"},
+     "(Tensor x, Tensor? global_scale, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? zero_point, int scheme, "
+     "Tensor? rng, int[] place)"},
     {"quantize_static",
-     "(Tensor x, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) codes, int scheme, int[] rng)"},
+     "(Tensor x, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) codes, int scheme, Tensor? rng, "
+     "int[] place)"},
     {"dequantize",
      "(Tensor codes, Tensor scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) out, int scheme)"},
     {"fake_quantize",
-     "(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) out, int scheme, int[] rng)"},
+     "(Tensor x, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) out, int scheme, Tensor? rng, "
+     "int[] place)"},
     {"fake_quantize_backward",
      "(Tensor grad, Tensor x, Tensor? scale, Tensor? zero_point, Tensor? global_scale, Tensor(a!) grad_x, Tensor(b!)? "
      "grad_scale, int scheme)"},
@@ -75,7 +77,7 @@ STABLE_TORCH_LIBRARY(lowbit_native, m) {
     m.def(
         "adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, "
         "Tensor(a!) new_param, Tensor(b!) new_avg, Tensor(c!) new_avg_scale, Tensor(d!) new_rms, "
-        "Tensor(e!) new_rms_scale, int scheme, int rms_scheme, float[] factors, int[] rng) -> ()");
+        "Tensor(e!) new_rms_scale, int scheme, int rms_scheme, float[] factors, Tensor? rng, int[] place) -> ()");
     m.def("spin(int arithmetic, int operations) -> bool");
     m.def("read(Tensor x) -> int");
     m.def("keep(str name, int[] numbers) -> int");

@@ -87,15 +87,13 @@ namespace native {
 
 using Ints = std::vector<int64_t>;
 
-Random random_of(const Ints& rng) { return {rounding_of(rng), rng_of(rng)}; }
-
 SchemeParams scheme_for(int64_t number, const Tensor& x) {
     const cpu::Shape shape = shape_of(x, "x");
     return kept_scheme(number, shape.rows, shape.cols);
 }
 
-void encode(const Tensor& x, const Tensor& out, int64_t format, bool saturate, Ints rng) {
-    lowbit::encode(x, out, kept_format(format), saturate, random_of(rng));
+void encode(const Tensor& x, const Tensor& out, int64_t format, bool saturate, const MaybeTensor& rng, Ints place) {
+    lowbit::encode(x, out, kept_format(format), saturate, random_of(rng, place));
 }
 void decode(const Tensor& codes, const Tensor& out, int64_t format) { lowbit::decode(codes, out, kept_format(format)); }
 
@@ -133,20 +131,20 @@ void block_range(const Tensor& x, const Tensor& low, const Tensor& high, int64_t
 }
 
 void quantize(const Tensor& x, MaybeTensor global_scale, const Tensor& codes, const Tensor& scale,
-              MaybeTensor zero_point, int64_t scheme, Ints rng) {
-    lowbit::quantize(x, global_scale, codes, scale, zero_point, scheme_for(scheme, x), random_of(rng));
+              MaybeTensor zero_point, int64_t scheme, const MaybeTensor& rng, Ints place) {
+    lowbit::quantize(x, global_scale, codes, scale, zero_point, scheme_for(scheme, x), random_of(rng, place));
 }
 void quantize_static(const Tensor& x, const Tensor& scale, MaybeTensor zero_point, MaybeTensor global_scale,
-                     const Tensor& codes, int64_t scheme, Ints rng) {
-    lowbit::quantize_static(x, scale, zero_point, global_scale, codes, scheme_for(scheme, x), random_of(rng));
+                     const Tensor& codes, int64_t scheme, const MaybeTensor& rng, Ints place) {
+    lowbit::quantize_static(x, scale, zero_point, global_scale, codes, scheme_for(scheme, x), random_of(rng, place));
 }
 void dequantize(const Tensor& codes, const Tensor& scale, MaybeTensor zero_point, MaybeTensor global_scale,
                 const Tensor& out, int64_t scheme) {
     lowbit::dequantize(codes, scale, zero_point, global_scale, out, scheme_for(scheme, out));
 }
 void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor global_scale,
-                   const Tensor& out, int64_t scheme, Ints rng) {
-    lowbit::fake_quantize(x, scale, zero_point, global_scale, out, scheme_for(scheme, x), random_of(rng));
+                   const Tensor& out, int64_t scheme, const MaybeTensor& rng, Ints place) {
+    lowbit::fake_quantize(x, scale, zero_point, global_scale, out, scheme_for(scheme, x), random_of(rng, place));
 }
 
 void fake_quantize_backward(const Tensor& grad, const Tensor& x, MaybeTensor scale, MaybeTensor zero_point,

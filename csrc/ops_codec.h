@@ -5,12 +5,6 @@
 
 namespace lowbit {
 
-// How elements are rounded, with the random bits of stochastic rounding.
-struct Random {
-    Rounding rounding;
-    Rng rng;
-};
-
 void encode(const Tensor& x, const Tensor& out, const FormatParams& format, bool saturate, const Random& random);
 void decode(const Tensor& codes, const Tensor& out, const FormatParams& format);
 void quantize(const Tensor& x, const MaybeTensor& global_scale, const Tensor& codes, const Tensor& scale,

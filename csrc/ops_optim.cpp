@@ -23,7 +23,7 @@ cpu::Moment moment(const Tensor& codes, const Tensor& scale, const Tensor& new_c
 
 void adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, Tensor rms_scale, Tensor new_param,
            Tensor new_avg, Tensor new_avg_scale, Tensor new_rms, Tensor new_rms_scale, int64_t scheme,
-           int64_t rms_scheme, std::vector<double> factors, std::vector<int64_t> rng) {
+           int64_t rms_scheme, std::vector<double> factors, const MaybeTensor& rng, std::vector<int64_t> place) {
     const cpu::Shape shape = shape_of(param, "param");
     STD_TORCH_CHECK(new_param.scalar_type() == param.scalar_type(), "new_param must have param's dtype");
     STD_TORCH_CHECK(factors.size() == kAdamWFactors, "adamw needs ", kAdamWFactors, " factors, got ", factors.size());
@@ -32,10 +32,11 @@ void adamw(Tensor param, Tensor grad, Tensor avg, Tensor avg_scale, Tensor rms, 
     const SchemeParams s = kept_scheme(scheme, shape.rows, shape.cols),
                        rms_s = kept_scheme(rms_scheme, shape.rows, shape.cols);
     results_of(grad, "grad", shape);
+    const Random random = random_of(rng, place);
     cpu::adamw(values_of(param, "param"), values_of(grad, "grad"), shape,
                moment(avg, avg_scale, new_avg, new_avg_scale, shape, s),
                moment(rms, rms_scale, new_rms, new_rms_scale, shape, rms_s), {f[0], f[1], f[2], f[3], f[4], f[5], f[6]},
-               rounding_of(rng), rng_of(rng), results_of(new_param, "new_param", shape));
+               random.rounding, random.rng, results_of(new_param, "new_param", shape));
 }
 
 }  // namespace

@@ -81,10 +81,4 @@ SchemeParams scheme_of(const int64_t* numbers, int64_t rows, int64_t cols) {
     return scheme;
 }
 
-Rng rng_of(const Ints& numbers) {
-    STD_TORCH_CHECK(numbers.empty() || numbers.size() == 5,
-                    "lowbit: rng is [seed, step, stream, offset, pitch] or empty, got ", numbers.size(), " integers");
-    return numbers.empty() ? Rng{} : rng_params(numbers.data());
-}
-
 }  // namespace lowbit

@@ -27,8 +27,4 @@ std::optional<SchemeParams> named_scheme(std::string_view name, int64_t rows, in
 // A scheme of the integers of Scheme.params().
 SchemeParams scheme_of(const int64_t* numbers, int64_t rows, int64_t cols);
 
-// Rng of [seed, step, stream, offset, pitch]; all 0 of an empty list, which asks for rounding to nearest.
-Rng rng_of(const std::vector<int64_t>& numbers);
-inline Rounding rounding_of(const std::vector<int64_t>& rng) { return rng.empty() ? kNearest : kStochastic; }
-
 }  // namespace lowbit

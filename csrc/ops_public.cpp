@@ -37,12 +37,11 @@ using torch::headeronly::ScalarType;
 bool is_float(ScalarType t) { return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half; }
 
 // Nothing for a rounding that there is not, or that the format has not.
-std::optional<Random> random_of(const Text& rounding, const FormatParams& format, int64_t cols, int64_t seed,
-                                int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+std::optional<Random> random_of(const Text& rounding, const FormatParams& format, int64_t cols, const MaybeTensor& rng,
+                                int64_t stream, int64_t offset, MaybeInt pitch) {
     if (rounding.view() == "nearest") return Random{kNearest, {}};
     if (rounding.view() != "stochastic" || format.kind == kKindCodebook) return std::nullopt;
-    const int64_t words[] = {seed, step, stream, offset, pitch.value_or(cols)};
-    return Random{kStochastic, rng_params(words)};
+    return lowbit::random_of(rng, {stream, offset, pitch.value_or(cols)});
 }
 
 std::optional<SchemeParams> scheme_for(const Text& name, const Tensor& x) {
@@ -52,20 +51,20 @@ std::optional<SchemeParams> scheme_for(const Text& name, const Tensor& x) {
 }
 
 // -- codecs ----------------------------------------------------------------------------------------------------------
-bool encode_out(const Tensor& x, const Text& format, const Text& rounding, bool saturate, int64_t seed, int64_t step,
+bool encode_out(const Tensor& x, const Text& format, const Text& rounding, bool saturate, const MaybeTensor& rng,
                 int64_t stream, int64_t offset, MaybeInt pitch, const Tensor& out) {
     const auto f = named_format(format.view());
     if (!f || f->kind == kKindExponent || x.numel() == 0 || x.dim() == 0 || overlap(out, {&x})) return false;
-    const auto random = random_of(rounding, *f, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
+    const auto random = random_of(rounding, *f, x.size(x.dim() - 1), rng, stream, offset, pitch);
     if (!random || !same_sizes(out, x)) return false;
     encode(x, out, *f, saturate, *random);
     return true;
 }
 
-std::optional<Tensor> encode_new(const Tensor& x, const Text& format, const Text& rounding, bool saturate, int64_t seed,
-                                 int64_t step, int64_t stream, int64_t offset, MaybeInt pitch) {
+std::optional<Tensor> encode_new(const Tensor& x, const Text& format, const Text& rounding, bool saturate,
+                                 const MaybeTensor& rng, int64_t stream, int64_t offset, MaybeInt pitch) {
     const Tensor out = new_tensor(sizes_of(x), ScalarType::Byte);
-    if (!encode_out(x, format, rounding, saturate, seed, step, stream, offset, pitch, out)) return std::nullopt;
+    if (!encode_out(x, format, rounding, saturate, rng, stream, offset, pitch, out)) return std::nullopt;
     return out;
 }
 
@@ -92,12 +91,12 @@ Tensor codes_for(const Tensor& x, const SchemeParams& s) {
 }
 
 std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& global_scale,
-                                  const Text& rounding, int64_t seed, int64_t step, int64_t stream, int64_t offset,
+                                  const Text& rounding, const MaybeTensor& rng, int64_t stream, int64_t offset,
                                   MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s) return std::nullopt;
     const cpu::Shape shape = rows_of(x, "x").shape, blocks = scale_shape(shape, *s);
-    const auto random = random_of(rounding, s->format, shape.cols, seed, step, stream, offset, pitch);
+    const auto random = random_of(rounding, s->format, shape.cols, rng, stream, offset, pitch);
     if (!random) return std::nullopt;
     const Tensor codes = codes_for(x, *s), scale = new_tensor({blocks.rows, blocks.cols}, scale_type(*s));
     const Tensor zero =
@@ -108,11 +107,11 @@ std::optional<Parts> quantize_new(const Tensor& x, const Text& scheme, const May
 
 std::optional<Tensor> quantize_static_new(const Tensor& x, const Text& scheme, const Tensor& scale,
                                           const MaybeTensor& zero_point, const MaybeTensor& global_scale,
-                                          const Text& rounding, int64_t seed, int64_t step, int64_t stream,
-                                          int64_t offset, MaybeInt pitch) {
+                                          const Text& rounding, const MaybeTensor& rng, int64_t stream, int64_t offset,
+                                          MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s) return std::nullopt;
-    const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
+    const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), rng, stream, offset, pitch);
     if (!random) return std::nullopt;
     const Tensor codes = codes_for(x, *s);
     quantize_static(x, scale, zero_point, global_scale, codes, *s, *random);
@@ -143,11 +142,11 @@ std::optional<Tensor> dequantize_new(const Tensor& codes, const Text& scheme, in
 
 std::optional<Tensor> fake_quantize_new(const Tensor& x, const Text& scheme, const MaybeTensor& scale,
                                         const MaybeTensor& zero_point, const MaybeTensor& global_scale,
-                                        const Text& rounding, int64_t seed, int64_t step, int64_t stream,
-                                        int64_t offset, MaybeInt pitch) {
+                                        const Text& rounding, const MaybeTensor& rng, int64_t stream, int64_t offset,
+                                        MaybeInt pitch) {
     const auto s = scheme_for(scheme, x);
     if (!s || (!scale && zero_point)) return std::nullopt;
-    const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), seed, step, stream, offset, pitch);
+    const auto random = random_of(rounding, s->format, x.size(x.dim() - 1), rng, stream, offset, pitch);
     if (!random) return std::nullopt;
     const Tensor out = new_tensor(sizes_of(x), x.scalar_type());
     fake_quantize(x, scale, zero_point, global_scale, out, *s, *random);

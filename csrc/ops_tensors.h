@@ -95,6 +95,20 @@ inline void check_scale(const Tensor& t, cpu::Shape shape, const SchemeParams& s
                     " has another dtype than the scheme's");
 }
 
+// How elements are rounded, with the random bits of stochastic rounding.
+struct Random {
+    Rounding rounding;
+    Rng rng;
+};
+// Stochastic by `rng`, int64 [seed, step], and `place`, [stream, offset, pitch]; to nearest where that is empty.
+inline Random random_of(const MaybeTensor& rng, const std::vector<int64_t>& place) {
+    if (place.empty()) return {kNearest, {}};
+    STD_TORCH_CHECK(place.size() == 3, "place is [stream, offset, pitch], got ", place.size(), " integers");
+    STD_TORCH_CHECK(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2 && rng->is_contiguous(),
+                    "stochastic rounding takes rng, int64 [seed, step], contiguous");
+    return {kStochastic, rng_params(static_cast<const int64_t*>(rng->const_data_ptr()), place.data())};
+}
+
 inline const void* data_of(const MaybeTensor& t) { return t ? t->const_data_ptr() : nullptr; }
 inline void* new_data_of(const MaybeTensor& t) { return t ? t->mutable_data_ptr() : nullptr; }
 

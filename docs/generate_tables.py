@@ -21,7 +21,7 @@ from lowbit.evaluate.report import rows
 from lowbit.evaluate.run import Cell, default_of
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
-from lowbit.recipes import RECIPES, STATIC_RECIPES
+from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
@@ -79,7 +79,7 @@ def recipes() -> str:
                 f"`{r.name}`", f"`{r.weight}`", (f"`{r.input}`" if r.input else "-") + (", static" if r.static else ""),
                 "yes" if r.trains else "", r.about,
             )
-            for r in (*RECIPES.values(), *STATIC_RECIPES.values())
+            for r in RECIPES.values()
         ),
     )  # fmt: skip
 

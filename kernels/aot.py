@@ -67,7 +67,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def _rounding(stochastic: bool) -> launch.Rounding:
-    return launch.Rounding(stochastic, 7, 3, 9, 0, 4096)
+    return launch.Rounding(_meta(2, dtype=torch.int64), 9, 0, 4096) if stochastic else launch.Rounding()
 
 
 def _codec_cases() -> Iterator[Case]:

@@ -13,7 +13,7 @@ from lowbit.kernels.spec import GENERAL
 @triton.jit(do_not_specialize=GENERAL)
 def encode(
     x_ptr, stride_r, stride_c, out_ptr, out_pitch, rows, cols, tiles_c,
-    seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
+    rng_ptr, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -24,9 +24,9 @@ def encode(
     sign, magnitude = quantize.load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
     random = 0
     if ROUNDING == 1:
-        random = rng.each(row, col, seed, step, stream_id, offset, pitch)
+        random = rng.each(row, col, rng_ptr, stream_id, offset, pitch)
     elif ROUNDING == 2:
-        random = rng.eights(row, pid_c * C, seed, step, stream_id, offset, pitch, R, C)
+        random = rng.eights(row, pid_c * C, rng_ptr, stream_id, offset, pitch, R, C)
     code = bits.encode(sign, magnitude, random, 0, FMT, SATURATE, ROUNDING != 0)
     tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c, out_pitch, 8)
 

@@ -81,11 +81,11 @@ class Moment(NamedTuple):
 
 
 class Rounding:
-    """How to round, and the whole tensor's coordinates that random bits come from."""
+    """How to round: to nearest, or with ``rng``, int64 [seed, step], and the whole tensor's coordinates."""
 
-    def __init__(self, stochastic: bool, seed: int, step: int, stream: int, offset: int, pitch: int):
-        self.stochastic = stochastic
-        self.arguments = {"seed": seed, "step": step, "stream_id": stream, "offset": offset, "pitch": pitch}
+    def __init__(self, rng: Tensor | None = None, stream: int = 0, offset: int = 0, pitch: int = 0):
+        self.stochastic = rng is not None
+        self.arguments: dict[str, Any] = {"rng_ptr": rng, "stream_id": stream, "offset": offset, "pitch": pitch}
 
     def mode(self, tiles: Tiling) -> int:
         """``ROUNDING`` in kernels."""

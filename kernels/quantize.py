@@ -86,7 +86,7 @@ def finish_scales(
 def quantize(
     x_ptr, stride_r, stride_c, scale_ptr, zero_ptr, global_scale_ptr, out_ptr, out_pitch, out_bytes,
     rows, cols, block_r, block_c, blocks_r, blocks_c, pieces_r, pieces_c, tiles_c,
-    seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
+    rng_ptr, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     FMT: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
     GIVEN: tl.constexpr, DYNAMIC: tl.constexpr, FAKE: tl.constexpr, STORE_SCALE: tl.constexpr,
     OUT_BITS: tl.constexpr, ROUNDING: tl.constexpr,
@@ -122,10 +122,10 @@ def quantize(
     sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
     random = 0
     if ROUNDING == 1:
-        random = rng.each(row, col, seed, step, stream_id, offset, pitch)
+        random = rng.each(row, col, rng_ptr, stream_id, offset, pitch)
     elif ROUNDING == 2:
         C: tl.constexpr = TILE[3] * TILE[4]
-        random = rng.eights(row, pid_c * C, seed, step, stream_id, offset, pitch, TILE[0] * TILE[1], C)
+        random = rng.eights(row, pid_c * C, rng_ptr, stream_id, offset, pitch, TILE[0] * TILE[1], C)
     code = bits.encode(sign, magnitude, random, zero_point, FMT, True, ROUNDING != 0)
     if DYNAMIC and not FAKE:
         # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.

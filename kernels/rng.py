@@ -1,7 +1,8 @@
 """Device functions: 16 random bits an element from Philox4x32-10, by the element's global index.
 
 Element ``i = offset + row * pitch + col`` takes the little-endian uint16 number ``i & 7`` of the 16 bytes that Philox
-gives for the counter ``(b lo, b hi, step, stream)``, ``b = i >> 3``, under the key ``(seed lo, seed hi)``.
+gives for the counter ``(b lo, b hi, step, stream)``, ``b = i >> 3``, under the key ``(seed lo, seed hi)``; ``rng_ptr``
+points to int64 ``[seed, step]``.
 
 Source: docs/numerics.md section 7; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -11,19 +12,19 @@ import triton.language as tl
 
 
 @triton.jit
-def each(rows, cols, seed, step, stream_id, offset, pitch):
+def each(rows, cols, rng_ptr, stream_id, offset, pitch):
     """Random bits for any rows [R] and cols [C]: int32 [R, C], one Philox block an element."""
     index = (offset.to(tl.int64) + rows.to(tl.int64) * pitch.to(tl.int64))[:, None] + cols.to(tl.int64)[None, :]
     index = index.to(tl.uint64)
     low, high = _words(index >> 3)
-    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), low, high, step.to(tl.uint32), stream_id.to(tl.uint32))
+    w0, w1, w2, w3 = _philox(rng_ptr, low, high, stream_id)
     lane = (index & 7).to(tl.int32)
     word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
     return ((word >> ((lane & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def eights(rows, first, seed, step, stream_id, offset, pitch, R: tl.constexpr, C: tl.constexpr):
+def eights(rows, first, rng_ptr, stream_id, offset, pitch, R: tl.constexpr, C: tl.constexpr):
     """The same for cols ``first .. first + C``, one Philox block for eight elements.
 
     ``first``, ``offset``, ``pitch`` and ``C`` must be multiples of 8.
@@ -33,7 +34,7 @@ def eights(rows, first, seed, step, stream_id, offset, pitch, R: tl.constexpr, C
     row = rows.to(tl.uint64) * (pitch.to(tl.int64).to(tl.uint64) >> 3)
     # The index wraps at 2**64, and so its eighth at 2**61.
     low, high = _words(((start + row)[:, None] + along.to(tl.uint64)[None, :]) & 0x1FFFFFFFFFFFFFFF)
-    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), low, high, step.to(tl.uint32), stream_id.to(tl.uint32))
+    w0, w1, w2, w3 = _philox(rng_ptr, low, high, stream_id)
     # [R, C/8, 2, 2]: the last two axes count words 0..3; a third, innermost axis splits a word into halves.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(words & 0xFFFF, words >> 16)
@@ -43,3 +44,9 @@ def eights(rows, first, seed, step, stream_id, offset, pitch, R: tl.constexpr, C
 @triton.jit
 def _words(index):
     return (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _philox(rng_ptr, low, high, stream_id):
+    seed, step = tl.load(rng_ptr).to(tl.uint64), tl.load(rng_ptr + 1).to(tl.uint32)
+    return tl.philox(seed, low, high, step, stream_id.to(tl.uint32))

@@ -30,7 +30,7 @@ class Target(NamedTuple):
 #: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
-    "seed", "step", "stream_id", "offset", "pitch",
+    "stream_id", "offset", "pitch",
     "decay", "mix", "keep", "mix_square", "correction", "eps", "rate",
 )  # fmt: skip
 

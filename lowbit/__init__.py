@@ -1,6 +1,10 @@
 """lowbit: low-bit numbers for PyTorch, with the same bits on every backend.
 
 ``import lowbit as lb``; see README.md for a tour, docs/numerics.md for the arithmetic.
+
+Here are the functions on tensors and on models that are deployed, the values that they take and return, and the tables
+of names with what adds a row to them. Submodules have the rest: ``nn`` layers, ``train`` and ``qat`` training,
+``memory`` checkpointing and peaks, ``convert`` the table of layer classes, ``recipes`` plans by layer.
 """
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
@@ -9,8 +13,18 @@ from lowbit import convert, memory, nn, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
-from lowbit.calibrate import Calibration, Sensitivity, calibrate, correct_bias_, quantize_files, sensitivity
-from lowbit.convert import dequantize_, join_, prepack_, quantize_, unpack_
+from lowbit.calibrate import (
+    METHODS,
+    Calibration,
+    Method,
+    Sensitivity,
+    calibrate,
+    correct_bias_,
+    quantize_files,
+    register_method,
+    sensitivity,
+)
+from lowbit.convert import Report, dequantize_, fold_, join_, prepack_, quantize_, unjoin_, unprepack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import (
     adamw_,
@@ -25,7 +39,7 @@ from lowbit.functional import (
     scaled_mm,
     unpack,
 )
-from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe, register_recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
@@ -33,14 +47,17 @@ from lowbit.tensor.quantized import Quantized
 
 __all__ = [
     "FORMATS",
+    "METHODS",
     "RECIPES",
     "BackendError",
     "Calibration",
     "Cast",
     "Format",
     "Gemm",
+    "Method",
     "Quantized",
     "Recipe",
+    "Report",
     "Rounding",
     "Scheme",
     "Sensitivity",
@@ -55,6 +72,7 @@ __all__ = [
     "explain",
     "fake_quantize",
     "float_format",
+    "fold_",
     "hadamard",
     "impls",
     "join_",
@@ -69,12 +87,15 @@ __all__ = [
     "quantize_",
     "quantize_files",
     "recipe",
+    "register_method",
+    "register_recipe",
     "save_model",
     "scaled_mm",
     "scheme",
     "sensitivity",
     "train",
+    "unjoin_",
     "unpack",
-    "unpack_",
+    "unprepack_",
     "use_backend",
 ]

@@ -64,7 +64,7 @@ def _fake_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             grad, x, ctx.scheme, scale, zero_point, global_scale
         )
     of_scale = grad_scale if zero_point is None else grad_scale[0]
-    return grad_x, None, of_scale.to(scale.dtype) if ctx.learned else None, *[None] * 8
+    return grad_x, None, of_scale.to(scale.dtype) if ctx.learned else None, *[None] * 7
 
 
 def _mask_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -6,6 +6,7 @@ Source: docs/numerics.md section 7.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 __all__ = ["Rounding"]
@@ -15,29 +16,38 @@ __all__ = ["Rounding"]
 class Rounding:
     """Stochastic rounding with the random bits that ``(seed, step, stream)`` and an element's place decide.
 
-    Functions that take ``rounding="stochastic"`` take this instead, in place of their arguments of these names.
-    ``seed``, ``offset`` and ``pitch`` are integers of 64 bits, ``step`` and ``stream`` of 32, each signed or unsigned;
-    a stream given as text stands for the CRC-32 of its UTF-8 bytes. An element's place is
-    ``offset + row * pitch + col``; for a slice, give the whole tensor's offset and pitch (its number of columns).
-    Raises ValueError for integers of more bits. Source: docs/numerics.md section 7.
+    ``seed``: an integer; or an int64 tensor ``[2]`` of seed and step, on the device of what is rounded, which compiled
+    code reads anew in each call; or None: each call draws one from torch's generator of that device.
+    ``stream``: an integer, or text, which stands for the CRC-32 of its UTF-8 bytes.
+    ``seed``, ``offset`` and ``pitch`` are integers of 64 bits, ``step`` and ``stream`` of 32, each signed or unsigned.
+    An element's place is ``offset + row * pitch + col``; for a slice, give the whole tensor's offset and pitch (its
+    number of columns).
+    Raises ValueError for integers of more bits, and for a step beside a tensor. Source: docs/numerics.md section 7.
     """
 
-    seed: int
+    seed: Any = None
     step: int = 0
     stream: int | str = 0
     offset: int = 0
     pitch: int | None = None
 
     def __post_init__(self) -> None:
-        self.words()
+        if isinstance(self.seed, int):
+            _word("seed", self.seed, 64)
+        elif self.seed is not None and self.step:
+            raise ValueError(f"Rounding: a tensor of seed and step holds the step; leave step={self.step} out")
+        _word("step", self.step, 32)
+        self.place()
 
-    def words(self) -> tuple[int, int, int, int, int | None]:
-        """Seed, step, stream, offset and pitch as the signed 64-bit integers that op schemas carry."""
+    def seed_and_step(self) -> list[int]:
+        """Both as the signed 64-bit integers that ops take, of an integer seed."""
+        return [_word("seed", self.seed, 64), _word("step", self.step, 32)]
+
+    def place(self) -> tuple[int, int, int | None]:
+        """Stream, offset and pitch as the signed 64-bit integers that op schemas carry."""
         stream = crc32(self.stream.encode()) if isinstance(self.stream, str) else self.stream
-        return (
-            _word("seed", self.seed, 64), _word("step", self.step, 32), _word("stream", stream, 32),
-            _word("offset", self.offset, 64), None if self.pitch is None else _word("pitch", self.pitch, 64),
-        )  # fmt: skip
+        pitch = None if self.pitch is None else _word("pitch", self.pitch, 64)
+        return _word("stream", stream, 32), _word("offset", self.offset, 64), pitch
 
 
 def _word(name: str, word: int, bits: int) -> int:

@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def calibrate(model: nn.Module, batches: list, out: object, **how: object) -> None:
-    lb.calibrate(model, batches, "int8", skip=(), **how)
+    lb.calibrate(model, "int8", batches, skip=(), **how)
 
 
 def sensitivity(model: nn.Module, batches: list, out: object, **how: object) -> None:

@@ -64,13 +64,15 @@ static inline int64_t global_scale_count(const SchemeParams& s, int64_t rows) {
 
 enum Rounding : int32_t { kNearest = 0, kStochastic = 1 };
 
-// What stochastic rounding depends on: docs/numerics.md section 7.
+// What stochastic rounding depends on: docs/numerics.md section 7. `key` is where a device's kernels read seed and
+// step.
 struct Rng {
     uint64_t seed;
     uint32_t step;
     uint32_t stream;
     uint64_t offset;
     uint64_t pitch;
+    const int64_t* key;
 };
 
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -86,9 +88,16 @@ inline SchemeParams scheme_params(const int64_t* p) {
     return {format_params(p), rest[0], rest[1], at(2), at(3), at(4), at(5), at(6)};
 }
 
-inline Rng rng_params(const int64_t* p) {
-    return {static_cast<uint64_t>(p[0]), static_cast<uint32_t>(p[1]), static_cast<uint32_t>(p[2]),
-            static_cast<uint64_t>(p[3]), static_cast<uint64_t>(p[4])};
+// Of a host's [seed, step], or of a device's (`key`), and [stream, offset, pitch].
+inline Rng rng_params(const int64_t* seed_step, const int64_t* place) {
+    return {static_cast<uint64_t>(seed_step[0]), static_cast<uint32_t>(seed_step[1]), static_cast<uint32_t>(place[0]),
+            static_cast<uint64_t>(place[1]),     static_cast<uint64_t>(place[2]),     nullptr};
+}
+inline Rng device_rng_params(const int64_t* key, const int64_t* place) {
+    const int64_t none[] = {0, 0};
+    Rng rng = rng_params(none, place);
+    rng.key = key;
+    return rng;
 }
 
 }  // namespace lowbit

@@ -86,7 +86,15 @@ lowbit::SchemeParams scheme_of(int64_t number, const lb::Matrix& x) {
     return lowbit::kept_scheme(number, x.rows, x.cols);
 }
 
-int rounding_of(const Ints& rng) { return lowbit::rounding_of(rng); }
+// Of the int64 [seed, step] on the device and of [stream, offset, pitch]; no place asks for rounding to nearest.
+int rounding_of(const Ints& place) { return place.empty() ? lowbit::kNearest : lowbit::kStochastic; }
+lowbit::Rng rng_of(const MaybeTensor& rng, const Ints& place) {
+    if (place.empty()) return {};
+    STD_TORCH_CHECK(place.size() == 3 && rng.has_value() && rng->scalar_type() == ScalarType::Long &&
+                        rng->numel() == 2 && rng->is_contiguous(),
+                    "lowbit: stochastic rounding takes rng, int64 [seed, step], and [stream, offset, pitch]");
+    return lowbit::device_rng_params(static_cast<const int64_t*>(rng->data_ptr()), place.data());
+}
 
 lb::Scales scales_of(const MaybeTensor& scale, const MaybeTensor& zero_point, const MaybeTensor& global_scale,
                      const lowbit::SchemeParams& scheme, int64_t rows, int64_t cols) {
@@ -124,11 +132,11 @@ Tensor scratch_of(const Tensor& like, int64_t bytes) {
 
 // -- ops ---------------------------------------------------------------------------------------------------------
 
-void encode(const Tensor& x, Tensor out, int64_t format, bool saturate, Ints rng) {
+void encode(const Tensor& x, Tensor out, int64_t format, bool saturate, MaybeTensor rng, Ints place) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     done(lb::launch_encode(from, codes_of(out, "out", from.rows, from.cols, 8), lowbit::kept_format(format), saturate,
-                           rounding_of(rng), lowbit::rng_of(rng), on.stream()));
+                           rounding_of(place), rng_of(rng, place), on.stream()));
 }
 
 void decode(const Tensor& codes, Tensor out, int64_t format) {
@@ -176,24 +184,24 @@ void block_range(const Tensor& x, Tensor low, Tensor high, int64_t scheme) {
 }
 
 void quantize(const Tensor& x, MaybeTensor global_scale, Tensor codes, Tensor scale, MaybeTensor zero_point,
-              int64_t scheme, Ints rng) {
+              int64_t scheme, MaybeTensor rng, Ints place) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     const Tensor scratch = scratch_of(x, lb::quantize_scratch(params, from.rows, from.cols));
     done(lb::launch_quantize(from, scales, codes_of(codes, "codes", from.rows, from.cols, params.format.bits), params,
-                             rounding_of(rng), lowbit::rng_of(rng), scratch.data_ptr(), on.stream()));
+                             rounding_of(place), rng_of(rng, place), scratch.data_ptr(), on.stream()));
 }
 
 void quantize_static(const Tensor& x, Tensor scale, MaybeTensor zero_point, MaybeTensor global_scale, Tensor codes,
-                     int64_t scheme, Ints rng) {
+                     int64_t scheme, MaybeTensor rng, Ints place) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x");
     const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     done(lb::launch_quantize_static(from, scales, codes_of(codes, "codes", from.rows, from.cols, params.format.bits),
-                                    params, rounding_of(rng), lowbit::rng_of(rng), on.stream()));
+                                    params, rounding_of(place), rng_of(rng, place), on.stream()));
 }
 
 void dequantize(const Tensor& codes, Tensor scale, MaybeTensor zero_point, MaybeTensor global_scale, Tensor out,
@@ -207,7 +215,7 @@ void dequantize(const Tensor& codes, Tensor scale, MaybeTensor zero_point, Maybe
 }
 
 void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, MaybeTensor global_scale, Tensor out,
-                   int64_t scheme, Ints rng) {
+                   int64_t scheme, MaybeTensor rng, Ints place) {
     const On on(x);
     const lb::Matrix from = matrix_of(x, "x"), to = matrix_of(out, "out");
     STD_TORCH_CHECK(from.rows == to.rows && from.cols == to.cols && from.dtype == to.dtype,
@@ -215,7 +223,7 @@ void fake_quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, M
     const lowbit::SchemeParams params = scheme_of(scheme, from);
     const lb::Scales scales = scales_of(scale, zero_point, global_scale, params, from.rows, from.cols);
     const Tensor scratch = scratch_of(x, scale.has_value() ? 0 : lb::quantize_scratch(params, from.rows, from.cols));
-    done(lb::launch_fake_quantize(from, scales, to, params, rounding_of(rng), lowbit::rng_of(rng), scratch.data_ptr(),
+    done(lb::launch_fake_quantize(from, scales, to, params, rounding_of(place), rng_of(rng, place), scratch.data_ptr(),
                                   on.stream()));
 }
 

@@ -60,12 +60,17 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def _rng(call: Any) -> list[int]:
-    """Where the random bits of stochastic rounding come from; nothing asks for rounding to nearest."""
+def _rng(call: Any) -> Tensor | None:
+    """Seed and step of stochastic rounding; nothing asks for rounding to nearest."""
+    return None if call.rounding == "nearest" else _dense(call.rng)
+
+
+def _place(call: Any) -> list[int]:
+    """Stream, offset and pitch of stochastic rounding."""
     if call.rounding == "nearest":
         return []
     pitch = scaling.as_matrix(tuple(call[0].shape))[1] if call.pitch is None else call.pitch
-    return [call.seed, call.step, call.stream, call.offset, pitch]
+    return [call.stream, call.offset, pitch]
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,13 @@ class Argument:
 
 _X, _CODES = Argument("x", _matrix), Argument("codes", _dense_matrix)
 _SCALES = (Argument("scale", _dense), Argument("zero_point", _dense), Argument("global_scale", _dense))
-_FORMAT, _SCHEME, _RNG = Argument("format", _format), Argument("scheme", scheme_number), Argument(None, _rng)
+_FORMAT, _SCHEME = Argument("format", _format), Argument("scheme", scheme_number)
+_RNG = (Argument(None, _rng), Argument(None, _place))
 _OUT = Argument(0, _filled)
 
 #: The arguments of native ops, in the order of their schemas.
 _ARGUMENTS: dict[str, tuple[Argument, ...]] = {
-    "encode": (_X, _OUT, _FORMAT, Argument("saturate"), _RNG),
+    "encode": (_X, _OUT, _FORMAT, Argument("saturate"), *_RNG),
     "decode": (_CODES, _OUT, _FORMAT),
     "pack": (_CODES, _OUT, Argument("bits")),
     "unpack": (Argument("packed", _dense_matrix), _OUT, Argument("bits")),
@@ -97,11 +103,11 @@ _ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "block_range": (_X, Argument(0), Argument(1), _SCHEME),
     "quantize": (
         _X, Argument("global_scale", _dense), _OUT, Argument(1), Argument(2, lambda t: t if t.dim() == 2 else None),
-        _SCHEME, _RNG,
+        _SCHEME, *_RNG,
     ),
-    "quantize_static": (_X, *_SCALES, _OUT, _SCHEME, _RNG),
+    "quantize_static": (_X, *_SCALES, _OUT, _SCHEME, *_RNG),
     "dequantize": (_CODES, *_SCALES, _OUT, _SCHEME),
-    "fake_quantize": (_X, *_SCALES, _OUT, _SCHEME, _RNG),
+    "fake_quantize": (_X, *_SCALES, _OUT, _SCHEME, *_RNG),
     "fake_quantize_backward": (
         Argument("grad", _matrix), _X, *_SCALES, _OUT, Argument(1, lambda t: t if t.numel() else None), _SCHEME,
     ),
@@ -113,7 +119,7 @@ _ADAMW = (
     Argument("exp_avg_sq_root", _dense_matrix), Argument("exp_avg_sq_root_scale", _dense),
     _OUT, Argument(1, _filled), Argument(2), Argument(3, _filled), Argument(4),
     _SCHEME, Argument("rms_scheme", scheme_number), Argument(None, lambda call: list(optim.factors(call))),
-    _RNG,
+    *_RNG,
 )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from lowbit.tensor import packing
 def _rng(call: Any) -> reference.Rng | None:
     if call.rounding == "nearest":
         return None
-    return reference.Rng(call.seed, call.step, call.stream, call.offset, call.pitch)
+    seed, step = call.rng.tolist()
+    return reference.Rng(seed, step, call.stream, call.offset, call.pitch)
 
 
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:

@@ -48,8 +48,8 @@ def _start(launches: Any, device: torch.device) -> None:
 
 def _rounding(call: Any) -> Any:
     pitch = matrix_shape(call[0])[1] if call.pitch is None else call.pitch
-    stochastic = call.rounding == "stochastic"
-    return _launch().Rounding(stochastic, call.seed, call.step, call.stream, call.offset, pitch)
+    rng = call.rng.contiguous() if call.rounding == "stochastic" else None
+    return _launch().Rounding(rng, call.stream, call.offset, pitch)
 
 
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:

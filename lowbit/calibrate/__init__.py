@@ -2,6 +2,7 @@
 
 from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration
+from lowbit.calibrate.choice import register_method
 from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer
@@ -24,5 +25,6 @@ __all__ = [
     "calibrate",
     "correct_bias_",
     "quantize_files",
+    "register_method",
     "sensitivity",
 ]  # fmt: skip

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
 from lowbit.calibrate.observers import OBSERVERS, Observer, find_observer
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
-from lowbit.casts import refuse_beyond
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.datafree import RULES
+from lowbit.named import did_you_mean, register, spelled
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 
-__all__ = ["Choice", "choose", "planned"]
+__all__ = ["Choice", "choose", "planned", "register_method"]
 
 
 #: The transform that is a part of the recipe.
@@ -54,7 +54,7 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
             continue
         if not isinstance(one, str):
             raise TypeError(f"a method is a name, one of {_known()}; got {type(one).__name__}")
-        name = one.lower().replace("_", "-")
+        name = spelled(one)
         observer = find_observer(one)
         if name in METHODS and observer is not None:
             both += 1
@@ -67,8 +67,7 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
         elif name in TRANSFORMS:
             transforms.append(TRANSFORMS[name])
         else:
-            close = get_close_matches(name, [*METHODS, *TRANSFORMS, _HADAMARD, *OBSERVERS], n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
+            meant = did_you_mean(one, [*METHODS, *TRANSFORMS, _HADAMARD, *OBSERVERS])
             raise ValueError(f"unknown method {one!r}{meant}; expected one of {_known()}")
     if both:
         weights = weights or [METHODS["mse"]]
@@ -79,6 +78,20 @@ def choose(method: str | Method | Iterable[str | Method] | None) -> Choice:
             raise ValueError(f"one method chooses the scales of {what}, got {names}; give one of them")
     chosen = inputs[0] if inputs else Choice().inputs
     return Choice(weights[0] if weights else None, chosen, tuple(transforms), rotated)
+
+
+def register_method(method: Method) -> None:
+    """Add a method of weights: ``calibrate`` and the command line know its name from now on, and ``quantize_`` too
+    where it needs no data.
+
+    Its name has lower case letters and digits, with dashes between. Raises ValueError for another name and for one that
+    a method, a transform or an observer has; TypeError for what is no Method.
+    """
+    if not isinstance(method, Method):
+        raise TypeError(f"register_method: expected a Method, got {type(method).__name__}")
+    register(METHODS, method, (*TRANSFORMS, _HADAMARD, *OBSERVERS), "method")
+    if method.need == "nothing":
+        RULES[method.name] = method.rule("quantize_")
 
 
 def _known() -> str:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.functional import fake_quantize, quantize
+from lowbit.named import spelled
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Scales
 
@@ -193,7 +194,7 @@ OBSERVERS: dict[str, Observer] = {
     row.name: row
     for row in (
         Observer("minmax", "the least and the greatest number seen", _extremes),
-        Observer("moving_average", "the moving average of each batch's least and greatest number", _average),
+        Observer("moving-average", "the moving average of each batch's least and greatest number", _average),
         Observer("percentile", f"the range that {_PERCENT}% of the numbers lie in", _percentile(_PERCENT), True),
         Observer("entropy", "the range with the least KL divergence (TensorRT)", _least(_divergence), True),
         Observer("mse", "the range with the least squared error", _least(_squared), True),
@@ -204,7 +205,7 @@ OBSERVERS: dict[str, Observer] = {
 def find_observer(name: str) -> Observer | None:
     """The observer of that name; None for a name that is none. Raises ValueError for a share that is none."""
     base, _, percent = name.partition(":")
-    found = OBSERVERS.get(base.lower().replace("-", "_"))
+    found = OBSERVERS.get(spelled(base))
     if found is None or not percent:
         return found
     try:

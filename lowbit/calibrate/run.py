@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ __all__ = ["calibrate"]
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Any] | None,
     recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    batches: Iterable[Any] | None,
     method: str | Method | Iterable[str | Method] | None = None,
     *,
     skip: Iterable[str] = DEFAULT_SKIP,
@@ -40,10 +40,10 @@ def calibrate(
 ) -> Calibration:
     """Choose codes and scales for the weights of ``model``, which stays as it is, and return them.
 
+    ``recipe``, ``skip``: as for ``quantize_``. Recipe and batches are told apart by their types, in either order.
     ``batches``: what the model is called with: a tensor as it is, a tuple by position, a dict by keyword. A few
     thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
-    tokens are padding and do not count. None, or none: only for methods that need no data. ``recipe``, ``skip``: as for
-    ``quantize_``.
+    tokens are padding and do not count. None, or none: only for methods that need no data.
     ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known, with data
     ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without that of ``quantize_``.
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
@@ -68,6 +68,8 @@ def calibrate(
     Warns of layers that no batch reaches; their weights are chosen without data.
     """
     started = time.perf_counter()
+    if _is_recipe(batches) and not _is_recipe(recipe):
+        recipe, batches = batches, cast(Any, recipe)
     chosen, choice = planned(recipe, method, "calibrate")
     data = batches_in(batches)
     skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
@@ -85,3 +87,8 @@ def calibrate(
     if finished is not None:
         finished.finish(run.found)
     return run.found
+
+
+def _is_recipe(value: Any) -> TypeGuard[str | Recipe | Plan | Mapping[str, str | Recipe | None]]:
+    """Whether ``value`` is of a type that recipes are of, and batches never are."""
+    return isinstance(value, str | Recipe | Plan | Mapping)

@@ -16,7 +16,6 @@ from lowbit.calibrate.losses import Loss, next_token
 from lowbit.calibrate.observed import Journal, Observed, observed, observed_layers
 from lowbit.calibrate.scores import FLOAT, Score, Sensitivity
 from lowbit.calibrate.writes import despite_writes
-from lowbit.casts import refuse_beyond
 from lowbit.convert.engine import model_bytes, uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
 from lowbit.convert.select import DEFAULT_SKIP
@@ -24,7 +23,7 @@ from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
 from lowbit.ops.conv import spans_tensor
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Recipe, plan
+from lowbit.recipes import Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized

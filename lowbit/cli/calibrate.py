@@ -16,7 +16,7 @@ from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, wi
 from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.progress import bar
-from lowbit.recipes import STATIC_RECIPES
+from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 
 EPILOG = """
@@ -70,7 +70,7 @@ def calibrate(
     started = time.perf_counter()
     with resumable(), bar("calibrating") as progress:
         found = run(
-            model, batches, chosen, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
+            model, chosen, batches, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
             progress=progress,
         )  # fmt: skip
     told = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
@@ -86,7 +86,7 @@ def calibrate(
 
 
 calibrate.__doc__ = f"{calibrate.__doc__}\n{EPILOG}".format(
-    static=", ".join(STATIC_RECIPES),
+    static=", ".join(name for name, row in RECIPES.items() if row.static),
     methods=", ".join(METHODS),
     transforms=", ".join(TRANSFORMS),
     observers=", ".join(OBSERVERS),

@@ -16,7 +16,7 @@ from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import from_directory, is_directory
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["DATA_FREE", "DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
+__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "data_free", "load", "methods_in", "windows"]
 
 #: What methods are where none is named, for people.
 DEFAULT_METHOD = (
@@ -24,8 +24,10 @@ DEFAULT_METHOD = (
     "nearest"
 )
 
-#: Methods that need no text.
-DATA_FREE = tuple(row.name for row in METHODS.values() if row.need == "nothing")
+
+def data_free() -> str:
+    """The methods that need no text."""
+    return ", ".join(row.name for row in METHODS.values() if row.need == "nothing")
 
 
 class Dtype(str, Enum):
@@ -75,9 +77,7 @@ def methods_in(method: str | None, text: Path | None) -> list[str] | None:
     if weights is not None and weights.need != "nothing":
         needing.append(weights.name)
     if needing and text is None:
-        raise ValueError(
-            f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(DATA_FREE)}"
-        )
+        raise ValueError(f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {data_free()}")
     return names
 
 

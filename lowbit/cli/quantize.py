@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.calibrate import Calibration, calibrate, quantize_files
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DATA_FREE, DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
+from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, data_free, load, methods_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
@@ -24,7 +24,7 @@ from lowbit.convert.select import DEFAULT_SKIP
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.progress import bar
-from lowbit.recipes import RECIPES, STATIC_RECIPES, Plan, Recipe
+from lowbit.recipes import RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import huggingface, save_model
 from lowbit.serialize.layout import CONFIG, our_config
@@ -85,7 +85,7 @@ def quantize(
         typer.Option(
             metavar="A,B",
             help=f"Methods, as of lowbit calibrate; by default {DEFAULT_METHOD}. Without --text, and with --bits or "
-            f"--size, one that needs no data: {', '.join(DATA_FREE)}.",
+            f"--size, one that needs no data: {data_free()}.",
         ),
     ] = None,
     from_disk: Annotated[
@@ -167,7 +167,10 @@ def quantize(
     )
 
 
-quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG}".format(recipes=", ".join(RECIPES), static=", ".join(STATIC_RECIPES))
+quantize.__doc__ = f"{quantize.__doc__}\n{EPILOG}".format(
+    recipes=", ".join(name for name, row in RECIPES.items() if not row.static),
+    static=", ".join(name for name, row in RECIPES.items() if row.static),
+)
 
 
 def _recipe(recipe: str | None, budget: Budget, calibration: Path | None) -> Recipe | None:
@@ -177,8 +180,7 @@ def _recipe(recipe: str | None, budget: Budget, calibration: Path | None) -> Rec
             raise ValueError("--calibration is for recipes that are chosen already; leave out --bits and --size")
         return None
     if recipe is None:
-        names = ", ".join((*RECIPES, *STATIC_RECIPES))
-        raise ValueError(f"give a recipe, one of {names}, or a budget: --bits 4.5 --text FILE")
+        raise ValueError(f"give a recipe, one of {', '.join(RECIPES)}, or a budget: --bits 4.5 --text FILE")
     return find_recipe(recipe)
 
 
@@ -210,7 +212,7 @@ def _found(
     if methods is None and data is None:
         return None
     with bar("calibrating") as progress:
-        return calibrate(model, data, chosen, methods, skip=skip, progress=progress)
+        return calibrate(model, chosen, data, methods, skip=skip, progress=progress)
 
 
 def _is_large(directory: Path) -> bool:

@@ -8,11 +8,11 @@ from lowbit.convert.dequantize import dequantize_
 from lowbit.convert.engine import model_bytes
 from lowbit.convert.fold import fold_
 from lowbit.convert.join import join_, unjoin_
-from lowbit.convert.prepack import prepack_, unpack_
+from lowbit.convert.prepack import prepack_, unprepack_
 from lowbit.convert.quantize import quantize_
 from lowbit.convert.report import LayerReport, Report
 
 __all__ = [
     "ADAPTERS", "Adapter", "LayerReport", "Report", "dequantize_", "fold_", "join_", "model_bytes", "prepack_",
-    "quantize_", "register", "unjoin_", "unpack_",
+    "quantize_", "register", "unjoin_", "unprepack_",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.engine import Origin, Task, convert, origin, shell, swap
 from lowbit.convert.join import unjoin_
 from lowbit.convert.maker import measured
-from lowbit.convert.prepack import unpack_
+from lowbit.convert.prepack import unprepack_
 from lowbit.convert.report import Report
 from lowbit.convert.select import Verdict
 from lowbit.nn.base import kind
@@ -32,7 +32,7 @@ def dequantize_(model: nn.Module) -> Report:
     for what is no model.
     """
     if isinstance(model, nn.Module) and any(kind(module) == "packed" for module in model.modules()):
-        unpack_(model)
+        unprepack_(model)
     if isinstance(model, nn.Module):
         unjoin_(model)
     plain = _PlainWeights()

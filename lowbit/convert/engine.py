@@ -5,7 +5,7 @@ Everything is made before anything is put in its place: a layer that cannot be c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from lowbit.convert.adapters import Adapter
 from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import Chosen, Judge, Protection, Selection, nothing_found, select
 from lowbit.nn.base import kind
+from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan, Recipe
 
 __all__ = [
     "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "model_bytes", "origin", "quantized_layers",
-    "shell", "swap", "sync_fused_kernels", "take_over", "tensor_bytes", "uncompiled",
+    "report_on", "shell", "swap", "sync_fused_kernels", "take_over", "tensor_bytes", "uncompiled",
 ]  # fmt: skip
 
 #: Where nn.Module keeps the hooks on a layer's calls.
@@ -111,6 +112,26 @@ def convert(
         before,
         model_bytes(model),
     ), found
+
+
+def report_on(what: str, model: nn.Module, layers: Mapping[str, Any], done: str) -> Report:
+    """The Report of ``what``, which has changed what ``layers`` do and not what they hold."""
+    size = model_bytes(model)
+    rows = []
+    for name, layer in layers.items():
+        weights = [w for module in layer.modules() for w in _weights(module)]
+        numbers, held = sum(w.numel() for w in weights), tensor_bytes((*layer.parameters(), *layer.buffers()))
+        bits = 8 * sum(w.nbytes for w in weights) / max(numbers, 1)
+        recipe = getattr(getattr(layer, "recipe", None), "name", None)
+        rows.append(LayerReport(name, type(layer).__name__, recipe, numbers, bits, held, held))
+    return Report(what, None, tuple(rows), bytes_before=size, bytes_after=size, done=done)
+
+
+def _weights(module: nn.Module) -> list[Any]:
+    """What a module itself multiplies by: a quantized weight, or its parameters but the bias."""
+    if isinstance(module, QuantLinear):
+        return [module.weight]
+    return [p for name, p in module.named_parameters(recurse=False) if name != "bias" and not is_lazy(p)]
 
 
 # -- making -----------------------------------------------------------------------------------------------------------

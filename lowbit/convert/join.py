@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear, is_signed
 
@@ -20,8 +23,9 @@ _ANY = (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten, torch.flatten, torch.
 _SIGNED = (nn.ReLU, torch.relu, F.relu, "relu")
 
 
-def join_(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Let layers return codes to the static layers that consume them, in place; return the consumers of each.
+def join_(model: nn.Module) -> Report:
+    """Let layers return codes to the static layers that consume them, in place, and report: ``layers`` are those that
+    return codes, with the ``consumers`` of each.
 
     A layer returns codes where every consumer of its output is a layer with the same static input scheme and scale.
     ReLU (of schemes without a zero point), flattening and dropout may lie between. No bit of the model's results
@@ -50,14 +54,16 @@ def join_(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if names:
             layer.consumers = (_inner(modules[names[0]]),)
             joined[str(node.target)] = names
-    return joined
+    report = report_on("join_", model, {name: modules[name] for name in joined}, "joined")
+    return replace(report, layers=tuple(replace(row, consumers=joined[row.name]) for row in report.layers))
 
 
-def unjoin_(model: nn.Module) -> None:
-    """Undo ``join_``."""
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            module.consumers = ()
+def unjoin_(model: nn.Module) -> Report:
+    """Undo ``join_``, in place, and report which layers return floats again."""
+    joined = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.consumers}
+    for layer in joined.values():
+        layer.consumers = ()
+    return report_on("unjoin_", model, joined, "separated")
 
 
 class _Tracer(fx.Tracer):

@@ -112,7 +112,7 @@ class Ruled:
         if recipe.static:
             raise ValueError(
                 f"recipe {recipe.name!r} quantizes inputs by scales that come from data; give quantize_(model, recipe, "
-                f"calibration=lowbit.calibrate(model, batches, recipe)), or use a recipe with dynamic ones"
+                f"calibration=lowbit.calibrate(model, recipe, batches)), or use a recipe with dynamic ones"
             )
 
     def edits(self, model: nn.Module) -> dict[str, Tensor]:

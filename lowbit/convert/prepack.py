@@ -1,4 +1,4 @@
-"""prepack_ and unpack_: a model's quantized layers in the layout that CPU kernels read, and back."""
+"""prepack_ and unprepack_: a model's quantized layers in the layout that CPU kernels read, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
 
-__all__ = ["prepack_", "unpack_"]
+__all__ = ["prepack_", "unprepack_"]
 
 #: Stands for every layer here: what becomes of one depends on its weight alone.
 _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
@@ -31,7 +31,7 @@ def prepack_(model: nn.Module) -> Report:
     says why. ``state_dict``, copies, pickles and ``save_model`` of a packed model have plain tensors, made new, so
     that files do not depend on it. Layers that share a weight share the packed one.
 
-    A packed model has no backward pass, so its biases no longer require grad, and it stays on the CPU: ``unpack_``
+    A packed model has no backward pass, so its biases no longer require grad, and it stays on the CPU: ``unprepack_``
     turns it back, biases too.
     Raises, with the model untouched: ValueError for a model without quantized layers or that is one itself; TypeError
     for what is no model.
@@ -49,7 +49,7 @@ def prepack_(model: nn.Module) -> Report:
     return convert(model, task)[0]
 
 
-def unpack_(model: nn.Module) -> Report:
+def unprepack_(model: nn.Module) -> Report:
     """Turn the layers of ``model`` that ``prepack_`` packed back, in place, into QuantLinears with the same bits.
 
     Quantized layers that are not packed stay as they are.
@@ -57,7 +57,7 @@ def unpack_(model: nn.Module) -> Report:
     for what is no model.
     """
     packer = _Packer()
-    task = Task("unpack_", "PackedLinear", _to_unpack, packer.unpack, _measure, _put_plain, optional=True)
+    task = Task("unprepack_", "PackedLinear", _to_unpack, packer.unpack, _measure, _put_plain, optional=True)
     return convert(model, task)[0]
 
 

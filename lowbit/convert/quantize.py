@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
 from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
@@ -19,7 +18,7 @@ from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers
 from lowbit.datafree import find_rule
 from lowbit.nn.base import KINDS, kind
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
@@ -115,7 +114,7 @@ def _source(calibration: Any, method: str | None) -> Source:
     if not hasattr(calibration, "weight"):
         raise TypeError(
             f"quantize_: calibration must be what lowbit.calibrate returned, got {type(calibration).__name__}; to "
-            f"calibrate with batches, call lowbit.calibrate(model, batches, recipe) first"
+            f"calibrate with batches, call lowbit.calibrate(model, recipe, batches) first"
         )
     return Calibrated(calibration)
 

@@ -30,7 +30,8 @@ class LayerReport:
 
     ``kind``: the class it had. ``weights``: how many numbers its weights hold; ``bits`` a weight, scales included.
     ``bytes_before``, ``bytes_after``: of its parameters and buffers. ``sqnr``: 10 log10 of the weights' energy over
-    that of the error of quantization, in dB, where the conversion measures it (inf: no error).
+    that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``consumers``: after
+    ``join_``, the layers that take this layer's codes.
     """
 
     name: str
@@ -41,15 +42,16 @@ class LayerReport:
     bytes_before: int
     bytes_after: int
     sqnr: float | None = None
+    consumers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did. ``print(report)`` shows it as a table, ``to_dict()`` gives JSON data.
+    """What a function did to a model in place. ``print(report)`` shows it as a table, ``to_dict()`` gives JSON data.
 
-    ``layers``: the converted layers. ``skipped``: names left because the caller asked for it. ``left``: names left for
-    another reason, with the reason. ``notes``: what else is worth knowing. ``bytes_before`` and ``bytes_after`` are of
-    the whole model, tensors that are shared counted once.
+    ``layers``: the layers that it changed, and ``done`` what was done to them, for people. ``skipped``: names left
+    because the caller asked for it. ``left``: names left for another reason, with the reason. ``notes``: what else is
+    worth knowing. ``bytes_before`` and ``bytes_after`` are of the whole model, tensors that are shared counted once.
     """
 
     what: str
@@ -60,15 +62,16 @@ class Report:
     notes: tuple[str, ...] = ()
     bytes_before: int = 0
     bytes_after: int = 0
+    done: str = "converted"
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """The names of the converted layers."""
+        """The names of ``layers``."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def bits(self) -> float:
-        """Bits a weight of the converted layers, scales included."""
+        """Bits a weight of ``layers``, scales included."""
         weights = sum(layer.weights for layer in self.layers)
         return sum(layer.bits * layer.weights for layer in self.layers) / weights if weights else math.nan
 
@@ -104,18 +107,23 @@ class Report:
         return Group(Text(self._headline()), self.table(), *(Text(line) for line in self._remarks()))
 
     def table(self, every_layer: bool | None = None) -> Table:
-        """The converted layers as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
+        """``layers`` as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
         each = len(self.layers) <= _MOST_ROWS if every_layer is None else every_layer
         rows = [(layer.name, [layer]) for layer in self.layers] if each else families(list(self.layers))
         measured = any(layer.sqnr is not None for layer in self.layers)
-        head = ("layer", "class", "recipe", "bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
-        cells = (_row(name, layers, measured) for name, layers in rows)
-        return rich_table(head, cells, numbers=range(3, len(head)), boxed=True)
+        joined = any(layer.consumers for layer in self.layers)
+        numbers = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
+        head = ("layer", "class", "recipe", *numbers, *(("codes go to",) if joined else ()))
+        cells = (
+            [*_row(name, layers, measured), *([", ".join(layers[0].consumers)] if joined else [])]
+            for name, layers in rows
+        )
+        return rich_table(head, cells, numbers=range(3, 3 + len(numbers)), boxed=True)
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         whole = f"{amount(self.bytes_before)} -> {amount(self.bytes_after)} in all"
-        return f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} converted, {whole}"
+        return f"{self.what}{f' {self.recipe}' if self.recipe else ''}: {some} {self.done}, {whole}"
 
     def _remarks(self) -> list[str]:
         lines = [f"skipped: {', '.join(_shortened(list(self.skipped)))}"] if self.skipped else []
@@ -126,7 +134,7 @@ def families(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     """Layers that came out alike and whose names differ in numbers only, under a name with ``*`` for the numbers."""
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     for layer in layers:
-        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits)
+        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits, layer.consumers)
         found.setdefault(alike, []).append(layer)
     return [(key[0] if len(several) > 1 else several[0].name, several) for key, several in found.items()]
 

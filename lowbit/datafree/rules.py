@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lowbit.datafree import hqq, scales
 from lowbit.functional import quantize
+from lowbit.named import did_you_mean, spelled
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
@@ -82,12 +82,10 @@ def find_rule(name: str | None, caller: str) -> Rule | None:
         return None
     if not isinstance(name, str):
         raise TypeError(f"{caller}: method must be a name, one of {', '.join(RULES)}; got {type(name).__name__}")
-    rule = RULES.get(name.lower().replace("_", "-"))
+    rule = RULES.get(spelled(name))
     if rule is None:
-        close = get_close_matches(name, RULES, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(
-            f"{caller} takes methods without data, one of {', '.join(RULES)}; got {name!r}{meant}. For those that need "
-            f"data call lowbit.calibrate(model, batches, recipe, {name!r})"
+            f"{caller} takes methods without data, one of {', '.join(RULES)}; got {name!r}{did_you_mean(name, RULES)}. "
+            f"For those that need data call lowbit.calibrate(model, recipe, batches, {name!r})"
         )
     return rule

@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
-#: Every named recipe, and int4 with the finer groups that it is usually shipped with.
+#: Every named recipe that needs no data, and int4 with the finer groups that it is usually shipped with.
 INFERENCE_RECIPES = tuple(
-    name for row in RECIPES for name in ([row, f"{row}:group32"] if row == "int4-weight-only" else [row])
+    name
+    for row in RECIPES.values()
+    if not row.static
+    for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 
 PROMPT = "This module provides"

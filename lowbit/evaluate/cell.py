@@ -121,8 +121,8 @@ def measure(request: Request) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             if FOLD in request.steps:
-                lb.convert.fold_(model)
-            calibration = lb.calibrate(model, data, request.recipe, calibrated(request.steps))
+                lb.fold_(model)
+            calibration = lb.calibrate(model, request.recipe, data, calibrated(request.steps))
         except (ValueError, TypeError) as error:
             return {"key": dict(request.key), "result": {**result, "refused": str(error)}, "made": provenance()}
         result.update(seconds_to_calibrate=time.perf_counter() - start, peak_bytes_to_calibrate=peak_bytes())

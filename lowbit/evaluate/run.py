@@ -125,7 +125,8 @@ def plan(
             )
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"unknown --dtype {dtype!r}; expected one of {', '.join(FLOATS)}")
-    names = [name for name in (RECIPES if recipes is None else recipes) if name not in FLOATS]
+    without_data = (name for name, row in RECIPES.items() if not row.static)
+    names = [name for name in (without_data if recipes is None else recipes) if name not in FLOATS]
     for name in names:
         find_recipe(name)
     if model.recipe is not None:

@@ -11,36 +11,30 @@ from torch.autograd import forward_ad
 from lowbit.backends import registry
 from lowbit.rounding import Rounding
 
-#: Seed, step, stream, offset and pitch of what draws no random bits.
-NO_RANDOM_BITS = (0, 0, 0, 0, None)
-_NEAREST = ("nearest", *NO_RANDOM_BITS)
+#: Rounding to nearest as ops take it: without random bits.
+_NEAREST = ("nearest", None, 0, 0, None)
 
 
-def random_bits(
-    rounding: str | Rounding, seed: int | None, step: int, stream: int | str, offset: int, pitch: int | None
-) -> tuple[Any, ...]:
-    """What ops take for rounding: its name, then seed, step, stream, offset and pitch.
-
-    Stochastic rounding without a seed draws one from torch's generator.
-    """
+def random_bits(rounding: str | Rounding, x: Tensor) -> tuple[Any, ...]:
+    """What ops take for rounding ``x``: the name, then ``rng``, stream, offset and pitch."""
     if rounding == "nearest":
         return _NEAREST
-    if isinstance(rounding, Rounding):
-        if (seed, step, stream, offset, pitch) != (None, *NO_RANDOM_BITS[1:]):
-            raise ValueError(
-                f"rounding={rounding} has seed, step, stream, offset and pitch; leave these arguments out beside it"
-            )
-        return "stochastic", *rounding.words()
-    if rounding != "stochastic":
-        return rounding, *NO_RANDOM_BITS
-    if seed is None:
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "stochastic rounding inside torch.compile needs seed= (and step=): a compiled call draws none"
-            )
-        asking = registry.asking()  # ``explain`` leaves the generator alone
-        seed = 0 if asking else int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-    return rounding, *Rounding(seed, step, stream, offset, pitch).words()
+    if rounding == "stochastic":
+        rounding = Rounding()
+    if not isinstance(rounding, Rounding):
+        return rounding, *_NEAREST[1:]
+    seed = rounding.seed
+    if isinstance(seed, int):
+        rng = torch.tensor(rounding.seed_and_step(), device=x.device)
+    elif seed is None:
+        asking = not torch.compiler.is_compiling() and registry.asking()  # ``explain`` leaves the generator alone
+        if asking:
+            rng = torch.zeros(2, dtype=torch.int64, device=x.device)
+        else:
+            rng = torch.randint(-(1 << 63), (1 << 63) - 1, (2,), device=x.device)
+    else:
+        rng = seed
+    return "stochastic", rng, *rounding.place()
 
 
 def refuse_tangents(op: str, *arguments: Any) -> None:

@@ -21,19 +21,13 @@ def encode(
     format: str | formats.Format,
     rounding: str | Rounding = "nearest",
     saturate: bool = True,
-    seed: int | None = None,
-    step: int = 0,
-    stream: int | str = 0,
-    offset: int = 0,
-    pitch: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Codes of ``x``, one a byte (uint8, shape of ``x``), without any scale.
 
-    ``rounding``: ``"nearest"`` (ties to even) or ``"stochastic"``, whose bits depend on ``(seed, step, stream)`` and
-    the element's index ``offset + row * pitch + col`` alone (for a slice, give the whole tensor's offset and pitch).
-    A ``Rounding`` is stochastic, and holds these five as one value.
-    Without ``seed``, each call draws one from torch's CPU generator; a fullgraph ``torch.compile`` cannot, and raises.
+    ``rounding``: ``"nearest"`` (ties to even), or a ``Rounding``, which is stochastic and names the random bits: they
+    depend on its seed, step and stream and on the element's place alone. ``"stochastic"`` is ``Rounding()``, with a
+    seed drawn from torch's generator at each call.
     Under ``torch.vmap`` every sample is a call of its own, which counts from ``offset`` again.
     Too large: the format's maximum, or with ``saturate=False`` Inf or NaN where the format has them. NaN: the canonical
     NaN with its sign; formats without NaN: the maximum (codebooks: the entry nearest 0; integers: 0). -0 keeps its
@@ -42,7 +36,7 @@ def encode(
     Raises TypeError for dtypes other than float32, bfloat16, float16; ValueError for an unknown format or rounding.
     Source: docs/numerics.md sections 2, 3, 4, 7.
     """
-    rounding, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    rounding, *rng = random_bits(rounding, x)
     args = (_name(format), rounding, saturate, *rng)
     if out is None:
         made: Tensor = call("encode", x, *args)

@@ -27,18 +27,14 @@ def adamw_(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     rounding: str | Rounding = "nearest",
-    seed: int | None = None,
-    stream: int | str = 0,
-    offset: int = 0,
-    pitch: int | None = None,
 ) -> None:
     """One step of AdamW in place: on ``param``, and on the moments, which are kept quantized.
 
     ``exp_avg`` is the first moment, ``exp_avg_sq_root`` the root of the second, each of ``param``'s shape; zeros to
     begin with, ``lb.quantize(torch.zeros_like(param), "fp8_e4m3:group256")``. Any scheme will do
     whose blocks are at most 2048 elements of one row, without zero points or global scale, and meet those of the other
-    moment within as many. ``step`` counts from 1. ``rounding="stochastic"`` keeps moments that change by less than
-    their codes' steps from standing still.
+    moment within as many. ``step`` counts from 1. Stochastic rounding keeps moments that change by less than their
+    codes' steps from standing still; a ``Rounding`` with an integer seed takes its step from ``step``.
 
     Raises TypeError and ValueError for dtypes, shapes, schemes and numbers that do not fit.
     Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861; docs/numerics.md section 11.
@@ -54,18 +50,16 @@ def adamw_(
         refusal = state_refusal(moment.scheme)
         if refusal is not None:
             raise ValueError(f"adamw_: {name} cannot be {moment.scheme}: {refusal}; use {STATE_SCHEME}")
-    if isinstance(rounding, Rounding):
+    if isinstance(rounding, Rounding) and isinstance(rounding.seed, int):
         if rounding.step not in (0, step):
             raise ValueError(f"adamw_: {rounding} is of another step than step={step}; leave its step out")
         rounding = replace(rounding, step=step)
-    loose = step if rounding == "stochastic" else 0
-    rounding, *rng = random_bits(rounding, seed, loose, stream, offset, pitch)
-    rng[1] = step  # also where no random bits are drawn: the correction of the moments' bias depends on it
+    word, *random = random_bits(rounding, param)
     matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
     parts = (exp_avg.codes, exp_avg.scale, exp_avg_sq_root.codes, exp_avg_sq_root.scale)
     outs = dict(zip(OPS["adamw"].returns, (matrix, *parts), strict=True))
     fill(
-        "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_avg_sq_root.scheme.name, rounding, *rng,
+        "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_avg_sq_root.scheme.name, word, step, *random,
         lr, *betas, eps, weight_decay, **outs,
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)

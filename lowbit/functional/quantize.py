@@ -24,11 +24,6 @@ def quantize(
     zero_point: Tensor | int | None = ...,
     global_scale: Tensor | float | None = ...,
     rounding: str | Rounding = ...,
-    seed: int | None = ...,
-    step: int = ...,
-    stream: int | str = ...,
-    offset: int = ...,
-    pitch: int | None = ...,
     out: Quantized | None = ...,
     return_amax: Literal[False] = ...,
 ) -> Quantized: ...
@@ -40,11 +35,6 @@ def quantize(
     zero_point: Tensor | int | None = ...,
     global_scale: Tensor | float | None = ...,
     rounding: str | Rounding = ...,
-    seed: int | None = ...,
-    step: int = ...,
-    stream: int | str = ...,
-    offset: int = ...,
-    pitch: int | None = ...,
     out: Quantized | None = ...,
     *,
     return_amax: Literal[True],
@@ -56,19 +46,14 @@ def quantize(
     zero_point: Tensor | int | None = None,
     global_scale: Tensor | float | None = None,
     rounding: str | Rounding = "nearest",
-    seed: int | None = None,
-    step: int = 0,
-    stream: int | str = 0,
-    offset: int = 0,
-    pitch: int | None = None,
     out: Quantized | None = None,
     return_amax: bool = False,
 ) -> Quantized | tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]:
     """``x`` in ``scheme``: packed codes with a scale for each block.
 
     ``scale`` (and ``zero_point``, ``global_scale``) given: used as they are, else made from the blocks' amax (affine:
-    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``rounding``, and ``seed`` to
-    ``pitch``: as for ``encode``. ``out`` is filled and returned.
+    range). A block that holds Inf or NaN decodes to NaN, all of it and nothing else. ``rounding``: as for
+    ``encode``. ``out`` is filled and returned.
     Codes carry no gradient, so neither does what they decode to; ``fake_quantize`` is the same rounding with one.
 
     ``return_amax`` also returns what scales are made from, whether they are given or not, fp32 ``[R, C]``: the amax of
@@ -80,7 +65,7 @@ def quantize(
     """
     kind = find_scheme(scheme)
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
-    word, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    word, *rng = random_bits(rounding, x)
     scales = tuple(
         [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, global_scale)]
     )
@@ -146,11 +131,6 @@ def fake_quantize(
     zero_point: Tensor | int | None = None,
     global_scale: Tensor | float | None = None,
     rounding: str | Rounding = "nearest",
-    seed: int | None = None,
-    step: int = 0,
-    stream: int | str = 0,
-    offset: int = 0,
-    pitch: int | None = None,
 ) -> Tensor:
     """``quantize(x, scheme, ...).dequantize()`` in every bit, in the dtype of ``x``, with a gradient.
 
@@ -172,6 +152,6 @@ def fake_quantize(
             f"fake_quantize: scale requires grad, but {kind} stores scales as {kind.scale_format.name} codes, "
             "which have no gradient; give scale.detach(), or a scheme with fp32, bf16 or fp16 scales"
         )
-    word, *rng = random_bits(rounding, seed, step, stream, offset, pitch)
+    word, *rng = random_bits(rounding, x)
     y: Tensor = call("fake_quantize", matrix, kind.name, *scales, word, *rng)
     return y.reshape(x.shape)

@@ -125,7 +125,7 @@ def _all_linear(model: nn.Module, task: str) -> set[str]:
 
 #: What is no plain matrix of codes, and what to do about it.
 _REFUSED: dict[type[nn.Module], str] = {
-    PackedLinear: "is packed; call lowbit.unpack_(model) first, and lowbit.prepack_(model) again for inference",
+    PackedLinear: "is packed; call lowbit.unprepack_(model) first, and lowbit.prepack_(model) again for inference",
     **{
         layer: f"is {what}; leave it out of target_modules, or of the recipe"
         for layer, what in (

@@ -17,7 +17,6 @@ import transformers
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.casts import refuse_beyond
 from lowbit.convert.dequantize import dequantize_
 from lowbit.convert.engine import make_all, quantized_layers, swap
 from lowbit.convert.maker import QuantMaker, Ruled
@@ -27,7 +26,7 @@ from lowbit.convert.select import DEFAULT_SKIP, plain_layers, select
 from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
 from lowbit.nn.linear import INPUT_PARTS, PARTS
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.serialize.huggingface import placeholders
 from lowbit.tensor.quantized import Quantized
 

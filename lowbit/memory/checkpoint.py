@@ -14,13 +14,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.autograd import backend_now, on_backend
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
 from lowbit.models.blocks import find_blocks
 
 __all__ = ["checkpoint_blocks_"]
 
 
-def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> int:
-    """Checkpoint each block of ``model`` in place (``blocks``, or those that ``find_blocks`` finds); return how many.
+def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> Report:
+    """Checkpoint each block of ``model`` in place (``blocks``, or those that ``find_blocks`` finds), and report
+    them.
 
     Backward recomputes a block with the same autocast, random state and backend (``use_backend``; inside torch.compile
     each call chooses its backend anew), so losses and gradients keep their bits.
@@ -37,7 +40,9 @@ def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = No
             block.forward = partial(recomputed, block)  # type: ignore[method-assign]
         elif not (isinstance(own, partial) and own.func in (recomputed, _recomputed)):
             block.forward = partial(_recomputed, own)  # type: ignore[method-assign]
-    return len(found)
+    names = {id(module): name for name, module in model.named_modules()}
+    named = {names.get(id(block), f"block {index}"): block for index, block in enumerate(found)}
+    return report_on("memory.checkpoint_blocks_", model, named, "checkpointed")
 
 
 def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

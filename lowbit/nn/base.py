@@ -19,8 +19,8 @@ __all__ = ["KINDS", "forget_bound_forward", "full_name", "kind", "replaced_forwa
 KINDS = {
     "quantized": "is quantized already; call lowbit.dequantize_(model) first, or name the layers to leave in skip=...",
     "packed": (
-        "is quantized and packed already; call lowbit.unpack_(model) and lowbit.dequantize_(model) first, or name the "
-        "layers to leave in skip=..."
+        "is quantized and packed already; call lowbit.unprepack_(model) and lowbit.dequantize_(model) first, or name "
+        "the layers to leave in skip=..."
     ),
     "observed": "is being calibrated; call lowbit.calibrate on a model of plain layers",
     "qat": "is being trained to be quantized; call lowbit.qat.convert_(model) to deploy it",

@@ -130,7 +130,7 @@ class QuantLinear(nn.Module):
         if recipe.static != (input_scales is not None):
             raise ValueError(
                 f"QuantLinear: recipe {recipe.name!r} {'needs' if recipe.static else 'does not take'} input_scales; "
-                f"recipes with scale='static' have them, from lowbit.calibrate(model, batches, recipe)"
+                f"recipes with scale='static' have them, from lowbit.calibrate(model, recipe, batches)"
             )
         parts = {**plain_state(weight), **_input_state(input_scales)}
         for name in (*PARTS, *INPUT_PARTS):

@@ -1,7 +1,7 @@
 """PackedLinear: a QuantLinear whose weight lies in the packed layout that CPU kernels read (lowbit/tensor/prepack.py).
 
-``lowbit.prepack_`` makes it, and ``lowbit.unpack_`` turns it back. Its weight is one buffer that nothing changes; what
-leaves the layer (``state_dict``, copies, pickles, ``weight``) has plain tensors, made new.
+``lowbit.prepack_`` makes it, and ``lowbit.unprepack_`` turns it back. Its weight is one buffer that nothing changes;
+what leaves the layer (``state_dict``, copies, pickles, ``weight``) has plain tensors, made new.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "PackedLinear has no backward pass; call lowbit.unpack_(model) before training, and lowbit.prepack_(model) "
-            "again for inference"
+            "PackedLinear has no backward pass; call lowbit.unprepack_(model) before training, and "
+            "lowbit.prepack_(model) again for inference"
         )
 
 
@@ -53,7 +53,7 @@ class PackedLinear(nn.Module):
     Input ``[..., in_features]`` fp32, bf16 or fp16 on the CPU; the result has its dtype (inside autocast: autocast's).
     For inference: there is no backward pass, so ``prepack_`` lets its bias require none, and no other device.
     ``state_dict`` is that of the QuantLinear, so either loads what the other has saved.
-    Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unpack_`` first.
+    Raises RuntimeError in a backward pass, and for a move to another device: ``lowbit.unprepack_`` first.
     """
 
     lowbit_kind = "packed"
@@ -186,7 +186,7 @@ class PackedLinear(nn.Module):
         if target != "cpu":
             raise RuntimeError(
                 f"this model has layers that lowbit.prepack_ packed for the CPU, and cannot move to {target}; call "
-                "lowbit.unpack_(model) first"
+                "lowbit.unprepack_(model) first"
             )
         packed = self._buffers["packed"]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

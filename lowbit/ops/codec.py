@@ -26,8 +26,7 @@ class Encode(NamedTuple):
     format: str
     rounding: str = "nearest"
     saturate: bool = True
-    seed: int = 0
-    step: int = 0
+    rng: Tensor | None = None
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
@@ -58,7 +57,7 @@ def _check_encode(call: Encode) -> None:
         format.kind != "exponent",
         f"lowbit.encode: {format.name} holds scales, which are made by quantize(x, 'FORMAT:SCALING:e8m0')",
     )
-    require_rounding("encode", call.rounding, format)
+    require_rounding("encode", call, format)
 
 
 def _check_decode(call: Decode) -> None:

@@ -35,7 +35,7 @@ MAX_RUN = 2048
 class AdamW(NamedTuple):
     """``param`` and ``grad`` float, of one shape; the moments: packed codes and scales of that shape in their schemes.
 
-    ``step`` counts from 1; with stochastic rounding it also chooses the random bits, which both moments share.
+    ``step`` counts from 1. With stochastic rounding both moments share their random bits.
     """
 
     param: Tensor
@@ -47,8 +47,8 @@ class AdamW(NamedTuple):
     scheme: str = STATE_SCHEME
     rms_scheme: str = STATE_SCHEME
     rounding: str = "nearest"
-    seed: int = 0
     step: int = 1
+    rng: Tensor | None = None
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
@@ -114,7 +114,7 @@ def _check(call: AdamW) -> None:
         scheme = scaling.scheme(text)
         refusal = state_refusal(scheme)
         require(refusal is None, f"lowbit.adamw: {name} cannot be {scheme}: {refusal}; use {STATE_SCHEME}")
-        require_rounding("adamw", call.rounding, scheme.format)
+        require_rounding("adamw", call, scheme.format)
         require_codes("adamw", name, codes)
         expected = (*call.param.shape[:-1], scheme.packed_cols(call.param.shape[-1]))
         require(

@@ -7,7 +7,7 @@ matrix ``[rows, cols]``.  Source: docs/numerics.md sections 3, 5 to 8, 10.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class Quantize(NamedTuple):
     scheme: str
     global_scale: Tensor | None = None
     rounding: str = "nearest"
-    seed: int = 0
-    step: int = 0
+    rng: Tensor | None = None
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
@@ -59,8 +58,7 @@ class QuantizeStatic(NamedTuple):
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
     rounding: str = "nearest"
-    seed: int = 0
-    step: int = 0
+    rng: Tensor | None = None
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
@@ -83,8 +81,7 @@ class FakeQuantize(NamedTuple):
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
     rounding: str = "nearest"
-    seed: int = 0
-    step: int = 0
+    rng: Tensor | None = None
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
@@ -132,27 +129,28 @@ def _backward_outputs(call: FakeQuantizeBackward) -> list[Out]:
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
-def _check_x(op: str, x: Tensor, scheme: scaling.Scheme, rounding: str = "nearest") -> None:
-    require_float(op, "x", x)
-    require(x.dim() >= 1, f"lowbit.{op}: x needs at least one axis (lowbit.functional takes scalars too)")
-    require_rounding(op, rounding, scheme.format)
+def _check_x(op: str, call: Any, scheme: scaling.Scheme) -> None:
+    require_float(op, "x", call.x)
+    require(call.x.dim() >= 1, f"lowbit.{op}: x needs at least one axis (lowbit.functional takes scalars too)")
+    if hasattr(call, "rounding"):
+        require_rounding(op, call, scheme.format)
 
 
 def _check_global_scale(call: GlobalScale) -> None:
     scheme = scaling.scheme(call.scheme)
-    _check_x("global_scale", call.x, scheme)
+    _check_x("global_scale", call, scheme)
     require(bool(scheme.global_scale), f"lowbit.global_scale: {scheme} has no global scale; add ':e4m3', or use nvfp4")
 
 
 def _check_quantize(call: Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
-    _check_x("quantize", call.x, scheme, call.rounding)
+    _check_x("quantize", call, scheme)
     require_global_scale("quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
 
 
 def _check_static(call: QuantizeStatic) -> None:
     scheme = scaling.scheme(call.scheme)
-    _check_x("quantize_static", call.x, scheme, call.rounding)
+    _check_x("quantize_static", call, scheme)
     require_scales("quantize_static", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.global_scale)
 
 
@@ -172,7 +170,7 @@ def _check_dequantize(call: Dequantize) -> None:
 
 def _check_fake(call: FakeQuantize | FakeQuantizeBackward) -> None:
     scheme = scaling.scheme(call.scheme)
-    _check_x("fake_quantize", call.x, scheme, getattr(call, "rounding", "nearest"))
+    _check_x("fake_quantize", call, scheme)
     if call.scale is not None:
         require_scales("fake_quantize", scheme, *matrix_shape(call.x), call.scale, call.zero_point, call.global_scale)
     else:
@@ -230,7 +228,7 @@ SPECS = (
     ),
     OpSpec(
         "block_range", BlockRange, ("low", "high"), _range_outputs,
-        lambda call: _check_x("block_range", call.x, scaling.scheme(call.scheme)),
+        lambda call: _check_x("block_range", call, scaling.scheme(call.scheme)),
         lambda call: Cost(0, call.x.numel() * call.x.element_size()),
     ),
     OpSpec(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.casts import refuse_beyond
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, decibel, energies, measured, require_numbers
@@ -17,7 +16,7 @@ from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Verdict, plain_layers
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
-from lowbit.recipes import Plan, Recipe, plan
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 
 __all__ = ["convert_", "prepare_"]
 

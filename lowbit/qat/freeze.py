@@ -7,14 +7,16 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
 from lowbit.qat.linear import FakeQuantLinear
 
 __all__ = ["freeze_batchnorm_", "freeze_observers_"]
 
 
-def freeze_observers_(model: nn.Module) -> tuple[str, ...]:
+def freeze_observers_(model: nn.Module) -> Report:
     """Keep the static input scales of ``model`` where they are from now on, or with ``learn_scale`` begin to learn
-    them; returns the names of the layers that have some. It is part of the ``state_dict``.
+    them, and report the layers that have some. It is part of the ``state_dict``.
 
     Raises ValueError for a model without layers that observe; RuntimeError for one that has seen no batch.
     """
@@ -28,12 +30,12 @@ def freeze_observers_(model: nn.Module) -> tuple[str, ...]:
         _ = layer.input_scales  # raises where there are none
     for layer in found.values():
         layer.observations_left.zero_()
-    return tuple(found)
+    return report_on("qat.freeze_observers_", model, found, "frozen")
 
 
-def freeze_batchnorm_(model: nn.Module) -> tuple[str, ...]:
+def freeze_batchnorm_(model: nn.Module) -> Report:
     """Let the BatchNorm layers of ``model`` normalize by their running statistics from now on, in training too, and
-    keep these; returns their names. Weights and biases go on learning.
+    keep these, and report them. Weights and biases go on learning.
 
     What the layer computes in training is then what it computes deployed, as for quantized layers.
     Raises ValueError for a model without BatchNorm layers that have running statistics.
@@ -44,7 +46,7 @@ def freeze_batchnorm_(model: nn.Module) -> tuple[str, ...]:
     for layer in found.values():
         if _stay_in_eval not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_stay_in_eval)
-    return tuple(found)
+    return report_on("qat.freeze_batchnorm_", model, found, "frozen")
 
 
 def _stay_in_eval(layer: nn.Module, _inputs: Any) -> None:

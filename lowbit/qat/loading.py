@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
 from lowbit.files import shown
 from lowbit.qat.linear import FakeQuantLinear
 from lowbit.serialize.shards import Checkpoint
@@ -15,8 +17,9 @@ from lowbit.serialize.shards import Checkpoint
 __all__ = ["load_"]
 
 
-def load_(model: nn.Module, checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> None:
-    """Load into ``model``, in place, what a model of ``prepare_`` had when ``checkpoint`` was saved.
+def load_(model: nn.Module, checkpoint: str | PathLike[str] | Mapping[str, Tensor]) -> Report:
+    """Load into ``model``, in place, what a model of ``prepare_`` had when ``checkpoint`` was saved, and report its
+    prepared layers.
 
     ``model``: prepared by ``prepare_`` with the same recipe, ``skip`` and ``learn_scale``. ``checkpoint``: a state, or
     a directory with ``model.safetensors`` or several files and their index, such as transformers' Trainer writes;
@@ -26,7 +29,8 @@ def load_(model: nn.Module, checkpoint: str | PathLike[str] | Mapping[str, Tenso
     Raises, with the model untouched: ValueError for a model that is not prepared, and for tensors that the model does
     not have, lacks, or has in other shapes; FileNotFoundError for missing files.
     """
-    if not any(isinstance(module, FakeQuantLinear) for module in model.modules()):
+    prepared = {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantLinear)}
+    if not prepared:
         raise ValueError(
             "qat.load_: the model is not prepared; call lowbit.qat.prepare_ with the recipe, skip and learn_scale of "
             "the training that wrote the checkpoint"
@@ -50,3 +54,4 @@ def load_(model: nn.Module, checkpoint: str | PathLike[str] | Mapping[str, Tenso
             f"scales are learned)"
         )
     model.load_state_dict(state, strict=False)
+    return report_on("qat.load_", model, prepared, "loaded")

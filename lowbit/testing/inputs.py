@@ -98,9 +98,14 @@ def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, extr
     return x.to(device)
 
 
+def recipe_pairs() -> list[tuple[Scheme | None, Scheme]]:
+    """The schemes of input and weight of every recipe whose scales are made of each input: what benchmarks measure."""
+    return list(dict.fromkeys((row.input, row.weight) for row in RECIPES.values() if not row.static))
+
+
 def recipe_schemes() -> list[Scheme]:
-    """Every scheme that some recipe gives to a weight or an input: what benchmarks measure."""
-    return list(dict.fromkeys(s for row in RECIPES.values() for s in (row.weight, row.input) if s is not None))
+    """Every scheme of ``recipe_pairs``."""
+    return list(dict.fromkeys(s for input, weight in recipe_pairs() for s in (weight, input) if s is not None))
 
 
 @lru_cache(maxsize=4)

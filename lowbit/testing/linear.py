@@ -12,9 +12,8 @@ from torch import Tensor
 from lowbit import scaling
 from lowbit.ops.linear import Linear
 from lowbit.ops.spec import FLOATS, dtype_name
-from lowbit.recipes import RECIPES
 from lowbit.testing import matmul
-from lowbit.testing.inputs import Workload, large_matrix, random_matrix, schemes
+from lowbit.testing.inputs import Workload, large_matrix, random_matrix, recipe_pairs, schemes
 
 
 def make_call(x: Tensor, weight: Tensor, input: str | None, scheme: str, **more: object) -> Linear:
@@ -61,7 +60,7 @@ def workload(m: int, n: int, k: int, input: str | None, scheme: str, dtype: torc
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """Every recipe's layer with a weight ``[rows, cols]`` on bf16 input, and on fp32 where the input is quantized."""
-    pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
+    pairs = dict.fromkeys((input.name if input else None, weight.name) for input, weight in recipe_pairs())
     for m in BENCHED_ROWS:
         for input, scheme in pairs:
             for dtype in (torch.bfloat16, torch.float32):

@@ -12,9 +12,8 @@ from torch import Tensor
 from lowbit import reference, scaling
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import FLOATS
-from lowbit.recipes import RECIPES
 from lowbit.tensor import packing
-from lowbit.testing.inputs import Workload, large_matrix, random_matrix, schemes
+from lowbit.testing.inputs import Workload, large_matrix, random_matrix, recipe_pairs, schemes
 
 
 def make_call(a: Tensor, b: Tensor, a_scheme: str | None, b_scheme: str | None, **more: object) -> ScaledMM:
@@ -65,7 +64,7 @@ def workload(m: int, n: int, k: int, a: str | None, b: str) -> Workload:
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """Every recipe's forward product with a weight ``[rows, cols]``; an input that is not quantized is bf16."""
-    pairs = dict.fromkeys((row.input.name if row.input else None, row.weight.name) for row in RECIPES.values())
+    pairs = dict.fromkeys((input.name if input else None, weight.name) for input, weight in recipe_pairs())
     for m in _BENCHED_ROWS:
         for a, b in pairs:
             yield workload(m, rows, cols, a, b)

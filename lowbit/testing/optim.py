@@ -33,7 +33,10 @@ _SAMPLED = (
 
 def _samples(device: str) -> Iterator[AdamW]:
     dtypes = cycle(product(FLOATS, FLOATS))
-    rng: dict[str, Any] = {"rounding": "stochastic", "seed": 7, "step": 3, "stream": 11, "offset": 5, "pitch": 1000}
+    stochastic: dict[str, Any] = {
+        "rounding": "stochastic", "step": 3, "rng": torch.tensor([7, 3], device=device), "stream": 11, "offset": 5,
+        "pitch": 1000,
+    }  # fmt: skip
     for index, (scheme, rms_scheme) in enumerate(_SAMPLED):
         for shape in ((1, 5), (3, 130), (2, 2, 2100), (9, 512), (1, 1)):
             rows = torch.Size(shape[:-1]).numel()
@@ -48,8 +51,8 @@ def _samples(device: str) -> Iterator[AdamW]:
             call = AdamW(*given, m, m_scale, r, r_scale, scheme, rms_scheme)
             yield call._replace(step=1 + 40 * index, weight_decay=0.1 * index)
             if "nf4" not in scheme:
-                yield call._replace(**rng)
-                yield call._replace(**{**rng, "pitch": None})
+                yield call._replace(**stochastic)
+                yield call._replace(**{**stochastic, "pitch": None})
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:

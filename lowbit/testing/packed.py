@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lowbit.ops.packed import LinearPacked
 from lowbit.ops.spec import FLOATS
-from lowbit.recipes import RECIPES
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor import prepack
 from lowbit.tensor.quantized import Quantized
 from lowbit.testing import linear
-from lowbit.testing.inputs import Workload, random_matrix
+from lowbit.testing.inputs import Workload, random_matrix, recipe_pairs
 
 
 def make_call(x: Tensor, weight: Tensor, input: str, kind: str, **more: object) -> LinearPacked:
@@ -58,8 +57,7 @@ def example(m: int, n: int, k: int, input: Scheme, kind: Scheme, dtype: torch.dt
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
     """The layers of recipes with integer weights and inputs."""
-    pairs = dict.fromkeys((row.input, row.weight) for row in RECIPES.values())
-    for m, (input, kind) in product(linear.BENCHED_ROWS, pairs):
+    for m, (input, kind) in product(linear.BENCHED_ROWS, recipe_pairs()):
         if input is not None and prepack.refusal(kind, input) is None:
             make = partial(example, m, rows, cols, input, kind, torch.float32)
             yield Workload(f"{m}x{rows}x{cols}", f"fp32 -> {input} x {kind}, packed", make)

@@ -46,13 +46,13 @@ def _range_samples(device: str) -> Iterator[BlockRange]:
 
 def _quantize_samples(device: str) -> Iterator[Quantize]:
     """Every scheme meets two matrices; over all schemes every matrix is met many times."""
-    matrices = _matrices(device)
+    matrices, rng = _matrices(device), torch.tensor([5, 2], device=device)
     for index, scheme in enumerate(schemes()):
         for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
             yield Quantize(x, scheme.name, _global_scale_of(x, scheme))
             if scheme.format.kind != "codebook":
                 pitch = 4096 if index % 2 else None
-                yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", 5, 2, 9, 1 << 33, pitch)
+                yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", rng, 9, 1 << 33, pitch)
 
 
 def _static_samples(device: str) -> Iterator[QuantizeStatic]:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowbit.autograd import backend_now, on_backend
-from lowbit.casts import Cast, Gemm, Recipe, refuse_beyond
 from lowbit.functional import quantize, scaled_mm
-from lowbit.recipes import RECIPES
+from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
 from lowbit.train.state import View

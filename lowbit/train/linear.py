@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit import recipes
 from lowbit.convert.adapters import Adapter
-from lowbit.convert.engine import Task, convert, sync_fused_kernels
+from lowbit.convert.engine import Task, convert, report_on, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
@@ -87,6 +87,7 @@ class TrainLinear(nn.Linear):
 def prepare_(
     model: nn.Module,
     recipe: str | Recipe | recipes.Plan | Mapping[str, str | Recipe | None] = "fp8",
+    *,
     skip: Iterable[str] = DEFAULT_SKIP,
 ) -> Report:
     """Make the nn.Linear layers of ``model`` train in low precision, in place.
@@ -146,8 +147,8 @@ def state(model: nn.Module) -> State:
     return one
 
 
-def convert_(model: nn.Module) -> tuple[str, ...]:
-    """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned; return their names.
+def convert_(model: nn.Module) -> Report:
+    """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned, and report them.
 
     Raises ValueError, with the model untouched, where a layer has got a forward of its own since.
     """
@@ -163,4 +164,4 @@ def convert_(model: nn.Module) -> tuple[str, ...]:
         del layer.recipe, layer.products, layer.state, layer.path
         layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
     sync_fused_kernels(model)
-    return tuple(prepared)
+    return report_on("train.convert_", model, prepared, "converted")

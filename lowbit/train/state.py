@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.casts import Cast
 from lowbit.functional.quantize import quantize
+from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
 

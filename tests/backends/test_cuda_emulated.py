@@ -45,13 +45,14 @@ def matrix(x: Tensor) -> Tensor:
 
 def rng_of(call: object, cols: int) -> list[int]:
     pitch = call.pitch  # type: ignore[attr-defined]
-    return [call.seed, call.step, call.stream, call.offset, cols if pitch is None else pitch]  # type: ignore[attr-defined]
+    seed_step = [0, 0] if call.rng is None else call.rng.tolist()  # type: ignore[attr-defined]
+    return [*seed_step, call.stream, call.offset, cols if pitch is None else pitch]  # type: ignore[attr-defined]
 
 
 def reference_rng(call: object) -> reference.Rng | None:
     if call.rounding == "nearest":  # type: ignore[attr-defined]
         return None
-    return reference.Rng(call.seed, call.step, call.stream, call.offset, call.pitch)  # type: ignore[attr-defined]
+    return reference.Rng(*call.rng.tolist(), call.stream, call.offset, call.pitch)  # type: ignore[attr-defined]
 
 
 def poison(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -112,7 +113,8 @@ def quantize_calls(scheme: scaling.Scheme) -> Iterator[Quantize]:
         if index != 1 or scheme.format.kind == "codebook":
             yield Quantize(x, scheme.name, global_scale)
         else:
-            yield Quantize(x, scheme.name, global_scale, "stochastic", (9 << 33) + 5, 2, 9, (1 << 33) + 3, 4099)
+            rng = torch.tensor([(9 << 33) + 5, 2])
+            yield Quantize(x, scheme.name, global_scale, "stochastic", rng, 9, (1 << 33) + 3, 4099)
 
 
 def numbers(scheme: scaling.Scheme, rows: int, cols: int) -> list[int]:

@@ -73,7 +73,12 @@ def test_encode_of_many_fp32_patterns(backend: str, format: Format) -> None:
     bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     x = bits.view(torch.float32).reshape(-1, 512)
     for rounding in ("nearest", *(("stochastic",) if format.kind != "codebook" else ())):
-        compare("encode", OPS["encode"].args(x, format.name, rounding, seed=11), backend, f"{format} {rounding}")
+        compare(
+            "encode",
+            OPS["encode"].args(x, format.name, rounding, rng=torch.tensor([11, 0])),
+            backend,
+            f"{format} {rounding}",
+        )
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if OPS[op].tolerance is None])
@@ -99,7 +104,13 @@ def test_large_ragged(backend: str, scheme: scaling.Scheme) -> None:
         )
         global_scale = run("global_scale", OPS["global_scale"].args(x, scheme.name))[0] if scheme.global_scale else None
         rounding = "nearest" if scheme.format.kind == "codebook" or index == 0 else "stochastic"
-        more = {"rounding": rounding, "seed": 5, "step": 2, "stream": 3, "offset": 1 << 33, "pitch": 50_000}
+        more = {
+            "rounding": rounding,
+            "rng": torch.tensor([5, 2]),
+            "stream": 3,
+            "offset": 1 << 33,
+            "pitch": 50_000,
+        }
         what = f"{scheme} [{rows}, {cols}] {rounding}"
         compare("quantize", OPS["quantize"].args(x, scheme.name, global_scale, **more), backend, what)
         compare(

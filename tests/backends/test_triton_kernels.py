@@ -25,7 +25,7 @@ from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEAREST = launch.Rounding(False, 0, 0, 0, 0, 0)
+NEAREST = launch.Rounding()
 
 #: Small tiles, so that small matrices meet every way of cutting: several blocks a tile, several tiles a block.
 SMALL = spec.Target(whole=512, usual=256)
@@ -99,7 +99,10 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
     expected = reference.dequantize(codes, scheme, scale, zero_point, global_scale, x.dtype)
 
     x, global_scale_there = x.to(DEVICE), None if global_scale is None else global_scale.to(DEVICE)
-    rounding = launch.Rounding(stochastic, *(random or (0, 0, 0, 0, 0)))
+    rounding = launch.Rounding()
+    if random is not None:
+        seed_step = torch.tensor([random.seed, random.step], device=DEVICE)
+        rounding = launch.Rounding(seed_step, random.stream, random.offset, random.pitch)
     outs = [torch.full_like(t, 77).to(DEVICE) for t in (stored, scale) + ((zero_point,) if scheme.affine else ())]
     launch.run(launch.quantize_dynamic(x, scheme, global_scale_there, outs[0], outs[1], [*outs, None][2], rounding))
     for out, want in zip(outs, (stored, scale, zero_point), strict=False):
@@ -138,13 +141,13 @@ def test_gradients_of_blocks_in_pieces(small_tiles, name):
 # -- random bits -------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=spec.GENERAL)
 def random_kernel(
-    each_ptr, eights_ptr, seed: tl.int64, step: tl.int64, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
+    each_ptr, eights_ptr, rng_ptr, stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.arange(0, R), tl.arange(0, C)
     at = row[:, None] * C + col[None, :]
-    tl.store(each_ptr + at, rng.each(row, col, seed, step, stream_id, offset, pitch))
-    tl.store(eights_ptr + at, rng.eights(row, 0, seed, step, stream_id, offset, pitch, R, C))
+    tl.store(each_ptr + at, rng.each(row, col, rng_ptr, stream_id, offset, pitch))
+    tl.store(eights_ptr + at, rng.eights(row, 0, rng_ptr, stream_id, offset, pitch, R, C))
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
@@ -172,7 +175,8 @@ def test_philox_of_this_file_gives_the_published_numbers():
 def test_random_bits_of_the_kernels(seed, step, stream, offset, pitch):
     each, eights = (torch.empty(4, 16, dtype=torch.int32, device=DEVICE) for _ in range(2))
     with np.errstate(over="ignore"):
-        random_kernel[(1,)](each, eights, seed, step, stream, offset, pitch, R=4, C=16)
+        seed_step = torch.tensor([seed, step], device=DEVICE)
+        random_kernel[(1,)](each, eights, seed_step, stream, offset, pitch, R=4, C=16)
     for r in range(4):
         for c in range(16):
             i = (offset + r * pitch + c) % 2**64

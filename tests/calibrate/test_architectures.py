@@ -135,7 +135,7 @@ def test_a_model_is_calibrated_and_computes_what_its_codes_stand_for(name):
     batches = [MODELS[name][1](length) for length in (9, 12)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = lb.calibrate(plain, batches, RECIPE)
+        found = lb.calibrate(plain, RECIPE, batches)
     unreached = {str(w.message).split("reaches ")[1].split(";")[0] for w in caught if "reaches" in str(w.message)}
     assert not any("takes the place of" in str(w.message) for w in caught)
 
@@ -180,7 +180,7 @@ def test_the_loss_of_a_decoder_is_that_of_its_tokens(name):
     model = built(name)
     batch = MODELS[name][1](9)
     batch["decoder_attention_mask"] = torch.ones(2, 9, dtype=torch.int64).tril(6)
-    found, expected = (lb.calibrate(model, [batch], RECIPE, loss=loss) for loss in (None, next_tokens))
+    found, expected = (lb.calibrate(model, RECIPE, [batch], loss=loss) for loss in (None, next_tokens))
     for layer, weight in found.weights.items():
         assert torch.equal(weight.codes, expected.weights[layer].codes), layer
 
@@ -259,7 +259,7 @@ def test_what_is_written_in_place_gets_the_codes_of_what_is_not(network):
     for inplace in (False, True):
         torch.manual_seed(0)
         model = network(inplace).eval()
-        found = lb.calibrate(model, batches, RECIPE, skip=())
+        found = lb.calibrate(model, RECIPE, batches, skip=())
         report = lb.quantize_(model, RECIPE, found, skip=())
         assert not report.left and ("conv1" if network is ResNet else "head") in report.converted
         calibrations.append(found)

@@ -20,7 +20,7 @@ def pair(*layers: nn.Module, recipe: str, batches: list[Tensor]) -> tuple[nn.Mod
     plain = nn.Sequential(*copy.deepcopy(layers)).eval()
     made = copy.deepcopy(plain)
     static = lb.recipe(recipe).static
-    lb.quantize_(made, recipe, lb.calibrate(plain, batches, recipe, "nearest") if static else None, skip=())
+    lb.quantize_(made, recipe, lb.calibrate(plain, recipe, batches, "nearest") if static else None, skip=())
     return made, plain
 
 
@@ -145,7 +145,7 @@ def test_a_model_that_was_calibrated_with_a_transform_is_refused(monkeypatch):
     monkeypatch.setitem(MAPS, "Normed", (Map("norm", ("up",)),))
     plain, batches = nn.Sequential(Normed()).eval(), [torch.randn(32, 16)]
     made = copy.deepcopy(plain)
-    lb.quantize_(made, "int8", lb.calibrate(plain, batches, "int8", ("smoothquant", "nearest")))
+    lb.quantize_(made, "int8", lb.calibrate(plain, "int8", batches, ("smoothquant", "nearest")))
     assert not torch.equal(made[0].norm.weight, plain[0].norm.weight)
     with pytest.raises(ValueError, match=r"0\.norm\.weight is not what it is in the plain model"):
         lb.correct_bias_(made, plain, batches)

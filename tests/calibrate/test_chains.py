@@ -117,7 +117,7 @@ def _data_between(model: Model, x: Tensor) -> Tensor:
 
 def _codes(model: nn.Module, recipe: str, method: str | None) -> dict[str, list[Tensor]]:
     torch.manual_seed(1)
-    found = lb.calibrate(model, [torch.randn(2, 6, 8) for _ in range(2)], recipe, method, skip=())
+    found = lb.calibrate(model, recipe, [torch.randn(2, 6, 8) for _ in range(2)], method, skip=())
     scales = {f"{name} input": list(given[0]) for name, given in found.inputs.items()}
     codes = {name: [q.codes, q.scale] for name, q in found.weights.items()}
     return {name: [t for t in ts if isinstance(t, Tensor)] for name, ts in (codes | scales).items()}
@@ -164,7 +164,7 @@ def _process(rank: int, path: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
         model = Model((_plain, _skips)[rank])
-        lb.calibrate(model, [torch.randn(2, 6, 8)], *CASES[1], skip=()).save(f"{path}/{rank}")
+        lb.calibrate(model, CASES[1][0], [torch.randn(2, 6, 8)], CASES[1][1], skip=()).save(f"{path}/{rank}")
     finally:
         dist.destroy_process_group()
 
@@ -192,7 +192,7 @@ def test_stages_of_growing_width_are_taken_whole() -> None:
     stages = nn.Sequential(Stage(8, 8), Stage(8, 16))
     model = nn.Sequential(stages, nn.LayerNorm(16), nn.Linear(16, 4))
     assert not Chain(list(stages)).record(model, [torch.randn(2, 8)])
-    found = lb.calibrate(model, [torch.randn(32, 8)], "int8-static", skip=())
+    found = lb.calibrate(model, "int8-static", [torch.randn(32, 8)], skip=())
     assert len(found.inputs) == 3
 
 
@@ -207,7 +207,7 @@ def test_an_encoder_and_a_decoder_of_transformers_keep_no_cache() -> None:
     batches = [{"input_ids": tokens, "decoder_input_ids": tokens[:, :5]}]
     before = model(**batches[0]).logits
     for recipe in ("int8-static", "int4-weight-only:group32"):
-        found = lb.calibrate(model, batches, recipe)
+        found = lb.calibrate(model, recipe, batches)
         assert {row.method for row in found.rows.values()} <= {"signed", "nearest", "guided-gptq"}
     assert torch.equal(model(**batches[0]).logits, before)
     assert model.config.use_cache and model.decoder.config.use_cache

@@ -34,7 +34,7 @@ def model() -> GPT:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("calibration") / "saved"
-    lb.calibrate(model(), [torch.arange(16).reshape(2, 8)], RECIPES, ("smoothquant", "gptq")).save(directory)
+    lb.calibrate(model(), RECIPES, [torch.arange(16).reshape(2, 8)], ("smoothquant", "gptq")).save(directory)
     return directory
 
 
@@ -129,7 +129,7 @@ def test_tensors_of_other_shapes_and_dtypes_are_refused(saved, tmp_path):
 def test_layers_of_every_kind_come_back(tmp_path, dtype):
     layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 30), nn.MultiheadAttention(30, 2))
     layers = layers.to(dtype)
-    made = lb.calibrate(layers, None, "int4-weight-only:group16", "search")
+    made = lb.calibrate(layers, "int4-weight-only:group16", None, "search")
     made.save(tmp_path)
     again = lb.Calibration.load(tmp_path)
     assert again.rows == made.rows and len(made.rows) >= 3

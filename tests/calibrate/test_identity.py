@@ -164,7 +164,7 @@ def test_another_loss_or_method_is_another_run(tmp_path):
     model, batches = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), [torch.randn(8, 32)]
 
     def calibrated(**more: object) -> lb.Calibration:
-        return lb.calibrate(model, batches, "int4-weight-only:group32", directory=tmp_path / "run", **more)
+        return lb.calibrate(model, "int4-weight-only:group32", batches, directory=tmp_path / "run", **more)
 
     first = calibrated(loss=loss)
     assert calibrated(loss=loss).rows == first.rows
@@ -174,7 +174,7 @@ def test_another_loss_or_method_is_another_run(tmp_path):
         calibrated()
     with pytest.raises(ValueError, match="the loss cannot be told from others: pickle cannot write"):
         lb.calibrate(
-            model, batches, "int8", directory=tmp_path / "new", loss=partial(loss, other=threading.Lock())
+            model, "int8", batches, directory=tmp_path / "new", loss=partial(loss, other=threading.Lock())
         )  # fmt: skip
     assert not (tmp_path / "new").exists()
 
@@ -182,11 +182,11 @@ def test_another_loss_or_method_is_another_run(tmp_path):
         return lb.quantize(weight * factor, scheme)
 
     mine = [METHODS["search"]._replace(solve=partial(solve, factor=factor)) for factor in (1.0, 0.5)]
-    made = lb.calibrate(model, batches, "int8", mine[0], directory=tmp_path / "method")
-    assert lb.calibrate(model, batches, "int8", mine[0], directory=tmp_path / "method").rows == made.rows
+    made = lb.calibrate(model, "int8", batches, mine[0], directory=tmp_path / "method")
+    assert lb.calibrate(model, "int8", batches, mine[0], directory=tmp_path / "method").rows == made.rows
     for other in (mine[1], "search"):
         with pytest.raises(ValueError, match=r"of another run: its method is 'search minmax [0-9a-f]+', here it is"):
-            lb.calibrate(model, batches, "int8", other, directory=tmp_path / "method")
+            lb.calibrate(model, "int8", batches, other, directory=tmp_path / "method")
 
 
 @pytest.mark.parametrize("batches", [None, [torch.ones(4, 32)]], ids=["without data", "with data"])

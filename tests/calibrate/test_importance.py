@@ -142,7 +142,7 @@ def test_what_no_loss_depends_on_does_not_count():
     for method in ("gptq", "guided-gptq"):
         options = {"loss": looked_at} if method == "guided-gptq" else {}
         found = copy.deepcopy(model)
-        lb.quantize_(found, RECIPE, lb.calibrate(model, data, RECIPE, method, **options))
+        lb.quantize_(found, RECIPE, lb.calibrate(model, RECIPE, data, method, **options))
         with torch.no_grad():
             lost[method] = sum(float((found(x) - model(x))[:, :16].square().sum()) for x in data)
     assert lost["guided-gptq"] < 0.9 * lost["gptq"]
@@ -151,8 +151,8 @@ def test_what_no_loss_depends_on_does_not_count():
 def test_a_run_that_saves_its_blocks_finds_the_same_bits(tmp_path):
     torch.manual_seed(0)
     model = Model()
-    whole = lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
-    again = lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=(), directory=tmp_path)
+    whole = lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=())
+    again = lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=(), directory=tmp_path)
     for name, weight in whole.weights.items():
         assert torch.equal(weight.codes, again.weights[name].codes)
         assert torch.equal(weight.scale, again.weights[name].scale)
@@ -161,11 +161,11 @@ def test_a_run_that_saves_its_blocks_finds_the_same_bits(tmp_path):
 def test_what_is_refused():
     model = Model()
     with pytest.raises(ValueError, match="only method='guided-gptq' looks at a loss"):
-        lb.calibrate(model, batches(), RECIPE, "gptq", loss=next_tokens)
+        lb.calibrate(model, RECIPE, batches(), "gptq", loss=next_tokens)
     with pytest.raises(ValueError, match=r"gradient of the loss at layer 'first' holds NaN or Inf in batch 0"):
-        lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=(), loss=lambda y, x: (y.sum() - y.sum()).sqrt())
+        lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=(), loss=lambda y, x: (y.sum() - y.sum()).sqrt())
     with pytest.raises(ValueError, match="needs data"):
-        lb.calibrate(model, None, RECIPE, "guided-gptq")
+        lb.calibrate(model, RECIPE, None, "guided-gptq")
 
 
 class Detached(Stack):
@@ -177,17 +177,17 @@ def test_without_a_gradient_the_default_is_gptq():
     torch.manual_seed(0)
     model = Detached()
     with pytest.warns(UserWarning, match="gptq takes the place of guided-gptq"):
-        made = lb.calibrate(model, batches(), RECIPE, skip=())
-    plain = lb.calibrate(model, batches(), RECIPE, "gptq", skip=())
+        made = lb.calibrate(model, RECIPE, batches(), skip=())
+    plain = lb.calibrate(model, RECIPE, batches(), "gptq", skip=())
     assert {row.method for row in made.rows.values()} == {"gptq"}
     assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in plain.weights.items())
     with pytest.raises(ValueError, match=r"is there a no_grad in the model.*method='gptq'"):
-        lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
+        lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=())
 
 
 def test_the_default_is_guided():
     torch.manual_seed(0)
     model = Stack()
-    made = lb.calibrate(model, batches(), RECIPE, skip=())
-    guided = lb.calibrate(model, batches(), RECIPE, "guided-gptq", skip=())
+    made = lb.calibrate(model, RECIPE, batches(), skip=())
+    guided = lb.calibrate(model, RECIPE, batches(), "guided-gptq", skip=())
     assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in guided.weights.items())

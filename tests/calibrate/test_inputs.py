@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from support.layers import STATIC
 from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import OBSERVERS
 from lowbit.calibrate.observers import Ranges, find_observer
-from lowbit.recipes import STATIC_RECIPES
 
 SCHEMES = ("int8:tensor", "uint8:tensor:affine", "fp8_e4m3:tensor", "int8:col", "int4:tensor")
 
@@ -119,7 +119,7 @@ def test_zeros_do_not_change_the_range_of_least_entropy(scheme):
 
 def test_moving_averages_follow_the_batches():
     batches = [torch.full((2, 3), float(k)) for k in (1, 2, 3)]
-    low, high = OBSERVERS["moving_average"].range(seen(batches))
+    low, high = OBSERVERS["moving-average"].range(seen(batches))
     expected = 1.0
     for k in (2.0, 3.0):
         expected += 0.01 * (k - expected)
@@ -156,10 +156,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8)).eval()
 
 
-@pytest.mark.parametrize("recipe", STATIC_RECIPES)
+@pytest.mark.parametrize("recipe", STATIC)
 def test_a_static_layer_multiplies_the_codes_of_its_scales(recipe):
     plain, x = model(), torch.randn(64, 24)
-    made = lb.calibrate(plain, [x], recipe, "nearest")
+    made = lb.calibrate(plain, recipe, [x], "nearest")
     quantized = copy.deepcopy(plain)
     lb.quantize_(quantized, recipe, made)
     layer, rows = quantized[0], torch.randn(5, 24) * 2
@@ -177,7 +177,7 @@ def test_a_static_layer_multiplies_the_codes_of_its_scales(recipe):
 
 def test_static_scales_are_saved_copied_and_refused_where_they_do_not_fit(tmp_path):
     plain, x = model(), torch.randn(64, 24)
-    made = lb.calibrate(plain, [x], "int8-static-affine", ("search", "mse"))
+    made = lb.calibrate(plain, "int8-static-affine", [x], ("search", "mse"))
     assert {observer for _, observer in made.inputs.values()} == {"mse"}
     made.save(tmp_path / "calibration")
     quantized, again = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -204,7 +204,7 @@ def test_static_scales_are_saved_copied_and_refused_where_they_do_not_fit(tmp_pa
 def test_tied_layers_have_input_scales_of_their_own():
     tied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     tied[2].weight = tied[0].weight
-    made = lb.calibrate(tied, [torch.randn(64, 16) * 5], "int8-static")
+    made = lb.calibrate(tied, "int8-static", [torch.randn(64, 16) * 5])
     lb.quantize_(tied, "int8-static", made)
     assert tied[0].codes is tied[2].codes
     assert not torch.equal(tied[0].input_scale, tied[2].input_scale)
@@ -215,16 +215,16 @@ def test_static_recipes_need_data_and_their_calibration():
     with pytest.raises(ValueError, match="'int8-static' quantizes inputs by scales that come from data"):
         lb.quantize_(plain, "int8-static")
     with pytest.raises(ValueError, match=r"'int8-static' quantizes inputs by scales.*give batches"):
-        lb.calibrate(plain, None, "int8-static", "search")
+        lb.calibrate(plain, "int8-static", None, "search")
 
     class Aside(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return self[0](x)
 
     with pytest.raises(ValueError, match=r"layer '1': no batch reaches it.*leave it out with skip"):
-        lb.calibrate(Aside(nn.Linear(24, 4), nn.Linear(4, 4)), [x], "int8-static", "nearest")
+        lb.calibrate(Aside(nn.Linear(24, 4), nn.Linear(4, 4)), "int8-static", [x], "nearest")
     by_row = lb.Recipe(lb.Gemm(lb.Cast("int8:row", scale="static"), "int8:row"))
     with pytest.raises(ValueError, match="static scales are the same for every row"):
-        lb.calibrate(plain, [x], by_row)
+        lb.calibrate(plain, by_row, [x])
     with pytest.raises(ValueError, match="only percentile takes a share"):
         find_observer("percentile:101")

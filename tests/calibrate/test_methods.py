@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import METHODS, OBSERVERS, TRANSFORMS
 from lowbit.calibrate.choice import choose
-from lowbit.calibrate.methods import default_method, gptq
+from lowbit.calibrate.methods import Method, default_method, gptq
 from lowbit.calibrate.methods.gptq import damped
 from lowbit.calibrate.statistics import Statistics
-from lowbit.datafree import scales
+from lowbit.datafree import RULES, scales
 
 SCHEMES = (
     "int4:group32", "int4:row", "int8:row", "int4:tensor", "int4:block16x16", "uint4:group32:affine", "nf4", "mxfp4",
@@ -207,6 +209,8 @@ def test_names_of_methods():
     assert choose(None).weights is None
     assert choose("LS_GPTQ").weights is METHODS["ls-gptq"]
     assert choose(METHODS["hqq"]).weights is METHODS["hqq"]
+    assert choose("moving_average").inputs is choose("Moving-Average").inputs is OBSERVERS["moving-average"]
+    assert all(name == name.lower().replace("_", "-") for name in (*METHODS, *OBSERVERS, *TRANSFORMS, *lb.RECIPES))
     several = choose(("smoothquant", "awq", "search", "entropy"))
     assert several[:3] == (METHODS["search"], OBSERVERS["entropy"], (TRANSFORMS["smoothquant"], TRANSFORMS["awq"]))
     assert not several.rotated and choose(("hadamard", "gptq"))[::3] == (METHODS["gptq"], True)
@@ -221,6 +225,39 @@ def test_names_of_methods():
         choose("entropy:3")
     with pytest.raises(TypeError, match=r"a method is a name.*got int"):
         choose([3])
+
+
+def test_a_method_of_a_third_party_is_known_by_name():
+    def halved(weight, scheme, statistics):
+        return lb.quantize(weight / 2, scheme)
+
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
+    expected = lb.quantize(model[0].weight.detach() / 2, "int8:row")
+    lb.register_method(Method("mine-half", "half of each weight", halved))
+    lb.register_method(Method("mine-data", "half of each weight, with data", halved, "squares", "squares"))
+    try:
+        for row in ("mine_half", "mine-data"):
+            found = lb.calibrate(model, "int8", [x], row)
+            assert found.rows["0"].method == row.replace("_", "-")
+            deployed = copy.deepcopy(model)
+            lb.quantize_(deployed, "int8", found)
+            assert torch.equal(deployed[0].weight.codes, expected.codes)
+        changed = copy.deepcopy(model)
+        lb.quantize_(changed, "int8", method="mine_half")
+        assert torch.equal(changed[0].weight.codes, expected.codes), "data-free methods serve quantize_"
+        with pytest.raises(ValueError, match=r"takes methods without data.*mine-half.*lowbit\.calibrate"):
+            lb.quantize_(nn.Sequential(nn.Linear(8, 8)), "int8", method="mine-data")
+        with pytest.raises(ValueError, match=r"unknown method 'mine-hlaf' \(did you mean mine-half\?\)"):
+            choose("mine-hlaf")
+        for name in ("gptq", "mine-half", "awq", "hadamard", "minmax", "moving-average"):
+            with pytest.raises(ValueError, match=f"the name '{name}' is taken"):
+                lb.register_method(Method(name, "", halved))
+        with pytest.raises(ValueError, match="lower case letters and digits"):
+            lb.register_method(Method("moving_half", "", halved))
+        with pytest.raises(TypeError, match="expected a Method, got str"):
+            lb.register_method("gptq")
+    finally:
+        del METHODS["mine-half"], METHODS["mine-data"], RULES["mine-half"]
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_files_have_the_bits_of_quantizing_in_memory(tmp_path, name, dtype, reci
         progress=lambda what, done, total: told.append((done, total)),
     )  # fmt: skip
     model = kind.from_pretrained(tmp_path / "plain", dtype="auto").eval()
-    found = lb.calibrate(model, None, recipe, method, skip=skip) if method != "nearest" else None
+    found = lb.calibrate(model, recipe, None, method, skip=skip) if method != "nearest" else None
     expected = lb.quantize_(model, recipe, found, skip=skip)
     assert str(report) == str(expected) and report.left == expected.left
     assert told == [(i, len(told)) for i in range(len(told))] and len(told) > 2
@@ -131,7 +131,7 @@ def test_a_checkpoint_three_times_the_memory_is_quantized(tmp_path, recipe, meth
     assert done.returncode == 0, done.stderr
     assert "can't allocate memory" in done.stdout, "the limit is no limit"
     batches = [torch.randn(32, 1024, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    lb.quantize_(model, recipe, lb.calibrate(model, batches, recipe, method) if method else None)
+    lb.quantize_(model, recipe, lb.calibrate(model, recipe, batches, method) if method else None)
     with empty_weights():
         empty = large(layers)
     assert same(lb.load_model(tmp_path / "out", empty), model)
@@ -159,7 +159,7 @@ def test_files_have_the_bits_of_calibrating_in_memory(tmp_path, name, dtype, rec
         tmp_path / "plain", recipe, tmp_path / "out", method, batches=DATA, skip=skip, shard_bytes=30_000
     )
     model = kind.from_pretrained(tmp_path / "plain", dtype="auto").eval()
-    found = lb.calibrate(model, DATA, recipe, method, skip=skip)
+    found = lb.calibrate(model, recipe, DATA, method, skip=skip)
     expected = lb.quantize_(model, recipe, found, skip=skip)
     assert str(report) == str(expected) and report.left == expected.left
     assert same(lb.load_model(tmp_path / "out"), model)

@@ -21,6 +21,7 @@ from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.methods import signround
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import Statistics
+from lowbit.recipes import plan
 
 ROOT = os.path.dirname(os.path.dirname(lb.__file__))
 
@@ -67,7 +68,7 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
 def test_the_inputs_of_a_block_are_those_that_quantized_blocks_before_it_give():
     """The oracle: the whole model run with hooks, after the blocks before were quantized by hand."""
     model, batches = Stack(), tokens()
-    calibration = lb.calibrate(model, batches, "int4-weight-only:group32", "gptq", skip=())
+    calibration = lb.calibrate(model, "int4-weight-only:group32", batches, "gptq", skip=())
     reference = copy.deepcopy(model).eval()
     called = (("gate", "up"), ("down",))  # in this order, those together that are given the same
     stages = [[f"blocks.{i}.{n}" for n in names] for i in range(3) for names in called] + [["out"]]
@@ -92,7 +93,7 @@ def test_the_inputs_of_a_block_are_those_that_quantized_blocks_before_it_give():
 def test_the_model_stays_as_it_is_and_quantize_takes_the_codes():
     model = Stack().train()
     before, hidden = copy.deepcopy(model), model.blocks[0].forward
-    calibration = lb.calibrate(model, tokens(), "int4-weight-only:group32")
+    calibration = lb.calibrate(model, "int4-weight-only:group32", tokens())
     assert same_state(model, before)
     assert all(module.training for module in model.modules())
     assert model.blocks[0].forward == hidden
@@ -112,11 +113,39 @@ def test_batches_are_passed_as_the_model_takes_them(form):
     batches = {
         "positional": given, "tuple": [(t, mask) for t in given], "dict": [{"tokens": t, "mask": mask} for t in given]
     }[form]  # fmt: skip
-    made = lb.calibrate(model, iter(batches), "int4-weight-only:group32", "gptq", skip=())
+    made = lb.calibrate(model, "int4-weight-only:group32", iter(batches), "gptq", skip=())
     blended = form != "positional"
-    plain = lb.calibrate(model, given, "int4-weight-only:group32", "gptq", skip=())
+    plain = lb.calibrate(model, "int4-weight-only:group32", given, "gptq", skip=())
     assert torch.equal(made.weights["blocks.0.up"].codes, plain.weights["blocks.0.up"].codes)
     assert torch.equal(made.weights["blocks.1.up"].codes, plain.weights["blocks.1.up"].codes) != blended
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given"),
+    [
+        ("int8", [torch.ones(2, 24)]),
+        (lb.recipe("int8"), (torch.ones(2, 24),)),
+        ({"0": "int8"}, [{"input": torch.ones(2, 24)}]),
+        (plan("int8"), [(torch.ones(2, 24),)]),
+        ("int8", None),
+    ],
+    ids=["name", "recipe", "by layer", "plan", "no data"],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_recipe_and_batches_are_told_apart_by_their_types(recipe, given, swapped):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 4))
+    first, second = (given, recipe) if swapped else (recipe, given)
+    found = lb.calibrate(model, first, second, "search")
+    assert found.rows["0"].recipe == lb.recipe("int8") and (found.rows["0"].output_sqnr is None) == (given is None)
+
+
+def test_one_batch_is_not_taken_for_a_recipe():
+    model, one = nn.Sequential(nn.Linear(24, 4)), {"input": torch.ones(2, 24)}
+    with pytest.raises(TypeError, match=r"expected several of them, got one dict; write \[batch\]"):
+        lb.calibrate(model, {"*": "int8"}, one)
+    with pytest.raises(TypeError, match="a recipe is a Recipe or one of"):
+        lb.calibrate(model, one, "int8")
 
 
 def test_padding_does_not_count():
@@ -130,7 +159,7 @@ def test_padding_does_not_count():
 
     model, x = Masked(), torch.randn(3, 40, 16)
     mask = torch.arange(40) < torch.tensor([[40], [10], [25]])
-    made = lb.calibrate(model, [{"x": x, "attention_mask": mask.long()}], "int4-weight-only:group16", "gptq")
+    made = lb.calibrate(model, "int4-weight-only:group16", [{"x": x, "attention_mask": mask.long()}], "gptq")
     statistics = Statistics(16, "gram")
     statistics.update(x[mask])
     expected = METHODS["gptq"].solve(model.linear.weight.detach(), lb.scheme("int4:group16"), statistics)
@@ -140,7 +169,7 @@ def test_padding_does_not_count():
 def test_a_model_without_blocks_is_taken_whole():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     x = torch.randn(200, 16)
-    calibration = lb.calibrate(model, [x], "int4-weight-only:group16", "gptq")
+    calibration = lb.calibrate(model, "int4-weight-only:group16", [x], "gptq")
     hidden = Statistics(32, "gram")
     hidden.update(model[:2](x))
     expected = METHODS["gptq"].solve(model[2].weight.detach(), lb.scheme("int4:group16"), hidden)
@@ -170,7 +199,7 @@ def test_learned_rounding_comes_closer_to_the_outputs_of_blocks(recipe):
 
     def error(how):
         other = copy.deepcopy(model)
-        made = lb.calibrate(model, batches, recipe, how, skip=())
+        made = lb.calibrate(model, recipe, batches, how, skip=())
         lb.quantize_(other, recipe, made, skip=())
         with torch.no_grad():
             found = [other.blocks[0](other.embed(batch))[0] for batch in batches]
@@ -181,14 +210,14 @@ def test_learned_rounding_comes_closer_to_the_outputs_of_blocks(recipe):
     assert made.rows["blocks.0.up"].method == "signround"
     assert same_state(model, before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    again = lb.calibrate(model, batches, recipe, method, skip=())
+    again = lb.calibrate(model, recipe, batches, method, skip=())
     assert all(torch.equal(q.codes, again.weights[name].codes) for name, q in made.weights.items())
 
 
 def test_blocks_that_are_no_chain_are_taken_whole():
     model, x = Twice(), torch.randn(30, 16)
     assert not Chain(model.blocks).record(model, [x])
-    calibration = lb.calibrate(model.eval(), [x], "int4-weight-only:group16", "gptq")
+    calibration = lb.calibrate(model.eval(), "int4-weight-only:group16", [x], "gptq")
     inputs = Statistics(16, "gram")
     first = model.blocks[0].norm
     hook = first.register_forward_hook(lambda m, args, y: inputs.update(y))
@@ -200,7 +229,7 @@ def test_blocks_that_are_no_chain_are_taken_whole():
     assert torch.equal(calibration.weights["blocks.0.up"].codes, expected.codes)
     for method in ("ls-gptq", "signround"):
         with pytest.raises(ValueError, match=rf"{method} compares blocks.*use method='gptq'"):
-            lb.calibrate(model, [x], "int4-weight-only:group16", method)
+            lb.calibrate(model, "int4-weight-only:group16", [x], method)
 
 
 def test_layers_of_every_class_are_calibrated():
@@ -216,7 +245,7 @@ def test_layers_of_every_class_are_calibrated():
             return self.linear(self.attention(y, y, y, need_weights=False)[0])
 
     model, x = Mixed().eval(), torch.randn(4, 3, 6, 6)
-    calibration = lb.calibrate(model, [x], "int8-weight-only", "gptq")
+    calibration = lb.calibrate(model, "int8-weight-only", [x], "gptq")
     assert set(calibration.rows) == {"conv", "attention", "attention#1", "attention#2", "attention#3", "linear"}
     plain = model(x)
     lb.quantize_(model, "int8-weight-only", calibration)
@@ -226,7 +255,7 @@ def test_layers_of_every_class_are_calibrated():
 def test_tied_layers_are_calibrated_once_and_stay_tied():
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     model[2].weight = model[0].weight
-    calibration = lb.calibrate(model, [torch.randn(64, 16)], "int8-weight-only")
+    calibration = lb.calibrate(model, "int8-weight-only", [torch.randn(64, 16)])
     assert list(calibration.rows) == ["0"]
     lb.quantize_(model, "int8-weight-only", calibration)
     assert model[2].codes is model[0].codes
@@ -235,7 +264,7 @@ def test_tied_layers_are_calibrated_once_and_stay_tied():
 def test_a_calibration_is_saved_and_loaded_in_every_bit(tmp_path):
     model = Stack()
     for recipe in ("int4-weight-only:group32", "uint4-weight-only", "nvfp4-weight-only", "mxfp4"):
-        made = lb.calibrate(model, tokens(), recipe, "search")
+        made = lb.calibrate(model, recipe, tokens(), "search")
         made.save(tmp_path / recipe)
         again = lb.Calibration.load(tmp_path / recipe)
         assert again.rows == made.rows
@@ -251,7 +280,7 @@ def test_a_calibration_is_saved_and_loaded_in_every_bit(tmp_path):
 
 
 def test_damaged_and_strange_files_are_refused(tmp_path):
-    lb.calibrate(Stack(1), None, "int8", "search").save(tmp_path)
+    lb.calibrate(Stack(1), "int8", None, "search").save(tmp_path)
     config = tmp_path / "calibration.json"
     told = json.loads(config.read_text())
     config.write_text(json.dumps({**told, "data": "edited"}))
@@ -275,7 +304,7 @@ def test_damaged_and_strange_files_are_refused(tmp_path):
 
 def test_another_model_recipe_or_choice_of_layers_is_named():
     model = Stack()
-    made = lb.calibrate(model, tokens(), "int4-weight-only:group32")
+    made = lb.calibrate(model, "int4-weight-only:group32", tokens())
     with pytest.raises(ValueError, match=r"calibration of 'blocks.0.up' is for .*group32.* quantize_ is to use nf4"):
         lb.quantize_(model, "nf4", made)
     other = copy.deepcopy(model)
@@ -291,7 +320,7 @@ def test_another_model_recipe_or_choice_of_layers_is_named():
 def test_recipes_by_layer_and_layers_that_are_left():
     model = Stack()
     recipe = {"*": "int4-weight-only:group32", "*.down": "int8", "out": None}
-    made = lb.calibrate(model, tokens(), recipe)
+    made = lb.calibrate(model, recipe, tokens())
     assert {row.recipe.name for name, row in made.rows.items() if name.endswith("down")} == {"int8"}
     assert "out" not in made.rows
     lb.quantize_(model, recipe, made)
@@ -308,7 +337,7 @@ def test_layers_that_had_the_same_inputs_until_now_are_counted_apart():
             return self.a(x) + self.b(x.flip(-1) if apart else x)
 
     model, x = Branching(), torch.randn(50, 16)
-    made = lb.calibrate(model, [(x, False), (x, True)], "int4-weight-only:group16", "gptq")
+    made = lb.calibrate(model, "int4-weight-only:group16", [(x, False), (x, True)], "gptq")
     for name, inputs in (("a", (x, x)), ("b", (x, x.flip(-1)))):
         statistics = Statistics(16, "gram")
         for one in inputs:
@@ -327,7 +356,7 @@ def test_a_layer_that_no_batch_reaches_is_chosen_without_data():
 
     model = Aside()
     with pytest.warns(UserWarning, match="no batch reaches aside; its weight is chosen without data"):
-        made = lb.calibrate(model, tokens(), "int4-weight-only:group32", "gptq")
+        made = lb.calibrate(model, "int4-weight-only:group32", tokens(), "gptq")
     expected = METHODS["search"].solve(model.aside.weight.detach(), lb.scheme("int4:group32"), None)
     assert torch.equal(made.weights["aside"].codes, expected.codes)
     assert made.rows["aside"].method == "search"
@@ -338,35 +367,35 @@ def test_numbers_that_are_none_are_refused_by_layer_and_batch():
     model, batches = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.ones(3, 4) for _ in range(3)]
     batches[1][2, 3] = torch.nan
     with pytest.raises(ValueError, match=r"layer '0', batch 1: an input holds NaN or Inf"):
-        lb.calibrate(model, batches, "int8-weight-only")
+        lb.calibrate(model, "int8-weight-only", batches)
     model[1].weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"layer '1': 1 of the weight's 16 elements are NaN or Inf"):
-        lb.calibrate(model, [torch.ones(3, 4)], "int8-weight-only")
+        lb.calibrate(model, "int8-weight-only", [torch.ones(3, 4)])
 
 
 def test_what_cannot_be_calibrated_is_refused():
     model = Stack()
     with pytest.raises(ValueError, match="method 'gptq' needs data; give batches, or one of nearest"):
-        lb.calibrate(model, [], "int8", "gptq")
+        lb.calibrate(model, "int8", [], "gptq")
     with pytest.raises(ValueError, match=r"method 'hqq' cannot serve it: nf4.* is not of integers"):
-        lb.calibrate(model, tokens(), "nf4", "hqq")
+        lb.calibrate(model, "nf4", tokens(), "hqq")
     with pytest.raises(TypeError, match=r"a batch is a tensor, a tuple.*got str"):
-        lb.calibrate(model, ["text"], "int8", "gptq")
+        lb.calibrate(model, "int8", ["text"], "gptq")
     with pytest.raises(ValueError, match="unknown method 'magic'"):
-        lb.calibrate(model, tokens(), "int8", "magic")
+        lb.calibrate(model, "int8", tokens(), "magic")
     with torch.device("meta"):
         empty = Stack()
     with pytest.raises(ValueError, match="meta device and holds no numbers; load the model first"):
-        lb.calibrate(empty, None, "int8", "search")
+        lb.calibrate(empty, "int8", None, "search")
     lb.quantize_(model, "int8", skip=())
     with pytest.raises(ValueError, match="quantized"):
-        lb.calibrate(model, tokens(), "int8")
+        lb.calibrate(model, "int8", tokens())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_16_bits(dtype):
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).to(dtype), torch.randn(100, 32).to(dtype)
-    made = lb.calibrate(model, [x], "int4-weight-only:group16")
+    made = lb.calibrate(model, "int4-weight-only:group16", [x])
     lb.quantize_(model, "int4-weight-only:group16", made)
     assert model(x).dtype == dtype
     assert model[0].weight.dtype == dtype
@@ -378,7 +407,7 @@ def _process(rank: int, model: nn.Module, batches: list[Tensor], methods: list[s
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
         for method in methods:
-            lb.calibrate(model, batches[rank::2], "int4-weight-only:group32", method).save(f"{path}/{method}{rank}")
+            lb.calibrate(model, "int4-weight-only:group32", batches[rank::2], method).save(f"{path}/{method}{rank}")
     finally:
         dist.destroy_process_group()
 
@@ -387,7 +416,7 @@ def test_two_processes_with_half_of_the_batches_find_what_one_does(tmp_path):
     model, batches, methods = Stack(2), tokens(4), ["gptq", "guided-gptq"]
     mp.spawn(_process, (model, batches, methods, str(tmp_path)), nprocs=2)
     for method in methods:
-        whole = lb.calibrate(model, batches, "int4-weight-only:group32", method)
+        whole = lb.calibrate(model, "int4-weight-only:group32", batches, method)
         first, second = (lb.Calibration.load(tmp_path / f"{method}{rank}") for rank in range(2))
         for name, q in whole.weights.items():
             assert torch.equal(first.weights[name].codes, second.weights[name].codes), f"{method}: {name}"
@@ -418,7 +447,7 @@ def half_done(directory: str, stop: int, end) -> lb.Calibration:
             end()
 
     recipe = {"*": "int8-static", "*.down": "int4-weight-only:group32"}
-    return lb.calibrate(model, batches, recipe, ("smoothquant", "gptq"), directory=directory, progress=progress)
+    return lb.calibrate(model, recipe, batches, ("smoothquant", "gptq"), directory=directory, progress=progress)
 
 
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
@@ -449,36 +478,36 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
 
 def test_a_directory_of_another_run_is_refused(tmp_path):
     model, batches = Stack(2), tokens(2)
-    first = lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "a")
-    again = lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "a")
+    first = lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path / "a")
+    again = lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path / "a")
     assert again.rows == first.rows
     for name, (m, b, r, how) in {
         "model": (Stack(2), batches, "int8", "gptq"), "data": (model, tokens(2), "int8", "gptq"),
         "recipe": (model, batches, "nf4", "gptq"), "method": (model, batches, "int8", "search"),
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=rf"holds a calibration of another run: its {name} is"):
-            lb.calibrate(m, b, r, how, directory=tmp_path / "a")
+            lb.calibrate(m, r, b, how, directory=tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.txt").write_text("")
     with pytest.raises(ValueError, match="not empty and holds no run"):
-        lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path / "b")
+        lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path / "b")
 
 
 def test_what_a_kill_in_the_first_write_leaves_is_no_other_run(tmp_path):
-    run = lb.calibrate(Stack(1), None, "int8", "search", directory=tmp_path / "whole")
+    run = lb.calibrate(Stack(1), "int8", None, "search", directory=tmp_path / "whole")
     (tmp_path / "run").mkdir()
     for name in (f".run.json.{'a' * 16}.tmp", f".run.json.{'b' * 16}.tmp"):
         (tmp_path / "run" / name).write_text("{")
     model = Stack(1)
-    made = lb.calibrate(model, None, "int8", "search", directory=tmp_path / "run")
+    made = lb.calibrate(model, "int8", None, "search", directory=tmp_path / "run")
     assert made.rows.keys() == run.rows.keys() and not list((tmp_path / "run").glob(".*"))
     (tmp_path / "run" / f".calibration.json.{'c' * 16}.tmp").write_text("{")
-    assert lb.calibrate(model, None, "int8", "search", directory=tmp_path / "run").rows == made.rows
+    assert lb.calibrate(model, "int8", None, "search", directory=tmp_path / "run").rows == made.rows
     assert not list((tmp_path / "run").glob(".*"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / ".thesis.txt.tmp").write_text("")
     with pytest.raises(ValueError, match="not empty and holds no run"):
-        lb.calibrate(model, None, "int8", "search", directory=tmp_path / "other")
+        lb.calibrate(model, "int8", None, "search", directory=tmp_path / "other")
 
 
 def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
@@ -495,11 +524,11 @@ def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors, "write", full)
     with pytest.raises(OSError, match=rf"No space left.*finished in {tmp_path} is whole.*: '{tmp_path}/blocks/0002/"):
-        lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path)
+        lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path)
     monkeypatch.undo()
     done = []
-    made = lb.calibrate(model, batches, "int8", "gptq", directory=tmp_path, progress=lambda *row: done.append(row))
-    plain = lb.calibrate(model, batches, "int8", "gptq")
+    made = lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path, progress=lambda *row: done.append(row))
+    plain = lb.calibrate(model, "int8", batches, "gptq")
     assert made.rows == plain.rows
 
 

@@ -312,7 +312,7 @@ def test_what_it_refuses_and_warns_of():
 
 @pytest.mark.parametrize("measure", [
     lambda model, batches: lb.sensitivity(model, ["int8"], batches),
-    lambda model, batches: lb.calibrate(model, batches, "int8", "gptq"),
+    lambda model, batches: lb.calibrate(model, "int8", batches, "gptq"),
 ], ids=["sensitivity", "calibrate"])  # fmt: skip
 def test_what_is_no_list_of_batches_is_told_in_words(measure):
     model, tokens = Language(), torch.randint(20, (1, 8))

@@ -83,7 +83,7 @@ def test_smoothquant_shares_the_extremes(normed):
     x = [torch.randn(200, 24) for _ in range(2)]
     inputs = torch.cat([normed[0].norm(one) for one in x])
     weight = normed[0].up.weight.detach()
-    made = lb.calibrate(normed, x, "int8", ("smoothquant", "nearest"))
+    made = lb.calibrate(normed, "int8", x, ("smoothquant", "nearest"))
     factors = (inputs.abs().amax(0) / weight.abs().amax(0)).sqrt()  # both extremes become their geometric mean
     edit = next(edit for edit in made.edits if edit.name == "0.norm.weight")
     torch.testing.assert_close(edit.value, normed[0].norm.weight / factors, rtol=1e-4, atol=1e-6)
@@ -102,7 +102,7 @@ def test_large_columns_round_better(transform, recipe):
 
     def error(method):
         other = copy.deepcopy(model)
-        lb.quantize_(other, recipe, lb.calibrate(model, batches, recipe, method))
+        lb.quantize_(other, recipe, lb.calibrate(model, recipe, batches, method))
         with torch.no_grad():
             return sum(float((other(b) - model(b)).square().mean()) for b in batches)
 
@@ -111,7 +111,7 @@ def test_large_columns_round_better(transform, recipe):
 
 def test_transforms_are_saved_and_go_with_all_of_their_weights(tmp_path):
     model, batches = gpt(), tokens()
-    made = lb.calibrate(model, batches, "int8", ("smoothquant", "awq", "nearest"))
+    made = lb.calibrate(model, "int8", batches, ("smoothquant", "awq", "nearest"))
     made.save(tmp_path)
     again = lb.Calibration.load(tmp_path)
     one, other, part, edited = (copy.deepcopy(model) for _ in range(4))
@@ -128,7 +128,7 @@ def test_transforms_are_saved_and_go_with_all_of_their_weights(tmp_path):
 
 def test_transforms_need_data_and_a_map():
     with pytest.raises(ValueError, match="smoothquant needs data; give batches"):
-        lb.calibrate(gpt(), None, "int8", ("smoothquant", "search"))
+        lb.calibrate(gpt(), "int8", None, ("smoothquant", "search"))
     strange = nn.Sequential(Normed(), Normed())
     with pytest.raises(ValueError, match=r"awq needs to know which norm feeds.*add its class to .*MAPS"):
-        lb.calibrate(strange, [torch.randn(4, 24)], "int8", ("awq", "search"))
+        lb.calibrate(strange, "int8", [torch.randn(4, 24)], ("awq", "search"))

@@ -89,26 +89,26 @@ def same(a: lb.Calibration, b: lb.Calibration) -> None:
 
 @cache
 def of_plain(method: Any) -> lb.Calibration:
-    return lb.calibrate(Stack("plain"), batches(), RECIPE, method, skip=())
+    return lb.calibrate(Stack("plain"), RECIPE, batches(), method, skip=())
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", str(method)))
 @pytest.mark.parametrize("how", ["hidden", "inputs", "batches"])
 def test_blocks_written_in_place_get_the_codes_of_those_that_are_not(how, method):
     given, expected = batches(), of_plain(method)
-    made = lb.calibrate(Stack(how), given, RECIPE, method, skip=())
+    made = lb.calibrate(Stack(how), RECIPE, given, method, skip=())
     same(expected, made)
     assert all(torch.equal(a, b) for a, b in zip(given, batches(), strict=True)), "batches stay as they are"
 
 
 @pytest.mark.parametrize("how", ["hidden", "inputs", "batches"])
 def test_static_scales_of_inputs_too(how):
-    same(*(lb.calibrate(Stack(h), batches(), "int8-static", skip=()) for h in ("plain", how)))
+    same(*(lb.calibrate(Stack(h), "int8-static", batches(), skip=()) for h in ("plain", how)))
 
 
 @pytest.mark.parametrize("method", [None, "gptq"])
 def test_what_happens_between_blocks_is_not_lost(method):
-    same(*(lb.calibrate(Stack(h), batches(), RECIPE, method, skip=()) for h in ("between, plain", "between")))
+    same(*(lb.calibrate(Stack(h), RECIPE, batches(), method, skip=()) for h in ("between, plain", "between")))
 
 
 class Unlisted(nn.Module):
@@ -126,14 +126,14 @@ class Unlisted(nn.Module):
 
 def test_an_argument_that_each_block_writes_to_goes_from_block_to_block():
     model = Stack("arguments")
-    listed, whole = (lb.calibrate(m, batches(), RECIPE, "gptq", skip=()) for m in (model, Unlisted(model)))
+    listed, whole = (lb.calibrate(m, RECIPE, batches(), "gptq", skip=()) for m in (model, Unlisted(model)))
     for mine, theirs in zip(listed.weights.values(), whole.weights.values(), strict=True):
         assert torch.equal(mine.codes, theirs.codes)
 
 
 def test_calibration_changes_no_buffer_of_the_model():
     model = Stack("plain")
-    lb.calibrate(model, batches(), RECIPE, skip=())
+    lb.calibrate(model, RECIPE, batches(), skip=())
     assert float(model.calls) == 0
 
 
@@ -179,16 +179,16 @@ class Unrolled(nn.Module):
 
 def test_a_tensor_that_each_block_adds_to_goes_from_block_to_block():
     model = Carrying(adds=True)
-    whole = lb.calibrate(Unrolled(model), batches(), RECIPE, "gptq", skip=())
-    found = lb.calibrate(model, batches(), RECIPE, "gptq", skip=())
+    whole = lb.calibrate(Unrolled(model), RECIPE, batches(), "gptq", skip=())
+    found = lb.calibrate(model, RECIPE, batches(), "gptq", skip=())
     for mine, theirs in zip(found.weights.values(), whole.weights.values(), strict=True):
         assert torch.equal(mine.codes, theirs.codes)
 
 
 def test_a_tensor_that_is_the_same_for_all_blocks_leaves_them_a_chain():
     model = Carrying(adds=False)
-    whole = lb.calibrate(Unrolled(model), batches(), RECIPE, "gptq", skip=())
-    found = lb.calibrate(model, batches(), RECIPE, "gptq", skip=())
+    whole = lb.calibrate(Unrolled(model), RECIPE, batches(), "gptq", skip=())
+    found = lb.calibrate(model, RECIPE, batches(), "gptq", skip=())
     layers = list(zip(found.weights.values(), whole.weights.values(), strict=True))
     assert torch.equal(layers[0][0].codes, layers[0][1].codes)
     assert not torch.equal(layers[2][0].codes, layers[2][1].codes), "it is measured behind quantized blocks"
@@ -233,7 +233,7 @@ class Mixture(nn.Module):
 def test_importances_are_never_those_of_other_tokens(method, capacity):
     """An expert's codes are those of gptq behind the same layers, which looks at no token of another run."""
     model = Mixture(capacity)
-    found = lb.calibrate(model, batches(), RECIPE, method, skip=())
+    found = lb.calibrate(model, RECIPE, batches(), method, skip=())
     assert {found.rows[f"blocks.{b}.experts.{e}"].method for b in range(3) for e in range(2)} == {"gptq"}
     assert {found.rows[f"blocks.{b}.before"].method for b in range(3)} == {method or "guided-gptq"}
     quantized = copy.deepcopy(model)
@@ -244,7 +244,7 @@ def test_importances_are_never_those_of_other_tokens(method, capacity):
         quantized(batch)
     handle.remove()
     alone = nn.Sequential(copy.deepcopy(model.blocks[2].experts[1]))
-    again = lb.calibrate(alone, seen, RECIPE, "gptq", skip=())
+    again = lb.calibrate(alone, RECIPE, seen, "gptq", skip=())
     assert torch.equal(again.weights["0"].codes, found.weights["blocks.2.experts.1"].codes)
 
 
@@ -264,7 +264,7 @@ def test_mixtures_of_transformers(kind, method):
         for p in model.parameters():
             p *= 8 if p.dim() > 1 else 1
     tokens = [torch.randint(64, (2, 17)) for _ in range(3)]
-    found = lb.calibrate(model, tokens, RECIPE, method)
+    found = lb.calibrate(model, RECIPE, tokens, method)
     lb.quantize_(model, RECIPE, found)
     with torch.no_grad():
         assert bool(model(tokens[0]).logits.isfinite().all())

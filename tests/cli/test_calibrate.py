@@ -44,7 +44,7 @@ def test_what_is_found_is_what_python_finds(run, llama):
     assert told["layers"]["model.layers.0.mlp.up_proj"]["method"] == "gptq"
     assert told["peak_bytes"] > 0
     batches = list(numbers[: 5 * 32].view(5, 1, 32))
-    expected = lb.calibrate(model, batches, "int8-static", ("gptq", "mse"))
+    expected = lb.calibrate(model, "int8-static", batches, ("gptq", "mse"))
     made = lb.Calibration.load(found)
     assert made.rows == expected.rows
     assert all(torch.equal(made.weights[name].codes, q.codes) for name, q in expected.weights.items())
@@ -65,7 +65,7 @@ def test_quantize_calibrates_with_a_text_in_memory_and_from_disk(run, llama, met
         table = run(*given, where, "--out", str(root / where.strip("-")))
         assert " s, peak memory " in table
     data = list(numbers[: 3 * 32].view(3, 1, 32))
-    lb.quantize_(model, "int8", lb.calibrate(model, data, "int8", None if method is None else method.split(",")))
+    lb.quantize_(model, "int8", lb.calibrate(model, "int8", data, None if method is None else method.split(",")))
     x = numbers[None, :20]
     with torch.no_grad():
         for where in ("in-memory", "from-disk"):
@@ -120,7 +120,7 @@ def test_a_budget_chooses_recipes_by_layer_as_python_does(run, llama):
     found = lb.sensitivity(model, ["int4-weight-only:group32", "int8"], batches, method="search")
     chosen = found.choose(bits=6.2)
     assert len(set(chosen.values())) == 2
-    lb.quantize_(model, chosen, lb.calibrate(model, None, chosen, "search"))
+    lb.quantize_(model, chosen, lb.calibrate(model, chosen, None, "search"))
     loaded, x = lb.load_model(told["out"]), numbers[None, :20]
     assert {name: row.recipe.name for name, row in lb.convert.engine.quantized_layers(loaded).items()} == {
         name: recipe.name for name, recipe in chosen.items()
@@ -198,7 +198,7 @@ def test_an_interrupt_says_what_goes_on(run, llama, monkeypatch):
 def test_a_method_without_data_is_that_of_python(run, llama):
     root, model, numbers = llama
     made = json.loads(run("quantize", str(root / "llama"), "mxfp4-weight-only", "--method", "mse", "--json"))["out"]
-    lb.quantize_(model, "mxfp4-weight-only", lb.calibrate(model, None, "mxfp4-weight-only", "mse"))
+    lb.quantize_(model, "mxfp4-weight-only", lb.calibrate(model, "mxfp4-weight-only", None, "mse"))
     with torch.no_grad():
         assert torch.equal(lb.load_model(made)(numbers[None, :9]).logits, model(numbers[None, :9]).logits)
 
@@ -217,7 +217,7 @@ def test_columns_of_a_calibration_stay_apart():
     model = torch.nn.Sequential()
     model.add_module(name, torch.nn.Linear(32, 32))
     model.add_module("short", torch.nn.Linear(32, 32))
-    table = str(lb.calibrate(model, [torch.randn(8, 32)], "uint4-weight-only:group32:bf16", "gptq", skip=()))
+    table = str(lb.calibrate(model, "uint4-weight-only:group32:bf16", [torch.randn(8, 32)], "gptq", skip=()))
     head, first, second = (line.split() for line in table.splitlines())
     assert head[0] == "layer" and first[:3] == [name, "uint4-weight-only:group32:bf16", "gptq"]
     assert second[:3] == ["short", *first[1:3]] and len({line.index("gptq") for line in table.splitlines()[1:]}) == 1

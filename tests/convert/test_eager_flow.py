@@ -109,7 +109,7 @@ def test_every_layer_is_its_integers(fused: bool, recipe: str):
     plain = copy.deepcopy(model)
     torch.testing.assert_close(plain(batches[0]), original(batches[0]), rtol=1e-4, atol=1e-4)
 
-    report = lb.quantize_(model, recipe, lb.calibrate(model, batches, recipe, ("nearest", "minmax")))
+    report = lb.quantize_(model, recipe, lb.calibrate(model, recipe, batches, ("nearest", "minmax")))
     assert not report.left and len(report.converted) == 4
     norms = {"conv": "bn", "depthwise": "bn2", "fc": "bn3", "out": None}
     seen: list[str] = []

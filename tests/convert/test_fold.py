@@ -198,7 +198,7 @@ def test_stubs_and_fused_modules_go_through(fused: bool):
     assert_near(model, plain)
     x = torch.randn(16, 4, 8, 8)
     trained = copy.deepcopy(model)
-    calibration = lb.calibrate(model, [x], "int8-static")
+    calibration = lb.calibrate(model, "int8-static", [x])
     lb.quantize_(model, "int8-static", calibration)
     assert any(isinstance(module, QuantConv2d) for module in model.modules())
     with torch.no_grad():

@@ -153,7 +153,7 @@ def test_checkpointed_layers_train_in_low_precision_and_come_back(first):
         TrainLinear.forward = forward
     assert len(recomputed) == 4 and all(map(same_bits, got, outcome(trained, x)))
     twin = copy.deepcopy(model)
-    assert lb.train.convert_(model) == ("0", "1")
+    assert lb.train.convert_(model).converted == ("0", "1")
     assert same_bits(model(x), plain(x)) and type(twin[0]) is TrainLinear and same_bits(twin(x), got[0])
 
 
@@ -173,7 +173,7 @@ def test_checkpointing_keeps_the_forward_that_a_layer_was_given():
     hooked(model[0])
     hooked(plain[0])
     checkpoint_blocks_(model)
-    assert checkpoint_blocks_(model) == 2 and model[0].forward.func is not model[1].forward.func
+    assert checkpoint_blocks_(model).converted == ("0", "1") and model[0].forward.func is not model[1].forward.func
     assert all(map(same_bits, outcome(model, x), outcome(plain, x)))
     report = lb.quantize_(model, "int8")
     assert report.converted == ("1",) and "its forward was replaced" in report.left["0"]
@@ -187,7 +187,7 @@ def test_a_forward_given_to_a_layer_in_training_is_named_before_it_is_turned_bac
         lb.train.convert_(model)
     assert type(model[0]) is type(model[1]) is TrainLinear
     del model[1].forward
-    assert lb.train.convert_(model) == ("0", "1")
+    assert lb.train.convert_(model).converted == ("0", "1")
 
 
 # -- the report, and arguments that are none -------------------------------------------------------------------------
@@ -262,9 +262,9 @@ def test_dequantize_unpacks_and_unpack_leaves_what_is_not_packed():
     lb.quantize_(model, {"0": "int8", "1": "nf4"})
     expected = [layer.weight.dequantize() for layer in model]
     lb.prepack_(model)
-    assert list(lb.unpack_(copy.deepcopy(model)).converted) in (["0"], [])
+    assert list(lb.unprepack_(copy.deepcopy(model)).converted) in (["0"], [])
     lb.dequantize_(model)
     assert all(torch.equal(layer.weight, w) for layer, w in zip(model, expected, strict=True))
     plain = nn.Sequential(nn.Linear(8, 8))
     lb.quantize_(plain, "nf4")
-    assert lb.unpack_(plain).converted == () and type(plain[0]) is QuantLinear
+    assert lb.unprepack_(plain).converted == () and type(plain[0]) is QuantLinear

@@ -147,7 +147,7 @@ def test_prepack_and_unpack_keep_every_bit(recipe):
         assert_same_bits(value, state[name], name)
     again = lb.prepack_(model)
     assert not again.layers and set(again.left.values()) == {"packed already"}
-    lb.unpack_(model)
+    lb.unprepack_(model)
     assert all(type(model[i]) is QuantLinear for i in (0, 2))
     assert_same_bits(model(x), y)
 
@@ -159,7 +159,7 @@ def test_what_stays_plain_has_its_reason():
     assert report.converted == ("0",) and "integer weights" in report.left["2"]
     none = mlp("nf4")
     assert not lb.prepack_(none).layers and type(none[0]) is QuantLinear
-    assert lb.unpack_(none).left == {"0": "not packed", "2": "not packed"}
+    assert lb.unprepack_(none).left == {"0": "not packed", "2": "not packed"}
     with pytest.raises(ValueError, match="found nothing to convert"):
         lb.prepack_(nn.Sequential(nn.Linear(4, 4)))
 
@@ -176,7 +176,7 @@ def test_layers_inside_others_and_shared_ones():
     assert model.again is model[2] and type(model.again) is type(model[0].out_proj) is PackedLinear
     assert type(model[1].linear) is QuantLinear and "convolution" in report.left["1"]
     assert_same_bits(model[0](x, x, x)[0], y)
-    lb.unpack_(model)
+    lb.unprepack_(model)
     assert type(model.again) is type(model[0].out_proj) is QuantLinear and model.again is model[2]
 
 
@@ -187,7 +187,7 @@ def test_layers_with_one_weight_share_the_packed_one_and_share_again():
     model[3].share_weight(model[0])
     lb.prepack_(model)
     assert model[3].packed.data_ptr() == model[0].packed.data_ptr() and model[3].bias is None
-    lb.unpack_(model)
+    lb.unprepack_(model)
     assert model[3].codes is model[0].codes
 
 
@@ -230,9 +230,9 @@ def test_a_packed_layer_loads_a_plain_state_and_refuses_another():
 def test_a_backward_pass_and_a_move_are_refused_with_the_remedy():
     one = packed("int8", 64)
     y = one(torch.randn(3, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"no backward pass; call lowbit.unpack_\(model\)"):
+    with pytest.raises(RuntimeError, match=r"no backward pass; call lowbit.unprepack_\(model\)"):
         y.sum().backward()
-    with pytest.raises(RuntimeError, match=r"cannot move to meta; call lowbit.unpack_\(model\) first"):
+    with pytest.raises(RuntimeError, match=r"cannot move to meta; call lowbit.unprepack_\(model\) first"):
         nn.Sequential(one).to("meta")
     with lb.use_backend("reference"), torch.no_grad():
         x = torch.randn(3, 64)
@@ -247,7 +247,7 @@ def test_biases_require_grad_again_once_they_are_unpacked():
     lb.prepack_(model)
     assert model[0].bias is bias and not bias.requires_grad
     assert not model(torch.randn(2, 128)).requires_grad
-    lb.unpack_(model)
+    lb.unprepack_(model)
     assert model[0].bias is bias and bias.requires_grad
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import same_bits
+from support.layers import DYNAMIC
 from support.models import decoded_
 from torch import nn
 
@@ -37,7 +38,7 @@ class Nested(nn.Module):
         return self.lm_head(self.train_me(x))
 
 
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_every_recipe(recipe):
     model = Nested()
     before = copy.deepcopy(model)
@@ -330,7 +331,7 @@ class Keywords(nn.Module):
 def test_layers_are_called_by_keyword():
     plain, ids = Keywords().eval(), torch.arange(6).reshape(2, 3)
     model = copy.deepcopy(plain)
-    found = lb.calibrate(model, [ids], "int8-static", "nearest")
+    found = lb.calibrate(model, "int8-static", [ids], "nearest")
     assert set(found.rows) == {"conv", "fc"}
     lb.quantize_(model, "int8-static", found)
     torch.testing.assert_close(model(ids), plain(ids), rtol=0.1, atol=0.05)

@@ -69,7 +69,7 @@ def test_no_pattern_converts_what_would_crash():
     plan = {"*": "int8", "0.read": "nf4"}
     for prepare in (lb.quantize_, lb.qat.prepare_):
         assert WHY in prepare(nn.Sequential(Reader()), plan).left["0.read"]
-    found = lb.calibrate(nn.Sequential(Reader()).eval(), [torch.randn(2, 32)], "int4-weight-only:group32")
+    found = lb.calibrate(nn.Sequential(Reader()).eval(), "int4-weight-only:group32", [torch.randn(2, 32)])
     assert "0.called" in found.rows and "0.read" not in found.rows
     assert "0.read" in lb.train.prepare_(nn.Sequential(Reader()), "fp8").converted  # its weight stays a tensor
 

@@ -33,7 +33,7 @@ def test_one_default_in_memory_calibrated_and_by_name(recipe):
     assert default_rule(lb.recipe(recipe).weight) is RULES[rule]
     lb.quantize_(silent, recipe)
     lb.quantize_(named, recipe, method=rule)
-    found = lb.calibrate(plain, None, recipe)
+    found = lb.calibrate(plain, recipe, None)
     lb.quantize_(calibrated, recipe, found)
     assert {row.method for row in found.rows.values()} == {rule}
     for model in (named, calibrated):
@@ -81,7 +81,7 @@ def test_magnitude_finds_the_least_weighted_error_of_its_candidates(scheme):
 
 def test_methods_that_quantize_cannot_take():
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8))
-    found = lb.calibrate(model, None, "int4-weight-only")
+    found = lb.calibrate(model, "int4-weight-only", None)
     for arguments, error, match in (
         ({"method": "gptq"}, ValueError, r"quantize_ takes methods without data, one of nearest, .*lowbit.calibrate"),
         ({"method": "neerest"}, ValueError, "did you mean nearest"),
@@ -161,7 +161,7 @@ def test_they_stay_below_eight_bits_and_the_report_says_so(name, recipe):
         not isinstance(model.get_submodule(stem), QuantLinear) and model.get_submodule(stem).weight.is_floating_point()
     )
     assert [other for other, reason in report.left.items() if "raw input" in reason] == [stem]
-    for convert in (lb.qat.prepare_, lambda model, recipe: lb.calibrate(model, None, recipe)):
+    for convert in (lb.qat.prepare_, lambda model, recipe: lb.calibrate(model, recipe, None)):
         other = make()
         result = convert(other, recipe)
         rows = result.rows if isinstance(result, lb.Calibration) else result.converted

@@ -273,9 +273,9 @@ def test_batchnorm_is_folded_before_and_biases_are_corrected_after(tmp_path, mon
     for method in ("nearest", "fold+nearest", "fold+nearest+bias"):
         model = normed(tmp_path, wanted).model
         if "fold" in method:
-            lb.convert.fold_(model)
+            lb.fold_(model)
         plain = copy.deepcopy(model)
-        lb.quantize_(model, "int8-static:tensor", lb.calibrate(model, seen, "int8-static:tensor", "nearest"))
+        lb.quantize_(model, "int8-static:tensor", lb.calibrate(model, "int8-static:tensor", seen, "nearest"))
         if "bias" in method:
             lb.correct_bias_(model, plain, seen)
         with torch.no_grad():

@@ -21,7 +21,7 @@ def test_a_seed_is_drawn_on_the_cpu_whatever_the_default_device():
 @pytest.mark.parametrize(("name", "bits"), [("seed", 64), ("step", 32), ("stream", 32), ("offset", 64), ("pitch", 64)])
 def test_words_of_the_random_bits_are_signed_or_unsigned_and_never_wrap(name, bits):
     x = torch.randn(4, 32)
-    code = lambda word: lb.encode(x, "fp4_e2m1", rounding="stochastic", **{"seed": 1, name: word})
+    code = lambda word: lb.encode(x, "fp4_e2m1", lb.Rounding(**{"seed": 1, name: word}))
     assert torch.equal(code(-1), code((1 << bits) - 1)) and torch.equal(code(-1 << bits - 1), code(1 << bits - 1))
     for word in (1 << bits, (-1 << bits - 1) - 1):
         with pytest.raises(
@@ -158,39 +158,41 @@ def test_explain_draws_no_seed():
 
 
 # -- rounding as one value ---------------------------------------------------------------------------------------------
-LOOSE = {"seed": 7, "step": 3, "stream": "blocks.0/output.a", "offset": 5, "pitch": 40}
-
-
-def test_a_rounding_is_its_five_arguments():
-    x, one = torch.randn(4, 32), lb.Rounding(**LOOSE)
-    assert torch.equal(lb.encode(x, "fp4_e2m1", one), lb.encode(x, "fp4_e2m1", "stochastic", **LOOSE))
+def test_a_tensor_of_seed_and_step_is_the_integers():
+    x, place = torch.randn(4, 32), {"stream": "blocks.0/output.a", "offset": 5, "pitch": 40}
+    numbers, tensor = lb.Rounding(7, 3, **place), lb.Rounding(torch.tensor([7, 3]), **place)
+    assert torch.equal(lb.encode(x, "fp4_e2m1", numbers), lb.encode(x, "fp4_e2m1", tensor))
     for scale in (None, 0.5):
-        (codes, *_), (expected, *_) = (
-            lb.quantize(x, "int8:tensor", scale, rounding=rounding, **more).parts.values()
-            for rounding, more in ((one, {}), ("stochastic", LOOSE))
-        )
-        assert torch.equal(codes, expected)
-    assert_same_bits(
-        lb.fake_quantize(x, "mxfp4", rounding=one), lb.fake_quantize(x, "mxfp4", rounding="stochastic", **LOOSE)
-    )
-    assert one.words()[2] == lb.Rounding(0, stream="blocks.0/output.a").words()[2] and hash(one)
+        codes = [lb.quantize(x, "int8:tensor", scale, rounding=rounding).codes for rounding in (numbers, tensor)]
+        assert torch.equal(*codes)
+    assert_same_bits(*(lb.fake_quantize(x, "mxfp4", rounding=rounding) for rounding in (numbers, tensor)))
+    assert numbers.place()[0] == lb.Rounding(stream="blocks.0/output.a").place()[0] and hash(numbers)
+
+
+def test_what_is_no_seed_and_step_is_refused():
+    with pytest.raises(ValueError, match="a tensor of seed and step holds the step; leave step=3 out"):
+        lb.Rounding(torch.tensor([7, 3]), 3)
+    for seed in (torch.tensor([7]), torch.tensor([7.0, 3.0]), torch.tensor([7, 3], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"stochastic rounding takes rng, an int64 tensor \[seed, step\], got"):
+            lb.encode(torch.ones(3), "fp4_e2m1", lb.Rounding(seed))
+    with pytest.raises(ValueError, match=r"all tensors must be on one device, got .*rng"):
+        lb.encode(torch.ones(3), "fp4_e2m1", lb.Rounding(torch.zeros(2, dtype=torch.int64, device="meta")))
 
 
 def test_the_step_of_adamw_is_the_step_of_its_rounding():
-    def stepped(rounding, **more):
+    def stepped(rounding_at):
         p, moments = torch.ones(4, 32), [lb.quantize(torch.zeros(4, 32), "fp8_e4m3:group32") for _ in "mr"]
         for step in (1, 2):
-            lb.adamw_(p, torch.linspace(-1, 1, 128).reshape(4, 32), *moments, step=step, rounding=rounding, **more)
+            grad = torch.linspace(-1, 1, 128).reshape(4, 32)
+            lb.adamw_(p, grad, *moments, step=step, rounding=rounding_at(step))
         return [p, *(part for moment in moments for part in moment.parts.values())]
 
-    plain, one = stepped("stochastic", seed=7, stream=3), stepped(lb.Rounding(7, stream=3))
-    assert all(map(torch.equal, plain, one))
+    seed_alone = stepped(lambda step: lb.Rounding(7, stream=3))
+    assert all(map(torch.equal, seed_alone, stepped(lambda step: lb.Rounding(torch.tensor([7, step]), stream=3))))
     with pytest.raises(ValueError, match=r"is of another step than step=1; leave its step out"):
-        stepped(lb.Rounding(7, step=2))
+        stepped(lambda step: lb.Rounding(7, step=2))
 
 
-def test_a_rounding_and_loose_arguments_are_refused_together():
-    with pytest.raises(ValueError, match=r"has seed, step, stream, offset and pitch; leave these arguments out"):
-        lb.encode(torch.ones(3), "fp4_e2m1", lb.Rounding(1), seed=2)
+def test_a_seed_of_more_bits_is_refused():
     with pytest.raises(ValueError, match="seed: expected an integer of 64 bits"):
         lb.Rounding(1 << 64)

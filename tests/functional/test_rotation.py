@@ -91,7 +91,7 @@ RECIPES = ["int4-weight-only:group32", "nvfp4", "mxfp4", "int8", "w4a8", "int8-s
 
 def quantized(recipe: str, data: torch.Tensor) -> nn.Module:
     made = model()
-    calibration = lb.calibrate(made, [data], recipe, "nearest") if lb.recipe(recipe).static else None
+    calibration = lb.calibrate(made, recipe, [data], "nearest") if lb.recipe(recipe).static else None
     lb.quantize_(made, recipe, calibration)
     return made
 
@@ -110,7 +110,7 @@ def test_a_layer_multiplies_transformed_operands(recipe):
     hand.weight.data, hand.bias.data = lb.hadamard(plain[1].weight.data, block), plain[1].bias.data
     hand = nn.Sequential(hand)
     inputs = lb.hadamard(plain[0](x), block)
-    calibration = lb.calibrate(hand, [inputs], recipe, "nearest") if lb.recipe(recipe).static else None
+    calibration = lb.calibrate(hand, recipe, [inputs], "nearest") if lb.recipe(recipe).static else None
     lb.quantize_(hand, recipe, calibration)
     assert torch.equal(layer.codes, hand[0].codes)
     assert torch.equal(layer(plain[0](x)), hand[0](inputs))
@@ -140,7 +140,7 @@ def test_packed_saved_and_plain_again(recipe, tmp_path):
     lb.prepack_(found)
     assert torch.equal(found(x), y) and (recipe != "int8" or type(found[1]).__name__ == "PackedLinear")
     state = found.state_dict()
-    lb.unpack_(found)
+    lb.unprepack_(found)
     assert torch.equal(found(x), y)
     other = quantized(recipe, x)
     with pytest.raises(RuntimeError, match=r"with a Hadamard transform in blocks of \d+, and this layer one without"):
@@ -159,7 +159,7 @@ def test_calibration_adds_the_transform_and_methods_work_in_it():
     lost = {}
     for method in (("hadamard", "nearest"), ("hadamard", "gptq")):
         found = model()
-        calibration = lb.calibrate(found, data, "int4-weight-only:group32", method)
+        calibration = lb.calibrate(found, "int4-weight-only:group32", data, method)
         lb.quantize_(found, "int4-weight-only:group32", calibration)
         assert found[1].recipe == lb.recipe("int4-weight-only:group32:hadamard")
         lost[method] = float((found(x) - exact).detach().norm())
@@ -170,7 +170,7 @@ def test_calibration_adds_the_transform_and_methods_work_in_it():
     lb.quantize_(
         by_hand,
         "int4-weight-only:group32",
-        lb.calibrate(by_hand, data, "int4-weight-only:group32", ["hadamard", "nearest"]),
+        lb.calibrate(by_hand, "int4-weight-only:group32", data, ["hadamard", "nearest"]),
     )
     assert torch.equal(same[1].codes, by_hand[1].codes) and torch.equal(same(x), by_hand(x))
 

@@ -269,7 +269,7 @@ def test_what_cannot_have_adapters_says_so():
     model = Net()
     lb.quantize_(model, "int8", prepack=True)
     config = {"target_modules": ["first"]}
-    with pytest.raises(ValueError, match=r"first is packed; call lowbit.unpack_"):
+    with pytest.raises(ValueError, match=r"first is packed; call lowbit.unprepack_"):
         get_peft_model(model, peft.LoraConfig(**config))
     model = nn.Sequential()
     model.first = nn.Conv2d(4, 8, 3)

@@ -84,7 +84,7 @@ def test_a_tied_head_has_the_same_bytes(recipe, tmp_path):
     assert torch.equal(torch.export.export(model.embed_tokens, (ids,)).module()(ids), model.embed_tokens(ids))
     lb.prepack_(model)
     assert torch.equal(model(ids), y)
-    lb.unpack_(model)
+    lb.unprepack_(model)
     lb.dequantize_(model)
     assert model.embed_tokens.weight is model.lm_head.weight
 

@@ -189,7 +189,7 @@ def test_calibration_of_experts_that_no_token_reaches():
     gate.weight.data.zero_()
     gate.weight.data[:2] = 1.0  # ties: only some experts are chosen
     with pytest.warns(UserWarning, match=r"no batch reaches model.layers.0.mlp.experts"):
-        found = lb.calibrate(model, [IDS], "int4-weight-only:group32", "gptq")
+        found = lb.calibrate(model, "int4-weight-only:group32", [IDS], "gptq")
     lb.quantize_(model, "int4-weight-only:group32", found)
     assert all(type(layer) is QuantLinear for layer in model.model.layers[0].mlp.experts.down)
     assert bool(model(IDS).logits.isfinite().all())

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bits import same_bits
-from support.layers import bound, exact
+from support.layers import DYNAMIC, bound, exact
 from support.variants import not_2_10, serving
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -34,7 +34,7 @@ def encoded(x: torch.Tensor, made: QuantLinear):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_forward_is_the_product_of_what_was_encoded(recipe, dtype):
     made = layer(recipe, 130, 19, dtype=dtype)
     x = torch.randn(7, 130, dtype=dtype)
@@ -48,7 +48,7 @@ def test_forward_is_the_product_of_what_was_encoded(recipe, dtype):
 
 
 @given(
-    recipe=st.sampled_from(sorted(lb.RECIPES)),
+    recipe=st.sampled_from(sorted(DYNAMIC)),
     inputs=st.sampled_from([1, 17, 33, 128]),
     outputs=st.integers(1, 9),
     shape=st.sampled_from([(), (0,), (1,), (5,), (2, 3), (2, 0, 3), (1, 2, 1)]),
@@ -76,7 +76,7 @@ def test_strides_do_not_matter():
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
-@pytest.mark.parametrize("recipe", [*lb.RECIPES, "affine", "bf16-scales", "fp16-scales", "nf4-dq"])
+@pytest.mark.parametrize("recipe", [*DYNAMIC, "affine", "bf16-scales", "fp16-scales", "nf4-dq"])
 def test_casting_the_model_changes_no_bit_of_codes_or_scales(recipe, cast):
     schemes = {
         "affine": "uint4:group32:affine", "bf16-scales": "int8:row:bf16", "fp16-scales": "int4:group32:fp16",
@@ -122,7 +122,7 @@ def test_weight_answers_what_model_code_asks():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_the_gradient_passes_straight_through(recipe, dtype):
     made = layer(recipe, 33, 17, dtype=dtype)
     x = torch.randn(2, 3, 33, dtype=dtype, requires_grad=True)
@@ -213,7 +213,7 @@ def test_other_inputs_are_refused():
         made(torch.randn(2, 32))
 
 
-@pytest.mark.parametrize("recipe", lb.RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_copies_and_state(recipe):
     made = layer(recipe, 33, 6)
     x = torch.randn(2, 33)

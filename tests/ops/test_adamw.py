@@ -100,7 +100,8 @@ def updates(steps: int, rounding: str, fade: float = 1.0) -> float:
         grad[:, ::7] *= fade if step > 50 else 1.0  # some elements of every block, so that its scale stays
         theirs.grad = grad
         optimizer.step()
-        lb.adamw_(ours, grad, avg, rms, step=step, weight_decay=0.0, rounding=rounding, seed=5)
+        word = lb.Rounding(5) if rounding == "stochastic" else rounding
+        lb.adamw_(ours, grad, avg, rms, step=step, weight_decay=0.0, rounding=word)
     return float((ours - theirs.detach()).norm() / theirs.detach().norm())
 
 
@@ -204,7 +205,7 @@ def test_what_does_not_fit_is_refused():
     refused(ValueError, "meet after .* elements", param, grad, avg, odd)
     lb.adamw_(param.clone(), grad, odd, odd.map(torch.clone), step=1)
     nf4 = lb.quantize(param, "nf4")
-    refused(ValueError, "codebook and rounds to nearest only", param, grad, nf4, rms, rounding="stochastic", seed=1)
+    refused(ValueError, "codebook and rounds to nearest only", param, grad, nf4, rms, rounding=lb.Rounding(seed=1))
     refused(ValueError, "new_exp_avg shares memory with exp_avg_sq_root", param, grad, avg, avg)
 
 

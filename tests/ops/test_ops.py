@@ -95,7 +95,7 @@ def test_costs_are_positive():
 W = torch.Generator().manual_seed(5)
 FUNCTIONS = {
     "encode": lambda x: lb.encode(x, "fp8_e4m3"),
-    "encode_stochastic": lambda x: lb.encode(x, "fp8_e5m2", rounding="stochastic", seed=3, step=1),
+    "encode_stochastic": lambda x: lb.encode(x, "fp8_e5m2", rounding=lb.Rounding(seed=3, step=1)),
     "decode": lambda x: lb.decode(lb.encode(x, "fp6_e2m3"), "fp6_e2m3", torch.bfloat16),
     "pack": lambda x: lb.unpack(lb.pack(lb.encode(x, "fp4_e2m1"), 4), 4, x.shape),
     "quantize": lambda x: lb.quantize(x, "mxfp4:ceil").codes,
@@ -334,11 +334,15 @@ def test_explain_knows_every_op_that_has_a_public_function():
     assert set(str(caught.value).split("one of ")[1].split(", ")) == set(OPS) - inner
 
 
-def test_stochastic_rounding_without_a_seed_says_under_compile_what_it_needs():
+def test_compiled_stochastic_rounding_draws_a_seed_a_call_and_follows_a_tensor_of_steps():
     torch._dynamo.reset()
-    f = torch.compile(lambda x: lb.encode(x, "fp8_e4m3", rounding="stochastic"), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"inside torch.compile needs seed="):
-        f(torch.randn(4))
+    x, counter = torch.rand(64), CompileCounter()
+    drawn = torch.compile(lambda x: lb.encode(x, "fp4_e2m1", "stochastic"), backend=counter, fullgraph=True)
+    assert not torch.equal(drawn(x), drawn(x))
+    stepped = torch.compile(lambda x, rng: lb.encode(x, "fp4_e2m1", lb.Rounding(rng)), backend=counter, fullgraph=True)
+    for step in range(4):
+        assert torch.equal(stepped(x, torch.tensor([9, step])), lb.encode(x, "fp4_e2m1", lb.Rounding(9, step)))
+    assert counter.frame_count == 2
 
 
 def test_empty_calls_are_served_whatever_backend_is_asked_for():

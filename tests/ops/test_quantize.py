@@ -31,7 +31,7 @@ def test_fake_quantize_is_quantize_then_dequantize(variant: Variant, s):
         with variant.use():
             assert_same_bits(lb.fake_quantize(x, s), lb.quantize(x, s).dequantize(), f"{s} {shape}", source=x)
             if s.format.kind != "codebook":
-                rng = dict(rounding="stochastic", seed=3, step=1, stream="w/input", offset=9, pitch=777)
+                rng = dict(rounding=lb.Rounding(3, 1, "w/input", offset=9, pitch=777))
                 both = lb.fake_quantize(x, s, **rng), lb.quantize(x, s, **rng).dequantize()
                 assert_same_bits(*both, f"{s} {shape} stochastic", source=x)
             q = lb.quantize(random_matrix(*shape, seed=50).to(variant.device), s)

@@ -83,7 +83,7 @@ def test_every_bit_of_the_noise(variant: Variant, rng):
         for _ in range(16):
             middle = (low + high + 1) // 2  # is noise >= middle? a fraction of 65536 - middle carries exactly then
             x = 1.0 + (65536 - middle).float() / 65536 / 8
-            up = lb.encode(x.to(variant.device), "fp8_e4m3", rounding="stochastic", **arguments).cpu() == 0x39
+            up = lb.encode(x.to(variant.device), "fp8_e4m3", lb.Rounding(**arguments)).cpu() == 0x39
             low, high = torch.where(up, middle, low), torch.where(up, high, middle - 1)
     assert_same_bits(low, wanted, str(rng))
 
@@ -97,10 +97,10 @@ def test_codes_equal_exact_rationals(variant: Variant, f):
     bits = np.concatenate([near, random.view(np.uint32), specials().view(torch.int32).numpy().view(np.uint32)])
     x = torch.from_numpy(bits.view(np.int32)).view(torch.float32)
     for saturate in (True, False):
-        if reason := variant.refuses("encode", x.to(variant.device), f, "stochastic", saturate, 5):
+        if reason := variant.refuses("encode", x.to(variant.device), f, "stochastic", saturate):
             pytest.skip(reason)
         with variant.use():
-            codes = lb.encode(x.to(variant.device), f, "stochastic", saturate, seed=5, step=1, stream=2, offset=3)
+            codes = lb.encode(x.to(variant.device), f, lb.Rounding(seed=5, step=1, stream=2, offset=3), saturate)
         expected = [
             oracles.encode(f, int(b), saturate, noise=oracles.noise(3 + i, 5, 1, 2)) for i, b in enumerate(bits)
         ]
@@ -116,7 +116,7 @@ def test_exact_values_never_move(variant: Variant, f):
         pytest.skip(reason)
     with variant.use():
         for step in range(3):
-            again = lb.encode(lb.decode(codes, f), f, rounding="stochastic", seed=1, step=step)
+            again = lb.encode(lb.decode(codes, f), f, rounding=lb.Rounding(seed=1, step=step))
             assert_same_bits(again, codes, str(f))
 
 
@@ -136,7 +136,7 @@ def test_unbiased_within_the_derived_bound(f):
         for fraction in (1 / 3, 0.5, 0.9, 2.0**-14):
             x = np.float32(low + (high - low) * fraction)
             at = (float(x) - low) / (high - low)
-            codes = lb.encode(torch.full((n,), float(x)), f, rounding="stochastic", seed=int(fraction * 1000) + f.bits)
+            codes = lb.encode(torch.full((n,), float(x)), f, rounding=lb.Rounding(seed=int(fraction * 1000) + f.bits))
             y = lb.decode(codes, f).double()
             assert set(y.unique().tolist()) <= {low, high}
             mean = (float(y.mean()) - low) / (high - low)
@@ -146,8 +146,8 @@ def test_unbiased_within_the_derived_bound(f):
 
 def test_signs_round_alike():
     x = torch.randn(1000)
-    a = lb.encode(x, "fp8_e4m3", rounding="stochastic", seed=4)
-    b = lb.encode(-x, "fp8_e4m3", rounding="stochastic", seed=4)
+    a = lb.encode(x, "fp8_e4m3", rounding=lb.Rounding(seed=4))
+    b = lb.encode(-x, "fp8_e4m3", rounding=lb.Rounding(seed=4))
     assert_same_bits(a ^ 0x80, b)
 
 
@@ -156,7 +156,7 @@ def test_signs_round_alike():
 def whole(name: str) -> lb.Quantized:
     with lb.use_backend("reference"):
         return lb.quantize(
-            random_matrix(37, 210, seed=1), name, rounding="stochastic", seed=77, step=5, stream="w/weight"
+            random_matrix(37, 210, seed=1), name, rounding=lb.Rounding(seed=77, step=5, stream="w/weight")
         )
 
 
@@ -165,7 +165,7 @@ def whole(name: str) -> lb.Quantized:
 def test_same_bits_on_every_backend(variant: Variant, name):
     x = random_matrix(37, 210, seed=1).to(variant.device)
     with variant.use():
-        q = lb.quantize(x, name, rounding="stochastic", seed=77, step=5, stream="w/weight")
+        q = lb.quantize(x, name, rounding=lb.Rounding(seed=77, step=5, stream="w/weight"))
     for part, value in q.parts.items():
         assert_same_bits(value.cpu(), whole(name).parts[part], f"{name}: {part}")
 
@@ -174,16 +174,16 @@ def test_same_bits_on_every_backend(variant: Variant, name):
 def test_large_matrices_equal_the_reference(variant: Variant):
     x = random_matrix(130, 3001, seed=2)
     with variant.use():
-        codes = lb.encode(x, "fp8_e5m2", rounding="stochastic", seed=1, offset=13)
+        codes = lb.encode(x, "fp8_e5m2", rounding=lb.Rounding(seed=1, offset=13))
     with lb.use_backend("reference"):
-        assert_same_bits(codes, lb.encode(x, "fp8_e5m2", rounding="stochastic", seed=1, offset=13))
+        assert_same_bits(codes, lb.encode(x, "fp8_e5m2", rounding=lb.Rounding(seed=1, offset=13)))
 
 
 @functools.cache
 def coded() -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(29, 83, generator=torch.Generator().manual_seed(8))
     with lb.use_backend("reference"):
-        return x, lb.encode(x, "fp8_e4m3", rounding="stochastic", seed=6)
+        return x, lb.encode(x, "fp8_e4m3", rounding=lb.Rounding(seed=6))
 
 
 @given(st.data(), st.sampled_from([p.values[0] for p in ALL if not p.values[0].interpreted]))
@@ -195,7 +195,7 @@ def test_any_slice_with_offset_and_pitch(data, variant):
     where = (slice(top, bottom), slice(left, right))
     with variant.use():
         part = lb.encode(
-            x[where].to(variant.device), "fp8_e4m3", rounding="stochastic", seed=6, offset=top * 83 + left, pitch=83
+            x[where].to(variant.device), "fp8_e4m3", rounding=lb.Rounding(seed=6, offset=top * 83 + left, pitch=83)
         )
     assert_same_bits(part.cpu(), codes[where], str(where))
 
@@ -206,8 +206,8 @@ def test_rows_quantized_apart_are_the_rows_quantized_together(variant: Variant):
     x = random_matrix(24, 200, seed=3).to(variant.device)
     for name in ("fp8_e4m3:row", "mxfp4:ceil", "int8:group128", "int4:row"):
         with variant.use():
-            together = lb.quantize(x, name, rounding="stochastic", seed=5)
-            parts = [lb.quantize(x[i : i + 8], name, rounding="stochastic", seed=5, offset=i * 200) for i in (0, 8, 16)]
+            together = lb.quantize(x, name, rounding=lb.Rounding(seed=5))
+            parts = [lb.quantize(x[i : i + 8], name, rounding=lb.Rounding(seed=5, offset=i * 200)) for i in (0, 8, 16)]
         assert_same_bits(torch.cat([p.codes for p in parts]), together.codes, name)
 
 
@@ -222,7 +222,7 @@ def test_a_seed_is_drawn_from_torch_where_none_is_given():
 
 def test_words_that_do_not_fit():
     with pytest.raises(ValueError, match="expected an integer of 64 bits"):
-        lb.encode(torch.ones(3), "fp8_e4m3", rounding="stochastic", seed=2**64)
+        lb.encode(torch.ones(3), "fp8_e4m3", rounding=lb.Rounding(seed=2**64))
 
 
 def test_nearest_rounding_ignores_the_seed():

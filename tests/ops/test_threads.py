@@ -45,9 +45,9 @@ def layers() -> Iterator[Tensor]:
 def rounded() -> Iterator[Tensor]:
     """Stochastically: random bits belong to places, not to threads."""
     x = random_matrix(130, 3001, seed=2)
-    yield lb.encode(x, "fp8_e5m2", rounding="stochastic", seed=1, offset=13)
+    yield lb.encode(x, "fp8_e5m2", rounding=lb.Rounding(seed=1, offset=13))
     for name in SCHEMES:
-        yield lb.quantize(x, name, rounding="stochastic", seed=1).codes
+        yield lb.quantize(x, name, rounding=lb.Rounding(seed=1)).codes
 
 
 def gradients() -> Iterator[Tensor]:

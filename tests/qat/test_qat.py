@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support.layers import STATIC
 from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.datafree.scales import search
 from lowbit.qat.learned import Learned, gradient_scale
-from lowbit.recipes import RECIPES, STATIC_RECIPES
+from lowbit.recipes import RECIPES
 
-ALL = {**RECIPES, **STATIC_RECIPES}
 ROTATED = tuple(f"{name}:hadamard" for name in ("int8", "fp8", "int4-weight-only:group32", "nvfp4", "mxfp4", "w4a8"))
 WEIGHTS = ("int4:group32", "int2:group16", "uint4:group32:affine", "fp4_e2m1:group16", "mxfp4", "nvfp4")
 
@@ -37,7 +37,7 @@ def seen(model: nn.Module, x: Tensor) -> nn.Module:
 
 # -- what is trained is what is deployed ------------------------------------------------------------------------------
 @pytest.mark.parametrize("learn_scale", [False, True])
-@pytest.mark.parametrize("recipe", [*ALL, *ROTATED])
+@pytest.mark.parametrize("recipe", [*RECIPES, *ROTATED])
 def test_the_prepared_model_computes_the_bits_of_the_converted_one(recipe, learn_scale):
     x = torch.randn(17, 40)
     prepared = net()
@@ -155,7 +155,7 @@ def test_gradients_of_a_weight_and_its_learned_scales_are_the_formulas(scheme, s
         torch.testing.assert_close(fake.weight_zero_point.grad.double(), of_zero * factor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", STATIC_RECIPES)
+@pytest.mark.parametrize("recipe", STATIC)
 def test_gradients_of_static_input_scales_are_the_formulas(recipe):
     x = torch.randn(12, 40)
     layer = nn.Sequential(nn.Linear(40, 6, bias=False))
@@ -259,7 +259,7 @@ def test_observers_average_and_are_frozen():
         seen(model, value * x)
     expected = 1 + 0.01 * (3 - 1)
     torch.testing.assert_close(model[0].input_scales.scale, torch.full((1, 1), expected / 127))
-    assert lb.qat.freeze_observers_(model) == ("0",)
+    assert lb.qat.freeze_observers_(model).converted == ("0",)
     seen(model, 100 * x)
     torch.testing.assert_close(model[0].input_scales.scale, torch.full((1, 1), expected / 127))
 
@@ -287,7 +287,7 @@ def test_batchnorm_is_frozen_in_training_mode():
     x = torch.randn(32, 4)
     model.train()(x)
     before = copy.deepcopy(model[1].state_dict())
-    assert lb.qat.freeze_batchnorm_(model) == ("1",)
+    assert lb.qat.freeze_batchnorm_(model).converted == ("1",)
     y = model.train()(x)
     assert all(torch.equal(value, before[name]) for name, value in model[1].state_dict().items())
     assert torch.equal(y, model.eval()(x))

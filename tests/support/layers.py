@@ -12,6 +12,9 @@ from lowbit.ops import OPS
 from lowbit.ops.matmul import ScaledMM
 
 TRAINING = tuple(name for name, row in lb.RECIPES.items() if row.trains)
+#: Recipes whose inputs have scales of their own, and those whose inputs have scales from calibration.
+DYNAMIC = tuple(name for name, row in lb.RECIPES.items() if not row.static)
+STATIC = tuple(name for name, row in lb.RECIPES.items() if row.static)
 
 
 def exact(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:

@@ -230,7 +230,7 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
     assert not torch.equal(model(x), before(x)) and seen
     again = copy.deepcopy(model)
     assert same_bits(again(x), model(x))
-    assert lb.train.convert_(model) == ("up", "down")
+    assert lb.train.convert_(model).converted == ("up", "down")
     assert type(model.up) is nn.Linear and same_bits(model(x), before(x))
     assert "recipe" not in vars(model.up)
 

@@ -253,8 +253,10 @@ __device__ __forceinline__ uint64_t load_codes(const Codes& from, bool aligned, 
 
 // The 16 random bits of eight elements with consecutive indices, which lie in at most two Philox blocks.
 LOWBIT_HD void noise_octet(uint32_t (&noise)[8], uint64_t index, const Rng& rng) {
-    const Words a = philox(index >> 3, rng.step, rng.stream, rng.seed);
-    const Words b = (index & 7u) != 0 ? philox((index >> 3) + 1, rng.step, rng.stream, rng.seed) : a;
+    const uint64_t seed = static_cast<uint64_t>(rng.key[0]);
+    const uint32_t step = static_cast<uint32_t>(rng.key[1]);
+    const Words a = philox(index >> 3, step, rng.stream, seed);
+    const Words b = (index & 7u) != 0 ? philox((index >> 3) + 1, step, rng.stream, seed) : a;
     uint32_t w[8] = {a.w[0], a.w[1], a.w[2], a.w[3], b.w[0], b.w[1], b.w[2], b.w[3]};
     // Shifts the 16 numbers by index & 7 in three steps, so that every register index is a constant.
 #pragma unroll

@@ -56,7 +56,7 @@ def _without_data(rule: Rule) -> Method:
     return Method(rule.name, rule.about, lambda weight, scheme, _: rule.solve(weight, scheme), refuses=rule.refuses)
 
 
-#: Every method: the rules that need no data, and those that look at it. Names are API.
+#: Every method: the rules that need no data, and those that look at it. Names are API; ``register_method`` adds one.
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (

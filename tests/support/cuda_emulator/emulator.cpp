@@ -79,7 +79,7 @@ std::vector<char> scratch(int64_t bytes) { return std::vector<char>(static_cast<
 LOWBIT_C lowbit_encode(View x, View out, const int64_t* format, int64_t saturate, int64_t rounding,
                        const int64_t* rng) {
     return lb::launch_encode(matrix(x), codes(out), lowbit::format_params(format), saturate != 0,
-                             static_cast<int>(rounding), lowbit::rng_params(rng), nullptr);
+                             static_cast<int>(rounding), lowbit::device_rng_params(rng, rng + 2), nullptr);
 }
 
 LOWBIT_C lowbit_decode(View from, View out, const int64_t* format) {
@@ -112,10 +112,10 @@ LOWBIT_C lowbit_quantize(View x, View out, void* scale, void* zero_point, void* 
     const lb::Scales all = scales(scale, zero_point, global_scale);
     if (dynamic == 0) {
         return lb::launch_quantize_static(matrix(x), all, codes(out), params, static_cast<int>(rounding),
-                                          lowbit::rng_params(rng), nullptr);
+                                          lowbit::device_rng_params(rng, rng + 2), nullptr);
     }
     auto memory = scratch(lb::quantize_scratch(params, x.rows, x.cols));
-    return lb::launch_quantize(matrix(x), all, codes(out), params, static_cast<int>(rounding), lowbit::rng_params(rng),
+    return lb::launch_quantize(matrix(x), all, codes(out), params, static_cast<int>(rounding), lowbit::device_rng_params(rng, rng + 2),
                                memory.data(), nullptr);
 }
 
@@ -129,7 +129,7 @@ LOWBIT_C lowbit_fake_quantize(View x, View out, void* scale, void* zero_point, v
     const lowbit::SchemeParams params = lowbit::scheme_params(scheme);
     auto memory = scratch(scale == nullptr ? lb::quantize_scratch(params, x.rows, x.cols) : 0);
     return lb::launch_fake_quantize(matrix(x), scales(scale, zero_point, global_scale), matrix(out), params,
-                                    static_cast<int>(rounding), lowbit::rng_params(rng), memory.data(), nullptr);
+                                    static_cast<int>(rounding), lowbit::device_rng_params(rng, rng + 2), memory.data(), nullptr);
 }
 
 LOWBIT_C lowbit_fake_quantize_backward(View grad, View x, View out, void* scale, void* zero_point, void* global_scale,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.layers import DYNAMIC
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.casts import refuse_beyond
-from lowbit.recipes import ALIASES, RECIPES, Plan, plan
+from lowbit.recipes import ALIASES, RECIPES, Plan, plan, refuse_beyond
 from lowbit.train import TrainLinear
 
 SCHEMES = ["int8:row", "fp8_e4m3:tensor", "mxfp4", "nvfp4", "uint4:group32:affine", "fp8_e5m2:col", "nf4"]
@@ -55,7 +55,7 @@ def digest(*tensors: Tensor) -> str:
     return found.hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", lb.RECIPES)
+@pytest.mark.parametrize("name", DYNAMIC)
 def test_every_recipe_computes_the_bits_that_are_recorded(name):
     """A change of these digests is a change of numerics, and stands in the changelog."""
     row = lb.recipe(name)
@@ -158,6 +158,23 @@ def test_what_the_names_of_the_field_mean(alias, weight, input):
     assert found.weight == lb.scheme(weight)
     assert found.input == (None if input is None else lb.scheme(input))
     assert alias.upper() in ALIASES or alias.lower() in RECIPES
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FP8", "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic"),
+        ("NVFP4:hadamard", "NVFP4 has a global scale of activations from calibration in llm-compressor: here 'nvfp4'"),
+        ("w8a16", "W8A16 has groups of 128 in compressed-tensors.*'int8-weight-only:group128' and 'int8-weight-only'"),
+    ],
+)
+def test_foreign_names_that_would_mean_another_thing_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        lb.recipe(name)
+    static = lb.recipe("fp8-static:tensor")
+    assert static.static and (static.weight, static.input) == (lb.scheme("fp8_e4m3:tensor"),) * 2
+    assert lb.recipe("nvfp4").input == lb.scheme("nvfp4:global_row") and not lb.recipe("fp8").static
+    assert lb.recipe("int8-weight-only:group128").weight == lb.scheme("int8:group128")
 
 
 def test_the_fields_names_are_aliases():

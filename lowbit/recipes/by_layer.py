@@ -1,0 +1,78 @@
+"""Recipes by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lowbit.recipes.definition import Recipe
+from lowbit.recipes.parse import recipe
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which recipe each layer gets: patterns of names, of which the last that matches decides."""
+
+    patterns: tuple[tuple[str, Recipe | None], ...]
+
+    def recipe_for(self, name: str) -> Recipe | None:
+        """The recipe of the layer with that full dotted name; None: it is left as it is."""
+        matching = [chosen for pattern, chosen in self.patterns if fnmatchcase(name, pattern)]
+        return matching[-1] if matching else None
+
+    def map(self, change: Callable[[Recipe], Recipe]) -> Plan:
+        """The plan with other recipes in the place of these."""
+        return Plan(tuple((pattern, chosen and change(chosen)) for pattern, chosen in self.patterns))
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that match none of ``names``."""
+        known = list(names)
+        return [pattern for pattern, _ in self.patterns if not any(fnmatchcase(name, pattern) for name in known)]
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Every recipe of the plan, once."""
+        return tuple(dict.fromkeys(chosen for _, chosen in self.patterns if chosen is not None))
+
+    def __str__(self) -> str:
+        if [pattern for pattern, _ in self.patterns] == ["*"]:
+            return str(self.patterns[0][1])
+        return ", ".join(f"{pattern}: {chosen or 'float'}" for pattern, chosen in self.patterns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data; the patterns are a list, because their order counts."""
+        rows = [[pattern, None if chosen is None else chosen.to_dict()] for pattern, chosen in self.patterns]
+        return {"patterns": rows}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """The Plan that ``to_dict`` described. Raises ValueError for other data."""
+        rows = data.get("patterns") if isinstance(data, dict) and len(data) == 1 else None
+        if not isinstance(rows, list) or not all(
+            isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in rows
+        ):
+            raise ValueError(f"Plan: expected {{'patterns': [[pattern, recipe], ...]}}, got {data!r}")
+        return plan({pattern: None if row is None else Recipe.from_dict(row) for pattern, row in rows})
+
+
+def plan(recipes: str | Recipe | Plan | Mapping[str, str | Recipe | None]) -> Plan:
+    """The Plan of a recipe for every layer, or of recipes by layer.
+
+    ``{"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}``: the last pattern that matches a layer's full
+    dotted name decides (``*``, ``?``, ``[...]`` as in fnmatch); None, and no match, leave it as it is.
+    Raises ValueError for an unknown recipe or no pattern; TypeError for what is no pattern or recipe.
+    """
+    if isinstance(recipes, Plan):
+        return recipes
+    if not isinstance(recipes, Mapping):
+        return Plan((("*", recipe(recipes)),))
+    wrong = [pattern for pattern in recipes if not isinstance(pattern, str)]
+    if wrong:
+        raise TypeError(f"recipes by layer: a pattern is a string such as '*.down_proj', got {wrong[0]!r}")
+    if not recipes:
+        raise ValueError("recipes by layer: no pattern is given; write for instance {'*': 'int8', 'lm_head': None}")
+    return Plan(tuple((pattern, None if row is None else recipe(row)) for pattern, row in recipes.items()))

@@ -1,0 +1,189 @@
+"""A recipe as a value: what happens to each operand of a Linear layer's three matrix products.
+
+With x ``[M, K]``, the weight w ``[N, K]`` and the gradient g ``[M, N]`` of the output:
+
+    output       y  = x @ w.T     a = x, b = w
+    grad_input   dx = g @ w       a = g, b = w
+    grad_weight  dw = g.T @ x     a = g, b = x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+from lowbit.recipes.cast import TREATMENTS, Cast, Gemm, checked, from_data, listed, set_fields
+from lowbit.scaling import Scheme
+
+__all__ = ["HADAMARD", "Recipe", "refuse_beyond"]
+
+#: What the name of a recipe ends with whose operands are transformed, and the sizes of the blocks that can be.
+HADAMARD = ":hadamard"
+_ROTATIONS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, init=False)
+class Recipe:
+    """What happens to each operand of a Linear layer's three products.
+
+    ``output`` is forward, its ``b`` the weight; it suffices for inference. ``grad_input`` and ``grad_weight`` are the
+    backward products: both are given by a recipe that trains, and neither by one for inference.
+    ``name``: by default what ``output`` multiplies. ``about`` is prose, and no part of what makes recipes equal.
+
+    Raises TypeError for what is no Gemm or string; ValueError where the products do not fit each other.
+    """
+
+    output: Gemm
+    grad_input: Gemm | None = None
+    grad_weight: Gemm | None = None
+    about: str = field(default="", compare=False)
+    name: str = ""
+
+    def __init__(
+        self,
+        output: Gemm,
+        grad_input: Gemm | None = None,
+        grad_weight: Gemm | None = None,
+        about: str = "",
+        name: str = "",
+    ) -> None:
+        for role, value in (("output", output), ("grad_input", grad_input), ("grad_weight", grad_weight)):
+            if not isinstance(value, Gemm) and (role == "output" or value is not None):
+                raise TypeError(
+                    f"Recipe: {role} must be a Gemm, got {value!r}; write for instance "
+                    f"Recipe(Gemm(None, 'int4:group32'), name='mine')"
+                )
+        for word, text in (("about", about), ("name", name)):
+            if not isinstance(text, str):
+                raise TypeError(f"Recipe: {word} must be a string, got {type(text).__name__}")
+        set_fields(self, output=output, grad_input=grad_input, grad_weight=grad_weight, about=about, name=name)
+        if not isinstance(output.b, Cast):
+            raise ValueError(f"{self._what}: output.b is the weight, and needs a scheme, got {output.b!r}")
+        if not name:
+            set_fields(self, name=str(output) if output.a else str(output.b))
+        if output.a is not None and output.a.transform != output.b.transform:
+            raise ValueError(
+                f"{self._what}: a transform of one operand of output needs the same of the other; got "
+                f"{output.a.transform!r} and {output.b.transform!r}"
+            )
+        if output.save != "codes":
+            raise ValueError(f"{self._what}: save belongs to backward products, and output has {output.save!r}")
+        if (grad_input is None) != (grad_weight is None):
+            raise ValueError(
+                f"{self._what}: a recipe that trains has both grad_input and grad_weight; write "
+                f"Gemm(None, None, save='high') for a product that stays float"
+            )
+        if grad_input is not None and grad_weight is not None:
+            self._check("grad_input", grad_input, output.b)
+            self._check("grad_weight", grad_weight, output.a)
+
+    @property
+    def _what(self) -> str:
+        return f"recipe {self.name!r}" if self.name else "Recipe"
+
+    def _check(self, role: str, gemm: Gemm, saved: Cast | None) -> None:
+        """That the backward product can have its ``b``, which forward encoded as ``saved``."""
+        if saved is None and gemm.save != "high":
+            raise ValueError(f"{self._what}: {role} saves an operand that forward leaves float; say save='high'")
+        if gemm.save == "high" and gemm.b in TREATMENTS:
+            raise ValueError(
+                f"{self._what}: {role} has b={gemm.b!r}, which needs the codes of forward, and save='high' keeps none; "
+                f"say save='codes' or 'recompute'"
+            )
+        if gemm.save != "high" and gemm.b is None:
+            raise ValueError(f"{self._what}: {role} multiplies a float operand, which save='high' keeps; say so")
+        if gemm.b == "fold" and saved is not None and not _folds(saved.scheme):
+            raise ValueError(
+                f"{self._what}: {role} can only fold scales that are floating-point numbers, one a row, into g; "
+                f"{saved.scheme} has others; say 'reuse', or a scheme to quantize the operand to again"
+            )
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def weight(self) -> Scheme:
+        """The weight's scheme in forward."""
+        return cast(Cast, self.output.b).scheme
+
+    @property
+    def input(self) -> Scheme | None:
+        """The input's scheme in forward; None: it stays float."""
+        return None if self.output.a is None else self.output.a.scheme
+
+    @property
+    def static(self) -> bool:
+        """Whether the input's scales in forward are given, by calibration, and not made of each input."""
+        return self.output.a is not None and self.output.a.scale == "static"
+
+    @property
+    def rotation(self) -> int | None:
+        """The block of the Hadamard transform that weight and input go through in forward; None: there is none.
+
+        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
+        """
+        if cast(Cast, self.output.b).transform is None:
+            return None
+        group = self.weight.block[1]
+        return group if group in _ROTATIONS else _ROTATIONS[-1]
+
+    def rotated(self) -> Recipe:
+        """This recipe with a Hadamard transform of weight and input, for inference: without backward products."""
+        a, b = (
+            replace(side, transform="hadamard") if isinstance(side, Cast) else None
+            for side in (self.output.a, self.output.b)
+        )
+        return Recipe(Gemm(a, b), about=self.about, name=f"{self.name.removesuffix(HADAMARD)}{HADAMARD}")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the recipe says how the backward products are computed."""
+        return self.grad_input is not None
+
+    def casts(self) -> dict[str, Cast]:
+        """Every Cast by its role, such as ``grad_input.a``."""
+        gemms = {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+        sides = {f"{role}.{one}": getattr(gemm, one, None) for role, gemm in gemms.items() for one in ("a", "b")}
+        return {role: side for role, side in sides.items() if isinstance(side, Cast)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data, without ``about``."""
+        gemms = {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+        return {"name": self.name, **{role: gemm.to_dict() for role, gemm in gemms.items() if gemm is not None}}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Recipe:
+        """The Recipe that ``to_dict`` described. Raises ValueError for other data."""
+        roles = ("output", "grad_input", "grad_weight")
+        values = checked("Recipe", data, ("name", *roles), ("output",))
+        gemms = {role: Gemm.from_dict(values[role]) for role in roles if values.get(role) is not None}
+        return from_data(cls, {**values, **gemms}, ("name", *roles), ("output",))
+
+
+def _folds(scheme: Scheme) -> bool:
+    one_a_row = scheme.block == (1, None)
+    return one_a_row and not scheme.affine and not scheme.global_scale and scheme.scale_format.dtype != "uint8"
+
+
+def refuse_beyond(recipe: Recipe, what: str, roles: Iterable[str], **able: tuple[str | None, ...]) -> None:
+    """Raise ValueError where a Cast of ``recipe`` in one of ``roles`` asks for what ``what`` does not do, or for static
+    scales in a scheme that has scales for rows.
+
+    ``able``: the values of a field that it does besides the default one.
+    """
+    casts = recipe.casts()
+    for role in roles:
+        if role in casts and casts[role].scale == "static" and "static" in able.get("scale", ()):
+            found = casts[role].scheme
+            if found.block[0] is not None or found.global_scale:
+                raise ValueError(
+                    f"recipe {recipe.name!r}: static scales are the same for every row, and {role} is in {found}, "
+                    f"which has scales for rows; use {found.format.name}:tensor, or scale='current'"
+                )
+        for name, value in casts[role].chosen().items() if role in casts else ():
+            if name != "history" and value not in able.get(name, ()):
+                can = listed([*(f.default for f in fields(Cast) if f.name == name), *able.get(name, ())])
+                raise ValueError(
+                    f"recipe {recipe.name!r}: {what} does not do {name}={value!r}, which {role} asks for; it does {can}"
+                )

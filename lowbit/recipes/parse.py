@@ -1,0 +1,97 @@
+"""Recipes by name.
+
+A name may carry a scaling for the weight: ``"int4-weight-only:group32"``. Upper case and ``_`` for ``-`` are the same
+name. Names of llm-compressor and compressed-tensors (``"W4A16"``) are aliases, or refused where they mean another thing
+there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lowbit.named import did_you_mean, spelled
+from lowbit.recipes.cast import Cast, Gemm
+from lowbit.recipes.definition import HADAMARD, Recipe
+from lowbit.recipes.table import ALIASES, FOREIGN, RECIPES
+from lowbit.scaling import find_scaling, scheme
+
+__all__ = ["recipe"]
+
+#: What the name of a recipe ends with that leaves activations as they are.
+_WEIGHT_ONLY = "-weight-only"
+
+
+def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
+    """The recipe of that name; ``group`` (or ``NAME:SCALING``) changes how finely its weight is scaled.
+
+    ``SCHEME-weight-only`` is one for every scheme: ``mxfp4-weight-only``, ``int3-weight-only:group128``.
+    ``NAME:hadamard`` transforms weights and inputs before they are quantized (``lowbit.hadamard``): ``nvfp4:hadamard``.
+
+    Raises ValueError for an unknown name, listing the known ones, for one that means another thing elsewhere
+    (``FOREIGN``), and for another scaling of a recipe that trains or whose weight's scales are not fp32 (MX, NVFP4: the
+    scaling is part of the format). TypeError for what is neither.
+    """
+    if isinstance(name, Recipe):
+        return name if group is None else _rescaled(name, f"group{group}")
+    if not isinstance(name, str):
+        raise TypeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}; got {type(name).__name__}")
+    if name.lower().endswith(HADAMARD):
+        return recipe(name[: -len(HADAMARD)], group=group).rotated()
+    base, _, scaling = name.partition(":")
+    foreign = base.upper().replace("-", "_")
+    if foreign in FOREIGN and base not in RECIPES:
+        raise ValueError(f"recipe {name!r}: {FOREIGN[foreign]}")
+    known = RECIPES.get(ALIASES.get(foreign, spelled(base)))
+    if known is None and spelled(base).endswith(_WEIGHT_ONLY):
+        return _weight_only(base.lower()[: -len(_WEIGHT_ONLY)], f"group{group}" if group is not None else scaling)
+    if known is None:
+        raise ValueError(f"unknown recipe {name!r}{_meant(name)}; expected one of {', '.join(RECIPES)}")
+    if group is not None:
+        if scaling:
+            raise ValueError(f"recipe {name!r} already says {scaling!r}; leave out group={group} or the suffix")
+        scaling = f"group{group}"
+    return _rescaled(known, scaling) if scaling else known
+
+
+def _weight_only(weight: str, scaling: str) -> Recipe:
+    """The recipe, without a row of its own, that quantizes nothing but weights, by the scheme ``weight:scaling``."""
+    suffix = f":{scaling}" if scaling else ""
+    name = f"{weight}{_WEIGHT_ONLY}{suffix}"
+    try:
+        return Recipe(Gemm(None, scheme(weight + suffix)), name=name)
+    except ValueError as error:
+        raise ValueError(f"recipe {name!r} names no scheme of a weight: {error}") from None
+
+
+def _rescaled(base: Recipe, scaling: str) -> Recipe:
+    if base.trains:
+        raise ValueError(f"recipe {base.name!r} fixes its scalings, because its backward products depend on them")
+    if find_scaling(scaling.split(":")[0]) is None:
+        raise ValueError(f"recipe {base.name!r}: unknown scaling {scaling!r}; write for instance {base.name}:group32")
+    if base.weight.scale_format.name != "fp32":
+        plain = f"{base.weight.format.name}:{scaling}"
+        raise ValueError(
+            f"recipe {base.name!r} has scales in {base.weight.scale_format.name}, and another scaling would make it "
+            f"another format; use one with fp32 scales, such as int4-weight-only:{scaling}, "
+            f"or Recipe(Gemm(None, {plain!r}), name='mine')"
+        )
+    affine = ":affine" if base.weight.affine and "affine" not in scaling.split(":") else ""
+    weight = scheme(f"{base.weight.format.name}:{scaling}{affine}")
+    if weight == base.weight:
+        return base
+    assert isinstance(base.output.b, Cast)
+    output = replace(base.output, b=replace(base.output.b, scheme=weight))
+    return replace(base, name=f"{base.name}:{scaling}", output=output)
+
+
+def _meant(name: str) -> str:
+    """What an unknown name may stand for: a scheme or format of a weight, or a near miss of a known name."""
+    words = name.split(":")
+    of_format = [row for row in RECIPES.values() if row.input is None and row.weight.format.name == words[0].lower()]
+    if of_format:
+        return f" (did you mean {':'.join([of_format[0].name, *words[1:]])}?)"
+    try:
+        weight = scheme(name)
+    except ValueError:
+        return did_you_mean(words[0], (*ALIASES, *RECIPES), name.removeprefix(words[0]))
+    return f" (for weights of this scheme give Recipe(Gemm(None, {weight.name!r}), name='mine'))"

@@ -1,0 +1,115 @@
+"""The table of named recipes, and the names that other projects give to them."""
+
+from __future__ import annotations
+
+from lowbit.named import register
+from lowbit.recipes.cast import Cast, Gemm
+from lowbit.recipes.definition import Recipe
+
+__all__ = ["ALIASES", "FOREIGN", "RECIPES", "register_recipe"]
+
+#: Every named recipe. Names are API; ``register_recipe`` adds one.
+RECIPES: dict[str, Recipe] = {
+    row.name: row
+    for row in (
+        Recipe(
+            Gemm("int8:row", "int8:row"),
+            name="int8", about="8-bit weights and activations (dynamic, a scale a token)",
+        ),
+        Recipe(
+            Gemm("int8:group128", "int8:row"),
+            name="int8-group", about="8-bit weights and activations, a scale for 128 activations: loses less on LLMs",
+        ),
+        Recipe(Gemm(None, "int8:row"), name="int8-weight-only", about="8-bit weights"),
+        Recipe(
+            Gemm(None, "int4:group128"),
+            name="int4-weight-only", about="4-bit weights, a scale for 128; say :group32 for finer ones",
+        ),
+        Recipe(
+            Gemm(None, "uint4:group128:affine"),
+            name="uint4-weight-only", about="4-bit weights with zero points, a scale for 128",
+        ),
+        Recipe(Gemm(None, "nf4"), name="nf4", about="4-bit NormalFloat weights (QLoRA)"),
+        Recipe(
+            Gemm("fp8_e4m3:row", "fp8_e4m3:row"),
+            Gemm("fp8_e5m2:row", "fold"),
+            Gemm("fp8_e5m2:col", "fold"),
+            name="fp8", about="FP8, a scale a row; trains",
+        ),
+        Recipe(
+            Gemm("fp8_e4m3:tensor", "fp8_e4m3:tensor"),
+            Gemm("fp8_e5m2:tensor", "reuse"),
+            Gemm("fp8_e5m2:tensor", "reuse"),
+            name="fp8-tensor", about="FP8, a scale a tensor; trains",
+        ),
+        Recipe(
+            Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
+            Gemm("fp8_e4m3:group128", "reuse"),
+            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
+            name="fp8-block", about="FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
+        ),
+        Recipe(Gemm(None, "fp8_e4m3:row"), name="fp8-weight-only", about="FP8 weights"),
+        Recipe(
+            Gemm("mxfp8:ceil", "mxfp8:ceil"),
+            Gemm("mxfp8:ceil", "mxfp8:ceil:T"),
+            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T"),
+            name="mxfp8", about="OCP MX, FP8 elements; trains",
+        ),
+        Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
+        Recipe(Gemm("mxfp4", "mxfp4"), name="mxfp4", about="OCP MX, FP4 elements"),
+        Recipe(
+            Gemm("nvfp4:global_row", "nvfp4"),
+            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight",
+        ),
+        Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
+        Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),
+        # Inputs have static scales: quantize_ needs the calibration that chose them.
+        Recipe(
+            Gemm(Cast("int8:tensor", scale="static"), "int8:row"),
+            name="int8-static", about="8-bit weights and activations, one scale for all of a layer's activations",
+        ),
+        Recipe(
+            Gemm(Cast("uint8:tensor:affine", scale="static"), "int8:row"),
+            name="int8-static-affine", about="the same with a zero point, for activations that are seldom negative",
+        ),
+        Recipe(
+            Gemm(Cast("fp8_e4m3:tensor", scale="static"), "fp8_e4m3:row"),
+            name="fp8-static", about="FP8, one scale for all of a layer's activations",
+        ),
+    )
+}  # fmt: skip
+
+#: Names of llm-compressor and compressed-tensors (PRESET_SCHEMES of their quant_scheme.py) for the same formats, the
+#: same elements that share a scale, and scales that come from the same place.
+ALIASES: dict[str, str] = {
+    "W8A8": "int8",
+    "W4A16": "int4-weight-only",
+    "W4A16_ASYM": "uint4-weight-only",
+    "W4A8": "w4a8",
+    "FP8_DYNAMIC": "fp8",
+    "FP8_BLOCK": "fp8-block",
+    "NVFP4A16": "nvfp4-weight-only",
+    "MXFP4": "mxfp4",
+    "MXFP8": "mxfp8",
+}
+
+#: Names of theirs that would mean another thing here: what they mean there, and what to say instead.
+FOREIGN: dict[str, str] = {
+    "W8A16": "W8A16 has groups of 128 in compressed-tensors, and a scale a row in its versions before that: here these "
+    "are 'int8-weight-only:group128' and 'int8-weight-only'",
+    "FP8": "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic scales, a "
+    "scale a row, as FP8_DYNAMIC",
+    "NVFP4": "NVFP4 has a global scale of activations from calibration in llm-compressor: here 'nvfp4' has a dynamic "
+    "one for each row, and 'nvfp4-weight-only' is NVFP4A16",
+}
+
+
+def register_recipe(recipe: Recipe) -> None:
+    """Add a named recipe: ``lowbit.recipe``, ``quantize_`` and the command line know it from now on.
+
+    Its name has lower case letters and digits, with dashes between. Models that are saved with it can be loaded without
+    it. Raises ValueError for another name and for one that is taken; TypeError for what is no Recipe.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"register_recipe: expected a Recipe, got {type(recipe).__name__}")
+    register(RECIPES, recipe, (*ALIASES, *FOREIGN), "recipe")

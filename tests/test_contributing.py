@@ -1,0 +1,80 @@
+"""CONTRIBUTING's additions, made in a copy of the repository as it says, do what it says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+#: A block of code, and where the sentence in its first line puts it, if that has one.
+BLOCK = re.compile(r"^```py(?:thon)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PLACE = re.compile(r"# (?P<file>\S+\.py): (?P<how>row of|before) (?P<table>\w+)\n")
+
+
+def insert(file: Path, how: str, table: str, code: str) -> None:
+    """Code before the statement that assigns ``table``, or a row at the end of the longest literal in it."""
+    text = file.read_text()
+    node = next(node for node in ast.parse(text).body if re.match(rf"{table}\b.* = ", ast.unparse(node)))
+    lines = text.splitlines(keepends=True)
+    if how == "before":
+        lines.insert(node.lineno - 1, f"{code}\n\n")
+    else:
+        literals = [
+            n.values if isinstance(n, ast.Dict) else n.elts
+            for n in ast.walk(node)
+            if isinstance(n, ast.Dict | ast.Tuple | ast.List)
+        ]
+        last = max(literals, key=len)[-1]
+        line = lines[last.end_lineno - 1].encode()
+        lines[last.end_lineno - 1] = (
+            line[: last.end_col_offset] + f", {code.strip().rstrip(',')}\n".encode() + line[last.end_col_offset :]
+        ).decode()
+    file.write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The repository with all additions, without compiled libraries: the tables have outgrown them."""
+    root = tmp_path_factory.mktemp("stranger")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "*.dylib")
+    for folder in ("lowbit", "kernels", "tests", "csrc"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, root)
+    for block in BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text()):
+        if place := PLACE.match(block[1]):
+            insert(root / place["file"], place["how"], place["table"], block[1][place.end() :])
+    return root
+
+
+def python(root: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(root), "LOWBIT_NATIVE": "0"}
+    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_block_says_where_it_goes_or_runs(copy):
+    """Blocks that are not put into a file run one after the other, in one program, and print what they show."""
+    blocks = [block[1] for block in BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text())]
+    program = "\n".join(block for block in blocks if not PLACE.match(block))
+    shown = re.findall(r"^# -> (.*)$", program, re.MULTILINE)
+    assert len(shown) >= 5 and len(blocks) >= 10
+    assert python(copy, "-W", "ignore", "-c", program).splitlines() == shown
+
+
+def test_what_follows_from_a_row_follows(copy):
+    """The tests of the tables take the new rows for their parameters, and pass."""
+    names = "fp7_e3m3 or rows4 or negate or fp6-weight-only"
+    files = ["tests/test_formats.py", "tests/test_scaling.py", "tests/ops/test_ops.py", "tests/recipes/test_recipes.py"]
+    told = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", names, *files)
+    assert re.search(r"\d+ passed", told)
+    collected = python(copy, "-m", "pytest", "-q", "-p", "no:xdist", "--collect-only", "-k", names, *files)
+    assert all(name in collected for name in ("fp7_e3m3", "negate", "fp6-weight-only"))
