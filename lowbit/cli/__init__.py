@@ -75,6 +75,6 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError) as error:
-        told = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
-        errors.print(told, highlight=False, soft_wrap=True)
+        message = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
+        errors.print(message, highlight=False, soft_wrap=True)
         sys.exit(1)

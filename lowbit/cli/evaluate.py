@@ -148,18 +148,18 @@ def _list(json: bool) -> None:
     """The table of models, and of each whether it is there or how to get it."""
     from lowbit.evaluate.models import MODELS
 
-    found = []
+    entries = []
     for row in MODELS.values():
         try:
             row.location()
-            found.append({"name": row.name, "about": row.about, "installed": True, "get": None})
+            entries.append({"name": row.name, "about": row.about, "installed": True, "get": None})
         except (ImportError, OSError) as missing:
             get = str(missing).rpartition("with: ")[2]
-            found.append({"name": row.name, "about": row.about, "installed": False, "get": get})
+            entries.append({"name": row.name, "about": row.about, "installed": False, "get": get})
     if json:
-        print_json(found)
+        print_json(entries)
         return
-    for entry in found:
+    for entry in entries:
         out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
         out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
     out.print("\nOr a directory that transformers can load, or that lowbit has quantized.")

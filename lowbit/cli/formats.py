@@ -94,12 +94,12 @@ def codes(row: Format, scale: float) -> list[dict[str, Any]]:
 def _number(text: str) -> float:
     base, _, power = text.partition("^")
     try:
-        found = float(base) ** float(power) if power else float(text)
+        value = float(base) ** float(power) if power else float(text)
     except (ValueError, ArithmeticError):  # no number; beyond fp64; a negative power of zero
-        found = math.nan
-    if isinstance(found, complex) or not math.isfinite(found):
+        value = math.nan
+    if isinstance(value, complex) or not math.isfinite(value):
         raise ValueError(f"--scale takes a finite real number or power, such as 0.25 or 2^-3, got {text!r}")
-    return found
+    return value
 
 
 def _one(row: Format, scale: float, json: bool) -> None:
@@ -116,10 +116,10 @@ def _one(row: Format, scale: float, json: bool) -> None:
     for line in listed:
         exact = number(line["value"])
         plain = repr(line["value"])
-        told = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
+        shown = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
         if "^" in exact:
-            told.append(f"  {plain}", "dim")
-        out.print(told, soft_wrap=True)
+            shown.append(f"  {plain}", "dim")
+        out.print(shown, soft_wrap=True)
 
 
 def _describe(made: Scheme) -> dict[str, Any]:

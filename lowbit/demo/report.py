@@ -121,7 +121,7 @@ class Claim(NamedTuple):
 def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
     """Those claims that the runs and recipes at hand can be held to."""
     first = runs[0]
-    found = [
+    losses = [
         Claim(
             f"{run.config.precision} training, held-out loss against {first.config.precision}",
             run.history.held_out[-1][1] / first.history.held_out[-1][1] - 1,
@@ -130,7 +130,7 @@ def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
         for run in runs[1:]
     ]
     base = baseline(rows, first.config.outside)
-    return found + [
+    return losses + [
         Claim(f"{row.recipe}, perplexity against {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe])
         for row in rows
         if row.recipe in PERPLEXITY_TARGETS

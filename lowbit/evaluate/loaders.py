@@ -102,12 +102,12 @@ def config_of(directory: Path) -> dict[str, Any]:
     """``config.json`` of a model's directory. Raises: ValueError where there is none or it is no JSON object."""
     path = directory / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a directory that transformers can load") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no JSON object; give a directory that transformers can load")
-    return found
+    return settings
 
 
 def causal(directory: Path) -> bool:

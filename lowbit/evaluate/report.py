@@ -51,10 +51,10 @@ def _measured(cell: Cell) -> bool:
 
 def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """The cells by model, in order."""
-    found: dict[str, list[Cell]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        found.setdefault(cell.model.name, []).append(cell)
-    return found
+        groups.setdefault(cell.model.name, []).append(cell)
+    return groups
 
 
 def _baseline(cells: Sequence[Cell]) -> Cell | None:
@@ -74,17 +74,17 @@ def figures(cell: Cell, baseline: Cell | None) -> dict[str, Estimate]:
             f"{cell.request.result} was measured on other data than {baseline.request.result}; measure both again "
             "with --overwrite"
         )
-    found = {}
+    quality = {}
     for figure in TASKS[cell.result["task"]].figures:
         ours, theirs = (result["values"].get(figure.of) for result in (cell.result, baseline.result))
         if ours is not None and theirs is not None:
-            found[figure.title] = figure.estimate(ours, theirs)
-    return found
+            quality[figure.title] = figure.estimate(ours, theirs)
+    return quality
 
 
 def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """One dictionary a cell, as it stands in the CSV; None where there is no figure."""
-    found = []
+    table = []
     for group in _groups(cells).values():
         baseline = _baseline(group)
         for cell in group:
@@ -104,8 +104,8 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "seconds_to_pack", "units_per_second", "generated_per_second", "weight_error", "converted",
             ):  # fmt: skip
                 row[name] = result.get(name)
-            found.append({**row, "left": len(result.get("left", ())), "note": cell.note})
-    return found
+            table.append({**row, "left": len(result.get("left", ())), "note": cell.note})
+    return table
 
 
 def as_json(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -241,12 +241,12 @@ def _panel(panel: Axes, group: list[Cell]) -> None:
     assert drawn.loss is not None
     names, lost, errors, colors = [], [], [], []
     for cell in group:
-        found = figures(cell, baseline).get(drawn.title)
-        if found is None or cell.request.layout == PACKED or not math.isfinite(found.value):
+        estimate = figures(cell, baseline).get(drawn.title)
+        if estimate is None or cell.request.layout == PACKED or not math.isfinite(estimate.value):
             continue
         names.append(" ".join(filter(None, (cell.request.recipe, cell.request.method))))
-        lost.append(max(drawn.loss(found.value), 0.0))
-        errors.append(found.error or 0.0)
+        lost.append(max(drawn.loss(estimate.value), 0.0))
+        errors.append(estimate.error or 0.0)
         colors.append(_FLAGGED if cell.note else _BAR)
     panel.barh(names, lost, xerr=errors, color=colors, ecolor=_INK, capsize=2)
     panel.invert_yaxis()

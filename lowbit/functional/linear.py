@@ -76,7 +76,7 @@ def linear(
 
 def _static(name: str, kind: Scheme | None, x: Tensor, *given: Any) -> tuple[Any, ...]:
     """Scale, zero point and global scale of a scheme as ops take them, where they are given."""
-    if all(one is None for one in given):
+    if all(value is None for value in given):
         return None, None, None
     if kind is None:
         raise ValueError(f"linear: {name}_scale is the scale of a scheme; give {name} too, or leave {name}_scale out")

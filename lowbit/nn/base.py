@@ -30,8 +30,8 @@ KINDS = {
 
 def kind(module: nn.Module) -> str | None:
     """Which of ``KINDS`` the layer is; None for a module that is no layer of lowbit."""
-    found: str | property | None = getattr(type(module), "lowbit_kind", None)
-    return str(module.lowbit_kind) if isinstance(found, property) else found
+    declared: str | property | None = getattr(type(module), "lowbit_kind", None)
+    return str(module.lowbit_kind) if isinstance(declared, property) else declared
 
 
 def full_name(cls: type) -> str:

@@ -85,8 +85,8 @@ class QuantConv(nn.Module):
         """``_load_from_state_dict`` has compared it already."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        told = state_dict.get(f"{prefix}_extra_state")
-        if f"{prefix}linear.codes" in state_dict and (told is None or bytes(told.tolist()) != _ORDER):
+        extra_state = state_dict.get(f"{prefix}_extra_state")
+        if f"{prefix}linear.codes" in state_dict and (extra_state is None or bytes(extra_state.tolist()) != _ORDER):
             more[-1].append(
                 f"{prefix}linear.codes: the state has the columns of a convolution's weight in another order than "
                 f"[taps, channels], as lowbit 0.1 had; quantize the model again"

@@ -142,20 +142,20 @@ class QuantLinear(nn.Module):
     @property
     def weight(self) -> Quantized:
         """The weight: views of this layer's parameters."""
-        own: dict[str, Any] = self._parameters
+        parts: dict[str, Any] = self._parameters
         shape = torch.Size((self.out_features, self.in_features))
         return Quantized(
-            own["codes"], stored_scale(own["scale"], self.scheme.name), own["zero_point"],
-            stored_global(own["global_scale"]), self.scheme, shape, self.weight_dtype,
+            parts["codes"], stored_scale(parts["scale"], self.scheme.name), parts["zero_point"],
+            stored_global(parts["global_scale"]), self.scheme, shape, self.weight_dtype,
         )  # fmt: skip
 
     @property
     def input_scales(self) -> Scales | None:
         """The static scales that inputs are quantized by: views of this layer's parameters. None: they are dynamic."""
-        own: dict[str, Any] = self._parameters
-        if self._input_name is None or own["input_scale"] is None:
+        parts: dict[str, Any] = self._parameters
+        if self._input_name is None or parts["input_scale"] is None:
             return None
-        return Scales(stored_scale(own["input_scale"], self._input_name), own["input_zero_point"])
+        return Scales(stored_scale(parts["input_scale"], self._input_name), parts["input_zero_point"])
 
     def plain_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix ``[out_features, in_features]`` that the layer stands for, in ``dtype`` or that of ``weight``."""
@@ -175,23 +175,23 @@ class QuantLinear(nn.Module):
             raise wrong_width(self, x)
         if self.rotation is not None:
             x = hadamard(x, self.rotation)
-        own: dict[str, Any] = self._parameters
-        bias = own["bias"]
+        parts: dict[str, Any] = self._parameters
+        bias = parts["bias"]
         refuse_tangents("linear", x, bias)
         y: Tensor = call(
-            "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"], bias,
-            self._input_name, dtype, *self._scales(x, dtype),
+            "linear", x, parts["codes"], self.scheme.name, parts["scale"], parts["zero_point"], parts["global_scale"],
+            bias, self._input_name, dtype, *self._scales(x, dtype),
         )  # fmt: skip
         return self._signed(y)
 
     def conv(self, x: Tensor, window: Window) -> Tensor:
         """A convolution's result ``[N, *S', out_features]``, of ``x [N, *S, C]``, with this weight."""
         x, dtype = self._given(x)
-        own: dict[str, Any] = self._parameters
-        refuse_tangents("conv", x, own["bias"])
+        parts: dict[str, Any] = self._parameters
+        refuse_tangents("conv", x, parts["bias"])
         y: Tensor = call(
-            "conv", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"],
-            own["bias"], *window, self._input_name, dtype, *self._scales(x, dtype),
+            "conv", x, parts["codes"], self.scheme.name, parts["scale"], parts["zero_point"], parts["global_scale"],
+            parts["bias"], *window, self._input_name, dtype, *self._scales(x, dtype),
         )  # fmt: skip
         return self._signed(y)
 
@@ -250,8 +250,8 @@ class QuantLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
-        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)
+        parts = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
+        wrong = misfits(parts, self.scheme, self.in_features, state_dict, prefix, self.rotation)
         if wrong:  # nothing of this layer is written
             error_msgs.extend(wrong)
             return
@@ -323,9 +323,9 @@ def misfits(
     rotation: int | None = None,
 ) -> list[str]:
     """Why codes and scales of ``state_dict`` mean something else than a layer with ``own`` would read in them."""
-    told = state_dict.get(f"{prefix}_extra_state")
-    if isinstance(told, Tensor) and not told.is_meta:
-        name, *words = bytes(told.tolist()).decode(errors="replace").split(" ")
+    extra_state = state_dict.get(f"{prefix}_extra_state")
+    if isinstance(extra_state, Tensor) and not extra_state.is_meta:
+        name, *words = bytes(extra_state.tolist()).decode(errors="replace").split(" ")
         width = next((word for word in words if word.isdigit()), "")
         block = next((word.removeprefix(_ROTATION) for word in words if word.startswith(_ROTATION)), None)
         if block != (None if rotation is None else str(rotation)):
