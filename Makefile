@@ -57,12 +57,12 @@ exhaustive: ## Every fp32 pattern through every format, every pair of schemes (h
 demo: ## Train a small GPT in bf16 and FP8, quantize it with every recipe, write out/demo/report.md (minutes)
 	$(call setup,demo)
 	$(native)
-	$(RUN) -m lowbit.cli train $(or $(strip $(ARGS)),$(if $(wildcard out/demo/report.md),--overwrite))
+	$(RUN) -m lowbit train $(or $(strip $(ARGS)),$(if $(wildcard out/demo/report.md),--overwrite))
 
 bench: ## Measure every op beside its peers and the machine's limits; writes bench/results/ (with ARGS: out/bench/)
 	$(call setup,bench --optional bench/requirements.txt)
 	$(native)
-	$(RUN) -m lowbit.cli bench $(or $(strip $(ARGS)),--out bench/results)
+	$(RUN) -m lowbit bench $(or $(strip $(ARGS)),--out bench/results)
 	$(if $(strip $(ARGS)),,PYTHONPATH=. $(RUN) docs/generate_tables.py)
 
 lint: ## Every check that needs no test: format, lint, types, C++ format

@@ -110,8 +110,6 @@ _GRAMMAR = (
     "options: affine, e8m0 | bf16 | fp16 | e4m3, floor | ceil | nearest, full, global_row, T"
 )
 
-#: Options that stand for another one, kept for names that were saved.
-_OPTION_ALIASES = {"dq": "e4m3"}
 #: The scale format that an option asks for.
 _SCALE_OPTIONS = {"e8m0": "e8m0", "bf16": "bf16", "fp16": "fp16", "e4m3": "fp8_e4m3"}
 #: Options in the order of a scheme's canonical name; T comes last.
@@ -185,13 +183,6 @@ class Scheme:
     def packed_cols(self, cols: int) -> int:
         """Bytes that a row of ``cols`` codes takes."""
         return packed_cols(cols, self.format.bits)
-
-    def is_named(self, text: str) -> bool:
-        """Whether ``text`` is a name of this scheme: names that were saved may be older ones."""
-        try:
-            return scheme(text) == self
-        except ValueError:
-            return False
 
     def t(self) -> Scheme:
         """The same scheme for the transposed tensor."""
@@ -274,7 +265,6 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
     def fail(why: str) -> ValueError:
         return ValueError(f"scheme {text!r}: {why}")
 
-    options = [_OPTION_ALIASES.get(option, option) for option in options]
     for option in options:
         if option not in _OPTIONS or options.count(option) > 1:
             raise fail(f"unknown or repeated option {option!r}; {_GRAMMAR}")

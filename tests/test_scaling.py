@@ -19,9 +19,7 @@ SCALING_NAMES = st.sampled_from(["tensor", "row", "col", "mx", "nvfp4"]) | st.on
     st.tuples(st.integers(1, 300), st.integers(1, 300)).map("block{0[0]}x{0[1]}".format),
 )
 OPTIONS = st.lists(
-    st.sampled_from(
-        ["affine", "e8m0", "bf16", "fp16", "e4m3", "dq", "floor", "ceil", "nearest", "full", "global_row", "T"]
-    ),
+    st.sampled_from(["affine", "e8m0", "bf16", "fp16", "e4m3", "floor", "ceil", "nearest", "full", "global_row", "T"]),
     max_size=4,
     unique=True,
 )
@@ -102,7 +100,7 @@ def test_one_meaning_one_name(s):
         ("fp4_e2m1:nvfp4", "nvfp4", (1, 16), "uint8"),
         ("nf4", "nf4", (1, 64), "float32"),
         ("nf4:group64", "nf4", (1, 64), "float32"),
-        ("nf4:dq", "nf4:e4m3", (1, 64), "uint8"),
+        ("nf4:group64:e4m3", "nf4:e4m3", (1, 64), "uint8"),
         ("int4:group32:e4m3", "int4:group32:e4m3", (1, 32), "uint8"),
         ("fp4_e2m1:block16x16:e4m3", "fp4_e2m1:block16x16:e4m3", (16, 16), "uint8"),
         ("fp4_e2m1:group16:e4m3:global_row", "nvfp4:global_row", (1, 16), "uint8"),
@@ -116,7 +114,7 @@ def test_one_meaning_one_name(s):
         ("int8:tensor:e8m0", "int8:tensor:e8m0", (None, None), "uint8"),
         ("int8:group32:e8m0", "int8:mx", (1, 32), "uint8"),
         ("int8:block32x1:e8m0:ceil", "int8:mx:ceil:T", (32, 1), "uint8"),
-        ("nf4:group16:dq", "nf4:nvfp4", (1, 16), "uint8"),
+        ("nf4:group16:e4m3", "nf4:nvfp4", (1, 16), "uint8"),
         ("e2m1b3:group16", "e2m1b3:group16", (1, 16), "float32"),
     ],
 )
@@ -150,7 +148,7 @@ def test_canonical_names(text, name, block, stored):
         ("nvfp4:floor", "['floor'] cannot round its scales"),
         ("mxfp8:floor:ceil", "['floor', 'ceil'] cannot round its scales"),
         ("mxfp8:nearest", "'nearest' e8m0 scales are known for fp4_e2m1 alone"),
-        ("uint4:group32:affine:dq", "a scheme with a global scale has no zero points"),
+        ("uint4:group32:affine:e4m3", "a scheme with a global scale has no zero points"),
         ("int8:row:global_row", "add ':e4m3', or use nvfp4"),
         ("nvfp4:global_row:T", "'global_row' needs blocks of one row, and those of nvfp4 have 16"),
         ("int8:col:e4m3:global_row", "'global_row' needs blocks of one row, and those of col have all"),

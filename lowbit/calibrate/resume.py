@@ -19,6 +19,9 @@ from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Finished", "run_of"]
 
+#: The methods of this version of lowbit, whose names say their code.
+_METHODS = dict(METHODS)
+
 #: What says which run a directory is of, and where its blocks are.
 _RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
@@ -31,7 +34,7 @@ def run_of(
     Raises ValueError for batches, a loss or a method that cannot be told from others.
     """
     method = choice.weights
-    named = method is None or METHODS.get(method.name) == method
+    named = method is None or _METHODS.get(method.name) == method
     return {
         "model": model,
         "recipe": str(chosen.to_dict()),

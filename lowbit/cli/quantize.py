@@ -244,11 +244,9 @@ def _quantize_files(
 
 def _copy_others(directory: Path, target: Path) -> None:
     """Copy what belongs to the model and is no weights."""
-    ours = our_config(directory)
-    skipped = {CONFIG} if ours is None else {CONFIG, ours[0].name}
     for path in sorted(directory.iterdir()):
         index = path.name.endswith(".index.json")  # of weights in several files
-        wanted = _COPIED.fullmatch(path.name) and path.name not in skipped and not index
+        wanted = _COPIED.fullmatch(path.name) and path.name != CONFIG and not index
         if wanted and path.is_file() and not (target / path.name).exists():
             check_regular(path, _MOST_COPIED)
             shutil.copyfile(path, target / path.name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,21 +76,13 @@ class QuantConv(nn.Module):
         return y if input.dim() == axes + 2 else y[0]
 
     def get_extra_state(self) -> Tensor:
-        """The order of the weight's columns, for ``_load_from_state_dict``."""
+        """The order of the weight's columns."""
         return torch.tensor(list(_ORDER), dtype=torch.uint8)
 
-    def set_extra_state(self, state: Any) -> None:
-        """``_load_from_state_dict`` has compared it already."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        extra_state = state_dict.get(f"{prefix}_extra_state")
-        if f"{prefix}linear.codes" in state_dict and (extra_state is None or bytes(extra_state.tolist()) != _ORDER):
-            more[-1].append(
-                f"{prefix}linear.codes: the state has the columns of a convolution's weight in another order than "
-                f"[taps, channels], as lowbit 0.1 had; quantize the model again"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raises ValueError for a weight with its columns in another order."""
+        if bytes(state.tolist()) != _ORDER:
+            raise ValueError("the state has a convolution's columns in another order than [taps, channels]")
 
     def extra_repr(self) -> str:
         return (

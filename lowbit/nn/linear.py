@@ -335,7 +335,7 @@ def misfits(
             ]
         if width and int(width) != cols:
             return [f"{prefix}codes: the state has a weight with {width} columns, and this layer one with {cols}"]
-        if not scheme.is_named(name):
+        if name != scheme.name:
             return [
                 f"{prefix}codes: the state has a weight in scheme {name!r}, and this layer one in "
                 f"{scheme.name!r}; quantize the model with the recipe that the state was saved with"

@@ -4,8 +4,7 @@ Each save writes a weights' file with a name of its own. ``lowbit.json``, which 
 last and in one step: a save that is interrupted anywhere leaves the model that was there before. A save then removes
 the weights that the config before it named. What a killed save leaves (a ``weights-*.safetensors`` that no config
 names, ``.lowbit.json.*.tmp``) stays, because another save may be writing it. Loading checks everything (files, hash,
-layers, names, shapes) before it touches the model. Directories whose config of lowbit is called ``config.json``, as it
-once was, are read and saved to as well.
+layers, names, shapes) before it touches the model.
 
 Tensors are those of ``state_dict``: QuantLinear's ``codes`` are packed rows of uint8 (docs/numerics.md section 8), its
 scales the integers of their bits.

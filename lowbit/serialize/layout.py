@@ -32,8 +32,8 @@ __all__ = [
 
 FORMAT, VERSION = "lowbit-model", 1
 
-#: The config's name; and the one that it had, which transformers' config has too.
-CONFIG, OLD_CONFIG = "lowbit.json", "config.json"
+#: The config's name.
+CONFIG = "lowbit.json"
 
 #: What the name of a weights' file looks like: of ``save_model``, and of ``quantize_files`` as transformers names them.
 WEIGHTS = re.compile(r"(weights-[0-9a-f]{16}|model-\d{5}-of-\d{5})\.safetensors")
@@ -56,12 +56,9 @@ def _build_gpt(described: dict[str, Any]) -> nn.Module:
     return model
 
 
-_GPT = Rebuild(lambda model: asdict(model.config), _build_gpt)
-
-#: Models that ``load_model`` can build by itself, by full class name; ``lowbit.nn.transformer`` is an older name.
+#: Models that ``load_model`` can build by itself, by full class name.
 REBUILD: dict[str, Rebuild] = {
-    "lowbit.demo.gpt.GPT": _GPT,
-    "lowbit.nn.transformer.GPT": _GPT,
+    "lowbit.demo.gpt.GPT": Rebuild(lambda model: asdict(model.config), _build_gpt),
     "transformers": Rebuild(huggingface.describe, huggingface.build),
 }
 
@@ -77,21 +74,16 @@ def rebuild_of(model: nn.Module) -> str | None:
 def our_config(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     """The config that ``save_model`` wrote to ``directory``, and its path; None where there is none.
 
-    Raises ValueError for one that is damaged, or is called ``lowbit.json`` and of something else.
+    Raises ValueError for one that is damaged or of something else.
     """
-    for name in (CONFIG, OLD_CONFIG, CONFIG):  # a save beside us may write the first and then remove the second
-        path = directory / name
-        try:
-            config = read_json(path)
-        except FileNotFoundError:
-            continue
-        except NotADirectoryError:
-            return None
-        if config.get("format") == FORMAT:
-            return path, config
-        if name == CONFIG:
-            raise ValueError(f"{path} was not written by lowbit.save_model; give, or save to, another directory")
-    return None
+    path = directory / CONFIG
+    try:
+        config = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if config.get("format") != FORMAT:
+        raise ValueError(f"{path} was not written by lowbit.save_model; give, or save to, another directory")
+    return path, config
 
 
 def in_features(layer: nn.Module) -> list[int]:

@@ -14,8 +14,7 @@ from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
 from lowbit.nn.linear import QuantLinear
-from lowbit.recipes import RECIPES, Gemm, Recipe
-from lowbit.recipes import recipe as find_recipe
+from lowbit.recipes import RECIPES, Recipe
 from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.empty import empty_weights, to_meta_
 from lowbit.serialize.layout import CONFIG, DTYPES, REBUILD, VERSION, WEIGHTS, identity, in_features, our_config
@@ -203,11 +202,7 @@ def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
 
 
 def _recipe(described: Any) -> Recipe:
-    """A layer's recipe; files of lowbit 0.1 have its name, or the name and the schemes of the weight and the input."""
-    if isinstance(described, str):
-        return find_recipe(described)
-    if "weight" in described:
-        return Recipe(Gemm(described["input"], described["weight"]), name=described["name"])
+    """A layer's recipe: the named one, which says what it is about, where that is the same."""
     parsed = Recipe.from_dict(described)
     named = RECIPES.get(parsed.name)
     return named if named == parsed else parsed

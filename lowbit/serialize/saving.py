@@ -132,11 +132,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def _remove(directory: Path, before: tuple[Path, dict[str, Any]] | None) -> None:
-    """Remove what ``before``, a config that has been replaced, was and named."""
-    if before is None:
-        return
-    if before[0].name != CONFIG:
-        before[0].unlink(missing_ok=True)
+    """Remove the weights that ``before``, a config that has been replaced, named."""
     for stale in _named_weights(before):
         (directory / stale).unlink(missing_ok=True)
 

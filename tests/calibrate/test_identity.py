@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.calibrate import METHODS
 from lowbit.calibrate.identity import digest
+from lowbit.datafree import RULES
 
 ROOT = Path(lb.__file__).parents[1]
 FACTOR = 2.0
@@ -187,6 +188,17 @@ def test_another_loss_or_method_is_another_run(tmp_path):
     for other in (mine[1], "search"):
         with pytest.raises(ValueError, match=r"of another run: its method is 'search minmax [0-9a-f]+', here it is"):
             lb.calibrate(model, "int8", batches, other, directory=tmp_path / "method")
+
+    try:
+        for row in mine:  # a name of a third party's table does not say its code
+            METHODS.pop("mine", None)
+            lb.register_method(row._replace(name="mine"))
+            if row is mine[0]:
+                lb.calibrate(model, "int8", batches, "mine", directory=tmp_path / "named")
+        with pytest.raises(ValueError, match=r"of another run: its method is 'mine minmax [0-9a-f]+', here it is"):
+            lb.calibrate(model, "int8", batches, "mine", directory=tmp_path / "named")
+    finally:
+        METHODS.pop("mine", None), RULES.pop("mine", None)
 
 
 @pytest.mark.parametrize("batches", [None, [torch.ones(4, 32)]], ids=["without data", "with data"])

@@ -74,7 +74,7 @@ def test_doctor_advises_to_keep_memory_where_glibc_gives_it_back(run, monkeypatc
 @pytest.mark.parametrize("variable", ["LOWBIT_ISA", "LOWBIT_WITHOUT"])
 def test_doctor_shows_a_setting_that_the_kernels_refuse(variable):
     pytest.importorskip("lowbit._native")
-    command = [sys.executable, "-m", "lowbit.cli", "doctor"]
+    command = [sys.executable, "-m", "lowbit", "doctor"]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, variable: "sse9", "COLUMNS": "200"}, timeout=300
     )

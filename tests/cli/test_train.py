@@ -33,7 +33,7 @@ def one_thread():
 
 def interrupted(directory: Path, number: int) -> str:
     """Start a run in a process of its own, stop it with a signal once it has saved a state, return what it says."""
-    command = [sys.executable, "-m", "lowbit.cli", "train", "--out", str(directory), *TINY]
+    command = [sys.executable, "-m", "lowbit", "train", "--out", str(directory), *TINY]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     while not (directory / "bf16" / "checkpoint.pt").exists() and process.poll() is None:

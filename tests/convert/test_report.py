@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import warnings
@@ -198,3 +199,26 @@ def test_shared_weights_count_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert lb.quantize_(model, "int8").converted == ("body",)
+
+
+def in_place() -> dict[str, inspect.Signature]:
+    """The public functions that change a model in place."""
+    spaces = {"": lb, "convert.": lb.convert, "memory.": lb.memory, "qat.": lb.qat, "train.": lb.train}
+    names = {f"{path}{name}": getattr(space, name) for path, space in spaces.items() for name in space.__all__}
+    signatures = {name: inspect.signature(f) for name, f in names.items() if name.endswith("_") and callable(f)}
+    return {name: found for name, found in signatures.items() if "model" in found.parameters}
+
+
+def test_every_function_that_changes_a_model_returns_a_report():
+    found = in_place()
+    assert {"quantize_", "join_", "unprepack_", "fold_", "train.convert_", "memory.checkpoint_blocks_"} <= set(found)
+    assert {name for name, signature in found.items() if signature.return_annotation != "Report"} == set()
+
+
+def test_functions_on_a_model_take_its_recipe_then_batches():
+    looking = {"calibrate": inspect.signature(lb.calibrate), "sensitivity": inspect.signature(lb.sensitivity)}
+    order = ("model", "recipe", "recipes", "batches")
+    for name, signature in {**in_place(), **looking}.items():
+        places = [list(signature.parameters).index(word) for word in order if word in signature.parameters]
+        assert places[0] == 0 and places == sorted(places), name
+        assert "skip" not in signature.parameters or signature.parameters["skip"].kind is inspect.Parameter.KEYWORD_ONLY

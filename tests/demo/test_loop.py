@@ -309,7 +309,7 @@ def test_a_plain_torch_file_is_no_checkpoint(corpus, tmp_path):
 
 
 @given(data=st.data())
-def test_settings_with_one_bit_flipped_are_refused_or_the_same(tmp_path_factory, data):
+def test_settings_with_one_bit_flipped_are_refused_or_as_if_edited(tmp_path_factory, data):
     directory, settings = tmp_path_factory.mktemp("settings"), Settings(recipes=("int8",))
     settings.save(directory)
     path = directory / "settings.json"
@@ -318,9 +318,38 @@ def test_settings_with_one_bit_flipped_are_refused_or_the_same(tmp_path_factory,
     text[bit // 8] ^= 1 << bit % 8
     path.write_bytes(text)
     try:
-        assert Settings.load(directory) == settings
+        loaded = Settings.load(directory)
     except ValueError as error:
         assert "settings.json is not what this lowbit train writes" in str(error)
+    else:
+        for part in ("model", "train"):
+            values, before = vars(getattr(loaded, part)), vars(getattr(settings, part))
+            assert {name: type(value) for name, value in values.items()} == {k: type(v) for k, v in before.items()}
+        assert loaded.recipes == settings.recipes and set(loaded.precisions) <= {"bf16", "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train": {"steps": 4.5}}, "steps must be of type int, got 4.5"),
+        ({"train": {"batch": True}}, "batch must be of type int, got True"),
+        ({"train": {"lr": "0.1"}}, "lr must be of type float, got '0.1'"),
+        ({"train": {"checkpointing": 1}}, "checkpointing must be of type bool"),
+        ({"train": {"pace": 1}}, "pace"),
+        ({"train": None}, "NoneType"),
+        ({"model": {"layers": 2.0}}, "layers must be a positive integer"),
+        ({"recipes": ["int9"]}, "int9"),
+    ],
+)
+def test_settings_may_be_edited_and_what_is_invalid_is_named(tmp_path, changes, told):
+    Settings(recipes=("int8",)).save(tmp_path)
+    path = tmp_path / "settings.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "train": {**saved["train"], "steps": 7}}))
+    assert Settings.load(tmp_path).train.steps == 7
+    path.write_text(json.dumps({**saved, **changes}))
+    with pytest.raises(ValueError, match=rf"settings.json is not what this lowbit train writes \(.*{told}"):
+        Settings.load(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):

@@ -300,7 +300,7 @@ def test_bytes_of_a_peer_are_those_inside_of_its_tensors():
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_path):
-    command = [sys.executable, "-m", "lowbit.cli", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "lowbit", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     begun = time.monotonic()
     while started.poll() is None and not (tmp_path / "out").exists() and time.monotonic() < begun + 120:

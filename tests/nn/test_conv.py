@@ -143,12 +143,15 @@ def test_files_copies_and_compiled_models_have_its_bits(name: str, tmp_path):
             assert_same_bits(torch.compile(model, backend="aot_eager", fullgraph=True)(x), y)
 
 
-def test_a_state_in_the_order_of_lowbit_01_is_refused():
+def test_a_state_with_columns_in_another_order_is_refused():
     _, model, _ = made("2d")
     state = model.state_dict()
-    del state["0._extra_state"]
-    with pytest.raises(RuntimeError, match="columns of a convolution's weight in another order"):
-        model.load_state_dict(state, strict=False)
+    told = state.pop("0._extra_state")
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        model.load_state_dict(state)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="a convolution's columns in another order"):
+            model.load_state_dict({**state, "0._extra_state": told.flip(0)}, strict=strict)
 
 
 @each

@@ -400,7 +400,7 @@ def test_a_checkpoint_has_the_learned_scales(tmp_path, recipe, learn_scale, shar
     for checkpoint in (tmp_path, str(tmp_path), state):
         again = net()
         lb.qat.prepare_(again, recipe, learn_scale)
-        lb.qat.load_(again, checkpoint)
+        assert lb.qat.load_(again, checkpoint).done == "loaded"
         assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
         lb.qat.convert_(again)
         with torch.no_grad():

@@ -301,34 +301,6 @@ def test_loading_draws_no_random_numbers(saved, monkeypatch, start):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- models saved by earlier versions ----------------------------------------------------------------------------------
-def test_a_directory_of_an_earlier_version_loads_and_is_saved_to(saved):
-    """Its config is called config.json, names the class where it was then, and carries no checksum."""
-    config = files.read_json(saved / "lowbit.json")
-    config["model"] = {"class": "lowbit.nn.transformer.GPT", "config": config["model"]["config"]}
-    (saved / "config.json").write_text(json.dumps(config))
-    (saved / "lowbit.json").unlink()
-    for model in (None, gpt(None)):
-        assert same_state(lb.load_model(saved, model), gpt())
-    lb.save_model(gpt("nf4"), saved)
-    assert sorted(path.name for path in saved.iterdir()) == ["lowbit.json", weights_of(saved).name]
-    assert same_state(lb.load_model(saved), gpt("nf4"))
-
-
-def test_a_global_scale_by_its_earlier_name_loads(tmp_path):
-    model = gpt("nvfp4")
-    lb.save_model(model, tmp_path)
-    path = weights_of(tmp_path)
-    tensors = {name.replace("global_scale", "global_scale"): value for name, value in library.load_file(path).items()}
-    assert any(name.endswith(".global_scale") for name in tensors)
-    put(tmp_path, library.save(tensors))
-    assert same_state(lb.load_model(tmp_path), model)
-    state = {name.replace("global_scale", "global_scale"): value for name, value in model.state_dict().items()}
-    other = gpt("nvfp4")
-    other.load_state_dict(state)
-    assert same_state(other, model)
-
-
 # -- the format, against the library that defines it -------------------------------------------------------------------
 DTYPES = (
     "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 "

@@ -1,5 +1,0 @@
-"""``python -m lowbit.cli``: the command without its installed script."""
-
-from lowbit.cli import main
-
-main()
