@@ -38,7 +38,7 @@ __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "t
 INFERENCE_RECIPES = tuple(
     name
     for row in RECIPES.values()
-    if not row.static
+    if row.dynamic
     for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 

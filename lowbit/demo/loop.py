@@ -27,7 +27,7 @@ from lowbit.demo.gpt import GPT
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
-from lowbit.train import prepare_
+from lowbit.train import prepare_, state
 
 __all__ = ["FLOATS", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
 
@@ -166,6 +166,8 @@ class Trainer:
         vectors = [p for p in model.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        if config.recipe is not None:
+            state(model).attach(self.optimizer)
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
         self.history = History()
         self.step = 0

@@ -118,6 +118,11 @@ class Recipe:
         return self.output.a is not None and self.output.a.scale == "static"
 
     @property
+    def dynamic(self) -> bool:
+        """Whether scales in forward are made of each input and the weight, as inference without data does."""
+        return all(side is None or cast(Cast, side).scale == "current" for side in (self.output.a, self.output.b))
+
+    @property
     def rotation(self) -> int | None:
         """The block of the Hadamard transform that weight and input go through in forward; None: there is none.
 

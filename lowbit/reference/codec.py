@@ -96,7 +96,7 @@ def cast(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # -- stochastic rounding (section 7) -------------------------------------------------------------------------------
-def philox4x32(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+def philox4x32(counter: list[Tensor], key: tuple[int | Tensor, int | Tensor]) -> list[Tensor]:
     """Philox4x32-10 of Salmon et al., SC 2011: four 32-bit words held in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -30,7 +30,7 @@ Side = Quantized | Tensor
 class Backward:
     """One backward product: how ``g`` is cast, what becomes of the other operand, and how forward cast that.
 
-    ``unit``: where scales are folded, the scheme of the bare codes.
+    ``g_role``: whose stream and history ``g`` has. ``unit``: where scales are folded, the scheme of the bare codes.
     """
 
     role: str
@@ -39,17 +39,18 @@ class Backward:
     save: str
     forward: Cast | None
     forward_role: str
+    g_role: str
     unit: Scheme | None
 
     @classmethod
-    def of(cls, role: str, gemm: Gemm, forward: Cast | None, forward_role: str) -> Backward:
+    def of(cls, role: str, gemm: Gemm, forward: Cast | None, forward_role: str, g_role: str) -> Backward:
         unit = scheme(f"{forward.scheme.format}:tensor") if forward is not None and gemm.b == "fold" else None
         for side in (gemm.a, gemm.b, forward):
             if isinstance(side, Cast):
                 side.scheme.t().t()  # parsed now: compiled code then finds the transposed scheme
         if unit is not None:
             unit.t().t()
-        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, unit)
+        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit)
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,16 @@ class Products:
         refuse_beyond(recipe, "TrainLinear", casts, rounding=("stochastic",), scale=("delayed",))
         stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
         weight = casts["output.b"]
-        grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b")
-        grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
-        share_g = g is not None and g == recipe.grad_weight.a and g == Cast(g.scheme) and not folds
+        share_g = g is not None and g == recipe.grad_weight.a and g.rounding == "nearest" and not folds
+        g_role = "grad_input.a" if share_g else "grad_weight.a"
+        grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
+        grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a", g_role)
         return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, folds, share_g)
+
+    def casts(self, recipe: Recipe) -> dict[str, Cast]:
+        """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
+        return {role: how for role, how in recipe.casts().items() if not (self.share_g and role == "grad_weight.a")}
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -213,4 +219,4 @@ def _operands(
         g = g * other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
-    return _encoded(g, product.g, view, f"{product.role}.a") if made is None else made, other
+    return _encoded(g, product.g, view, product.g_role) if made is None else made, other

@@ -6,7 +6,7 @@ and the input is saved as the recipe says: by default as the codes that forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +18,18 @@ from lowbit.convert.engine import Task, convert, report_on, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP, plain_layers
+from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
 from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.train.gemms import Products, low_precision_linear
-from lowbit.train.state import State, View
+from lowbit.train.state import Place, State, View
 
 __all__ = ["TrainLinear", "convert_", "prepare_", "state"]
+
+#: The name of the State in the layer that it is a child of.
+_CHILD = "lowbit_state"
 
 
 class TrainLinear(nn.Linear):
@@ -37,7 +40,7 @@ class TrainLinear(nn.Linear):
     backend of its forward; inside torch.compile each call chooses anew. Recipes with stochastic rounding or delayed
     scaling read ``state``, the training state that the layers of a model share (``lowbit.train.state``).
     Raises ValueError for a recipe that is for inference only or asks for casts that training does not do; RuntimeError
-    for a gradient of a gradient, for such a recipe without a state, and for one inside torch.compile.
+    for a gradient of a gradient, and for such a recipe without a state.
     Source: docs/numerics.md section 9; recipes.Gemm.
     """
 
@@ -47,6 +50,7 @@ class TrainLinear(nn.Linear):
     products: Products
     state: State | None
     path: str
+    places: dict[str, Place]
 
     def __init__(
         self,
@@ -60,25 +64,23 @@ class TrainLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = find_recipe(recipe)
-        self.products, self.state, self.path = Products.of(self.recipe), None, ""
+        self.products, self.path, self.places = Products.of(self.recipe), "", {}
+        vars(self)["state"] = None
 
     def forward(self, input: Tensor) -> Tensor:
         dtype, view = result_dtype(input), None
         if self.products.stateful:
-            view = self._view()
+            view = self._view(input.device)
         x = input.to(dtype) if self.products.input is None else input
         return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype)
 
-    def _view(self) -> View:
-        what = f"recipe {self.recipe.name!r} rounds stochastically or remembers scales"
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{what}, which torch.compile does not support: its code would keep the step that it was compiled in; "
-                f"leave this model uncompiled, or use a recipe with current scaling that rounds to nearest"
-            )
+    def _view(self, device: torch.device) -> View:
         if self.state is None:
-            raise RuntimeError(f"{what}, and the layer has no training state; call lowbit.train.state(model) once")
-        return View(self.state, self.path, self.state.step, torch.is_grad_enabled())
+            raise RuntimeError(
+                f"recipe {self.recipe.name!r} rounds stochastically or remembers scales, and the layer has no training "
+                f"state; call lowbit.train.state(model) once"
+            )
+        return self.state.view(self.places, device)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -86,9 +88,9 @@ class TrainLinear(nn.Linear):
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | recipes.Plan | Mapping[str, str | Recipe | None] = "fp8",
+    recipe: str | Recipe | recipes.Plan | Mapping[Any, str | Recipe | None] = "fp8",
     *,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
 ) -> Report:
     """Make the nn.Linear layers of ``model`` train in low precision, in place.
 
@@ -111,12 +113,12 @@ def prepare_(
         return measured(layer, layer, layer.weight.numel(), 8.0 * layer.weight.dtype.itemsize)
 
     def put(model: nn.Module, made: dict[int, Any]) -> None:
-        one, paths = State(), {id(module): path for path, module in model.named_modules()}
+        paths = {id(module): path for path, module in model.named_modules()}
         for layer, recipe in made.values():
             forget_bound_forward(layer)
             layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
             layer.recipe, layer.products = recipe, products[recipe]
-            layer.state, layer.path = one, paths[id(layer)]
+        _share(State(), model, {paths[id(layer)]: layer for layer, _ in made.values()})
         sync_fused_kernels(model)
 
     judge = plain_layers(only=(nn.Linear,), replaced=False)
@@ -140,11 +142,33 @@ def state(model: nn.Module) -> State:
             f"train.state: {len(found)} parts of the model were prepared one by one, and each has a state; ask for "
             f"train.state(part), or prepare the whole model"
         )
-    one = found[0] if found else State()
-    for name, layer in layers.items():
-        if layer.state is None:
-            layer.state, layer.path = one, name
-    return one
+    shared = found[0] if found else State()
+    _share(shared, model, {name: layer for name, layer in layers.items() if layer.state is None})
+    return shared
+
+
+def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> None:
+    """Give the layers of ``model`` that State. Where it is no part of the model yet, and one of them needs it, it
+    becomes a child of the first, and counts the model's forwards."""
+    for path, layer in layers.items():
+        vars(layer)["state"] = state  # no child of this layer, whose state_dict would have it once more
+        layer.path = path
+        layer.places = state.places(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
+    first = next((layer for layer in layers.values() if layer.products.stateful), None)
+    if first is not None and all(module is not state for module in model.modules()):
+        if not first.weight.is_meta:
+            state.to(first.weight.device)
+        first.register_module(_CHILD, state)
+        model.register_forward_pre_hook(state.before_forward)
+
+
+def _unshare(model: nn.Module) -> None:
+    """Take every State out of ``model``, with its hooks."""
+    for module in list(model.modules()):
+        module._modules.pop(_CHILD, None)
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), State)]:
+            del hooks[key]
 
 
 def convert_(model: nn.Module) -> Report:
@@ -161,7 +185,8 @@ def convert_(model: nn.Module) -> Report:
         )
     for layer in prepared.values():
         forget_bound_forward(layer)
-        del layer.recipe, layer.products, layer.state, layer.path
+        del layer.recipe, layer.products, layer.state, layer.path, layer.places
         layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
+    _unshare(model)
     sync_fused_kernels(model)
     return report_on("train.convert_", model, prepared, "converted")

@@ -1,117 +1,249 @@
-"""The state of a model's training: step, seed, and the largest magnitudes that delayed scaling remembers.
+"""The state of a model's training: seed and step, and the largest magnitudes that delayed scaling remembers.
 
-A model has one State, which all its TrainLinear layers share. Forward and backward read it; only ``advance``, called
-once an optimizer step, moves it on. So recomputation (checkpointing) sees the numbers that forward saw.
+A model has one State, which all its TrainLinear layers share. Forward and backward read it; a step of the optimizer
+moves it on, and each forward of the model takes the next micro-batch of the step.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
+from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_
 
-__all__ = ["History", "State", "View"]
+__all__ = ["Place", "State", "View"]
 
 _SMALLEST_SCALE = 2.0**-126
+#: The operands that are the weight; the others are activations and gradients.
+_WEIGHT_ROLES = ("output.b", "grad_input.b")
+#: How many micro-batches of a step can wait for a backward pass that recomputes them.
+_WAITING = 1024
 
 
-@dataclass
-class History:
-    """Largest magnitudes of one operand: ``amax`` fp32 ``[steps]``, the newest first, and that of the step under way.
+class Place(NamedTuple):
+    """What an operand of a layer has in the State: the CRC-32 of its stream, its rows of ``keys`` and of ``amax``."""
 
-    0 stands for a step that is not there yet. Numbers that are not finite are not remembered.
-    """
-
-    amax: Tensor
-    pending: Tensor
-
-    def record(self, amax: Tensor) -> None:
-        """A maximum, so that recording a tensor twice is recording it once."""
-        self.pending = torch.maximum(self.pending, torch.where(amax.isfinite(), amax, 0.0))
-
-    def advance(self) -> None:
-        """A step in which the operand was not seen, or held zeros alone, leaves the history as it is."""
-        moved = torch.cat([self.pending.reshape(1), self.amax[:-1]])
-        self.amax = torch.where(self.pending > 0, moved, self.amax)
-        self.pending = torch.zeros_like(self.pending)
+    stream: int
+    key: int
+    row: int | None
 
 
-class State:
-    """What the training of one model remembers between steps.
+class State(nn.Module):
+    """What the training of one model remembers between steps, as tensors.
 
-    ``seed`` and ``step`` choose, with a stream for each operand and an element's place, the bits of stochastic
-    rounding; the streams are ``<path of the layer>/<role>``, such as ``"blocks.0.up/grad_weight.a"``. Micro-batches of
-    one step draw the same bits. ``histories`` are by stream. Each process of a distributed run has its own.
+    ``rng`` int64 ``[2]``, seed and step, chooses the bits of stochastic rounding, with the micro-batch, the replica,
+    the operand's stream (``<path of the layer>/<role>``, such as ``"blocks.0.up/grad_weight.a"``) and an element's
+    place (docs/numerics.md section 7). ``amax`` fp32 ``[operands, steps]`` has the magnitudes of delayed scaling.
+
+    These two are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
+    may save those of any rank. The rest is of one process and one step, and no buffer: DDP would overwrite it before
+    each forward. It is ``keys`` (of the micro-batch under way), ``micro_batch`` (-1 before the first), ``pending``
+    (the magnitudes of the step under way) and ``replica``. Save between steps; loading begins the step anew.
+
+    The State is the child ``lowbit_state`` of the first layer that needs it, so one copy is saved, under keys such as
+    ``blocks.0.up.lowbit_state.rng``. It is no child of the model, because containers call theirs. A model whose recipes
+    need no State has none in its ``state_dict``. A checkpoint without a State loads, and leaves the State as it is.
+    Casting the model casts no magnitudes. Copies of a model have a State of their own.
 
     Call ``attach(optimizer)`` once, or ``advance()`` after each step of the optimizer.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed, self.step = seed, 0
-        self.histories: dict[str, History] = {}
+    #: ``lowbit.save_model`` writes what a model computes with, and leaves modules like this one out.
+    lowbit_left_out = True
 
+    rng: Tensor
+    amax: Tensor
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        # On the CPU until there is a layer with numbers, whatever the default device is.
+        self.register_buffer("rng", torch.tensor([_signed(seed), 0], device="cpu"))
+        self.register_buffer("amax", torch.zeros(0, 0, device="cpu"), persistent=False)
+        self.keys = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
+        self.micro_batch = torch.tensor(-1, device="cpu")
+        self.pending = torch.zeros(0, device="cpu")
+        self._replica: int | None = None
+        self._steps: dict[str, int] = {}
+        self._begun: list[tuple[int, Tensor]] = []
+        self._restart()
+
+    # -- what moves it ---------------------------------------------------------------------------------------------
     def advance(self) -> None:
         """A step of the optimizer is done: the next one draws other random bits and has this one in its histories."""
-        self.step += 1
-        for history in self.histories.values():
-            history.advance()
+        self._gather()
+        advance_(self.keys, self.rng, self.micro_batch, self.amax, self.pending, self.replica)
+        if not torch.compiler.is_compiling():
+            self._begun.clear()
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    def next_micro_batch(self) -> None:
+        """Another micro-batch begins, whose activations and gradients draw other random bits.
+
+        Each forward of the prepared model under grad mode does this. Call it where parts of the model are run instead,
+        or where the whole model is inside a reentrant checkpoint, whose forward runs without grad mode.
+        """
+        self._gather()
+        next_micro_batch_(self.keys, self.rng, self.micro_batch, self.replica)
+        self._remember()
+
+    def set_micro_batch(self, number: int) -> None:
+        """The micro-batch under way has this number in its step, from 0; the next forward begins the one after."""
+        self.micro_batch.fill_(number)
+        self._restart()
+        self._remember()
+
+    def set_replica(self, number: int | None) -> None:
+        """Which data-parallel replica this process is part of; None: its rank in the default process group.
+
+        Ranks that hold shards of one replica (tensor parallelism) share the number.
+        """
+        self._replica = number
+        self._restart()
+
+    def attach(
+        self, optimizer: torch.optim.Optimizer, *, reduce_amax: bool = True, group: dist.ProcessGroup | None = None
+    ) -> RemovableHandle:
         """Advance after each ``optimizer.step()``; of several optimizers of a model, attach one.
 
-        Returns a handle whose ``remove()`` ends that.
+        ``reduce_amax``: ``reduce_amax(group)`` first, where there is a process group. Returns a handle whose
+        ``remove()`` ends both.
         """
-        return optimizer.register_step_post_hook(lambda *_: self.advance())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers and plain tensors, which ``torch.save`` writes and ``torch.load(weights_only=True)`` reads."""
-        histories = self.histories.items()
+        def stepped(*_: Any) -> None:
+            if reduce_amax:
+                self.reduce_amax(group)
+            self.advance()
+
+        return optimizer.register_step_post_hook(stepped)
+
+    def reduce_amax(self, group: dist.ProcessGroup | None = None) -> None:
+        """Before ``advance``: take each operand's largest magnitude of the step in the ranks of ``group``.
+
+        None: the default group. Every rank calls it, and it is one all-reduce. Without a process group, and without
+        delayed scaling, it does nothing.
+        """
+        if len(self.pending) and _distributed():
+            dist.all_reduce(self.pending, dist.ReduceOp.MAX, group)
+
+    # -- what it says ----------------------------------------------------------------------------------------------
+    @property
+    def seed(self) -> int:
+        """An integer of 64 bits."""
+        return int(self.rng[0])
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.rng[0] = _signed(seed)
+        self._restart()
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return int(self.rng[1])
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.rng[1] = step
+        self._restart()
+
+    @property
+    def replica(self) -> int:
+        """The data-parallel replica of this process."""
+        if self._replica is not None:
+            return self._replica
+        return dist.get_rank() if _distributed() else 0
+
+    @property
+    def histories(self) -> dict[str, Tensor]:
+        """By stream, the magnitudes of one operand: fp32 ``[steps]``, the newest first; 0 for a step not there yet."""
+        return {stream: self.amax[row, :steps] for row, (stream, steps) in enumerate(self._steps.items())}
+
+    def extra_repr(self) -> str:
+        return f"{len(self._steps)} histories"
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+    def places(self, path: str, casts: Mapping[str, Cast]) -> dict[str, Place]:
+        """Of a layer at ``path``, by role, what its operands have here; makes the histories that they need."""
+        streams = {role: f"{path}/{role}" for role in casts}
+        self._steps |= {streams[role]: cast.history for role, cast in casts.items() if cast.scale == "delayed"}
+        rows = {stream: row for row, stream in enumerate(self._steps)}
+        amax = self.amax.new_zeros(len(rows), max(self._steps.values(), default=0))
+        amax[: len(self.amax), : self.amax.shape[-1]] = self.amax
+        self.register_buffer("amax", amax, persistent=bool(rows))
+        self.pending = torch.cat([self.pending, self.pending.new_zeros(len(rows) - len(self.pending))])
         return {
-            "seed": self.seed,
-            "step": self.step,
-            "amax": {stream: one.amax.clone() for stream, one in histories},
-            "pending": {stream: one.pending.clone() for stream, one in histories},
+            role: Place(crc32(stream.encode()), WEIGHT if role in _WEIGHT_ROLES else DATA, rows.get(stream))
+            for role, stream in streams.items()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned. Raises ValueError for anything else, with this State as it was."""
-        try:
-            seed, step, amax, pending = (state[key] for key in ("seed", "step", "amax", "pending"))
-            fits = isinstance(seed, int) and isinstance(step, int) and amax.keys() == pending.keys()
-            fits = fits and all(t.dim() == 1 and t.dtype == torch.float32 for t in amax.values())
-            fits = fits and all(t.dim() == 0 and t.dtype == torch.float32 for t in pending.values())
-        except (AttributeError, KeyError, TypeError):
-            fits = False
-        if not fits or len(state) != 4:
-            raise ValueError(
-                "train.State: expected what state_dict() returns: the integers seed and step, and under amax and "
-                "pending a float32 tensor for each stream"
-            )
-        self.seed, self.step = seed, step
-        self.histories = {stream: History(amax[stream].clone(), pending[stream].clone()) for stream in amax}
+    def before_forward(self, *_: Any) -> None:
+        """The hook on the model's forward."""
+        if torch.is_grad_enabled() and not _in_backward():
+            self.next_micro_batch()
 
-    def history(self, stream: str, steps: int, device: torch.device) -> History:
-        """The history of a stream, on ``device``. Raises ValueError where a loaded one has another length."""
-        one = self.histories.get(stream)
-        if one is None:
-            one = History(torch.zeros(steps, device=device), torch.zeros((), device=device))
-            self.histories[stream] = one
-        if len(one.amax) != steps:
-            raise ValueError(
-                f"train.State: the history of {stream!r} has {len(one.amax)} steps, and the recipe asks for {steps}; "
-                f"load the state of a training with the same recipe"
-            )
-        if one.amax.device != device:
-            one.amax, one.pending = one.amax.to(device), one.pending.to(device)
-        return one
+    def view(self, places: Mapping[str, Place], device: torch.device) -> View:
+        """What a call of a layer on ``device`` sees."""
+        keys, amax = self.keys, self.amax
+        if _in_backward() and self._begun:  # a checkpoint recomputes: of which micro-batch, the node's number tells
+            begun = [number for number, _ in self._begun]
+            keys = self._begun[max(bisect_right(begun, _node_number()) - 1, 0)][1]
+        if keys.device != device:
+            keys, amax = keys.to(device), amax.to(device)
+        return View(keys.clone(), amax, self.pending, places, torch.is_grad_enabled())
+
+    # -- as a module -----------------------------------------------------------------------------------------------
+    def forward(self) -> None:
+        """Computes nothing."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
+        """Tensors move and keep their dtypes and numbers, also where the model's are made empty (``to_empty``)."""
+        device = fn(torch.empty(0, device=self.rng.device)).device
+        if device.type != "meta":
+            self.rng, self.amax = self.rng.to(device), self.amax.to(device)
+            self._gather()
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if any(name.startswith(prefix) for name in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            self.micro_batch.fill_(-1)
+            self.pending.zero_()
+            self._restart()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no backward pass to come, and another process numbers its nodes anew."""
+        return {**vars(self), "_begun": []}
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+    def _gather(self) -> None:
+        """Bring what is no buffer to where the buffers are; FSDP2 moves those alone."""
+        device = self.rng.device
+        if self.keys.device != device:
+            self.keys, self.micro_batch = self.keys.to(device), self.micro_batch.to(device)
+            self.pending = self.pending.to(device)
+
+    def _restart(self) -> None:
+        """Make the keys of what has been set."""
+        self._gather()
+        self._begun.clear()
+        derive_(self.keys, self.rng, self.micro_batch, self.replica)
+
+    def _remember(self) -> None:
+        """Note the keys of the micro-batch that begins, for a recomputation after the next one has begun."""
+        if not torch.compiler.is_compiling():
+            self._begun.append((torch._C._autograd._get_sequence_nr(), self.keys.clone()))
+            del self._begun[:-_WAITING]
 
 
 @dataclass(frozen=True)
@@ -121,30 +253,54 @@ class View:
     ``records``: whether magnitudes are remembered; not where no gradient is wanted, as in evaluation.
     """
 
-    state: State
-    path: str
-    step: int
+    keys: Tensor
+    amax: Tensor
+    pending: Tensor
+    places: Mapping[str, Place]
     records: bool
 
     def quantize(self, x: Tensor, cast: Cast, role: str) -> Quantized:
         """``x [rows, cols]`` as ``cast`` says; ``role``: which operand of which product it is."""
-        stream = f"{self.path}/{role}"
-        rounding = Rounding(self.state.seed, self.step, stream) if cast.rounding == "stochastic" else "nearest"
-        scale = self._delayed_scale(x, cast, stream) if cast.scale == "delayed" else None
+        place = self.places[role]
+        draws = cast.rounding == "stochastic"
+        rounding = Rounding(self.keys[place.key], stream=place.stream) if draws else "nearest"
+        scale = None if place.row is None else self._delayed_scale(x, cast, place.row)
         return quantize(x, cast.scheme, scale, rounding=rounding)
 
-    def _delayed_scale(self, x: Tensor, cast: Cast, stream: str) -> Tensor:
+    def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
         """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.
 
-        By docs/numerics.md section 5 but for where the amax comes from.
+        By docs/numerics.md section 5 but for where the amax comes from. What is not finite is not remembered, and the
+        maximum is kept, so that recording a tensor twice is recording it once.
         """
-        history = self.state.history(stream, cast.history, x.device)
         empty = torch.zeros((), device=x.device)
         now = torch.linalg.vector_norm(x.detach(), torch.inf).float() if x.numel() else empty
         if self.records:
-            history.record(now)
-        past = history.amax.max()
+            pending = self.pending[row]
+            pending.copy_(torch.maximum(pending, torch.where(now.isfinite(), now, 0.0).to(pending.device)))
+        past = self.amax[row, : cast.history].max()
         amax = torch.where(past > 0, past, now)
         scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)
         scale = scale.clamp(min=_SMALLEST_SCALE).where(amax > 0, 1.0)
         return scale.where(now.isfinite(), torch.nan).reshape(1, 1)
+
+
+def _signed(seed: int) -> int:
+    """A seed of 64 bits, signed or not, as int64 holds it."""
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"train.State: the seed is an integer of 64 bits, got {seed}; take it modulo 2**64")
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass calls this, which is then a recomputation; compiled code never recomputes by a call."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _node_number() -> int:
+    """The number of the node that a backward pass is at; nodes are numbered as forward makes them."""
+    return int(torch._C._current_autograd_node()._sequence_nr())  # type: ignore[attr-defined]

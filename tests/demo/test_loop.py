@@ -202,10 +202,11 @@ def test_training_learns(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "outside"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp32")]
+    ("precision", "outside"),
+    [("fp32", "bf16"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp32"), ("fp8-delayed", "bf16")],
 )
 def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision, outside):
-    changes = {"precision": precision, "outside": outside, "checkpointing": precision == "fp8"}
+    changes = {"precision": precision, "outside": outside, "checkpointing": precision.startswith("fp8")}
     straight = made(corpus, tmp_path / "a", **changes)
     straight.run()
 

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from support.layers import STATIC
+from support.layers import DYNAMIC, STATIC
 from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.datafree.scales import search
 from lowbit.qat.learned import Learned, gradient_scale
-from lowbit.recipes import RECIPES
 
 ROTATED = tuple(f"{name}:hadamard" for name in ("int8", "fp8", "int4-weight-only:group32", "nvfp4", "mxfp4", "w4a8"))
 WEIGHTS = ("int4:group32", "int2:group16", "uint4:group32:affine", "fp4_e2m1:group16", "mxfp4", "nvfp4")
@@ -37,7 +36,7 @@ def seen(model: nn.Module, x: Tensor) -> nn.Module:
 
 # -- what is trained is what is deployed ------------------------------------------------------------------------------
 @pytest.mark.parametrize("learn_scale", [False, True])
-@pytest.mark.parametrize("recipe", [*RECIPES, *ROTATED])
+@pytest.mark.parametrize("recipe", [*DYNAMIC, *STATIC, *ROTATED])
 def test_the_prepared_model_computes_the_bits_of_the_converted_one(recipe, learn_scale):
     x = torch.randn(17, 40)
     prepared = net()

@@ -10,11 +10,19 @@ from torch import Tensor
 import lowbit as lb
 from lowbit.ops import OPS
 from lowbit.ops.matmul import ScaledMM
+from lowbit.train import TrainLinear
 
 TRAINING = tuple(name for name, row in lb.RECIPES.items() if row.trains)
-#: Recipes whose inputs have scales of their own, and those whose inputs have scales from calibration.
-DYNAMIC = tuple(name for name, row in lb.RECIPES.items() if not row.static)
+#: Recipes whose scales are made of what is quantized, and those whose inputs have scales from calibration.
+DYNAMIC = tuple(name for name, row in lb.RECIPES.items() if row.dynamic)
 STATIC = tuple(name for name, row in lb.RECIPES.items() if row.static)
+
+
+def training_layer(inputs: int, outputs: int, recipe: str | lb.Recipe) -> TrainLinear:
+    """One TrainLinear, with the state that some recipes need."""
+    layer = TrainLinear(inputs, outputs, recipe=recipe)
+    lb.train.state(layer)
+    return layer
 
 
 def exact(a: Any, b: Any, bias: Tensor | None = None) -> Tensor:

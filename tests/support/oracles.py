@@ -8,6 +8,7 @@ A number is a ``Fraction``, or a float where it is Inf or NaN; fp32 patterns are
 from __future__ import annotations
 
 import math
+import zlib
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -242,6 +243,13 @@ def noise(index: int, seed: int, step: int = 0, stream: int = 0) -> int:
     words = philox((block % 2**32, block >> 32, step % 2**32, stream % 2**32), (seed % 2**32, seed >> 32))
     output = b"".join(word.to_bytes(4, "little") for word in words)
     return int.from_bytes(output[2 * (index % 8) :][:2], "little")
+
+
+def training_seed(seed: int, micro_batch: int, replica: int) -> int:
+    """The seed with which training rounds activations and gradients; of weights, the one of 0 and 0."""
+    tag = zlib.crc32(b"lowbit.train")
+    words = philox((micro_batch, replica, 0, tag), (seed % 2**64 % 2**32, seed % 2**64 >> 32))
+    return words[0] | words[1] << 32
 
 
 # -- scales (section 5) ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.bits import same_bits
-from support.layers import TRAINING, bound, exact
+from support.layers import TRAINING, bound, exact, training_layer
 from support.variants import serving
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -47,7 +47,7 @@ def backward_products(recipe: str, x: Operand, w: Operand, g: Tensor) -> tuple[l
         return [coded(g * w.scale.t(), "fp8_e5m2:row"), turned(bare(w))], [
             turned(coded(g * x.scale, "fp8_e5m2:col")), turned(bare(x)),
         ]  # fmt: skip
-    if recipe == "fp8-tensor":
+    if recipe in ("fp8-tensor", "fp8-delayed"):  # in its first step a delayed scale is the current one
         q = coded(g, "fp8_e5m2:tensor")
         return [q, turned(w)], [turned(q), turned(x)]
     if recipe == "fp8-block":
@@ -66,7 +66,7 @@ def backward_products(recipe: str, x: Operand, w: Operand, g: Tensor) -> tuple[l
 @pytest.mark.parametrize(("batch", "inputs", "outputs"), SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_the_three_products_are_those_of_the_specification(recipe, batch, inputs, outputs, dtype):
-    layer = TrainLinear(inputs, outputs, recipe=recipe)
+    layer = training_layer(inputs, outputs, recipe)
     x = torch.randn(*batch, inputs, dtype=dtype, requires_grad=True)
     g = (torch.randn(*batch, outputs) * torch.rand(*batch, 1) * 1e-3).to(dtype)
     with lb.use_backend("reference"):
@@ -85,7 +85,7 @@ def test_the_three_products_are_those_of_the_specification(recipe, batch, inputs
 
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_the_kernels_chosen_by_default_stay_within_their_bound(recipe):
-    layer = TrainLinear(70, 33, recipe=recipe)
+    layer = training_layer(70, 33, recipe)
     x = torch.randn(40, 70, requires_grad=True)
     a, w = lb.quantize(x.detach(), layer.recipe.input), lb.quantize(layer.weight.detach(), layer.recipe.weight)
     y = layer(x)
@@ -101,7 +101,7 @@ def test_the_kernels_chosen_by_default_stay_within_their_bound(recipe):
 
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_each_saved_operand_is_kept_once_as_codes(recipe):
-    layer, x = TrainLinear(256, 128, recipe=recipe), torch.randn(384, 256, requires_grad=True)
+    layer, x = training_layer(256, 128, recipe), torch.randn(384, 256, requires_grad=True)
     row, saved = lb.recipe(recipe), []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t.numel() * t.element_size()) or t, lambda t: t
@@ -225,7 +225,9 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
     assert type(model.up) is TrainLinear and type(model.lm_head) is nn.Linear
     assert all(parameters[name] is p for name, p in model.named_parameters())
     assert f"recipe={recipe}" in repr(model.up)
-    assert all(map(same_bits, model.state_dict().values(), before.state_dict().values()))
+    state = {name: value for name, value in model.state_dict().items() if "lowbit_state" not in name}
+    assert list(state) == list(before.state_dict()) and (len(state) == len(model.state_dict()) or "delayed" in recipe)
+    assert all(map(same_bits, state.values(), before.state_dict().values()))
     x = torch.randn(3, 33)
     assert not torch.equal(model(x), before(x)) and seen
     again = copy.deepcopy(model)
@@ -238,7 +240,11 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
 @pytest.mark.parametrize(
     ("change", "recipe", "message"),
     [
-        (lambda m: None, "int8", "'int8' is for inference only; recipes that train: fp8, fp8-tensor, fp8-block, mxfp8"),
+        (
+            lambda m: None,
+            "int8",
+            "'int8' is for inference only; recipes that train: fp8, fp8-tensor, fp8-delayed, fp8-block, mxfp8",
+        ),
         (
             lambda m: lb.train.prepare_(m),
             "fp8",

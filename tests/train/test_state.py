@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import oracles
 from support.bits import same_bits
-from support.layers import TRAINING
+from support.layers import TRAINING, training_layer
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -84,12 +86,10 @@ def test_two_runs_and_recomputation_give_the_same_bits(recipe):
 def test_a_run_resumes_in_the_same_bits(recipe):
     whole, half = Run(recipe).steps(4), Run(recipe).steps(2)
     file = io.BytesIO()
-    torch.save({"model": half.model.state_dict(), "state": half.state.state_dict()}, file)
+    torch.save(half.model.state_dict(), file)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = Run(recipe)
-    resumed.model.load_state_dict(saved["model"])
-    resumed.state.load_state_dict(saved["state"])
+    resumed = Run(recipe).steps(1)
+    resumed.model.load_state_dict(torch.load(file, weights_only=True))
     assert all(map(same_bits, resumed.steps(2).weights(), whole.weights()))
 
 
@@ -111,6 +111,7 @@ def test_bits_of_stochastic_rounding_come_from_seed_step_path_and_role():
     x, g = torch.randn(4, 33), torch.randn(4, 5)
     state = lb.train.state(layer)
     state.seed, state.step = 7, 3
+    state.set_replica(2)
 
     def gradients() -> tuple[Tensor, Tensor]:
         inputs = x.clone().requires_grad_()
@@ -118,7 +119,8 @@ def test_bits_of_stochastic_rounding_come_from_seed_step_path_and_role():
         return made[0], made[1]
 
     def coded(t: Tensor, scheme: str, role: str) -> lb.Quantized:
-        return lb.quantize(t, scheme, rounding=lb.Rounding(7, 3, f"0/{role}"))
+        seed = oracles.training_seed(7, micro_batch=1, replica=2)
+        return lb.quantize(t, scheme, rounding=lb.Rounding(seed, 3, f"0/{role}"))
 
     for_x = lb.scaled_mm(
         coded(g, "fp8_e5m2:tensor", "grad_input.a"),
@@ -128,16 +130,19 @@ def test_bits_of_stochastic_rounding_come_from_seed_step_path_and_role():
         coded(g, "fp8_e5m2:tensor", "grad_weight.a").t(),
         coded(x, "fp8_e4m3:tensor", "grad_weight.b").t(), out_dtype=torch.float32,
     )  # fmt: skip
+    state.set_micro_batch(0)  # the next forward is the second
     assert all(map(same_bits, gradients(), (for_x, for_w)))
+    state.set_micro_batch(0)
     before = gradients()
     state.advance()
+    state.next_micro_batch()
     assert not any(map(torch.equal, gradients(), before))
 
 
 def test_delayed_scales_are_of_the_largest_magnitude_of_the_last_steps():
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     lb.train.prepare_(model, DELAYED)
-    state, view = lb.train.state(model), lambda: model[0]._view()
+    state, view = lb.train.state(model), lambda: model[0]._view(torch.device("cpu"))
     seen = [3.0, 5.0, 1.0, 0.5, 0.25]
     expected = [3.0, 3.0, 5.0, 5.0, 5.0]  # the first of itself; then of the 3 steps before
     for amax, wanted in zip(seen, expected, strict=True):
@@ -146,26 +151,46 @@ def test_delayed_scales_are_of_the_largest_magnitude_of_the_last_steps():
             q = view().quantize(x, DELAYED.output.a, "output.a")
         assert q.scale.item() == torch.tensor(wanted).div(448).item()
         state.advance()
-    assert state.histories["0/output.a"].amax.tolist() == [0.25, 0.5, 1.0]
+    assert state.histories["0/output.a"].tolist() == [0.25, 0.5, 1.0]
     assert view().quantize(torch.tensor([[torch.inf, 1.0]]), DELAYED.output.a, "output.a").dequantize().isnan().all()
     assert view().quantize(torch.zeros(0, 4), DELAYED.output.a, "output.a").shape == (0, 4)
     # A tensor that is not finite, an empty one, and evaluation are not remembered.
     with torch.no_grad():
         view().quantize(torch.tensor([[99.0]]), DELAYED.output.a, "output.a")
     state.advance()
-    assert state.histories["0/output.a"].amax.tolist() == [0.25, 0.5, 1.0]
+    assert state.histories["0/output.a"].tolist() == [0.25, 0.5, 1.0]
+
+
+def test_fp8_delayed_is_fp8_tensor_with_scales_of_earlier_steps():
+    """In the first step there are none; in the second, four times the magnitudes saturate."""
+    layers = [training_layer(33, 5, name) for name in ("fp8-tensor", "fp8-delayed")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, g = torch.randn(4, 33), torch.randn(4, 5)
+
+    def products(layer: TrainLinear, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, (x, layer.weight), g)]
+
+    assert all(map(same_bits, *[products(layer, x) for layer in layers]))
+    for layer in layers:
+        lb.train.state(layer).advance()
+    state = lb.train.state(layers[1])
+    assert list(state.histories) == ["/output.a", "/output.b", "/grad_input.a"]
+    largest = torch.stack([t.detach().abs().max() for t in (x, layers[1].weight, g)])
+    assert state.amax.shape == (3, 1024) and same_bits(state.amax[:, 0].contiguous(), largest)
+    y = lb.quantize(4 * x, "fp8_e4m3:tensor", x.abs().max() / 448)
+    w = lb.quantize(layers[1].weight.detach(), "fp8_e4m3:tensor")
+    expected = lb.scaled_mm(y, w, layers[1].bias.detach(), out_dtype=torch.float32)
+    assert same_bits(products(layers[1], 4 * x)[0].detach(), expected)
 
 
 def test_states_that_do_not_fit_are_refused():
-    run = Run(DELAYED).steps(1)
-    good = run.state.state_dict()
-    amax = {"up/output.a": torch.zeros(3, dtype=torch.int32)}
-    for bad in (3, {}, {**good, "more": 1}, {**good, "seed": "1"}, {**good, "pending": {}}, {**good, "amax": amax}):
-        with pytest.raises(ValueError, match="expected what state_dict"):
-            State().load_state_dict(bad)
-    run.state.load_state_dict({**good, "amax": {k: torch.zeros(5) for k in good["amax"]}})
-    with pytest.raises(ValueError, match="has 5 steps, and the recipe asks for 3"):
-        run.steps(1)
+    longer = replace(DELAYED, output=lb.Gemm(*[cast("fp8_e4m3", scale="delayed", history=5)] * 2))
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.lowbit_state\.amax"):
+        Run(DELAYED).model.load_state_dict(Run(longer).model.state_dict())
+    with pytest.raises(ValueError, match="an integer of 64 bits"):
+        State(1 << 64)
     with pytest.raises(ValueError, match="has no TrainLinear layers"):
         lb.train.state(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="2 parts of the model were prepared one by one"):
@@ -180,12 +205,87 @@ def test_a_layer_built_by_hand_gets_its_state_from_the_model():
     model(x).sum().backward()
 
 
+# -- as a module -------------------------------------------------------------------------------------------------------
+def test_a_model_has_one_copy_of_its_state_and_only_where_it_needs_one():
+    names = {recipe: list(Model(recipe).state_dict()) for recipe in ("fp8", STOCHASTIC, DELAYED)}
+    plain = ["up.weight", "up.bias", "down.weight"]
+    assert names["fp8"] == plain
+    assert [name for name in names[STOCHASTIC] if name not in plain] == ["up.lowbit_state.rng"]
+    assert [name for name in names[DELAYED] if name not in plain] == ["up.lowbit_state.rng", "up.lowbit_state.amax"]
+    assert Model({"*": DELAYED, "up": "fp8"}).down._modules.keys() == {"lowbit_state"}
+    single = TrainLinear(4, 4, recipe=DELAYED)
+    assert lb.train.state(single) is single.lowbit_state and single(torch.randn(2, 4)).shape == (2, 4)
+    assert len(nn.Sequential(Model(DELAYED))) == 1  # containers that call their children get none more
+
+
 @STATEFUL
-def test_compiling_a_recipe_with_a_state_is_refused(recipe):
-    torch._dynamo.reset()
-    compiled = torch.compile(Model(recipe), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"torch.compile does not support"):
-        compiled(torch.randn(5, 33))
+def test_a_checkpoint_without_a_state_loads_and_leaves_it(recipe):
+    run = Run(recipe).steps(2)
+    before = [value.clone() for value in run.state.buffers()]
+    plain = nn.Module()
+    plain.up, plain.down = nn.Linear(33, 48), nn.Linear(48, 33, bias=False)
+    run.model.load_state_dict(plain.state_dict())
+    assert run.state.step == 2 and all(map(same_bits, run.state.buffers(), before))
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"up.lowbit_state.rng"'):
+        plain.load_state_dict(run.model.state_dict())
+    lb.train.convert_(run.model)
+    plain.load_state_dict(run.model.state_dict())
+    assert not run.model._forward_pre_hooks and len(list(run.model.modules())) == 3
+    run.model(torch.randn(2, 33))
+
+
+def test_casting_and_emptying_the_model_leave_its_state():
+    run = Run(DELAYED).steps(2)
+    before = {name: value.clone() for name, value in run.state.state_dict().items()}
+    run.model.bfloat16().half().double().float()
+    assert all(same_bits(value, before[name]) for name, value in run.state.state_dict().items())
+    run.model.to_empty(device="cpu")
+    assert all(same_bits(value, before[name]) for name, value in run.state.state_dict().items())
+    with torch.device("meta"):
+        model = Model(DELAYED)
+    state = lb.train.state(model)
+    state.seed = 5
+    model.to_empty(device="cpu")
+    assert state.seed == 5 and state.amax.device.type == state.pending.device.type == "cpu" and not state.amax.any()
+
+
+@STATEFUL
+def test_a_pickled_model_goes_on_as_itself(recipe):
+    run, twin = Run(recipe).steps(2), Run(recipe)
+    file = io.BytesIO()
+    torch.save(run.model, file)
+    file.seek(0)
+    twin.model = torch.load(file, weights_only=False)
+    twin.state = lb.train.state(twin.model)
+    twin.optimizer = torch.optim.SGD(twin.model.parameters(), lr=0.1)
+    twin.state.attach(twin.optimizer)
+    assert twin.state is not run.state and twin.model.down.state is twin.model.up.lowbit_state is twin.state
+    assert all(map(same_bits, run.steps(2).weights(), twin.steps(2).weights()))
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC, DELAYED], ids=str)
+def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe, recompute):
+    def trained(compiled: bool) -> tuple[list[Tensor], int]:
+        torch._dynamo.reset()
+        run, counter = Run(recipe, recompute), CompileCounterWithBackend("aot_eager")
+
+        def loss(x: Tensor) -> Tensor:
+            return run.model(x, recompute).square().mean()
+
+        step = torch.compile(loss, backend=counter, fullgraph=True) if compiled else loss
+        for number in range(3):
+            run.optimizer.zero_grad()
+            for micro_batch in range(2):
+                generator = torch.Generator().manual_seed(2 * number + micro_batch)
+                step(torch.randn(5, 33, generator=generator) * 2**number).backward()
+            run.optimizer.step()
+        return [*run.weights(), *run.state.state_dict().values()], counter.frame_count
+
+    expected, _ = trained(False)
+    found, compilations = trained(True)
+    assert compilations == 1 and all(map(same_bits, found, expected))
 
 
 # -- what is saved for backward ----------------------------------------------------------------------------------------
@@ -199,7 +299,7 @@ def with_save(name: str | lb.Recipe, save: str) -> lb.Recipe:
 def backward(recipe: str | lb.Recipe) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of one layer, and what it saved for them."""
     torch.manual_seed(2)
-    layer, x, saved = TrainLinear(130, 40, recipe=recipe), torch.randn(2, 3, 130, requires_grad=True), []
+    layer, x, saved = training_layer(130, 40, recipe), torch.randn(2, 3, 130, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)
     y.square().sum().backward()
@@ -223,7 +323,7 @@ def test_an_operand_kept_high_is_quantized_once():
     row = with_save(twice, "high")
     (grad_x, grad_w, _), _ = backward(row)
     torch.manual_seed(2)
-    layer, x = TrainLinear(130, 40, recipe=row), torch.randn(2, 3, 130)
+    layer, x = training_layer(130, 40, row), torch.randn(2, 3, 130)
     weight, bias, flat = layer.weight.detach(), layer.bias.detach(), x.reshape(-1, 130)
     forward = [lb.quantize(t, cast.scheme) for t, cast in ((flat, row.output.a), (weight, row.output.b))]
     g = 2 * lb.scaled_mm(*forward, bias, out_dtype=torch.float32)
