@@ -13,17 +13,7 @@ from lowbit import convert, memory, nn, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
-from lowbit.calibrate import (
-    METHODS,
-    Calibration,
-    Method,
-    Sensitivity,
-    calibrate,
-    correct_bias_,
-    quantize_files,
-    register_method,
-    sensitivity,
-)
+from lowbit.calibrate import METHODS, Calibration, Method, calibrate, correct_bias_, register_method
 from lowbit.convert import Report, dequantize_, fold_, join_, prepack_, quantize_, unjoin_, unprepack_
 from lowbit.formats import FORMATS, Format, float_format
 from lowbit.functional import (
@@ -39,6 +29,8 @@ from lowbit.functional import (
     scaled_mm,
     unpack,
 )
+from lowbit.out_of_core import quantize_files
+from lowbit.plan import Sensitivity, sensitivity
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe, register_recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lowbit"
 
 #: From the bottom up: a module may import its own layer's and lower ones.
 LAYERS = [
-    {"_version", "files", "machine", "checkout", "named"},
+    {"_version", "files", "machine", "checkout", "named", "notice"},
     {"formats", "rounding"},
     {"scaling"},
     {"calls", "recipes"},
@@ -36,7 +36,9 @@ LAYERS = [
     {"convert"},
     {"serialize"},
     {"train", "memory", "progress"},
+    {"observers"},
     {"calibrate"},
+    {"plan", "out_of_core"},
     {"qat"},
     {"integrations"},
     {"demo"},
@@ -89,6 +91,12 @@ def test_imports_run_one_way(path):
         else:
             assert target in LEVEL, f"{here} imports lowbit.{target}, which has no layer"
             assert LEVEL[target] <= LEVEL[layer], f"{here} imports lowbit.{target}, a layer above its own"
+
+
+def test_layers_do_not_choose_kernels():
+    """What a module of ``nn`` computes is an op's; which backend serves it, and where that pays, is decided above."""
+    for path in (PACKAGE / "nn").glob("*.py"):
+        assert not [parts for parts in imported(path) if parts[0] in ("backends", "kernels", "_native")], path.name
 
 
 def test_every_layer_is_there():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends.native import features, loading_error
+from lowbit.backends.native import features
 from lowbit.backends.native_ops import RUN, scheme_number
 from lowbit.backends.registry import Impl, Run, matmul_precision
 from lowbit.ops import matmul
@@ -23,9 +23,8 @@ from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.packed import LinearPacked
 from lowbit.ops.quantize import QuantizeStatic
 from lowbit.ops.spec import Numerics, as_rows
-from lowbit.scaling import Scheme
 
-__all__ = ["IMPLS", "no_gain_by_packing"]
+__all__ = ["IMPLS"]
 
 
 def _rows(data: Tensor, scheme: str | None) -> Tensor:
@@ -96,27 +95,6 @@ def _no_conv(call: Conv) -> str | None:
     if spans_tensor(scheme):
         return None if scheme.format.bits == 8 else f"it quantizes x once to codes of 8 bits, not to {scheme}"
     return None if scheme.block[0] == 1 else f"patches share scales of {scheme}"
-
-
-def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
-    """Why ``linear_packed`` would be slower than ``linear`` here, on a weight ``[N, cols]`` of integers; None: is not.
-
-    Every instruction set reads the packed layout; those are named here on which it was measured (docs/measured.md).
-    """
-    error = loading_error()
-    if error is not None:
-        return f"the native kernels, which read the packed layout, are not there: {error}"
-    for scheme in (weight, input):
-        block = scheme.block[1]
-        if block is not None and (block % 8 or (scheme is weight and cols % block)):
-            return f"the groups of {scheme} are not whole words of the packed layout at K = {cols}"
-    isa = torch.ops.lowbit_native.isa()
-    if isa == "avx2":  # 4-bit codes are multiplied as they are packed by signed bytes without a zero point
-        able = weight.format.bits == 8 or (input.format.signed and not input.affine)
-        return None if able else f"with AVX2, 4-bit weights are read packed under signed inputs only, not {input}"
-    if isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features():
-        return None
-    return f"the packed layout was not measured to be faster with the instruction set in use, {isa}"
 
 
 # -- float operands rounded to bf16 ------------------------------------------------------------------------------------

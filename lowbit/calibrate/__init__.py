@@ -3,13 +3,10 @@
 from lowbit.calibrate.bias import correct_bias_
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import register_method
-from lowbit.calibrate.files import quantize_files
 from lowbit.calibrate.methods import METHODS, Method
-from lowbit.calibrate.observers import OBSERVERS, Observer
 from lowbit.calibrate.run import calibrate
-from lowbit.calibrate.scores import Sensitivity
-from lowbit.calibrate.sensitivity import sensitivity
 from lowbit.calibrate.transforms import MAPS, TRANSFORMS, Map, Transform
+from lowbit.observers import OBSERVERS, Observer
 
 __all__ = [
     "MAPS",
@@ -20,11 +17,8 @@ __all__ = [
     "Map",
     "Method",
     "Observer",
-    "Sensitivity",
     "Transform",
     "calibrate",
     "correct_bias_",
-    "quantize_files",
     "register_method",
-    "sensitivity",
 ]  # fmt: skip

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import feed, mask_of
-from lowbit.convert.engine import model_bytes, tensor_bytes
 from lowbit.convert.report import LayerReport, Report
+from lowbit.models.batches import feed, mask_of
+from lowbit.models.ties import holders, model_bytes, tensor_bytes
 from lowbit.nn.base import kind
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear
@@ -86,7 +85,7 @@ def correct_bias_(model: nn.Module, plain: nn.Module, batches: Iterable[Any]) ->
 def _pairs(model: nn.Module, plain: nn.Module) -> tuple[dict[str, tuple[Any, nn.Module]], dict[str, str]]:
     """By name each quantized layer that has a bias, with the plain layer; and why others are left."""
     modules = dict(plain.named_modules())
-    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    shares = holders(model)
     pairs: dict[str, tuple[Any, nn.Module]] = {}
     left: dict[str, str] = {}
     inside = ""
@@ -99,7 +98,7 @@ def _pairs(model: nn.Module, plain: nn.Module) -> tuple[dict[str, tuple[Any, nn.
             left[name] = "the plain model has no plain layer of this name"
         elif made.bias is None:
             left[name] = "it has no bias; fold BatchNorm into it first, or give it a bias of zeros"
-        elif holders[id(made.bias)] > 1:
+        elif len(shares.get(id(made.bias), ())) > 1:
             left[name] = "it shares its bias with another layer, which has lost something else; give each its own first"
         else:
             pairs[name] = made, before

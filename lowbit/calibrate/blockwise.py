@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,26 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import feed
 from lowbit.calibrate.calibration import Calibration, Row
-from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.choice import Choice
 from lowbit.calibrate.identity import digest
 from lowbit.calibrate.importance import weigh
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS, Method, default_method
-from lowbit.calibrate.observe import Recorder, follows, inputs_of, stages
-from lowbit.calibrate.observed import Observed, observed, observed_layers
-from lowbit.calibrate.observers import everywhere
+from lowbit.calibrate.recording import (
+    Observed,
+    Recorder,
+    follows,
+    inputs_of,
+    observed,
+    observed_layers,
+    positions,
+    stages,
+)
 from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import NEEDS, Statistics
-from lowbit.calibrate.stored import InMemory
 from lowbit.calibrate.transforms import transform_
-from lowbit.calibrate.writes import despite_writes
+from lowbit.calibrate.weights import InMemory
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
-from lowbit.models import find_blocks
+from lowbit.convert.select import Skip
+from lowbit.models.batches import feed
+from lowbit.models.blocks import Chain, find_blocks
+from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
+from lowbit.notice import warn
+from lowbit.observers.processes import everywhere
 from lowbit.recipes import Plan
 
 __all__ = ["Blockwise"]
@@ -47,7 +55,7 @@ class Blockwise:
         data: list[Any],
         plan: Plan,
         choice: Choice,
-        skip: Iterable[str],
+        skip: Skip,
         finished: Finished | None,
         loss: Loss | None = None,
         weights: InMemory | None = None,
@@ -141,10 +149,9 @@ class Blockwise:
             self.gradient = False
             for layer in layers:
                 layer.importance = None
-            warnings.warn(
+            warn(
                 f"calibrate: gptq takes the place of guided-gptq, as the model's loss has no gradient ({error}); give "
-                f"method='gptq' to say so, or loss=lambda output, batch: ...",
-                stacklevel=5,
+                f"method='gptq' to say so, or loss=lambda output, batch: ..."
             )
 
     # -- the way through the model ------------------------------------------------------------------------------------
@@ -258,7 +265,7 @@ class Blockwise:
                 assert self.chain is not None
                 plain = self._plain_inputs(layers, index, number) if need == "cross" else None
                 run = partial(self.chain.run, index, number)
-                recorder.count(number, batch, run, plain, self.chain.positions(index, number))
+                recorder.count(number, batch, run, plain, positions(self.chain, index, number))
             if recorder.finish():
                 return
 
@@ -304,9 +311,7 @@ class Blockwise:
         if statistics is not None and not statistics.rows:
             statistics = None
             if method.uses != "nothing":
-                warnings.warn(
-                    f"calibrate: no batch reaches {layer.name}; its weight is chosen without data", stacklevel=8
-                )
+                warn(f"calibrate: no batch reaches {layer.name}; its weight is chosen without data")
         if statistics is None and method.need != "nothing":
             method = METHODS["search"]
         if statistics is not None and NEEDS.index(statistics.need) < NEEDS.index(method.need):
@@ -339,11 +344,8 @@ class Blockwise:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model``, where it is a stack of some and none is there twice."""
-    try:
-        found = find_blocks(model)
-    except ValueError:
-        return []
-    return found if len({id(block) for block in found}) == len(found) else []
+    blocks = find_blocks(model)
+    return blocks if len({id(block) for block in blocks}) == len(blocks) else []
 
 
 def _without_data() -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowbit.calibrate.methods import METHODS, Method
-from lowbit.calibrate.observers import OBSERVERS, Observer, find_observer
 from lowbit.calibrate.transforms import TRANSFORMS, Transform
 from lowbit.datafree import RULES
 from lowbit.named import did_you_mean, register, spelled
+from lowbit.observers import OBSERVERS, Observer, find_observer
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 
 __all__ = ["Choice", "choose", "planned", "register_method"]
@@ -100,7 +100,7 @@ def _known() -> str:
 
 
 def planned(
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     method: str | Method | Iterable[str | Method] | None,
     caller: str,
 ) -> tuple[Plan, Choice]:

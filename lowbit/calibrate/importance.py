@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import feed
 from lowbit.calibrate.losses import Loss, default_loss
-from lowbit.calibrate.observed import Observed
-from lowbit.calibrate.observers import processes
-from lowbit.calibrate.writes import Unchanged, Written, despite_writes
+from lowbit.calibrate.recording import Observed
 from lowbit.memory.checkpoint import checkpoint_blocks_
-from lowbit.models import find_blocks
+from lowbit.models.batches import feed
+from lowbit.models.blocks import find_blocks, restored_forwards
+from lowbit.models.writes import Unchanged, Written, despite_writes
+from lowbit.observers.processes import processes
 
 __all__ = ["weigh"]
 
@@ -117,10 +117,7 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
     """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises Written out of the call of
     a block that writes to what it is given.
     """
-    try:
-        blocks = list(dict.fromkeys(find_blocks(model)))
-    except ValueError:
-        blocks = []
+    blocks = list(dict.fromkeys(find_blocks(model)))
     given: list[Unchanged] = []
 
     def called(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -130,20 +127,12 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
         if not given.pop():
             raise Written
 
-    before = [vars(block).get("forward") for block in blocks]
-    if blocks:
+    with restored_forwards(blocks), ExitStack() as hooks:
         checkpoint_blocks_(model, blocks)
-    with ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(called, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(returned, with_kwargs=True).remove)
-        try:
-            yield
-        finally:
-            for block, forward in zip(blocks, before, strict=True):
-                del block.forward
-                if forward is not None:
-                    block.forward = forward  # type: ignore[method-assign]
+        yield
 
 
 def _normalize(layer: Observed) -> None:

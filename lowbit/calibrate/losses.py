@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit.calibrate.batches import mask_of
 from lowbit.calibrate.identity import digest
+from lowbit.models.batches import mask_of, tokens_of
 
 __all__ = ["Loss", "default_loss", "next_token"]
 
@@ -31,9 +31,9 @@ def default_loss(output: Any, batch: Any) -> Tensor:
     logits: Any = output.get("logits") if isinstance(output, Mapping) else output
     if _are_logits(logits, ids):
         return next_token(logits, ids, mask)
-    ids, mask = _ids(batch), mask_of(batch)
-    if mask is None and isinstance(ids, Tensor) and isinstance(batch, Mapping) and ids.dim() == 2:
-        mask = torch.ones_like(ids, dtype=torch.bool)
+    tokens, mask = tokens_of(batch), mask_of(batch)
+    if mask is None and tokens is not None and isinstance(batch, Mapping):
+        mask = torch.ones_like(tokens, dtype=torch.bool)
     seed = digest(batch if mask is None else _without_padding(batch, mask))
     generator = torch.Generator().manual_seed(int(seed[:15], 16))  # whatever the order of the batches
     projected = []
@@ -71,14 +71,7 @@ def _predicted(batch: Any) -> tuple[Any, Tensor | None]:
     """The token ids that logits are of, which a decoder is given where there is one; and where these are no padding."""
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")
-    return _ids(batch), mask_of(batch)
-
-
-def _ids(batch: Any) -> Any:
-    """The token ids in a batch, where it is one of tokens."""
-    if isinstance(batch, Mapping):
-        return batch.get("input_ids")
-    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return tokens_of(batch), mask_of(batch)
 
 
 def _are_logits(logits: Any, ids: Any) -> bool:

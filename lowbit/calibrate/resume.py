@@ -14,7 +14,8 @@ from lowbit.calibrate.identity import digest
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import METHODS
 from lowbit.files import left_behind, read_json, resumable, shown, write_json
-from lowbit.recipes import Plan
+from lowbit.models.names import written
+from lowbit.recipes import Pattern, Plan
 from lowbit.tensor.quantized import Quantized
 
 __all__ = ["Finished", "run_of"]
@@ -27,11 +28,11 @@ _RUN, _BLOCKS, _CLOSED = "run.json", "blocks", "closed.json"
 
 
 def run_of(
-    model: str, chosen: Plan, choice: Choice, skip: Iterable[str], data: Any, loss: Loss | None
+    model: str, chosen: Plan, choice: Choice, skip: Iterable[Pattern], data: Any, loss: Loss | None
 ) -> dict[str, str | None]:
     """What decides every bit of a run's result. ``model``: its digest.
 
-    Raises ValueError for batches, a loss or a method that cannot be told from others.
+    Raises ValueError for batches, a loss, a method or patterns that cannot be told from others.
     """
     method = choice.weights
     named = method is None or _METHODS.get(method.name) == method
@@ -39,7 +40,7 @@ def run_of(
         "model": model,
         "recipe": str(chosen.to_dict()),
         "method": str(choice) if named else f"{choice} {digest(method, 'the method')[:16]}",
-        "skip": " ".join(sorted(skip)),
+        "skip": " ".join(sorted(written(skip, "skip"))),
         "data": digest(data),
         "loss": None if loss is None else digest(loss, "the loss"),
         "lowbit": __version__,

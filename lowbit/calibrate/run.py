@@ -10,7 +10,6 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import nn
 
-from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration
 from lowbit.calibrate.choice import planned
@@ -19,7 +18,9 @@ from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
-from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.convert.select import DEFAULT_SKIP, Skip
+from lowbit.models.batches import batches_in
+from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 
@@ -29,11 +30,11 @@ __all__ = ["calibrate"]
 @torch.no_grad()
 def calibrate(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     batches: Iterable[Any] | None,
     method: str | Method | Iterable[str | Method] | None = None,
     *,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     directory: str | Path | None = None,
     loss: Loss | None = None,
     progress: Progress | bool | None = None,
@@ -72,7 +73,7 @@ def calibrate(
         recipe, batches = batches, cast(Any, recipe)
     chosen, choice = planned(recipe, method, "calibrate")
     data = batches_in(batches)
-    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+    skip = patterns_in(skip, "skip")
     model = uncompiled(model)
     finished = None
     if directory is not None:
@@ -89,6 +90,6 @@ def calibrate(
     return run.found
 
 
-def _is_recipe(value: Any) -> TypeGuard[str | Recipe | Plan | Mapping[str, str | Recipe | None]]:
+def _is_recipe(value: Any) -> TypeGuard[str | Recipe | Plan | Mapping[Any, str | Recipe | None]]:
     """Whether ``value`` is of a type that recipes are of, and batches never are."""
     return isinstance(value, str | Recipe | Plan | Mapping)

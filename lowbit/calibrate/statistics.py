@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.calibrate.observers import Ranges, processes
+from lowbit.observers import Ranges
+from lowbit.observers.processes import processes
 from lowbit.ops.conv import Window
 
 __all__ = ["NEEDS", "Statistics"]

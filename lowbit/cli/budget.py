@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lowbit.calibrate import sensitivity
 from lowbit.cli.console import errors, size
+from lowbit.convert.select import Skip
 from lowbit.datafree import find_rule
+from lowbit.plan import sensitivity
 from lowbit.progress import bar
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
@@ -86,7 +86,7 @@ class Budget(NamedTuple):
         return found
 
     def choose(
-        self, model: nn.Module, data: list[Tensor], candidates: Candidates, method: str | None, skip: Iterable[str]
+        self, model: nn.Module, data: list[Tensor], candidates: Candidates, method: str | None, skip: Skip
     ) -> Plan:
         """The recipes by layer for ``model``, of which a table is printed to standard error."""
         with bar("measuring layers") as progress:

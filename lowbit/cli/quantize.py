@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +12,17 @@ import typer
 from rich.text import Text
 from torch import Tensor, nn
 
-from lowbit.calibrate import Calibration, calibrate, quantize_files
+from lowbit.calibrate import Calibration, calibrate
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
 from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, data_free, load, methods_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
+from lowbit.out_of_core import quantize_files
 from lowbit.progress import bar
 from lowbit.recipes import RECIPES, Plan, Recipe
 from lowbit.recipes import recipe as find_recipe
@@ -204,7 +204,7 @@ def _found(
     data: list[Tensor] | None,
     calibration: Path | None,
     methods: list[str] | None,
-    skip: Iterable[str],
+    skip: Skip,
 ) -> Calibration | None:
     """What says how weights are rounded; None: ``quantize_`` does."""
     if calibration is not None:
@@ -230,7 +230,7 @@ def _quantize_files(
     methods: list[str] | None,
     data: list[Tensor] | None,
     dtype: Dtype,
-    skip: Iterable[str],
+    skip: Skip,
 ) -> Report:
     """Quantize without the whole model in memory, with a bar of the blocks and files."""
     with errors.status(Text(f"reading {directory}")):

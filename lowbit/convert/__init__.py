@@ -5,12 +5,12 @@
 
 from lowbit.convert.adapters import ADAPTERS, Adapter, register
 from lowbit.convert.dequantize import dequantize_
-from lowbit.convert.engine import model_bytes
 from lowbit.convert.fold import fold_
 from lowbit.convert.join import join_, unjoin_
 from lowbit.convert.prepack import prepack_, unprepack_
 from lowbit.convert.quantize import quantize_
 from lowbit.convert.report import LayerReport, Report
+from lowbit.models.ties import model_bytes
 
 __all__ = [
     "ADAPTERS", "Adapter", "LayerReport", "Report", "dequantize_", "fold_", "join_", "model_bytes", "prepack_",

@@ -5,23 +5,24 @@ Everything is made before anything is put in its place: a layer that cannot be c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.report import LayerReport, Report
-from lowbit.convert.select import Chosen, Judge, Protection, Selection, nothing_found, select
+from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, nothing_found, select
+from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import Plan, Recipe
 
 __all__ = [
-    "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "model_bytes", "origin", "quantized_layers",
-    "report_on", "shell", "swap", "sync_fused_kernels", "take_over", "tensor_bytes", "uncompiled",
+    "AFTER_SWAP", "Origin", "Task", "convert", "make_all", "matrices", "origin", "quantized_layers", "report_on",
+    "shell", "swap", "sync_fused_kernels", "take_over", "uncompiled",
 ]  # fmt: skip
 
 #: Where nn.Module keeps the hooks on a layer's calls.
@@ -75,7 +76,7 @@ def convert(
     model: nn.Module,
     task: Task,
     plan: Plan | None = None,
-    skip: Iterable[str] = (),
+    skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> tuple[Report, Selection]:
     """Run ``task`` on the layers that ``select`` finds. Raises as ``select`` and ``task.make`` do; ValueError where
@@ -236,14 +237,3 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
 def matrices(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
     """The parameters of a module, and with ``recurse`` of those inside of it, that have two axes or more."""
     return [p for p in module.parameters(recurse) if not is_lazy(p) and p.dim() > 1]
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors, shared storage counted once."""
-    held = [t for t in tensors if not is_lazy(t)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
-
-
-def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, shared storage counted once."""
-    return tensor_bytes((*model.parameters(), *model.buffers()))

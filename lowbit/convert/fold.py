@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowbit.convert.adapters import find, unusual
-from lowbit.convert.engine import model_bytes, swap, take_over, tensor_bytes
+from lowbit.convert.engine import swap, take_over
 from lowbit.convert.report import LayerReport, Report
+from lowbit.models.names import named, patterns_in, shown, unmatched
+from lowbit.models.ties import Holder, holders, model_bytes, paths, tensor_bytes
 from lowbit.nn.base import full_name, kind
+from lowbit.recipes import Pattern
 
 __all__ = ["fold_"]
 
@@ -37,12 +40,13 @@ class _Folded(NamedTuple):
     bias: nn.Parameter
 
 
-def fold_(model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None) -> Report:
+def fold_(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]] | None = None) -> Report:
     """Multiply each BatchNorm of ``model`` into the convolution or Linear before it, in place, and report: the layer
     gets a weight and a bias, and nn.Identity takes the place of the BatchNorm. For inference, before ``quantize_``.
 
-    Computed in fp64 and rounded once to the weight's dtype. ``pairs``: names, ``[("conv1", "bn1"), ...]``; None: those
-    that follow one another as torch.fx traces the model, or where it cannot, in an nn.Sequential. A BatchNorm that
+    Computed in fp64 and rounded once to the weight's dtype. ``pairs``: patterns (``lowbit.models.names``)
+    of layers and of the BatchNorms after them, ``[("conv1", "bn1"), ...]``; None: those that follow one another as
+    torch.fx traces the model, or where it cannot, in an nn.Sequential. A BatchNorm that
     stays is reported with the reason. A Linear's result is taken to be ``[N, F]``.
     Raises, with the model untouched: ValueError for a model in training mode or without BatchNorm layers, and for
     ``pairs`` that cannot be folded; TypeError for what is no model.
@@ -57,11 +61,11 @@ def fold_(model: nn.Module, pairs: Iterable[tuple[str, str]] | None = None) -> R
         raise ValueError(
             "fold_: in training mode BatchNorm computes with each batch's own mean; call model.eval() first"
         )
-    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places, shares = paths(model), holders(model)
     left: dict[str, str] = {}
     chosen: list[tuple[_Pair, _Folded]] = []
     for pair in _following(model, norms, left) if pairs is None else _given(model, pairs):
-        reason = _refusal(pair, names) or _shared(model, pair)
+        reason = _refusal(pair, places) or _shared(pair, shares)
         made = None if reason else _folded(pair)
         if made is None or not all(bool(p.isfinite().all()) for p in made):
             reason = reason or f"what it makes of {pair.layer_name}'s weight or bias is not finite"
@@ -93,19 +97,36 @@ def _put(model: nn.Module, chosen: list[tuple[_Pair, _Folded]], left: dict[str, 
 
 
 # -- which follow one another ------------------------------------------------------------------------------------------
-def _given(model: nn.Module, pairs: Iterable[tuple[str, str]]) -> Iterator[_Pair]:
-    modules = dict(model.named_modules(remove_duplicate=False))
+def _given(model: nn.Module, pairs: Iterable[tuple[Pattern, Pattern]]) -> Iterator[_Pair]:
+    """The pairs that a caller gave, each by two patterns that mean a layer and the BatchNorm after it, in turns."""
+    modules = list(model.named_modules(remove_duplicate=False))
     seen: set[str] = set()
-    for names in pairs:
-        if isinstance(names, str) or len(names) != 2:
-            raise ValueError(f"fold_: pairs are of two names, [('conv1', 'bn1'), ...], got {names!r}")
-        for name in names:
-            if name not in modules:
-                raise ValueError(f"fold_: the model has no module {name!r}")
-            if name in seen:
-                raise ValueError(f"fold_: {name!r} is in two pairs")
-            seen.add(name)
-        yield _Pair(names[0], modules[names[0]], names[1], modules[names[1]])
+    for patterns in pairs:
+        if not isinstance(patterns, tuple | list) or len(patterns) != 2:
+            raise ValueError(f"fold_: pairs are of two names, [('conv1', 'bn1'), ...], got {patterns!r}")
+        for pattern in patterns_in(tuple(patterns), "fold_: pairs"):
+            if unmatched([pattern], modules):
+                raise ValueError(f"fold_: the model has no module {pattern!r}")
+        places = [[place for place, row in enumerate(modules) if named(p, *row)] for p in patterns]
+        layers, norms = places
+        in_turns = [place for pair in zip(layers, norms, strict=False) for place in pair]
+        if len(layers) != len(norms) or (len(layers) > 1 and in_turns != sorted(in_turns)):
+            raise ValueError(
+                f"fold_: {shown(patterns[0])} means {_listed(modules, layers)} and {shown(patterns[1])} "
+                f"{_listed(modules, norms)}, which are no layers each with the BatchNorm after it; 're:NAME' means "
+                f"the module of that whole name alone"
+            )
+        for pair in zip(layers, norms, strict=True):
+            (layer_name, layer), (norm_name, norm) = (modules[place] for place in pair)
+            for name in (layer_name, norm_name):
+                if name in seen:
+                    raise ValueError(f"fold_: {name!r} is in two pairs")
+                seen.add(name)
+            yield _Pair(layer_name, layer, norm_name, norm)
+
+
+def _listed(modules: Sequence[tuple[str, nn.Module]], places: Sequence[int]) -> str:
+    return ", ".join(modules[place][0] for place in places) or "nothing"
 
 
 def _following(model: nn.Module, norms: Mapping[str, nn.Module], left: dict[str, str]) -> list[_Pair]:
@@ -156,7 +177,7 @@ def _in_sequentials(model: nn.Module) -> dict[int, str]:
 
 
 # -- a pair ------------------------------------------------------------------------------------------------------------
-def _refusal(pair: _Pair, names: Counter[int]) -> str | None:
+def _refusal(pair: _Pair, places: Mapping[int, Sequence[str]]) -> str | None:
     """Why a BatchNorm stays."""
     layer_name, layer, _, norm = pair
     if kind(layer) is not None:
@@ -175,18 +196,18 @@ def _refusal(pair: _Pair, names: Counter[int]) -> str | None:
         return f"it has {norm.num_features} features, and {layer_name} {layer.weight.shape[0]} outputs"
     if layer.weight.is_meta:
         return f"{layer_name} is on the meta device and holds no numbers"
-    if names[id(layer)] > 1 or names[id(norm)] > 1:
+    if len(places[id(layer)]) > 1 or len(places[id(norm)]) > 1:
         return f"it or {layer_name} stands in several places of the model"
     if layer._forward_hooks or norm._forward_pre_hooks:
         return f"hooks between {layer_name} and it would be given other numbers"
     return None
 
 
-def _shared(model: nn.Module, pair: _Pair) -> str | None:
-    own = {id(p) for p in pair.layer.parameters()}
-    for name, module in model.named_modules():
-        if module is not pair.layer and any(id(p) in own for p in module._parameters.values()):
-            return f"{pair.layer_name} shares its weight or bias with {name or 'the model itself'}"
+def _shared(pair: _Pair, shares: Mapping[int, Sequence[Holder]]) -> str | None:
+    for parameter in pair.layer.parameters():
+        for path, module in shares.get(id(parameter), []):
+            if module is not pair.layer:
+                return f"{pair.layer_name} shares its weight or bias with {path or 'the model itself'}"
     return None
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.adapters import Adapter
-from lowbit.convert.engine import tensor_bytes
-from lowbit.convert.select import plain_name
 from lowbit.datafree import Rule, default_rule
 from lowbit.functional import hadamard
+from lowbit.models.names import plain_name
+from lowbit.models.ties import place, tensor_bytes
 from lowbit.nn.linear import QuantLinear, empty, empty_scales
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized, Scales
@@ -59,8 +59,7 @@ class Maker(Generic[Made]):
             nonlocal count
             name = self.names[id(layer)] + (f"#{count}" if count else "")
             count += 1
-            whole = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.stride())
-            key = (recipe, *whole, matrix.storage_offset(), matrix.shape, matrix.stride())
+            key = (recipe, place(parameter), matrix.storage_offset(), matrix.shape, matrix.stride())
             first = self.made.get(key)
             if first is not None:
                 return self.twin(first, name, matrix.detach(), bias)

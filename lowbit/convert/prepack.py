@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from lowbit.backends.native import features, loading_error
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import measured
@@ -16,8 +18,10 @@ from lowbit.nn.conv import QuantConv
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedLinear
+from lowbit.scaling import Scheme
+from lowbit.tensor.prepack import refusal
 
-__all__ = ["prepack_", "unprepack_"]
+__all__ = ["no_gain_by_packing", "prepack_", "unprepack_"]
 
 #: Stands for every layer here: what becomes of one depends on its weight alone.
 _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lambda layer: None)
@@ -69,8 +73,43 @@ def _to_pack(names: list[str], module: nn.Module) -> Verdict:
         return Verdict(reason=f"the packed layout is that of Linear layers, and it is {what}")
     if not isinstance(module, QuantLinear):
         return Verdict(inside=True)
-    reason = PackedLinear.refusal(module)
+    reason = _refusal(module)
     return Verdict(adapter=_EVERY) if reason is None else Verdict(reason=reason)
+
+
+def _refusal(layer: QuantLinear) -> str | None:
+    """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
+    weight, input = layer.scheme, layer.recipe.input
+    if layer.recipe.static:
+        return "its input scales are static, and the packed kernels make their own"
+    reason = refusal(weight, input)
+    if reason is not None or input is None:
+        return reason
+    device = layer.codes.device.type
+    if device != "cpu":
+        return f"the packed layout is the CPU's, and this layer is on {device}"
+    return no_gain_by_packing(weight, input, layer.in_features)
+
+
+def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
+    """Why ``linear_packed`` would be slower than ``linear`` here, on a weight ``[N, cols]`` of integers; None: is not.
+
+    Every instruction set reads the packed layout; those are named here on which it was measured (docs/measured.md).
+    """
+    error = loading_error()
+    if error is not None:
+        return f"the native kernels, which read the packed layout, are not there: {error}"
+    for scheme in (weight, input):
+        block = scheme.block[1]
+        if block is not None and (block % 8 or (scheme is weight and cols % block)):
+            return f"the groups of {scheme} are not whole words of the packed layout at K = {cols}"
+    isa = torch.ops.lowbit_native.isa()
+    if isa == "avx2":  # 4-bit codes are multiplied as they are packed by signed bytes without a zero point
+        served = weight.format.bits == 8 or (input.format.signed and not input.affine)
+        return None if served else f"with AVX2, 4-bit weights are read packed under signed inputs only, not {input}"
+    if isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features():
+        return None
+    return f"the packed layout was not measured to be faster with the instruction set in use, {isa}"
 
 
 def _to_unpack(names: list[str], module: nn.Module) -> Verdict:

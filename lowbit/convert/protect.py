@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 
 from torch import nn
 
 from lowbit.convert.adapters import find
 from lowbit.convert.readers import read_layers
-from lowbit.convert.select import DEFAULT_SKIP, Protection, check_model, is_named, is_table, matches, plain_name
+from lowbit.convert.select import DEFAULT_SKIP, Protection, Skip, check_model, is_table, recipe_for
 from lowbit.models import stems
+from lowbit.models.names import matches, patterns_in, plain_name, spells
+from lowbit.models.ties import holders
 from lowbit.recipes import Plan
 
 __all__ = ["protections"]
@@ -23,9 +24,9 @@ _ADAPTER_WORDS = ("lora_*", "modules_to_save")
 
 
 def protections(
-    model: nn.Module, skip: Iterable[str], plan: Plan, unties: bool, trained: bool = False
-) -> tuple[Iterable[str], Callable[[str, nn.Module], Protection | None]]:
-    """The names to skip, and what stays unless a pattern of ``plan`` names it.
+    model: nn.Module, skip: Skip, plan: Plan, unties: bool, trained: bool = False
+) -> tuple[Skip, Callable[[str, nn.Module], Protection | None]]:
+    """The names to skip, and what stays unless a pattern of ``plan`` spells it.
 
     Always protected: adapters, and embeddings, of which reports say nothing. Unless ``skip`` is empty, also layers that
     read raw input, from recipes of less than 8 bits. Where a conversion ``unties``, which gives a layer a weight of its
@@ -35,7 +36,7 @@ def protections(
     """
     check_model(model)
     default = skip is DEFAULT_SKIP
-    skip = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else skip
+    skip = patterns_in(skip, "skip")
     guards = [_adapters(model), _table]
     if unties:
         guards.insert(1, _read_by_model(model, plan, trained))
@@ -56,10 +57,9 @@ def protections(
 def _read_by_model(model: nn.Module, plan: Plan, trained: bool) -> Callable[[str, nn.Module], Protection | None]:
     """Protects layers whose weight code of the model reads itself; of embeddings, which stay anyway, named ones."""
     readers = read_layers(model, trained)
-    patterns = [pattern for pattern, _ in plan.patterns]
 
     def protect(name: str, module: nn.Module) -> Protection | None:
-        unnamed_table = is_table(module) and not is_named(patterns, name.split(".")[-1])
+        unnamed_table = is_table(module) and not _spelled(plan, name)
         if id(module) not in readers or find(module).adapter is None or unnamed_table:
             return None
         return Protection("", f"its model reads its weight itself, in {readers[id(module)]}")
@@ -67,12 +67,18 @@ def _read_by_model(model: nn.Module, plan: Plan, trained: bool) -> Callable[[str
     return protect
 
 
+def _spelled(plan: Plan, name: str) -> bool:
+    """Whether a pattern of ``plan`` spells the last part of a module's name."""
+    path = plain_name(name)
+    return any(spells(pattern, path, path.rpartition(".")[2]) for pattern, _ in plan.patterns)
+
+
 def _table(name: str, module: nn.Module) -> Protection | None:
     return Protection(name.split(".")[-1], "") if is_table(module) and find(module).adapter is not None else None
 
 
 def _output_layer(name: str, module: nn.Module) -> Protection | None:
-    word = next((word for word in DEFAULT_SKIP if matches(word, name)), None)
+    word = next((word for word in DEFAULT_SKIP if matches(word, name, module)), None)
     reason = f"an output layer stays in high precision; skip=(), or a recipe for '*{word}', converts it"
     return None if word is None else Protection(word, reason)
 
@@ -86,7 +92,7 @@ def _raw_input(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Prote
     )
 
     def protect(name: str, module: nn.Module) -> Protection | None:
-        recipe = plan.recipe_for(plain_name(name)) if id(module) in readers else None
+        recipe = recipe_for(plan, name, module) if id(module) in readers else None
         if recipe is None or recipe.weight.format.bits >= _STEM_BITS:
             return None
         return Protection(name.split(".")[-1], reason)
@@ -97,7 +103,10 @@ def _raw_input(model: nn.Module, plan: Plan) -> Callable[[str, nn.Module], Prote
 def _tied(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]:
     """Protects layers whose weight is an embedding's."""
     tables = {
-        id(p): name for name, module in model.named_modules() if is_table(module) for p in module._parameters.values()
+        parameter: holder.path
+        for parameter, several in holders(model).items()
+        for holder in several
+        if is_table(holder.module)
     }
 
     def protect(name: str, module: nn.Module) -> Protection | None:
@@ -124,7 +133,7 @@ def _adapters(model: nn.Module) -> Callable[[str, nn.Module], Protection | None]
         words = name.split(".")
         prefixes = (".".join(words[: i + 1]) for i in range(len(words)))
         listed = (inside[prefix] for prefix in prefixes if prefix in inside)
-        spelled = (word for word in words if any(fnmatchcase(word, known) for known in _ADAPTER_WORDS))
+        spelled = (word for word in words if any(matches(known, word, module) for known in _ADAPTER_WORDS))
         word = next(listed, None) or next(spelled, None)
         if word is None:
             return None

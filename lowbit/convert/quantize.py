@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert.adapters import find
-from lowbit.convert.engine import Task, convert, make_all, matrices, swap, tensor_bytes
+from lowbit.convert.engine import Task, convert, make_all, matrices, swap
 from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report, amount
-from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, is_table, matches, plain_layers
+from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, Skip, is_table, plain_layers
 from lowbit.datafree import find_rule
+from lowbit.models.names import is_inside
+from lowbit.models.ties import holders, tensor_bytes
 from lowbit.nn.base import KINDS, kind
+from lowbit.notice import warn
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.tensor.quantized import Quantized, Scales
@@ -27,25 +29,26 @@ __all__ = ["Calibrated", "quantize_", "quantize_from", "replacements"]
 
 def quantize_(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     calibration: Any = None,
     *,
     method: str | None = None,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     group: int | None = None,
     prepack: bool = False,
 ) -> Report:
     """Quantize the layers of ``model`` in place as ``recipe`` says, and report what was done, layer by layer.
 
-    ``recipe``: a name, a Recipe, or recipes by layer, ``{"*": "int4-weight-only", "*.down_proj": "int8", "lm_head":
-    None}``: the last pattern that matches a layer's full name decides, and None leaves the layer.
+    ``recipe``: a name, a Recipe, or recipes by layer, ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head":
+    None}``: the last pattern that means a layer decides, and None leaves the layer.
     Converted: nn.Linear, nn.Conv1d to nn.Conv3d, nn.MultiheadAttention, transformers' Conv1D, their subclasses that
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
     ``calibration``: what ``lowbit.calibrate`` found for this model and recipe.
     ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.RULES``.
     None is the best known for each scheme: ``magnitude`` for signed integers below 8 bits, ``mse`` for mxfp4
     and nvfp4, else ``nearest``, which rounds to the nearest code by scales from the largest magnitude.
-    ``skip``: names of modules to leave, with wildcards; ``"lm_head"`` also means ``"model.lm_head"`` and all inside.
+    ``skip``: the modules to leave. Patterns here and there are those of ``lowbit.models.names``: ``"lm_head"`` means
+    ``"model.lm_head"`` too, and all inside; ``"blocks.*.up"``, ``"re:..."`` and functions of module and path serve too.
     ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
     result, for inference.
 
@@ -69,7 +72,7 @@ def quantize_(
     return report
 
 
-def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Iterable[str]) -> Report:
+def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Skip) -> Report:
     """``quantize_`` with the weights that ``source`` has; for functions of the API, whose callers are warned."""
     chosen = source.plan(chosen)
     names, protect = protections(model, skip, chosen, unties=True)
@@ -93,7 +96,7 @@ def quantize_from(model: nn.Module, chosen: Plan, source: Source, skip: Iterable
     notes = _untied(model, found)
     small = _small_effect(model, found)
     for note in (*notes, *([small] if small else [])):
-        warnings.warn(note, stacklevel=3)
+        warn(note)
     return replace(report, notes=notes)
 
 
@@ -188,10 +191,10 @@ def _untied(model: nn.Module, found: Selection) -> tuple[str, ...]:
     """A note for each converted layer whose weight another module keeps in high precision."""
     taken = {id(chosen.module) for chosen in found.chosen.values()}
     keepers = {
-        id(p): name
-        for name, module in model.named_modules()
-        for p in module._parameters.values()
-        if p is not None and id(module) not in taken
+        parameter: holder.path
+        for parameter, several in holders(model).items()
+        for holder in several
+        if id(holder.module) not in taken
     }
     return tuple(
         f"{name} shared its weight with {keepers[id(p)]}, which keeps it in high precision; {name} has its own "
@@ -212,7 +215,7 @@ def _small_effect(model: nn.Module, found: Selection) -> str | None:
     seen: set[int] = set()
     for name, module in model.named_modules():
         own = [p for p in matrices(module, recurse=False) if id(p) not in seen]
-        if kind(module) is not None or not own or any(matches(one, name) for one in found.skipped):
+        if kind(module) is not None or not own or any(is_inside(name, skipped) for skipped in found.skipped):
             continue
         seen |= {id(p) for p in own}
         others[name] = (tensor_bytes(own), _what(module))

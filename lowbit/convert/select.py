@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,16 +12,21 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.report import left_lines
+from lowbit.models.names import last_match, matches, patterns_in, plain_name, spells, unmatched
+from lowbit.models.ties import paths
 from lowbit.nn.base import KINDS, full_name, kind
-from lowbit.recipes import Plan, Recipe
+from lowbit.recipes import Pattern, Plan, Recipe
 
 __all__ = [
-    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Verdict", "check_model", "is_named", "is_table",
-    "matches", "nothing_found", "plain_layers", "plain_name", "select",
+    "DEFAULT_SKIP", "Chosen", "Judge", "Protection", "Selection", "Skip", "Verdict", "check_model", "is_table",
+    "nothing_found", "plain_layers", "recipe_for", "select",
 ]  # fmt: skip
 
 #: Left in high precision unless the caller says otherwise: the output projection of language models.
 DEFAULT_SKIP = ("lm_head",)
+
+#: Which modules a caller leaves out: a pattern of ``lowbit.models.names``, or several.
+Skip = Pattern | Iterable[Pattern]
 
 #: Words in the names of parameters that no product has for a weight.
 _ADDED = frozenset({"token", "tokens", "embed", "embedding", "embeddings", "bias"})
@@ -54,8 +58,8 @@ class Chosen(NamedTuple):
 
 
 class Protection(NamedTuple):
-    """Why a module stays unless a mapping of recipes names ``word``, the part of its name that tells what it is; with
-    no ``word`` whatever is named.
+    """Why a module stays unless a mapping of recipes spells ``word``, the part of its name that tells what it is; with
+    no ``word`` whatever is spelled.
     """
 
     word: str
@@ -81,51 +85,52 @@ def select(
     model: nn.Module,
     judge: Judge,
     plan: Plan | None = None,
-    skip: Iterable[str] = (),
+    skip: Skip = (),
     protect: Callable[[str, nn.Module], Protection | None] = lambda name, module: None,
 ) -> Selection:
-    """The modules of ``model`` that ``judge`` gives an adapter, ``skip`` does not name and ``plan`` has a recipe for.
+    """The modules of ``model`` that ``judge`` gives an adapter, ``skip`` does not mean and ``plan`` has a recipe for.
 
-    ``protect``: what stays unless a pattern of ``plan`` names it.
-    Raises TypeError for what is no model or no collection of patterns; ValueError for a pattern without a match and as
+    ``protect``: what stays unless a pattern of ``plan`` spells it.
+    Raises TypeError for what is no model or no pattern; ValueError for a pattern without a match and as
     ``judge`` says.
     """
     check_model(model)
-    names: dict[int, list[str]] = {}
-    modules: dict[int, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
-    patterns = () if plan is None else tuple(pattern for pattern, _ in plan.patterns)
-    skips = _checked(skip, [name for several in names.values() for name in several])
+    names, modules = paths(model), {id(module): module for module in model.modules()}
+    patterns = () if plan is None else patterns_in(tuple(pattern for pattern, _ in plan.patterns), "recipes")
+    every = [(plain_name(name), modules[key]) for key, several in names.items() for name in several]
+    skips = _checked(skip, every)
     found, reached = Selection(), []
+
+    def spelled(path: str, word: str) -> bool:
+        return any(spells(pattern, path, word) for pattern in patterns)
+
     for candidate in _candidates(names, modules, judge):
         several, module, verdict = candidate
-        first = several[0]
-        reached += several
-        if any(matches(pattern, name) for pattern in skips for name in several):
+        first, plain = several[0], [plain_name(name) for name in several]
+        reached += [(path, module) for path in plain]
+        if any(matches(pattern, path, module) for pattern in skips for path in plain):
             found.skipped.append(first)
             continue
         protection = protect(first, module)
-        if protection is not None and not is_named(patterns, protection.word):
+        if protection is not None and not any(spelled(path, protection.word) for path in plain):
             if protection.reason:
                 found.left[first] = protection.reason
             continue
         if verdict.error is not None:
             raise ValueError(f"{first or 'the model'} {verdict.error}")
-        recipe = None if plan is None else _one_recipe(plan, several)
+        recipe = None if plan is None else _one_recipe(plan, plain, module)
         if plan is not None and recipe is None:
             found.skipped.append(first)
         elif verdict.adapter is not None:
             slower = None if recipe is None else verdict.adapter.slower(module, recipe)
-            if slower is not None and not is_named(patterns, first.rpartition(".")[2]):
+            if slower is not None and not any(spelled(path, path.rpartition(".")[2]) for path in plain):
                 found.left[first] = slower
                 continue
             found.chosen[first] = Chosen(module, verdict.adapter, recipe)
         else:
             found.left[first] = verdict.reason or ""
     if plan is not None and reached:
-        _check_patterns(plan, reached)
+        _check_patterns(patterns, reached)
     return found
 
 
@@ -149,9 +154,14 @@ def _candidates(names: dict[int, list[str]], modules: dict[int, nn.Module], judg
             yield _Candidate(names[key], module, verdict)
 
 
-def _one_recipe(plan: Plan, names: list[str]) -> Recipe | None:
+def recipe_for(plan: Plan, path: str, module: nn.Module) -> Recipe | None:
+    """The recipe that ``plan`` has for the layer at ``path``; None: it is left as it is."""
+    return last_match(plan.patterns, plain_name(path), module)
+
+
+def _one_recipe(plan: Plan, names: list[str], module: nn.Module) -> Recipe | None:
     """The recipe of a module with these names. Raises ValueError where two names ask for two recipes."""
-    recipes = {name: plan.recipe_for(plain_name(name)) for name in names}
+    recipes = {name: recipe_for(plan, name, module) for name in names}
     if any(recipe is None for recipe in recipes.values()):
         return None
     (first, recipe), *others = recipes.items()
@@ -163,48 +173,25 @@ def _one_recipe(plan: Plan, names: list[str]) -> Recipe | None:
     return recipe
 
 
-def plain_name(name: str) -> str:
-    """A module's name without what torch.compile adds for each compiled module on the way."""
-    return ".".join(word for word in name.split(".") if word != "_orig_mod")
-
-
-# -- patterns ---------------------------------------------------------------------------------------------------------
-def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` names the module ``name`` or one that it is inside of, in full or from any dot on."""
-    words = name.split(".")
-    spans = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
-    return any(fnmatchcase(span, pattern) for span in spans)
-
-
-def is_named(patterns: Iterable[str], word: str) -> bool:
-    """Whether one of ``patterns`` has a part, other than bare wildcards, that matches ``word``."""
-    return any(part.strip("*?") and fnmatchcase(word, part) for pattern in patterns for part in pattern.split("."))
-
-
-def _checked(skip: Iterable[str], names: list[str]) -> tuple[str, ...]:
-    if isinstance(skip, str):
-        raise TypeError(f"skip must be a collection of patterns, got the string {skip!r}; write skip=({skip!r},)")
-    if not isinstance(skip, Iterable):
-        raise TypeError(f"skip must be a collection of patterns, got {type(skip).__name__}; skip=() leaves nothing out")
-    patterns = tuple(skip)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"skip must hold patterns of names, got {type(pattern).__name__}")
-        if pattern not in DEFAULT_SKIP and not any(matches(pattern, name) for name in names):
-            raise ValueError(f"skip pattern {pattern!r} matches no module; names are such as {_examples(names)}")
+def _checked(skip: Skip, modules: list[tuple[str, nn.Module]]) -> tuple[Pattern, ...]:
+    patterns = patterns_in(skip, "skip")
+    missed = [pattern for pattern in unmatched(patterns, modules) if pattern not in DEFAULT_SKIP]
+    if missed:
+        raise ValueError(f"skip pattern {missed[0]!r} matches no module; names are such as {_examples(modules)}")
     return patterns
 
 
-def _check_patterns(plan: Plan, names: list[str]) -> None:
-    missed = [p for p in plan.unmatched([plain_name(name) for name in names]) if p not in DEFAULT_SKIP]
+def _check_patterns(patterns: tuple[Pattern, ...], layers: list[tuple[str, nn.Module]]) -> None:
+    missed = [pattern for pattern in unmatched(patterns, layers) if pattern not in DEFAULT_SKIP]
     if missed:
         raise ValueError(
-            f"recipes: the pattern {missed[0]!r} matches no layer; names are such as {_examples(names)}. A pattern is "
-            f"compared with the whole name; '*' stands for any part of it"
+            f"recipes: the pattern {missed[0]!r} matches no layer; names are such as {_examples(layers)}. A pattern "
+            f"matches from any dot; '*' stands for any part of a name"
         )
 
 
-def _examples(names: list[str], most: int = 4) -> str:
+def _examples(modules: list[tuple[str, nn.Module]], most: int = 4) -> str:
+    names = [name for name, _ in modules]
     leaves = [name for name in names if name and not any(other.startswith(f"{name}.") for other in names)]
     return ", ".join(repr(name) for name in leaves[:most]) or "none (the model has no modules inside)"
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowbit.models.ties import tensor_bytes
+
 __all__ = ["PEERS", "Peer", "bytes_of", "find"]
 
 
@@ -129,13 +131,12 @@ def find(name: str) -> Peer:
 
 def bytes_of(model: nn.Module) -> int:
     """Bytes of all tensors that ``model`` keeps, those inside of tensor subclasses and of layers' attributes too."""
-    found: dict[int, int] = {}
-    for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            for tensor in _plain(value):
-                storage = tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+    return tensor_bytes(
+        tensor
+        for module in model.modules()
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        for tensor in _plain(value)
+    )
 
 
 def _plain(value: Any) -> Iterator[Tensor]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import lowbit as lb
 from lowbit._version import __version__
 from lowbit.calibrate.choice import choose
-from lowbit.calibrate.observers import find_observer
 from lowbit.datafree import default_rule
 from lowbit.evaluate.cell import FLOATS, OUTPUTS, PACKED, PLAIN, REFERENCE, Request, calibrated
 from lowbit.evaluate.data import Wanted, require
@@ -24,6 +23,7 @@ from lowbit.evaluate.models import Model, fingerprint, sha256
 from lowbit.evaluate.peers import PEERS
 from lowbit.evaluate.peers import find as find_peer
 from lowbit.evaluate.tasks import TASKS
+from lowbit.observers import find_observer
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 

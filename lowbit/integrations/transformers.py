@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from lowbit.convert.engine import make_all, quantized_layers, swap
 from lowbit.convert.maker import QuantMaker, Ruled
 from lowbit.convert.protect import protections
 from lowbit.convert.quantize import replacements
-from lowbit.convert.select import DEFAULT_SKIP, plain_layers, select
+from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers, select
 from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
+from lowbit.models.names import patterns_in, written
+from lowbit.models.ties import paths, storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.serialize.huggingface import placeholders
@@ -59,10 +61,10 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None] | None = None,
-        skip: Iterable[str] = DEFAULT_SKIP,
+        recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None] | None = None,
+        skip: Skip = DEFAULT_SKIP,
         *,
-        modules_to_not_convert: Iterable[str] | None = None,
+        modules_to_not_convert: Skip | None = None,
         layers: Mapping[str, Recipe] | None = None,
     ) -> None:
         if (recipe is None) == (layers is None):
@@ -75,15 +77,17 @@ class LowbitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.plan = None if recipe is None else plan(recipe)
         for one in () if self.plan is None else self.plan.recipes:
             refuse_beyond(one, "LowbitConfig", ("output.a", "output.b"))
-        self.skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+        self.skip = patterns_in(skip, "skip")
         self.layers = None if layers is None else dict(layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data: the layers of a quantized model, or the recipe and the names to skip."""
+        """JSON data: the layers of a quantized model, or the recipe and the names to skip. Raises ValueError for
+        functions among these.
+        """
         head: dict[str, Any] = {"quant_method": METHOD, "lowbit": __version__}
         if self.layers is None:
             assert self.plan is not None
-            return {**head, "recipe": self.plan.to_dict(), "skip": list(self.skip)}
+            return {**head, "recipe": self.plan.to_dict(), "skip": written(self.skip, "LowbitConfig")}
         names: dict[Recipe, list[str]] = {}
         for name, recipe in self.layers.items():
             names.setdefault(recipe, []).append(name)
@@ -129,7 +133,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 class _Loading:
     """The layers of one model that are to be quantized while it loads, each as soon as its tensors are there."""
 
-    def __init__(self, model: Any, plan: Plan, skip: Iterable[str]) -> None:
+    def __init__(self, model: Any, plan: Plan, skip: Skip) -> None:
         self.model, self.maker = model, QuantMaker(model, Ruled())
         tied = model.all_tied_weights_keys
         for name, source in tied.items():  # as transformers does once they are loaded
@@ -137,9 +141,7 @@ class _Loading:
             model.get_submodule(path)._parameters[own] = model.get_parameter(source)
         names, protect = protections(model, skip, plan, unties=True)
         self.found = select(model, plain_layers(), plan, names, protect)
-        self.aliases: dict[int, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            self.aliases.setdefault(id(module), []).append(name)
+        self.aliases = paths(model)
         shared = {*tied.keys(), *tied.values()}
         #: The tensors that each layer awaits, and the layer of each tensor. Layers with a tied weight wait for the end,
         #: when transformers has tied it.
@@ -254,10 +256,10 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             for key in [
                 key for key in state if key.startswith(f"{name}.") and key.rpartition(".")[2] in (*PARTS, *INPUT_PARTS)
             ]:
-                place = state[key].data_ptr()
-                if place in seen:  # files of transformers share nothing but what its models tie
+                shared = storage(state[key])
+                if shared in seen:  # files of transformers share nothing but what its models tie
                     state[key] = state[key].clone()
-                seen.add(place)
+                seen.add(shared)
         return {**state, **placeholders(model)}, {METHOD: __version__}
 
     def _describe(self, model: Any) -> None:

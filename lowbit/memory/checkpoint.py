@@ -33,15 +33,20 @@ def checkpoint_blocks_(model: nn.Module, blocks: Iterable[nn.Module] | None = No
 
     Raises: ValueError when no blocks are found.
     """
-    found = find_blocks(model) if blocks is None else list(blocks)
-    for block in found:
+    chosen = find_blocks(model) if blocks is None else list(blocks)
+    if blocks is None and not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList or Sequential of two or more modules of one class; "
+            f"pass blocks=[...] to say what to checkpoint"
+        )
+    for block in chosen:
         own = vars(block).get("forward")
         if own is None:
             block.forward = partial(recomputed, block)  # type: ignore[method-assign]
         elif not (isinstance(own, partial) and own.func in (recomputed, _recomputed)):
             block.forward = partial(_recomputed, own)  # type: ignore[method-assign]
     names = {id(module): name for name, module in model.named_modules()}
-    named = {names.get(id(block), f"block {index}"): block for index, block in enumerate(found)}
+    named = {names.get(id(block), f"block {index}"): block for index, block in enumerate(chosen)}
     return report_on("memory.checkpoint_blocks_", model, named, "checkpointed")
 
 

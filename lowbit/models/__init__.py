@@ -1,4 +1,4 @@
-"""Facts about a model: which blocks it repeats, and which layers read its raw input."""
+"""Facts about a model: which blocks it repeats and how they chain, what is shared, which layers read its raw input."""
 
 from lowbit.models.blocks import find_blocks
 from lowbit.models.stems import stems

@@ -1,16 +1,24 @@
-"""The blocks that a model repeats."""
+"""The blocks that a model repeats, and how they chain: a model that is run one block at a time."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
-__all__ = ["find_blocks"]
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from lowbit.models.batches import copied, feed
+from lowbit.models.writes import Unchanged
+
+__all__ = ["Chain", "find_blocks", "restored_forwards", "same"]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of ``model``: its largest ``ModuleList`` or ``Sequential`` of modules of one class.
-
-    Raises: ValueError when there is none.
+    """The repeated blocks of ``model``: its largest ``ModuleList`` or ``Sequential`` of two or more modules of one
+    class; none where it has no such list. A block that the list holds several times comes as often.
     """
 
     def weight(blocks: nn.Module) -> int:
@@ -21,9 +29,236 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(b) for b in module}) == 1
     ]
-    if not stacks:
-        raise ValueError(
-            f"{type(model).__name__} has no ModuleList or Sequential of two or more modules of one class; "
-            f"pass blocks=[...] to say what to checkpoint"
-        )
-    return list(max(stacks, key=weight))
+    return list(max(stacks, key=weight)) if stacks else []
+
+
+@contextmanager
+def restored_forwards(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Afterwards each of ``blocks`` has the ``forward`` that it has now: its class's, or its own."""
+    before = [vars(block).get("forward") for block in blocks]
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward  # type: ignore[method-assign]
+
+
+# -- chains -----------------------------------------------------------------------------------------------------------
+def same(given: Any, other: Any) -> bool:
+    """Whether two trees have the same structure and the same values, in tensors and in what objects of other classes
+    hold.
+    """
+    leaves, structure = tree_flatten(given)
+    others, other_structure = tree_flatten(other)
+    return structure == other_structure and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(leaf: Any, other: Any) -> bool:
+    if leaf is other or isinstance(leaf, Callable):  # type: ignore[arg-type]
+        return True
+    if type(leaf) is not type(other):
+        return False
+    if isinstance(leaf, Tensor):
+        return leaf.shape == other.shape and leaf.dtype == other.dtype and leaf.equal(other)
+    if hasattr(leaf, "__dict__"):
+        return same(vars(leaf), vars(other))
+    return bool(leaf == other)
+
+
+class _Call(NamedTuple):
+    """What a block is called with besides the hidden state, and the name of that if it is given by keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: str | None
+
+    @classmethod
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Call]:
+        if args:
+            return args[0], cls(args[1:], kwargs, None)
+        name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
+        if name is None:
+            return None, cls((), kwargs, None)
+        return kwargs[name], cls((), {k: v for k, v in kwargs.items() if k != name}, name)
+
+    def run(self, block: nn.Module, hidden: Tensor) -> Any:
+        """The block's output; it is given copies, which it may write to."""
+        args, kwargs = copied(self.args), copied(self.kwargs)
+        if self.keyword is None:
+            return block(hidden.clone(), *args, **kwargs)
+        return block(**{self.keyword: hidden.clone()}, **kwargs)
+
+
+class _NotAChain(Exception):
+    """The blocks do not feed one another, or something happens between them."""
+
+
+def _hidden(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def _formed(behind: tuple[Any, ...] | None, hidden: Tensor) -> Any:
+    """What a block returns: the hidden state, and ``behind`` it what the first block returned there."""
+    return hidden if behind is None else (hidden, *behind)
+
+
+class Chain:
+    """Blocks of which each is called once, in order, with the output of the one before.
+
+    ``hidden``: for each batch what the block that comes next is given. ``calls[batch][block]``: what else.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = list(blocks)
+        self.hidden: list[Tensor] = []
+        self.calls: list[list[_Call]] = []
+        self._form: Callable[[Tensor], Any] = partial(_formed, None)
+
+    def record(self, model: nn.Module, batches: Sequence[Any]) -> bool:
+        """Learn what the blocks are called with; of them only the first computes. False where they are no chain, or
+        where the model cannot do without what the others compute.
+        """
+        self.hidden, self.calls = [], []
+        first: Tensor | None = None
+        for number, batch in enumerate(batches):
+            recording = _Recording()
+            try:
+                with self._patched(recording.called):
+                    feed(model, batch)
+                recording.finish(len(self.blocks))
+            except Exception as error:
+                # Where blocks change the shape, what is behind them does not fit what blocks that compute nothing hand
+                # on. Any other error comes again when the model is run as a whole.
+                if isinstance(error, _NotAChain) or recording.last is not None:
+                    return False
+                raise
+            self.hidden.append(recording.hidden)
+            self.calls.append(recording.calls)
+            self._form = partial(_formed, recording.behind)
+            first = recording.first if number == 0 else first
+        return first is None or self._repeats(first)
+
+    def _repeats(self, output: Tensor) -> bool:
+        """Whether the first block answers the first batch with ``output`` once more, now that others have come. It does
+        not where it reads what a batch, or a block, has left in an attribute of a module.
+        """
+        try:
+            again = self.run(0, 0)
+        except RuntimeError:  # what another batch has left is of another shape
+            return False
+        return again.shape == output.shape and bool((again - output).norm() <= 1e-3 * output.norm())
+
+    def run(self, index: int, number: int) -> Tensor:
+        """The output of block ``index`` for batch ``number``."""
+        output: Tensor = _hidden(self.calls[number][index].run(self.blocks[index], self.hidden[number]))
+        return output
+
+    def advance(self, index: int) -> None:
+        """Take the outputs of block ``index`` as the hidden states from now on."""
+        for number in range(len(self.hidden)):
+            self.hidden[number] = self.run(index, number)
+
+    def whole(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """What the last block returns in one call of ``model`` with ``batch``, the first one, in which all blocks
+        compute; None where blocks are given what the chain does not give them: what earlier ones have computed, or
+        leave behind in what they are given.
+        """
+        last = self.hidden[0]
+
+        def called(index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal last
+            hidden, call = _Call.split(args, kwargs)
+            if not same((hidden, tuple(call)), (last, tuple(self.calls[0][index]))):
+                raise _NotAChain
+            output = forward(*args, **kwargs)
+            last = _hidden(output).clone()
+            return output
+
+        try:
+            with self._patched(called):
+                feed(model, batch)
+        except _NotAChain:
+            return None
+        return last
+
+    @contextmanager
+    def replayed(self, number: int) -> Iterator[None]:
+        """Inside, blocks compute nothing, and the last one answers the hidden state of batch ``number``."""
+
+        def called(index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given, _ = _Call.split(args, kwargs)
+            return self._form(self.hidden[number].clone() if index == len(self.blocks) - 1 else given)
+
+        with self._patched(called):
+            yield
+
+    @contextmanager
+    def _patched(self, called: Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        def patch(index: int, forward: Any) -> Any:
+            return lambda *args, **kwargs: called(index, forward, args, kwargs)
+
+        with restored_forwards(self.blocks):
+            for index, block in enumerate(self.blocks):
+                block.forward = patch(index, block.forward)  # type: ignore[method-assign]
+            yield
+
+
+class _Recording:
+    """One call of a model, of whose blocks only the first computes; and the second where it is given more of what the
+    first returned than the hidden state, which has to be the same for all blocks.
+
+    Raises _NotAChain where a block is not given what the one before returned, or where that is written to on the way.
+    """
+
+    hidden: Tensor
+    first: Tensor
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.last: Any = None
+        self.behind: tuple[Any, ...] | None = None
+        self.returned = Unchanged(())
+        self.given: list[Unchanged] = []
+
+    def called(self, index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of block ``index``."""
+        hidden, call = _Call.split(args, kwargs)
+        if not isinstance(hidden, Tensor) or index != len(self.calls) or (index and hidden is not self.last):
+            raise _NotAChain
+        if not self.returned:
+            raise _NotAChain
+        self.calls.append(call)
+        self.given.append(Unchanged(call))
+        if index == 0:
+            return self._first(hidden, forward, args, kwargs)
+        if index == 1 and self._state(call):
+            copy = hidden.clone()  # of all that it is given it may write to this
+            args = tuple(copy if value is hidden else value for value in args)
+            kwargs = {name: copy if value is hidden else value for name, value in kwargs.items()}
+            behind = forward(*args, **kwargs)[1:]
+            if not all(any(state is other for other in tree_leaves(behind)) for state in self._state(call)):
+                raise _NotAChain
+        return _formed(self.behind, hidden)
+
+    def _first(self, hidden: Tensor, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.hidden = hidden.clone()
+        output = forward(*args, **kwargs)
+        self.last = _hidden(output)
+        if not isinstance(self.last, Tensor) or self.last.shape != hidden.shape:
+            raise _NotAChain
+        self.first = self.last.clone()
+        self.behind = tuple(output[1:]) if isinstance(output, tuple | list) else None
+        self.returned = Unchanged((self.last, self.behind))
+        return output
+
+    def _state(self, call: _Call) -> list[Tensor]:
+        """The tensors among a block's arguments that the first block returned behind the hidden state."""
+        returned = {id(leaf) for leaf in tree_leaves(self.behind) if isinstance(leaf, Tensor)}
+        return [leaf for leaf in tree_leaves(tuple(call)) if id(leaf) in returned]
+
+    def finish(self, blocks: int) -> None:
+        """The model's call is over."""
+        if len(self.calls) != blocks or not all(self.given):
+            raise _NotAChain

@@ -49,8 +49,5 @@ def _weighted(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_before_blocks(part: nn.Module, layer: nn.Module) -> bool:
-    try:
-        blocks = find_blocks(part)
-    except ValueError:
-        return False
-    return all(layer is not module for block in blocks for module in block.modules())
+    blocks = find_blocks(part)
+    return bool(blocks) and all(layer is not module for block in blocks for module in block.modules())

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowbit.backends import cpu_mm
 from lowbit.calls import call, original
 from lowbit.functional import hadamard
 from lowbit.nn.linear import QuantLinear, misfits, plain_state, scheme_state
@@ -68,20 +67,6 @@ class PackedLinear(nn.Module):
         self.trains_bias = False  # whether the bias requires grad once it is unpacked
         self.register_buffer("packed", prepack.prepack(weight, recipe.input), persistent=False)
         self.register_parameter("bias", bias)
-
-    @staticmethod
-    def refusal(layer: QuantLinear) -> str | None:
-        """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
-        weight, input = layer.scheme, layer.recipe.input
-        if layer.recipe.static:
-            return "its input scales are static, and the packed kernels make their own"
-        reason = prepack.refusal(weight, input)
-        if reason is not None or input is None:
-            return reason
-        kind = layer.codes.device.type
-        if kind != "cpu":
-            return f"the packed layout is the CPU's, and this layer is on {kind}"
-        return cpu_mm.no_gain_by_packing(weight, input, layer.in_features)
 
     @property
     def weight(self) -> Quantized:

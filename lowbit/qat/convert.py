@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from lowbit.convert.engine import Task, convert, swap
 from lowbit.convert.maker import Maker, decibel, energies, measured, require_numbers
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP, Verdict, plain_layers
+from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, plain_layers
+from lowbit.models.ties import place
 from lowbit.nn.linear import QuantLinear
 from lowbit.qat.linear import FakeQuantLinear
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
@@ -26,10 +27,10 @@ _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lam
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     learn_scale: bool = False,
     *,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     observe: int | None = None,
 ) -> Report:
     """Let the layers of ``model`` compute, in place, what ``quantize_(model, recipe, method="nearest")`` would have
@@ -78,11 +79,11 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
     def __init__(self, model: nn.Module, learn_scale: bool, observe: int | None) -> None:
         super().__init__(model)
         self.learn_scale, self.observe = learn_scale, observe
-        self.parameters = {_place(p): p for p in model.parameters()}
+        self.parameters = {place(p): p for p in model.parameters()}
 
     def layer(self, name: str, matrix: Tensor, bias: Any, recipe: Recipe, trained: bool) -> FakeQuantLinear:
         require_numbers(matrix)
-        own = self.parameters.get(_place(matrix))
+        own = self.parameters.get(place(matrix))
         if own is None:
             own = nn.Parameter(matrix, trained)
         return FakeQuantLinear(own, bias, recipe, self.learn_scale, self.observe)
@@ -91,11 +92,6 @@ class _FakeQuantMaker(Maker[FakeQuantLinear]):
         made = FakeQuantLinear(first.weight, bias, first.recipe, self.learn_scale, self.observe)
         made.share_weight(first)
         return made
-
-
-def _place(t: Tensor) -> tuple[Any, ...]:
-    """What tells a tensor from every other one that is alive."""
-    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
 
 
 class _Quantizer:

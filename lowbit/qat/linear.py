@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.observers import MOMENTUM, Ranges
 from lowbit.calls import call
 from lowbit.datafree.scales import search
 from lowbit.functional import hadamard
 from lowbit.functional.arguments import refuse_tangents
 from lowbit.nn.linear import result_dtype, wrong_width
+from lowbit.observers import MOMENTUM, Ranges
 from lowbit.ops.conv import Window
 from lowbit.qat.gradients import Operand, fake_quant_conv, fake_quant_linear, multiply, quantized
 from lowbit.qat.learned import Learned

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from lowbit.recipes.definition import Recipe
 from lowbit.recipes.parse import recipe
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Pattern", "Plan", "plan"]
+
+#: Which modules are meant, in the language of ``lowbit.models.names``: a string, or a function of module and path.
+Pattern = str | Callable[[Any, str], bool]
 
 
 @dataclass(frozen=True)
 class Plan:
     """Which recipe each layer gets: patterns of names, of which the last that matches decides."""
 
-    patterns: tuple[tuple[str, Recipe | None], ...]
-
-    def recipe_for(self, name: str) -> Recipe | None:
-        """The recipe of the layer with that full dotted name; None: it is left as it is."""
-        matching = [chosen for pattern, chosen in self.patterns if fnmatchcase(name, pattern)]
-        return matching[-1] if matching else None
+    patterns: tuple[tuple[Pattern, Recipe | None], ...]
 
     def map(self, change: Callable[[Recipe], Recipe]) -> Plan:
         """The plan with other recipes in the place of these."""
         return Plan(tuple((pattern, chosen and change(chosen)) for pattern, chosen in self.patterns))
-
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of ``names``."""
-        known = list(names)
-        return [pattern for pattern, _ in self.patterns if not any(fnmatchcase(name, pattern) for name in known)]
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -41,10 +33,19 @@ class Plan:
     def __str__(self) -> str:
         if [pattern for pattern, _ in self.patterns] == ["*"]:
             return str(self.patterns[0][1])
-        return ", ".join(f"{pattern}: {chosen or 'float'}" for pattern, chosen in self.patterns)
+        rows = ((getattr(pattern, "__name__", pattern), chosen) for pattern, chosen in self.patterns)
+        return ", ".join(f"{name}: {chosen or 'float'}" for name, chosen in rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data; the patterns are a list, because their order counts."""
+        """JSON data; the patterns are a list, because their order counts. Raises ValueError for functions, which no
+        file can hold.
+        """
+        functions = [pattern for pattern, _ in self.patterns if not isinstance(pattern, str)]
+        if functions:
+            raise ValueError(
+                f"recipes by layer: the function {getattr(functions[0], '__name__', functions[0])} cannot be written "
+                f"to a file; give names or patterns"
+            )
         rows = [[pattern, None if chosen is None else chosen.to_dict()] for pattern, chosen in self.patterns]
         return {"patterns": rows}
 
@@ -59,20 +60,27 @@ class Plan:
         return plan({pattern: None if row is None else Recipe.from_dict(row) for pattern, row in rows})
 
 
-def plan(recipes: str | Recipe | Plan | Mapping[str, str | Recipe | None]) -> Plan:
+def plan(recipes: str | Recipe | Plan | Mapping[Any, str | Recipe | None]) -> Plan:
     """The Plan of a recipe for every layer, or of recipes by layer.
 
-    ``{"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}``: the last pattern that matches a layer's full
-    dotted name decides (``*``, ``?``, ``[...]`` as in fnmatch); None, and no match, leave it as it is.
+    ``{"*": "int4-weight-only", "down_proj": "int8", "lm_head": None}``: the last pattern that means a layer decides
+    (``lowbit.models.names``); None, and no match, leave it as it is.
     Raises ValueError for an unknown recipe or no pattern; TypeError for what is no pattern or recipe.
     """
     if isinstance(recipes, Plan):
         return recipes
     if not isinstance(recipes, Mapping):
         return Plan((("*", recipe(recipes)),))
-    wrong = [pattern for pattern in recipes if not isinstance(pattern, str)]
+    wrong = [
+        pattern
+        for pattern in recipes
+        if not isinstance(pattern, str) and (isinstance(pattern, type) or not callable(pattern))
+    ]
     if wrong:
-        raise TypeError(f"recipes by layer: a pattern is a string such as '*.down_proj', got {wrong[0]!r}")
+        raise TypeError(
+            f"recipes by layer: a pattern is a string such as 'down_proj', or a function of module and path; got "
+            f"{wrong[0]!r}"
+        )
     if not recipes:
         raise ValueError("recipes by layer: no pattern is given; write for instance {'*': 'int8', 'lm_head': None}")
     return Plan(tuple((pattern, None if row is None else recipe(row)) for pattern, row in recipes.items()))

@@ -92,7 +92,8 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 #: Names of llm-compressor and compressed-tensors (PRESET_SCHEMES of their quant_scheme.py) for the same formats, the
-#: same elements that share a scale, and scales that come from the same place.
+#: same elements that share a scale, and scales that come from the same place. NVFP4 is ``nvfp4`` by its spelling alone:
+#: there the global scale of activations comes from calibration, here from each row, which needs no data.
 ALIASES: dict[str, str] = {
     "W8A8": "int8",
     "W4A16": "int4-weight-only",
@@ -111,8 +112,6 @@ FOREIGN: dict[str, str] = {
     "are 'int8-weight-only:group128' and 'int8-weight-only'",
     "FP8": "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic scales, a "
     "scale a row, as FP8_DYNAMIC",
-    "NVFP4": "NVFP4 has a global scale of activations from calibration in llm-compressor: here 'nvfp4' has a dynamic "
-    "one for each row, and 'nvfp4-weight-only' is NVFP4A16",
 }
 
 

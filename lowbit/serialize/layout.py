@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.files import read_json
 from lowbit.nn.linear import QuantLinear
@@ -24,7 +24,6 @@ __all__ = [
     "REBUILD",
     "VERSION",
     "WEIGHTS",
-    "identity",
     "in_features",
     "our_config",
     "rebuild_of",
@@ -89,7 +88,3 @@ def our_config(directory: Path) -> tuple[Path, dict[str, Any]] | None:
 def in_features(layer: nn.Module) -> list[int]:
     """The columns of each matrix of a quantized layer, which bytes of narrow codes do not tell."""
     return [int(inner.in_features) for inner in layer.modules() if isinstance(inner, QuantLinear | PackedLinear)]
-
-
-def identity(value: Tensor) -> Any:
-    return (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)

@@ -13,11 +13,12 @@ from lowbit.convert.engine import quantized_layers, swap, uncompiled
 from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
+from lowbit.models.ties import place
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Recipe
 from lowbit.serialize import huggingface, safetensors
 from lowbit.serialize.empty import empty_weights, to_meta_
-from lowbit.serialize.layout import CONFIG, DTYPES, REBUILD, VERSION, WEIGHTS, identity, in_features, our_config
+from lowbit.serialize.layout import CONFIG, DTYPES, REBUILD, VERSION, WEIGHTS, in_features, our_config
 
 __all__ = ["load_model"]
 
@@ -334,7 +335,7 @@ def _lost_buffers(
 
 def _falsely_tied(saved: Saved, expected: dict[str, Tensor], names: list[str]) -> list[str]:
     first: dict[Any, str] = {}
-    pairs = ((first.setdefault(identity(expected[name]), name), name) for name in names)
+    pairs = ((first.setdefault(place(expected[name]), name), name) for name in names)
     source = saved.tied
     return [f"{a} and {b}" for a, b in pairs if source.get(a, a) != source.get(b, b)]
 

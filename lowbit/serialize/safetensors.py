@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowbit.files import check_regular, flush, shown
+from lowbit.models.ties import storage
 
 __all__ = ["Entry", "check_writable", "entries", "read", "read_entry", "write", "write_as_made"]
 
@@ -66,8 +67,8 @@ def write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int]:
     for name, value in tensors.items():
         value = value.cpu().resolve_conj().resolve_neg().contiguous()
         whole = value.untyped_storage().nbytes() == value.nbytes  # the library takes no views of one storage
-        plain[name] = value if whole and value.data_ptr() not in seen else value.clone()
-        seen.add(value.data_ptr())
+        plain[name] = value if whole and storage(value) not in seen else value.clone()
+        seen.add(storage(value))
     try:
         safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:

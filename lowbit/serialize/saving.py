@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.convert.engine import quantized_layers, uncompiled
 from lowbit.files import sync_directory, write_json
+from lowbit.models.names import plain_name
+from lowbit.models.ties import place
 from lowbit.nn.base import kind
 from lowbit.nn.linear import PARTS
 from lowbit.nn.packed import PackedLinear
@@ -25,7 +27,6 @@ from lowbit.serialize.layout import (
     REBUILD,
     VERSION,
     WEIGHTS,
-    identity,
     in_features,
     our_config,
     rebuild_of,
@@ -78,7 +79,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def _save(model: nn.Module, directory: Path) -> None:
     our_config(directory)  # refuses a directory of something else before anything is done
-    tensors, tied = distinct({_plain(name): value for name, value in _state(model).items()})
+    tensors, tied = distinct({plain_name(name): value for name, value in _state(model).items()})
     without = [name for name, value in tensors.items() if value.is_meta]
     if without:
         raise TypeError(f"save_model: {without[0]!r} is on the meta device and holds no numbers; load the model first")
@@ -113,7 +114,7 @@ def described(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
         "version": VERSION,
         "lowbit": __version__,
         "tied": tied,
-        "layers": {_plain(name): _describe(layer) for name, layer in quantized_layers(model).items()},
+        "layers": {plain_name(name): _describe(layer) for name, layer in quantized_layers(model).items()},
         "model": None if rebuild is None else _describe_model(rebuild, model),
     }
 
@@ -126,10 +127,10 @@ def _state(model: nn.Module) -> dict[str, Any]:
     modules = model.named_modules(remove_duplicate=False)
     left_out = tuple(f"{name}." for name, module in modules if getattr(module, "lowbit_left_out", False))
     state = {name: value for name, value in model.state_dict().items() if not name.startswith(left_out)}
-    first: dict[int, str] = {}
+    first: dict[Any, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, PackedLinear):
-            source = first.setdefault(layer.packed.data_ptr(), name)
+            source = first.setdefault(place(layer.packed), name)
             for part in PARTS:
                 if f"{name}.{part}" in state:
                     state[f"{name}.{part}"] = state[f"{source}.{part}"]
@@ -150,11 +151,6 @@ def _named_weights(found: tuple[Path, dict[str, Any]] | None) -> list[str]:
     return [file for file in files if isinstance(file, str) and WEIGHTS.fullmatch(file)]
 
 
-def _plain(name: str) -> str:
-    """A name without what torch.compile adds for each compiled module on the way."""
-    return ".".join(word for word in name.split(".") if word != "_orig_mod")
-
-
 def distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors to write, and for each name that shares one of them, the name it is written under."""
     tensors: dict[str, Tensor] = {}
@@ -172,7 +168,7 @@ def distinct(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
                 f"save_model: {name!r} is {kind}, and files hold dense tensors; make it dense (to_dense(), "
                 "dequantize()), or register the buffer with persistent=False"
             )
-        first = seen.setdefault(identity(value), name)
+        first = seen.setdefault(place(value), name)
         if first == name:
             tensors[name] = value.detach()
         else:

@@ -6,7 +6,7 @@ and the input is saved as the recipe says: by default as the codes that forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lowbit.convert.engine import Task, convert, report_on, sync_fused_kernels
 from lowbit.convert.maker import measured, require_float
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP, plain_layers
+from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
 from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
@@ -88,9 +88,9 @@ class TrainLinear(nn.Linear):
 
 def prepare_(
     model: nn.Module,
-    recipe: str | Recipe | recipes.Plan | Mapping[str, str | Recipe | None] = "fp8",
+    recipe: str | Recipe | recipes.Plan | Mapping[Any, str | Recipe | None] = "fp8",
     *,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
 ) -> Report:
     """Make the nn.Linear layers of ``model`` train in low precision, in place.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import blockwise
-from lowbit.calibrate.chain import Chain
+from lowbit.models.blocks import Chain
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate.importance import weigh
-from lowbit.calibrate.observed import observed, observed_layers
+from lowbit.calibrate.recording import observed, observed_layers
 from lowbit.calibrate.statistics import Statistics
 from lowbit.recipes import plan
 

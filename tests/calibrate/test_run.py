@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.calibrate import METHODS
-from lowbit.calibrate.chain import Chain
 from lowbit.calibrate.methods import signround
 from lowbit.calibrate.statistics import Statistics
+from lowbit.models.blocks import Chain
 from lowbit.recipes import plan
 
 ROOT = os.path.dirname(os.path.dirname(lb.__file__))
@@ -322,6 +322,19 @@ def test_recipes_by_layer_and_layers_that_are_left():
     assert "out" not in made.rows
     lb.quantize_(model, recipe, made)
     assert model.blocks[0].down.recipe.name == "int8"
+
+
+def test_functions_choose_layers_where_no_file_is_written(tmp_path):
+    def down(module, path):
+        return path.endswith("down")
+
+    model, recipe = Stack(), {"*": "int4-weight-only:group32", "out": None}
+    made = lb.calibrate(model, recipe, tokens(), skip=down)
+    assert made.rows.keys() == lb.calibrate(model, recipe, tokens(), skip="down").rows.keys()
+    assert lb.calibrate(model, {down: "int8"}, tokens()).rows.keys() == {f"blocks.{i}.down" for i in range(3)}
+    for recipes, skip, words in ((recipe, down, "skip"), ({down: "int8"}, (), "recipes by layer")):
+        with pytest.raises(ValueError, match=f"{words}: the function down cannot be written to a file"):
+            lb.calibrate(model, recipes, tokens(), skip=skip, directory=tmp_path)
 
 
 def test_layers_that_had_the_same_inputs_until_now_are_counted_apart():

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.calibrate import MAPS, TRANSFORMS, Map
 from lowbit.calibrate.calibration import Edit
-from lowbit.calibrate.observe import Recorder
-from lowbit.calibrate.observed import Observed, observed
+from lowbit.calibrate.recording import Observed, Recorder, observed
 from lowbit.calibrate.transforms import transform_
 from lowbit.recipes import plan
 

@@ -272,7 +272,7 @@ def test_mixtures_of_transformers(kind, method):
 
 def test_padding_moves_no_importance():
     from lowbit.calibrate.importance import weigh
-    from lowbit.calibrate.observed import observed, observed_layers
+    from lowbit.calibrate.recording import observed, observed_layers
     from lowbit.recipes import plan
 
     class Encoder(nn.Module):

@@ -142,6 +142,20 @@ def test_what_stays_has_a_reason_and_its_numbers(name: str):
     assert_same_bits(model(X), plain(X))
 
 
+def test_pairs_are_of_patterns():
+    model = trained_(nn.Sequential(Block(), Block()))
+    plain = copy.deepcopy(model)
+    report = fold_(model, [("conv1", "bn1"), ("*.conv2", "*.bn2")])
+    assert report.converted == tuple(f"{i}.conv{k} + {i}.bn{k}" for k in (1, 2) for i in (0, 1))
+    assert_near(model, plain)
+    model = trained_(nn.Sequential(Block(), Block()))
+    assert fold_(model, [(r"re:1\.conv1", r"re:1\.bn1")]).converted == ("1.conv1 + 1.bn1",)
+    model = trained_(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)))
+    for pairs in ([("[13]", "[02]")], [("1", "[02]")]):  # the convolution comes after; two norms and one layer
+        with pytest.raises(ValueError, match=r"means 1.* and \[02\] 0, 2, which are no layers each with the BatchNorm"):
+            fold_(model, pairs)
+
+
 def test_what_is_asked_for_and_impossible_is_an_error():
     model = trained_(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)))
     state = copy.deepcopy(model.state_dict())

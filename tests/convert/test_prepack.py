@@ -14,14 +14,14 @@ from support.bits import assert_same_bits
 from torch import nn
 
 import lowbit as lb
-from lowbit.backends import cpu_mm
+from lowbit.convert.prepack import no_gain_by_packing
 from lowbit.nn import QuantLinear
 from lowbit.nn.packed import PackedLinear
 from lowbit.tensor import prepack
 
 RECIPES = ("int8", "w4a8")
 #: Whether prepack_ packs anything on this processor; the layers themselves work on every one.
-GAIN = cpu_mm.no_gain_by_packing(lb.scheme("int8:row"), lb.scheme("int8:row"), 128)
+GAIN = no_gain_by_packing(lb.scheme("int8:row"), lb.scheme("int8:row"), 128)
 packs = pytest.mark.skipif(GAIN is not None, reason=str(GAIN))
 GROUPED = lb.Recipe(lb.Gemm("int8:row", "uint4:group32:affine"), name="grouped")
 

@@ -7,15 +7,12 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.bits import same_bits
 from support.layers import DYNAMIC
 from support.models import decoded_
 from torch import nn
 
 import lowbit as lb
-from lowbit.convert.select import matches
 from lowbit.nn import QuantConv2d, QuantLinear
 
 TINY = torch.finfo(torch.float32).eps
@@ -72,20 +69,48 @@ def test_group_option():
         (("body",), ("lm_head",)),
         (("b*.1", "lm_head"), ("body.0",)),
         (("[0]",), ("body.1", "lm_head")),
+        ("body", ("lm_head",)),
+        (["re:.*d"], ("body.0", "body.1")),
+        (lambda module, path: module.out_features == 16, ("lm_head",)),
+        (("lm_head", lambda module, path: path == "body.1"), ("body.0",)),
     ],
 )
 def test_skip(skip, converted):
     assert lb.quantize_(Nested(), "int8", skip=skip).converted == converted
 
 
-@given(st.lists(st.sampled_from(["a", "b", "c1", "0", "lm_head"]), min_size=1, max_size=4), st.data())
-def test_a_pattern_without_wildcards_matches_runs_of_whole_words(words, data):
-    start = data.draw(st.integers(0, len(words) - 1))
-    stop = data.draw(st.integers(start + 1, len(words)))
-    name = ".".join(words)
-    assert matches(".".join(words[start:stop]), name)
-    assert not matches(".".join(words[start:stop]) + "x", name)
-    assert not matches("x." + name, name)
+def linear(module: nn.Module, path: str) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "converted"),
+    [
+        ({linear: "int8"}, {"body.0": "int8", "body.1": "int8"}),
+        ({linear: "int8", "lm_head": "nf4"}, {"body.0": "int8", "body.1": "int8", "lm_head": "nf4"}),
+        ({"body": "int8", r"re:.*\.1": "nf4"}, {"body.0": "int8", "body.1": "nf4"}),
+        ({"*": "int8", "0": None}, {"body.1": "int8"}),
+        ({"lm_head": "int8", lambda module, path: path.endswith("0"): "nf4"}, {"body.0": "nf4", "lm_head": "int8"}),
+        ({"lm_head": "int8", linear: None, "1": "nf4"}, {"body.1": "nf4"}),
+    ],
+    ids=lambda value: ", ".join(getattr(key, "__name__", key) for key in value),
+)
+def test_patterns_of_recipes(recipe, converted):
+    report = lb.quantize_(Nested(), recipe)
+    assert {layer.name: layer.recipe for layer in report.layers} == converted
+
+
+@pytest.mark.parametrize("convert", [lb.quantize_, lb.train.prepare_, lb.qat.prepare_])
+def test_a_function_converts_nothing_that_stays_unless_it_is_named(convert):
+    report = convert(Nested(), {linear: "fp8"})
+    assert report.converted == ("body.0", "body.1") and list(report.left) == ["lm_head"]
+
+
+def test_parts_that_are_compiled_have_their_plain_names():
+    model = Nested()
+    model.body = torch.compile(model.body, backend="eager")
+    report = lb.quantize_(model, {"*": "int8", "body.0": None}, skip=())
+    assert report.converted == ("body._orig_mod.1", "lm_head")
 
 
 def same_model(a: nn.Module, b: nn.Module) -> bool:
@@ -109,7 +134,10 @@ def broken(change) -> Nested:
         (nn.Sequential(nn.Linear(4, 4)), {"skip": ("0",)}, ValueError, r"skipped as asked: 0; pass skip=\(\)"),
         (nn.Linear(4, 4), {}, ValueError, r"the model itself is a Linear.*nn.Sequential\(model\)"),
         (Nested(), {"skip": ("boddy",)}, ValueError, "'boddy' matches no module; names are such as 'body.0'"),
-        (Nested(), {"skip": "lm_head"}, TypeError, r"write skip=\('lm_head',\)"),
+        (Nested(), {"skip": "boddy"}, ValueError, "'boddy' matches no module"),
+        (Nested(), {"skip": "re:lm_(head"}, ValueError, r"'re:lm_\(head' is no regular expression"),
+        (Nested(), {"skip": (nn.Linear,)}, TypeError, "got Linear; write lambda module, path: isinstance"),
+        (Nested(), {"recipe": {nn.Linear: "int8"}}, TypeError, r"a pattern is a string such as .*or a function"),
         (Nested(), {"recipe": "int7"}, ValueError, "unknown recipe 'int7'"),
         (Nested(), {"calibration": [torch.zeros(2, 16)]}, TypeError, "what lowbit.calibrate returned, got list"),
         (Nested(), {"calibration": ("body.0",)}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),

@@ -446,6 +446,8 @@ def test_configs_are_checked_when_they_are_made(plain):
     config = LowbitConfig({"*": "nf4", "lm_head": None}, skip=("q_proj",))
     assert json.loads(config.to_json_string())["recipe"] == lb.recipes.plan({"*": "nf4", "lm_head": None}).to_dict()
     names = ["q_proj", "lm_head"]
+    with pytest.raises(ValueError, match=r"LowbitConfig: the function .* cannot be written to a file"):
+        LowbitConfig("int8", lambda module, path: True).to_dict()
     assert LowbitConfig("int8", modules_to_not_convert=names).to_dict() == LowbitConfig("int8", names).to_dict()
     assert LowbitConfig("int8", modules_to_not_convert=None).to_dict() == LowbitConfig("int8").to_dict()
     with pytest.raises(ValueError, match="give one of them"):

@@ -10,7 +10,7 @@ from support.models import decoded_
 from torch import nn
 
 import lowbit as lb
-from lowbit.convert.select import matches
+from lowbit.models.names import matches
 from lowbit.nn import QuantMultiheadAttention
 
 
@@ -78,7 +78,7 @@ def test_transformer_encoder_never_takes_the_fused_kernel(skip):
     model = nn.TransformerEncoder(layer, 2).eval()
     oracle = copy.deepcopy(model)
     for name, module in oracle.named_modules():
-        if not any(matches(pattern, name) for pattern in skip) and not name.endswith("out_proj"):
+        if not any(matches(pattern, name, module) for pattern in skip) and not name.endswith("out_proj"):
             if isinstance(module, nn.Linear):
                 decoded_(module)
             elif isinstance(module, nn.MultiheadAttention):

@@ -15,6 +15,7 @@ from support.layers import DYNAMIC
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.convert.select import recipe_for
 from lowbit.recipes import ALIASES, RECIPES, Plan, plan, refuse_beyond
 from lowbit.train import TrainLinear
 
@@ -149,6 +150,7 @@ def test_what_inference_does_not_do_is_refused(cast, message):
         ("FP8_DYNAMIC", "fp8_e4m3:row", "fp8_e4m3:row"),
         ("FP8_BLOCK", "fp8_e4m3:block128x128", "fp8_e4m3:group128"),
         ("NVFP4A16", "nvfp4", None),
+        ("NVFP4", "nvfp4", "nvfp4:global_row"),
         ("MXFP4", "mxfp4", "mxfp4"),
         ("INT8", "int8:row", "int8:row"),
     ],
@@ -164,7 +166,6 @@ def test_what_the_names_of_the_field_mean(alias, weight, input):
     ("name", "message"),
     [
         ("FP8", "FP8 is static per-tensor in llm-compressor: here that is 'fp8-static:tensor'; 'fp8' has dynamic"),
-        ("NVFP4:hadamard", "NVFP4 has a global scale of activations from calibration in llm-compressor: here 'nvfp4'"),
         ("w8a16", "W8A16 has groups of 128 in compressed-tensors.*'int8-weight-only:group128' and 'int8-weight-only'"),
     ],
 )
@@ -230,12 +231,11 @@ BY_LAYER = {"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}
 
 
 def test_the_last_pattern_that_matches_decides():
-    made = plan(BY_LAYER)
-    asked = ("blocks.0.up", "blocks.0.down_proj", "lm_head", "model.lm_head")
-    found = [made.recipe_for(name) for name in asked]
-    assert [row and row.name for row in found] == ["int4-weight-only", "int8", None, "int4-weight-only"]
-    assert plan({"a.*": "int8"}).recipe_for("b") is None
-    assert made.unmatched(["blocks.0.up", "lm_head"]) == ["*.down_proj"]
+    made, layer = plan(BY_LAYER), nn.Linear(1, 1)
+    asked = ("blocks.0.up", "blocks.0.down_proj", "lm_head", "model.lm_head", "model._orig_mod.lm_head")
+    found = [recipe_for(made, name, layer) for name in asked]
+    assert [row and row.name for row in found] == ["int4-weight-only", "int8", None, None, None]
+    assert recipe_for(plan({"a.*": "int8"}), "b", layer) is None
     assert str(made) == "*: int4-weight-only, *.down_proj: int8, lm_head: float" and str(plan("nf4")) == "nf4"
     assert made.recipes == (lb.recipe("int4-weight-only"), lb.recipe("int8")) and plan(made) is made
 
@@ -263,8 +263,18 @@ def test_a_plan_is_its_last_match(patterns, name):
     names = list(RECIPES)
     mapping = {pattern: names[i] for i, pattern in enumerate(patterns)}
     wanted = [mapping[p] for p in patterns if fnmatchcase(name, p)]
-    found = plan(mapping).recipe_for(name)
+    found = recipe_for(plan(mapping), name, nn.Linear(1, 1))
     assert (found.name if found else None) == (wanted[-1] if wanted else None)
+
+
+def test_a_plan_with_functions_is_written_to_no_file():
+    def asked(module, path):
+        return True
+
+    made = plan({"*": "int8", asked: None})
+    assert str(made) == "*: int8, asked: float"
+    with pytest.raises(ValueError, match="recipes by layer: the function asked cannot be written to a file"):
+        made.to_dict()
 
 
 # -- as data -----------------------------------------------------------------------------------------------------------

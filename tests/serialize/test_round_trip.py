@@ -18,7 +18,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit import files
-from lowbit.backends import cpu_mm
+from lowbit.convert import prepack
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.nn import QuantConv2d, QuantLinear, QuantMultiheadAttention
 from lowbit.serialize import safetensors
@@ -106,7 +106,7 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
 
 
 def test_tied_packed_layers_are_saved_once_and_load_as_plain_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_mm, "no_gain_by_packing", lambda weight, input, cols: None)
+    monkeypatch.setattr(prepack, "no_gain_by_packing", lambda weight, input, cols: None)
 
     def build():
         torch.manual_seed(3)

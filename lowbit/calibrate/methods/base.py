@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lowbit.calibrate.methods import gptq, signround
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.datafree import RULES, Rule, default_rule, scales
 from lowbit.functional import quantize

@@ -7,7 +7,6 @@ those that fit the codes best are found by least squares and columns are rounded
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from lowbit.calibrate.statistics import Statistics
 from lowbit.datafree import scales
 from lowbit.functional import decode, encode, quantize
+from lowbit.notice import warn
 from lowbit.reference import scale_value, spread
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized, Scales
@@ -65,10 +65,9 @@ def damped(gram: Tensor) -> tuple[float, Tensor]:
         factor, wrong = torch.linalg.cholesky_ex(gram + damping * eye)
         if int(wrong) == 0 and bool(factor.isfinite().all()):
             if attempt:
-                warnings.warn(
+                warn(
                     f"the inputs' Gram matrix [{gram.shape[0]}, {gram.shape[0]}] has no Cholesky factor with the usual "
-                    f"damping; {10**attempt} times as much was added to its diagonal",
-                    stacklevel=2,
+                    f"damping; {10**attempt} times as much was added to its diagonal"
                 )
             return damping, factor
         damping *= 10

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
 from lowbit.datafree import scales
 from lowbit.functional import fake_quantize, quantize
 from lowbit.reference import scale_value, spread

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.functional import fake_quantize
 

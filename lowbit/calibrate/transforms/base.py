@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.calibration import Edit
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.calibrate.transforms import awq, smoothquant
 from lowbit.calibrate.transforms.maps import MAPS, Map

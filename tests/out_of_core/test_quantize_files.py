@@ -378,6 +378,7 @@ def test_what_does_not_fit_is_refused_before_a_file_is_written(tmp_path):
     refused(ValueError, "smoothquant needs data; give batches=", meta, method="smoothquant")
     refused(ValueError, "scales that come from data", meta, "int8-static")
     refused(ValueError, "shard_bytes must be 1 or more", meta, shard_bytes=0)
+    refused(ValueError, "skip: the function .* cannot be written", meta, skip=lambda module, path: path == "0")
     refused(ValueError, "lacks 2 tensors, such as 6.weight", nn.Sequential(*meta, nn.Linear(64, 64, device="meta")))
     wide = nn.Sequential(nn.Linear(32, 64, device="meta"), *list(meta)[1:])
     refused(ValueError, r"0.weight is \[64, 64\], and the model has \[64, 32\]", wide)

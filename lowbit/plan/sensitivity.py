@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import batches_in, feed, mask_of
 from lowbit.calibrate.losses import Loss, next_token
-from lowbit.calibrate.observed import Journal, Observed, observed, observed_layers
-from lowbit.calibrate.scores import FLOAT, Score, Sensitivity
-from lowbit.calibrate.writes import despite_writes
-from lowbit.convert.engine import model_bytes, uncompiled
+from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
+from lowbit.convert.engine import uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
-from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
+from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
+from lowbit.models.names import exact, patterns_in
+from lowbit.models.ties import model_bytes
+from lowbit.models.writes import despite_writes
+from lowbit.notice import warn
 from lowbit.ops.conv import spans_tensor
+from lowbit.plan.bits import FLOAT, Score, Sensitivity
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
@@ -38,7 +40,7 @@ def sensitivity(
     *,
     method: str | None = None,
     loss: Loss | None = None,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     progress: Progress | bool | None = None,
 ) -> Sensitivity:
     """Estimate what each layer of ``model``, which stays as it is, loses by each of ``recipes``.
@@ -68,7 +70,7 @@ def sensitivity(
         raise ValueError("sensitivity: give batches of what the model will see")
     source = Ruled(find_rule(method, "sensitivity"))
     model = uncompiled(model)
-    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+    skip = patterns_in(skip, "skip")
     with torch.no_grad(), reporting(progress, "measuring layers") as progress:
         run = _Run(model, table, source, skip)
         for number, batch in enumerate(data):
@@ -88,9 +90,7 @@ class _Sums:
 class _Run:
     """One call of ``sensitivity``, on a copy of the model that shares its tensors."""
 
-    def __init__(
-        self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Iterable[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, table: Mapping[str, Recipe | None], source: Source, skip: Skip) -> None:
         self.table = table
         self.work = _observed_by_all(model, [recipe for recipe in table.values() if recipe is not None], skip)
         self.layers = observed_layers(self.work)
@@ -123,7 +123,7 @@ class _Run:
         despite_writes(run)
 
     def _run(self, batch: Any, loss: Loss | None) -> None:
-        wanted = loss is not None or _tokens(batch) is not None
+        wanted = loss is not None or tokens_of(batch) is not None
         self.mask = mask_of(batch)
         while True:
             self.leaves, self.journal = [], Journal(self.copies)
@@ -217,10 +217,7 @@ class _Run:
             scores[owner] = {name: self._score(owner, name, own, first) for name in self.table}
         missed = [layer.name for layer in self.layers if not any(number >= 0 for number in self.inputs[layer.name])]
         if missed:
-            warnings.warn(
-                f"sensitivity: no batch reaches {len(missed)} layers, such as {missed[0]}; their losses count as 0",
-                stacklevel=3,
-            )
+            warn(f"sensitivity: no batch reaches {len(missed)} layers, such as {missed[0]}; their losses count as 0")
         return Sensitivity(scores, self._groups(), dict(self.table), self.by, model_bytes(self.work))
 
     def _score(self, owner: str, name: str, layers: Sequence[Observed], first: Sequence[Observed]) -> Score:
@@ -250,19 +247,18 @@ def _quantized(layer: Observed, recipe: Recipe, source: Source) -> tuple[Quantiz
     return made, float(energies[1])
 
 
-def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Iterable[str]) -> nn.Module:
+def _observed_by_all(model: nn.Module, recipes: Sequence[Recipe], skip: Skip) -> nn.Module:
     """``observed``, with the layers that each of the recipes quantizes. Warns of those that only some do."""
     served = [
         {_module(layer.name) for layer in observed_layers(observed(model, plan(recipe), skip))} for recipe in recipes
     ]
     some = sorted(set().union(*served) - served[0].intersection(*served))
     if some:
-        warnings.warn(
+        warn(
             f"sensitivity leaves out {len(some)} layers that not all of the recipes quantize, such as {some[0]}; give "
-            "other recipes, or choose theirs yourself",
-            stacklevel=4,
+            "other recipes, or choose theirs yourself"
         )
-    return observed(model, plan({"*": recipes[0], **dict.fromkeys(some)}), skip)
+    return observed(model, plan({"*": recipes[0], **dict.fromkeys(map(exact, some))}), skip)
 
 
 def _rows(layer: Observed, x: Tensor) -> Tensor:
@@ -292,18 +288,9 @@ def _module(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _tokens(batch: Any) -> Tensor | None:
-    """The tokens of a batch, int64 [B, T], where it is of tokens."""
-    found = (
-        batch.get("input_ids") if isinstance(batch, Mapping) else batch[0] if isinstance(batch, list | tuple) else batch
-    )
-    whole = isinstance(found, Tensor) and found.dim() == 2 and found.dtype in (torch.int64, torch.int32)
-    return found if whole else None
-
-
 def _next_token(output: Any, batch: Any) -> Tensor | None:
     """The sum over tokens of the cross entropy of the next one; None for a model that answers something else."""
-    logits, tokens = getattr(output, "logits", None), _tokens(batch)
+    logits, tokens = getattr(output, "logits", None), tokens_of(batch)
     if tokens is None or not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape or logits.dim() != 3:
         return None
     return next_token(logits, tokens, mask_of(batch))

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.observed import Observed
+from lowbit.calibrate.recording import Observed
+from lowbit.calibrate.weights import InMemory
+from lowbit.models.blocks import restored_forwards
+from lowbit.models.ties import storage
 from lowbit.nn.linear import QuantLinear
+from lowbit.notice import warn
 from lowbit.serialize.shards import Checkpoint
 
-__all__ = ["InMemory", "Stored", "storage"]
-
-
-class InMemory:
-    """The weights of a model that holds them all, all the time."""
-
-    #: Whether what was found for one block is let go of when the next one begins.
-    forgets = False
-
-    def load(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Take up all tensors of ``model`` outside of ``blocks``, for good."""
-
-    def held(self, *modules: nn.Module) -> AbstractContextManager[None]:
-        """Inside, ``modules`` have their tensors."""
-        return nullcontext()
-
-    def paged(self, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Inside, each of ``blocks`` has its tensors while it is called."""
-        return nullcontext()
+__all__ = ["Stored"]
 
 
 class Stored(InMemory):
@@ -92,10 +77,10 @@ class Stored(InMemory):
 
             return call
 
-        with ExitStack() as stack:
+        blocks = list(blocks)
+        with restored_forwards(blocks):
             for block in blocks:
                 block.forward = served(block)  # type: ignore[method-assign]
-                stack.callback(vars(block).pop, "forward")
             yield
 
     def _fill(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -128,11 +113,6 @@ class Stored(InMemory):
         return filled
 
 
-def storage(tensor: Tensor) -> int:
-    """What tells apart the tensors of a model on the meta device; parts of one have the same."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
     """The checkpoint's name of each tensor of the model, by its storage, with or without the prefix of a base model."""
     held, prefix = checkpoint.entries, f"{getattr(model, 'base_model_prefix', '')}."
@@ -160,7 +140,7 @@ def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
             raise ValueError(
                 f"{checkpoint.directory} does not fit this model, which has one tensor for {first} and {known}"
             )
-    lost = [name for storage, name in missing.items() if storage not in found]
+    lost = [name for key, name in missing.items() if key not in found]
     if lost:
         raise ValueError(
             f"{checkpoint.directory} does not fit this model: it lacks {len(lost)} tensors, such as "
@@ -169,7 +149,5 @@ def _names(model: nn.Module, checkpoint: Checkpoint) -> dict[int, str]:
         )
     others = sorted(held.keys() - used)
     if others:
-        warnings.warn(
-            f"quantize_files leaves out tensors that the model does not have: {', '.join(others[:8])}", stacklevel=6
-        )
+        warn(f"quantize_files leaves out tensors that the model does not have: {', '.join(others[:8])}")
     return found

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["batches_in", "copied", "feed", "mask_of"]
+__all__ = ["batches_in", "copied", "feed", "mask_of", "tokens_of"]
 
 Tree = TypeVar("Tree")
 
@@ -65,3 +66,16 @@ def mask_of(batch: Any, name: str = "attention_mask") -> Tensor | None:
     """Where a batch of tokens is no padding, bool [B, T], where it says so; ``name``: as transformers names it."""
     mask = batch.get(name) if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def tokens_of(batch: Any) -> Tensor | None:
+    """The token ids of a batch, integers [B, T], where it is one of tokens: a tensor as it is, the first of a tuple, or
+    ``input_ids``. None where it has none.
+    """
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+    else:
+        ids = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype == torch.bool:
+        return None
+    return None if ids.is_floating_point() or ids.is_complex() else ids

@@ -12,20 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.batches import batches_in
 from lowbit.calibrate.blockwise import Blockwise
 from lowbit.calibrate.calibration import Calibration, Edit
 from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
-from lowbit.calibrate.stored import Stored, storage
 from lowbit.convert.maker import Allocated, Ruled, Source, decibel
 from lowbit.convert.quantize import Calibrated, quantize_from
 from lowbit.convert.report import Report
-from lowbit.convert.select import DEFAULT_SKIP
+from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import resumable, write_json
+from lowbit.models.batches import batches_in
+from lowbit.models.names import patterns_in
+from lowbit.models.ties import storage
 from lowbit.nn.linear import INPUT_PARTS, PARTS, QuantLinear
+from lowbit.out_of_core.stored import Stored
 from lowbit.progress import Progress, reporting
 from lowbit.recipes import Plan, Recipe
 from lowbit.serialize import huggingface
@@ -43,13 +45,13 @@ _CALIBRATION = "calibration"
 @torch.no_grad()
 def quantize_files(
     directory: str | Path,
-    recipe: str | Recipe | Plan | Mapping[str, str | Recipe | None],
+    recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
     out: str | Path,
     method: str | Method | Iterable[str | Method] | None = None,
     *,
     batches: Iterable[Any] | None = None,
     model: nn.Module | None = None,
-    skip: Iterable[str] = DEFAULT_SKIP,
+    skip: Skip = DEFAULT_SKIP,
     loss: Loss | None = None,
     shard_bytes: int = 1 << 30,
     progress: Progress | bool | None = None,
@@ -81,7 +83,7 @@ def quantize_files(
         raise ValueError(f"quantize_files: shard_bytes must be 1 or more, got {shard_bytes}")
     chosen, choice = planned(recipe, method, "quantize_files")
     data = batches_in(batches)
-    skip = skip if skip is DEFAULT_SKIP or isinstance(skip, str) else tuple(skip)
+    skip = patterns_in(skip, "skip")
     checkpoint = Checkpoint(directory)
     model = huggingface.without_weights(directory) if model is None else copy.deepcopy(model)
     stored = Stored(model, checkpoint)
@@ -169,7 +171,7 @@ class _Work:
         stored: Stored,
         chosen: Plan,
         source: Source,
-        skip: Iterable[str],
+        skip: Skip,
         edits: Iterable[Edit] = (),
     ) -> None:
         self.stored, self.source = stored, source
