@@ -21,11 +21,10 @@ from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
-from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, in_backward, next_micro_batch_
+from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, in_backward, next_micro_batch_, record_, record_eagerly
 
 __all__ = ["Place", "State", "View"]
 
-_SMALLEST_SCALE = 2.0**-126
 #: The operands that are the weight; the others are activations and gradients.
 _WEIGHT_ROLES = ("output.b", "grad_input.b")
 #: How many micro-batches of a step can wait for a backward pass that recomputes them.
@@ -206,7 +205,8 @@ class State(nn.Module):
             keys = self._begun[max(bisect_right(begun, _node_number()) - 1, 0)][1]
         if keys.device != device:
             keys, amax = keys.to(device), amax.to(device)
-        return View(keys.clone(), amax, self.pending, places, torch.is_grad_enabled())
+        # A clone made in a transform of torch.func is wrapped, and of no use in an autograd.Function that holds it.
+        return View(keys if _transformed() else keys.clone(), amax, self.pending, places, torch.is_grad_enabled())
 
     # -- as a module -----------------------------------------------------------------------------------------------
     def forward(self) -> None:
@@ -282,12 +282,12 @@ class View:
         empty = torch.zeros((), device=x.device)
         now = torch.linalg.vector_norm(x.detach(), torch.inf).float() if x.numel() else empty
         if self.records:
-            pending = self.pending[row]
-            pending.copy_(torch.maximum(pending, torch.where(now.isfinite(), now, 0.0).to(pending.device)))
+            record = record_ if torch.compiler.is_compiling() or _transformed() else record_eagerly
+            record(self.pending, now.to(self.pending.device), row)
         past = self.amax[row, : cast.history].max()
         amax = torch.where(past > 0, past, now)
         scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)
-        scale = scale.clamp(min=_SMALLEST_SCALE).where(amax > 0, 1.0)
+        scale = scale.clamp(min=2.0**-126).where(amax > 0, 1.0)
         return scale.where(now.isfinite(), torch.nan).reshape(1, 1)
 
 
@@ -305,6 +305,11 @@ def _distributed() -> bool:
 def _recomputes() -> bool:
     """Whether a backward pass calls this; compiled code leaves the question to the op."""
     return not torch.compiler.is_compiling() and in_backward()
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def _node_number() -> int:

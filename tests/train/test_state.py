@@ -35,6 +35,9 @@ DELAYED = lb.Recipe(
     lb.Gemm(cast("fp8_e5m2", scale="delayed", history=3), "reuse", save="recompute"),
     name="delayed",
 )
+DRAWN = lb.Recipe(
+    lb.Gemm(*[cast("fp8_e4m3", rounding="stochastic")] * 2), STOCHASTIC.grad_input, STOCHASTIC.grad_weight, name="drawn"
+)
 STATEFUL = pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=str)
 
 
@@ -322,6 +325,15 @@ def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe, recompute
     assert compilations == 1 and all(map(same_bits, found, expected))
 
 
+@pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DELAYED], ids=str)
+def test_compiled_code_takes_any_number_of_rows(recipe):
+    torch._dynamo.reset()
+    model = Model(recipe)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (5, 6, 9):
+        compiled(torch.randn(rows, 33)).sum().backward()
+
+
 # -- what is saved for backward ----------------------------------------------------------------------------------------
 def with_save(name: str | lb.Recipe, save: str) -> lb.Recipe:
     row = lb.recipe(name)
@@ -401,23 +413,33 @@ def test_what_training_does_not_do_is_refused():
 
 
 # -- torch.func, recipes by layer --------------------------------------------------------------------------------------
-def test_torch_func_gives_the_gradients_of_autograd():
-    layer, x = TrainLinear(33, 5), torch.randn(4, 33)
-    parameters = dict(layer.named_parameters())
+@pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DRAWN, DELAYED], ids=str)
+def test_torch_func_gives_the_gradients_of_autograd(recipe):
+    layer, x = training_layer(33, 5, recipe), torch.randn(4, 33)
+    parameters, state = dict(layer.named_parameters()), lb.train.state(layer)
 
     def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(layer, given, (x,)).square().sum()
 
-    found = torch.func.grad(loss)(parameters, x)
-    expected = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+    def first(f, *args):
+        state.set_micro_batch(-1)  # as the first forward of the step
+        return f(*args)
+
+    found = first(torch.func.grad(loss), parameters, x)
+    expected = torch.autograd.grad(first(loss, parameters, x), list(parameters.values()))
     assert all(map(same_bits, found.values(), expected))
-    plain = torch.autograd.functional.jacobian(layer, x)
     with pytest.warns(UserWarning, match="performance drop"):
-        assert same_bits(torch.func.jacrev(layer)(x), plain)
-        by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+        by_sample = first(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0)), parameters, x[:, None])
     for row in range(4):
-        one = torch.func.grad(loss)(parameters, x[row : row + 1])
+        one = first(torch.func.grad(loss), parameters, x[row : row + 1])
         assert all(same_bits(by_sample[name][row], one[name]) for name in one)
+    assert recipe is not DELAYED or state.pending[0] == x.abs().max()
+
+
+def test_jacobians():
+    layer, x = TrainLinear(33, 5), torch.randn(4, 33)
+    with pytest.warns(UserWarning, match="performance drop"):
+        assert same_bits(torch.func.jacrev(layer)(x), torch.autograd.functional.jacobian(layer, x))
 
 
 def test_prepare_takes_recipes_by_layer():
