@@ -44,9 +44,10 @@ class State(nn.Module):
 
     ``rng`` int64 ``[2]``, seed and step, chooses the bits of stochastic rounding, with the micro-batch, the replica,
     the operand's stream (``<path of the layer>/<role>``, such as ``"blocks.0.up/grad_weight.a"``) and an element's
-    place (docs/numerics.md section 7). ``amax`` fp32 ``[operands, steps]`` has the magnitudes of delayed scaling.
+    place (docs/numerics.md section 7). ``amax`` fp32 ``[operands, steps]`` has the magnitudes of delayed scaling, and
+    ``streams`` int64 ``[operands]`` the CRC-32 of their streams, so that no operand loads the history of another.
 
-    These two are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
+    These are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
     may save those of any rank. The rest is of one process and one step, and no buffer: DDP would overwrite it before
     each forward. It is ``keys`` (of the micro-batch under way), ``micro_batch`` (-1 before the first), ``pending``
     (the magnitudes of the step under way) and ``replica``. Save between steps; loading begins the step anew.
@@ -64,12 +65,14 @@ class State(nn.Module):
 
     rng: Tensor
     amax: Tensor
+    streams: Tensor
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         # On the CPU until there is a layer with numbers, whatever the default device is.
         self.register_buffer("rng", torch.tensor([_signed(seed), 0], device="cpu"))
         self.register_buffer("amax", torch.zeros(0, 0, device="cpu"), persistent=False)
+        self.register_buffer("streams", torch.zeros(0, dtype=torch.int64, device="cpu"), persistent=False)
         self.keys = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
         self.micro_batch = torch.tensor(-1, device="cpu")
         self.pending = torch.zeros(0, device="cpu")
@@ -186,6 +189,7 @@ class State(nn.Module):
         amax = self.amax.new_zeros(len(rows), max(self._steps.values(), default=0))
         amax[: len(self.amax), : self.amax.shape[-1]] = self.amax
         self.register_buffer("amax", amax, persistent=bool(rows))
+        self.register_buffer("streams", self._crcs().to(amax.device), persistent=bool(rows))
         self.pending = torch.cat([self.pending, self.pending.new_zeros(len(rows) - len(self.pending))])
         return {
             role: Place(crc32(stream.encode()), WEIGHT if role in _WEIGHT_ROLES else DATA, rows.get(stream))
@@ -216,13 +220,22 @@ class State(nn.Module):
         """Tensors move and keep their dtypes and numbers, also where the model's are made empty (``to_empty``)."""
         device = fn(torch.empty(0, device=self.rng.device)).device
         if device.type != "meta":
-            self.rng, self.amax = self.rng.to(device), self.amax.to(device)
+            self.rng, self.amax, self.streams = (t.to(device) for t in (self.rng, self.amax, self.streams))
             self._gather()
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if any(name.startswith(prefix) for name in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
+            own, given = self._crcs(), self.streams.tolist()
+            if given != own.tolist():
+                lacks = [name for name in self._steps if crc32(name.encode()) not in given] or list(self._steps)
+                args[-1].append(
+                    f"{prefix}amax: expected the histories of this model's operands in their order, but the checkpoint "
+                    f"has others, not of {', '.join(lacks[:3])}{', ...' if lacks[3:] else ''}; prepare the model as "
+                    f"the one that was saved, or take the keys {prefix}* out of the checkpoint, to begin without histories"
+                )
+                self.streams = own.to(self.streams.device)
             self.micro_batch.fill_(-1)
             self.pending.zero_()
             self._restart()
@@ -232,6 +245,10 @@ class State(nn.Module):
         return {**vars(self), "_begun": [], "_attached": None}
 
     # -- inside ----------------------------------------------------------------------------------------------------
+    def _crcs(self) -> Tensor:
+        """What ``streams`` holds."""
+        return torch.tensor([crc32(stream.encode()) for stream in self._steps], dtype=torch.int64, device="cpu")
+
     def _gather(self) -> None:
         """Bring what is no buffer to where the buffers are; FSDP2 moves those alone."""
         device = self.rng.device

@@ -192,6 +192,12 @@ def test_states_that_do_not_fit_are_refused():
     longer = replace(DELAYED, output=lb.Gemm(*[cast("fp8_e4m3", scale="delayed", history=5)] * 2))
     with pytest.raises(RuntimeError, match=r"size mismatch for up\.lowbit_state\.amax"):
         Run(DELAYED).model.load_state_dict(Run(longer).model.state_dict())
+    moved = Run({"*": "fp8", "up": DELAYED}).model.state_dict()
+    model = Run({"*": "fp8", "down": DELAYED}).model
+    moved = {name.replace("up.lowbit", "down.lowbit"): value for name, value in moved.items()}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"down\.lowbit_state\.amax: .* not of down/output\.a, down/output\.b, "):
+            model.load_state_dict(moved, assign=assign)
     with pytest.raises(ValueError, match="an integer of 64 bits"):
         State(1 << 64)
     with pytest.raises(ValueError, match="has no TrainLinear layers"):
@@ -248,7 +254,8 @@ def test_a_model_has_one_copy_of_its_state_and_only_where_it_needs_one():
     plain = ["up.weight", "up.bias", "down.weight"]
     assert names["fp8"] == plain
     assert [name for name in names[STOCHASTIC] if name not in plain] == ["up.lowbit_state.rng"]
-    assert [name for name in names[DELAYED] if name not in plain] == ["up.lowbit_state.rng", "up.lowbit_state.amax"]
+    delayed = [f"up.lowbit_state.{name}" for name in ("rng", "amax", "streams")]
+    assert [name for name in names[DELAYED] if name not in plain] == delayed
     assert Model({"*": DELAYED, "up": "fp8"}).down._modules.keys() == {"lowbit_state"}
     single = TrainLinear(4, 4, recipe=DELAYED)
     assert lb.train.state(single) is single.lowbit_state and single(torch.randn(2, 4)).shape == (2, 4)
