@@ -33,6 +33,7 @@ from lowbit.calibrate.weights import InMemory
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.convert.select import Skip
+from lowbit.datafree import RULES
 from lowbit.models.batches import feed
 from lowbit.models.blocks import Chain, find_blocks
 from lowbit.models.writes import despite_writes
@@ -125,7 +126,7 @@ class Blockwise:
         if self.data:
             return method.uses
         if method.need != "nothing":
-            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {_without_data()}")
+            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {', '.join(RULES)}")
         if self.choice.transforms:
             raise ValueError(f"{self.choice.transforms[0].name} needs data; give batches")
         if layer.recipe.static:
@@ -346,10 +347,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model``, where it is a stack of some and none is there twice."""
     blocks = find_blocks(model)
     return blocks if len({id(block) for block in blocks}) == len(blocks) else []
-
-
-def _without_data() -> str:
-    return ", ".join(method.name for method in METHODS.values() if method.need == "nothing")
 
 
 def _energy(matrix: Tensor, statistics: Statistics | None) -> float:

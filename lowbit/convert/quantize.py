@@ -45,8 +45,8 @@ def quantize_(
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
     ``calibration``: what ``lowbit.calibrate`` found for this model and recipe.
     ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.RULES``.
-    None is the best known for each scheme: ``magnitude`` for signed integers below 8 bits, ``mse`` for mxfp4
-    and nvfp4, else ``nearest``, which rounds to the nearest code by scales from the largest magnitude.
+    None is the best known for each scheme (``lowbit.datafree.default_rule``); ``nearest`` rounds to the nearest code by
+    scales from the largest magnitude.
     ``skip``: the modules to leave. Patterns here and there are those of ``lowbit.models.names``: ``"lm_head"`` means
     ``"model.lm_head"`` too, and all inside; ``"blocks.*.up"``, ``"re:..."`` and functions of module and path serve too.
     ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
