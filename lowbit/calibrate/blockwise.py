@@ -146,7 +146,7 @@ class Blockwise:
             weigh(self.work, layers, self.data, loss, checkpointed=self.chain is not None)
         except (ValueError, RuntimeError) as error:
             if self.choice.weights is not None or loss is not None:
-                raise
+                raise _worded("guided-gptq", error) from error
             self.gradient = False
             for layer in layers:
                 layer.importance = None
@@ -227,8 +227,11 @@ class Blockwise:
             own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
             targets = [plain.run(index, number) for number in range(len(self.data))]
             learn = partial(method.tune, own, partial(chain.run, index), targets)
-            with torch.enable_grad():
-                despite_writes(learn)
+            try:
+                with torch.enable_grad():
+                    despite_writes(learn)
+            except RuntimeError as error:
+                raise _worded(method.name, error) from error
 
     @staticmethod
     def _reached(layer: Observed) -> bool:
@@ -341,6 +344,13 @@ class Blockwise:
             )
         observer = self.choice.inputs
         self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
+
+
+def _worded(method: str, error: Exception) -> Exception:
+    """The error of a method that takes gradients: where it is torch's, with what to do."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return error
+    return RuntimeError(f"{method} takes gradients of the model, and torch says: {error}; method='gptq' takes none")
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
