@@ -34,7 +34,7 @@ from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.convert.select import Skip
 from lowbit.datafree import RULES
-from lowbit.models.batches import feed
+from lowbit.models.batches import feed, kinds
 from lowbit.models.blocks import Chain, find_blocks
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
@@ -114,7 +114,7 @@ class Blockwise:
         inside = {id(module) for block in chain.blocks for module in block.modules()}
         outside = [layer for layer in observed_layers(model) if id(layer) not in inside]
         with self.weights.paged(chain.blocks):
-            return not self.data or follows(chain, model, self.data[0], outside)
+            return all(follows(chain, model, self.data[number], number, outside) for number in kinds(self.data))
 
     def _uses(self, layer: Observed) -> str:
         """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
