@@ -39,7 +39,7 @@ from lowbit.models.blocks import Chain, find_blocks
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
 from lowbit.notice import warn
-from lowbit.observers.processes import everywhere
+from lowbit.processes import everywhere
 from lowbit.recipes import Plan
 
 __all__ = ["Blockwise"]

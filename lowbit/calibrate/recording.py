@@ -27,8 +27,8 @@ from lowbit.models.batches import feed, mask_of
 from lowbit.models.blocks import Chain, same
 from lowbit.models.writes import Unchanged
 from lowbit.observers import Ranges
-from lowbit.observers.processes import processes
 from lowbit.ops.conv import Window
+from lowbit.processes import processes
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized
 
