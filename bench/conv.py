@@ -24,6 +24,7 @@ from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure, usable
 from lowbit.machine import provenance
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.tables import markdown
 
 
 class Shape(NamedTuple):
@@ -197,7 +198,7 @@ def run(directory: Path) -> Path:
     lines = ["# Convolutions\n", "Cases took turns; medians in ms. BatchNorm is folded everywhere.\n"]
     lines += [f"- {key}: {value}" for key, value in provenance(kernels=processor()).items()]
     whos = list(MAKERS)
-    lines += [f"\n## Layers\n\n| layer | {' | '.join(whos)} |", f"| --- |{' ---: |' * len(whos)}"]
+    rows = []
     torch.manual_seed(0)
     for batch in BATCHES:
         for shape in SHAPES:
@@ -205,7 +206,8 @@ def run(directory: Path) -> Path:
             found = [case for case, _ in cases(shape.layer(), x)]
             took = measure(Group("conv", shape.name, "", 0, 0, tuple(found), ()), Budget(21, 0.004, 6.0))
             size = f"{shape.name} {shape.channels} to {shape.out}, {batch}x{shape.side}x{shape.side}"
-            lines.append(f"| {size} | {' | '.join(f'{1e3 * took[who]:.2f}' if who in took else '' for who in whos)} |")
+            rows.append([size, *(f"{1e3 * took[who]:.2f}" if who in took else "" for who in whos)])
+    lines += ["\n## Layers\n", markdown(["layer", *whos], rows, numbers=range(1, len(whos) + 1))]
     for batch in BATCHES:
         lines += _network(batch)
     directory.mkdir(parents=True, exist_ok=True)
@@ -219,14 +221,15 @@ def _network(batch: int) -> list[str]:
     found = list(cases(model, x))
     took = measure(Group("conv", "resnet18", "", 0, 0, tuple(case for case, _ in found), ()), Budget(21, 0.0, 40.0))
     exact = found[0][1].double()
-    lines = [
-        f"\n## ResNet-18, batch {batch}\n",
-        "Memory: the most that a process held, beyond what it held before the model.\n",
-        "| | ms | to fp32 channels-last | MiB | relative error of logits |", "| --- | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
+    rows = []
     for case, y in found:
         error = float((y.double() - exact).norm() / exact.norm())
         ratio = took["fp32 channels-last"] / took[case.who]
-        held = peak_elsewhere(case.who, batch) / 2**20
-        lines.append(f"| {case.who} | {1e3 * took[case.who]:.1f} | {ratio:.2f}x | {held:.0f} | {error:.1e} |")
-    return lines
+        peak = peak_elsewhere(case.who, batch) / 2**20
+        rows.append((case.who, f"{1e3 * took[case.who]:.1f}", f"{ratio:.2f}x", f"{peak:.0f}", f"{error:.1e}"))
+    head = ("", "ms", "to fp32 channels-last", "MiB", "relative error of logits")
+    return [
+        f"\n## ResNet-18, batch {batch}\n",
+        "Memory: the most that a process held, beyond what it held before the model.\n",
+        markdown(head, rows, numbers=range(1, 5)),
+    ]

@@ -19,6 +19,7 @@ import lowbit as lb
 from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure, usable
 from lowbit.machine import provenance
+from lowbit.tables import markdown
 
 SENTENCES, TOKENS = 32, 47
 
@@ -112,12 +113,14 @@ def run(directory: Path) -> Path:
     seconds = measure(group, Budget(15, 0.0, 30.0))
     lines = [f"# MiniLM-L6: {SENTENCES} sentences of {TOKENS} tokens\n", "Cases took turns; medians.\n"]
     lines += [f"- {key}: {value}" for key, value in about.items()]
-    lines += ["\n| | ms | to fp32 | 1 - cosine with fp32, mean | worst |", "| --- | ---: | ---: | ---: | ---: |"]
+    rows = []
     for case, answer in found:
         lost = 1 - (answer.double() * exact.double()).sum(1)
         took = seconds[case.who]
         ratio = seconds["fp32"] / took
-        lines.append(f"| {case.who} | {1e3 * took:.1f} | {ratio:.2f}x | {lost.mean():.2e} | {lost.max():.2e} |")
+        rows.append((case.who, f"{1e3 * took:.1f}", f"{ratio:.2f}x", f"{lost.mean():.2e}", f"{lost.max():.2e}"))
+    head = ("", "ms", "to fp32", "1 - cosine with fp32, mean", "worst")
+    lines += ["", markdown(head, rows, numbers=range(1, 5))]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "embed.md"
     path.write_text("\n".join(lines) + "\n")

@@ -1,7 +1,7 @@
 """What others offer for a layer's forward pass: from float input to float output, with a quantized weight.
 
 ``OFFERS`` says which a call of ``linear`` has, by what becomes of its input and by its weight. Weights are packed
-before they are measured, as each peer wants them, and compiled where the peer's makers say so.
+before they are measured, as each peer wants them, and compiled where the peer's makers recommend it.
 """
 
 from __future__ import annotations

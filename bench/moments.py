@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lowbit as lb
 from lowbit.ops.optim import STATE_SCHEME
+from lowbit.tables import markdown
 
 COUNT, STEPS, BLOCK = 1 << 16, 300, 256
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -86,10 +87,8 @@ CASES = {"alike": (0.5, 1.0), "unequal": (1.5, 1.0), "unequal, some fade to 1/20
 
 
 def main() -> None:
-    print(f"| moments in 8 bits, blocks of {BLOCK} | {' | '.join(CASES)} |")
-    print("| --- |" + " ---: |" * len(CASES))
-    for way, keep in WAYS.items():
-        print(f"| {way} | {' | '.join(f'{100 * distance(keep, *case):.3g}%' for case in CASES.values())} |")
+    rows = ([way, *(f"{100 * distance(keep, *case):.3g}%" for case in CASES.values())] for way, keep in WAYS.items())
+    print(markdown([f"moments in 8 bits, blocks of {BLOCK}", *CASES], rows, numbers=range(1, len(CASES) + 1)))
 
 
 if __name__ == "__main__":

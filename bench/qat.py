@@ -26,6 +26,7 @@ from lowbit.demo.experiment import load
 from lowbit.demo.gpt import GPT
 from lowbit.demo.loop import TrainConfig, evaluate
 from lowbit.machine import provenance
+from lowbit.tables import markdown
 
 #: Weights alone, a scale for 32: int4, fp4 (MX), 2 bits.
 SCHEMES = ("int4:group32", "mxfp4", "int2:group32")
@@ -37,7 +38,7 @@ TORCHAO = "int4:group32"
 MODEL = Path("out/demo/model")
 STEPS, BATCH, CLIP, WARMUP = 100, 4, 1.0, 10
 
-#: Learning rates, each a row: much damage takes a large one, while little damage is less than the noise of such steps.
+#: Learning rates, each a row: a large loss of quality needs a large one, whose noise exceeds a small loss.
 RATES = (1e-3, 1e-4)
 
 #: How many held-out windows losses are of.
@@ -147,8 +148,8 @@ def teacher() -> tuple[GPT, Corpus]:
     if not (MODEL / "lowbit.json").exists():
         raise ValueError(f"there is no model to train on in {MODEL}; run `lowbit train` (`make demo`) first")
     model, tokenizer = load(MODEL)
-    corpus = Corpus.load(None, tokenizer.vocab)
-    if corpus.tokenizer.merges != tokenizer.merges:
+    corpus = Corpus.load(None, tokenizer.get_vocab_size())
+    if corpus.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{MODEL} was trained on another text than Python's documentation; run `lowbit train --overwrite`"
         )
@@ -172,13 +173,11 @@ def measure(run: Run) -> Iterator[Row]:
                 yield from torchao(run, distil, rate)
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[Row]) -> str:
     """The rows as Markdown. ``recovered``: of what the teacher's loss is below that of nearest, or of search."""
     full = rows[0].loss
-    lines = [
-        "| weights | | learning rate | held-out loss | recovered of nearest | recovered of search | s |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    head = ("weights", "", "learning rate", "held-out loss", "recovered of nearest", "recovered of search", "s")
+    cells = []
     for row in rows:
         parts = []
         for method in ("nearest", "search"):
@@ -188,8 +187,8 @@ def table(rows: list[Row]) -> list[str]:
         took = f"{row.seconds:.0f}" if row.seconds else ""
         scheme = f"`{row.scheme}`" if row.scheme != "fp32" else row.scheme
         rate = "" if row.rate is None else f"{row.rate:g}"
-        lines.append(f"| {scheme} | {row.what} | {rate} | {row.loss:.4f} | {parts[0]} | {parts[1]} | {took} |")
-    return lines
+        cells.append((scheme, row.what, rate, f"{row.loss:.4f}", *parts, took))
+    return markdown(head, cells, numbers=range(3, len(head)))
 
 
 def run(directory: Path) -> Path:
@@ -210,7 +209,7 @@ def run(directory: Path) -> Path:
             f"on {WINDOWS} held-out windows; lowbit's are those of the prepared models, to the last bit.\n",
             *(f"- {name}: {value}" for name, value in about.items()),
             "",
-            *table(rows),
+            table(rows),
             "",
             "Recovered: the share of what nearest rounding (or search) adds to the teacher's loss that the row takes "
             "back. Cross-entropy goes on training the teacher, so that it can take back more than was lost; the row in "

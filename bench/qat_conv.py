@@ -22,6 +22,7 @@ from lowbit.evaluate import metrics, models
 from lowbit.evaluate.data import Wanted
 from lowbit.evaluate.tasks import Batch
 from lowbit.machine import provenance
+from lowbit.tables import markdown
 
 #: Static int8 inputs, and weights with a scale for each channel, or one in all.
 CHANNELS, TENSOR = "int8-static-affine", "int8-static-affine:tensor"
@@ -113,6 +114,14 @@ def measure() -> list[Row]:
     return rows
 
 
+def _cells(row: Row) -> tuple[str, ...]:
+    top, cosine = row.top, row.cosine
+    return (
+        f"`{row.recipe}`", row.what, f"{top.value:.1%} ± {top.error:.1%}", f"{cosine.value:.4f} ± {cosine.error:.1g}",
+        f"{row.seconds:.0f}",
+    )  # fmt: skip
+
+
 def run(directory: Path) -> Path:
     """Train, measure, and write ``qat_conv.md``."""
     torch.manual_seed(0)
@@ -123,12 +132,8 @@ def run(directory: Path) -> Path:
         f"BatchNorm folded; {STEPS} steps of {BATCH} crops, mean squared error to the logits of fp32, learned scales. "
         "Figures are of the deployed networks on photographs held out, beside fp32, with standard errors over them.\n",
         *(f"- {name}: {value}" for name, value in about.items()),
-        "\n| recipe | | same top class | cosine | s |", "| --- | --- | ---: | ---: | ---: |",
-        *(
-            f"| `{row.recipe}` | {row.what} | {row.top.value:.1%} ± {row.top.error:.1%} | {row.cosine.value:.4f} ± "
-            f"{row.cosine.error:.1g} | {row.seconds:.0f} |"
-            for row in rows
-        ),
+        "",
+        markdown(("recipe", "", "same top class", "cosine", "s"), map(_cells, rows), numbers=(2, 3, 4)),
     ]  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "qat_conv.md"

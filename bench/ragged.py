@@ -14,6 +14,7 @@ from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure
 from lowbit.machine import provenance
 from lowbit.recipes import RECIPES
+from lowbit.tables import markdown
 from lowbit.testing.linear import example
 
 Shape = tuple[int, int, int]
@@ -41,13 +42,13 @@ def run(directory: Path) -> Path:
     lines = ["# Ragged shapes\n", "Time over that of the padded neighbour, which took turns with it; medians.\n"]
     lines += [f"- {key}: {value}" for key, value in about.items()]
     names = [f"{_text(ragged)} / {_text(padded)}" for ragged, padded in SHAPES]
-    lines += ["\n| MxNxK | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
+    rows = []
     for name, row in RECIPES.items():
         if not row.dynamic:
             continue
         input, weight = None if row.input is None else row.input.name, row.weight.name
-        cells = [f"{_ratio(ragged, padded, input, weight):.2f}" for ragged, padded in SHAPES]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        rows.append([f"`{name}`", *(f"{_ratio(ragged, padded, input, weight):.2f}" for ragged, padded in SHAPES)])
+    lines += ["", markdown(["MxNxK", *names], rows, numbers=range(1, len(names) + 1))]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "ragged.md"
     path.write_text("\n".join(lines) + "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowbit.bench.goals import goal
 from lowbit.bench.timing import Group
+from lowbit.tables import csv_text, markdown
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,8 @@ def rows_of(group: Group, seconds: dict[str, float]) -> list[Row]:
 def write(directory: Path, name: str, rows: list[Row], shapes: str, about: dict[str, str], quick: bool) -> Path:
     """``NAME.md``, ``NAME.csv`` and (where matplotlib is installed) ``NAME.png``; returns the Markdown file's path."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{name}.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, [*asdict(rows[0]), "rate", "percent"], lineterminator="\n")
-        table.writeheader()
-        for row in rows:
-            table.writerow({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"})
+    table = ({**asdict(row), "rate": f"{row.rate:.4g}", "percent": f"{row.percent:.4g}"} for row in rows)
+    (directory / f"{name}.csv").write_text(csv_text(table))
     suite = "" if name == "cpu" else f" {name}"
     picture = plot(rows, directory / f"{name}.png")
     path = directory / f"{name}.md"
@@ -85,20 +82,21 @@ def _text(rows: list[Row], shapes: str, about: dict[str, str], quick: bool, pict
     if picture:
         yield f"\n![percent of the limit, by operation]({picture})"
     for op in dict.fromkeys(row.op for row in rows):
-        mine = [row for row in rows if row.op == op]
-        unit = "GFLOP/s" if mine[0].flops else "GB/s"
-        who = _in_order(mine)
-        yield f"\n## {op}, {unit}\n"
-        yield "| | " + " | ".join(["limit", "goal", *who]) + " |"
-        yield "| --- |" + " ---: |" * (len(who) + 2)
-        for subject in dict.fromkeys(row.subject for row in mine):
-            cells = {row.who: row for row in mine if row.subject == subject}
-            first = next(iter(cells.values()))
-            shown = [f"{r.rate:.3g} ({r.percent:.0f}%)" if (r := cells.get(name)) else "-" for name in who]
-            limit = f"{first.limit_rate:.3g}" + (f" {first.limit.removesuffix(' peak')}" if first.flops else "")
-            wanted = goal(op, subject)
-            aim = "-" if wanted is None else f"{wanted}%"
-            yield "| " + " | ".join([f"`{subject}`", limit, aim, *shown]) + " |"
+        cases = [row for row in rows if row.op == op]
+        who = _in_order(cases)
+        yield f"\n## {op}, {'GFLOP/s' if cases[0].flops else 'GB/s'}\n"
+        subjects = dict.fromkeys(row.subject for row in cases)
+        cells = (_cells([row for row in cases if row.subject == subject], who) for subject in subjects)
+        yield markdown(["", "limit", "goal", *who], cells, numbers=range(1, len(who) + 3))
+
+
+def _cells(cases: list[Row], who: list[str]) -> list[str]:
+    """The line of one group: the limit, the goal, and the rate of each of ``who``."""
+    first, by = cases[0], {row.who: row for row in cases}
+    rates = [f"{row.rate:.3g} ({row.percent:.0f}%)" if (row := by.get(name)) else "-" for name in who]
+    limit = f"{first.limit_rate:.3g}" + (f" {first.limit.removesuffix(' peak')}" if first.flops else "")
+    aim = goal(first.op, first.subject)
+    return [f"`{first.subject}`", limit, "-" if aim is None else f"{aim}%", *rates]
 
 
 def _in_order(rows: list[Row]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lowbit as lb
 from lowbit import reference
+from lowbit.tables import markdown
 
 COUNT = 1 << 22
 
@@ -82,8 +83,7 @@ FACTS: tuple[Callable[[], str], ...] = (
 
 
 def table() -> str:
-    lines = ["| what | how often |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {fact.__doc__} | {fact()} |" for fact in FACTS)])
+    return markdown(("what", "how often"), ((fact.__doc__, fact()) for fact in FACTS))
 
 
 if __name__ == "__main__":

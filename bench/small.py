@@ -16,6 +16,7 @@ import lowbit as lb
 from lowbit.backends.cpu import processor
 from lowbit.bench.timing import Budget, Case, Group, measure
 from lowbit.machine import provenance
+from lowbit.tables import markdown
 from lowbit.testing.inputs import large_matrix
 
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp4_e2m1", "int8", "int4", "nf4")
@@ -68,14 +69,14 @@ def run(directory: Path) -> Path:
     lines += [f"- {key}: {value}" for key, value in about.items()]
     names = ("encode", "encode, stochastic", "decode to float32", "decode to bfloat16", "fp32 `copy_`")
     lines += ["\n## Codecs in the caches, 1e9 elements a second, of one thread\n"]
-    lines += ["| | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
+    rows = []
     for format in FORMATS:
         rates = _rates(format)
-        cells = [f"{rates[name]:.1f}" if name in rates else "-" for name in names]
-        lines.append(f"| `{format}` | " + " | ".join(cells) + " |")
-    lines += ["\n## Calls on a row of 64 numbers, microseconds\n", "| | |", "| --- | ---: |"]
+        rows.append([f"`{format}`", *(f"{rates[name]:.1f}" if name in rates else "-" for name in names)])
+    lines.append(markdown(["", *names], rows, numbers=range(1, len(names) + 1)))
     seconds = measure(Group("calls", "", "", 0, 0, tuple(calls()), ()), _BUDGET)
-    lines += [f"| {who} | {1e6 * took:.1f} |" for who, took in seconds.items()]
+    lines.append("\n## Calls on a row of 64 numbers, microseconds\n")
+    lines.append(markdown(["", ""], ((who, f"{1e6 * took:.1f}") for who, took in seconds.items()), numbers=(1,)))
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "small.md"
     path.write_text("\n".join(lines) + "\n")

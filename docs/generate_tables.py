@@ -1,6 +1,6 @@
 """Write the documentation's tables from the tables in the code, between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 
-``python docs/generate_tables.py`` rewrites what is out of date (``make tables``); ``--check`` only says so and exits 1.
+``python docs/generate_tables.py`` rewrites stale tables (``make tables``); ``--check`` names their files and exits 1.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,10 @@ from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
+from lowbit.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md", "bench/results/calibrate/README.md")
-
-
-def _markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
-    columns = head.split("|")
-    lines = [head, "|".join(" --- " for _ in columns), *(" | ".join(str(cell) for cell in row) for row in rows)]
-    return "\n".join(f"| {line.strip()} |" for line in lines)
 
 
 def _number(value: float) -> str:
@@ -42,8 +37,8 @@ def _number(value: float) -> str:
 
 def formats() -> str:
     special = {"none": "-", "all_ones": "NaN", "ieee": "Inf, NaN"}
-    return _markdown(
-        "format | bits | layout | bias | max | least normal | least | Inf, NaN | source",
+    return markdown(
+        ("format", "bits", "layout", "bias", "max", "least normal", "least", "Inf, NaN", "source"),
         (
             (
                 f"`{f.name}`", f.bits, f.layout, f.bias if f.kind in ("float", "exponent") else "", _number(f.max),
@@ -63,22 +58,22 @@ def scalings() -> str:
         scale = found.scale_format + (" under one fp32 for the tensor" if found.global_scale else "")
         return f"`{pattern}`", f"`{example}`" if example != pattern else "", block, scale
 
-    return _markdown("scaling | for instance | block, rows x cols | scale", (row(name) for name in SCALINGS))
+    return markdown(("scaling", "for instance", "block, rows x cols", "scale"), (row(name) for name in SCALINGS))
 
 
 def short_names() -> str:
     def bits(text: str) -> str:
         return f"{8 * scheme(text).nbytes((4096, 4096)) / 4096**2:.4g}"
 
-    return _markdown(
-        "short name | means | bits an element, 4096 x 4096",
+    return markdown(
+        ("short name", "means", "bits an element, 4096 x 4096"),
         ((f"`{short}`", f"`{long}`", bits(short)) for short, long in SHORT_NAMES.items()),
     )
 
 
 def recipes() -> str:
-    return _markdown(
-        "recipe | weight | input | trains | what it is",
+    return markdown(
+        ("recipe", "weight", "input", "trains", "what it is"),
         (
             (
                 f"`{r.name}`", f"`{r.weight}`", (f"`{r.input}`" if r.input else "-") + (", static" if r.static else ""),
@@ -90,8 +85,8 @@ def recipes() -> str:
 
 
 def ops() -> str:
-    return _markdown(
-        "op | returns | equal to the reference",
+    return markdown(
+        ("op", "returns", "equal to the reference"),
         (
             (
                 f"`{o.name}({', '.join(o.args._fields)})`", ", ".join(o.returns),
@@ -104,13 +99,10 @@ def ops() -> str:
 
 #: What the README shows of bench/results/cpu.csv: operations, and of what.
 SHOWN = (
-    ("encode", "fp8_e4m3"), ("decode to bf16", "fp8_e4m3"), ("quantize fp32", "int8:row"), ("quantize fp32", "mxfp8"),
-    ("quantize fp32", "nvfp4"), ("dequantize fp32", "nf4"), ("linear 1x4096x4096", "fp32 -> int8:row x int8:row"),
-    ("linear 1x4096x4096", "bf16 x int4:group128"), ("linear 1x4096x4096", "bf16 x nf4"),
-    ("linear 16x4096x4096", "fp32 -> int8:row x int8:row"), ("linear 16x4096x4096", "fp32 -> int8:row x int4:group128"),
-    ("linear 512x4096x4096", "fp32 -> int8:row x int8:row"),
+    ("encode", "fp8_e4m3"), ("quantize fp32", "mxfp8"), ("linear 1x4096x4096", "bf16 x int4:group128"),
+    ("linear 16x4096x4096", "fp32 -> int8:row x int8:row"), ("linear 512x4096x4096", "fp32 -> int8:row x int8:row"),
     ("linear 512x4096x4096", "bf16 -> fp8_e4m3:row x fp8_e4m3:row"),
-    ("linear 512x4096x4096", "fp32 -> int8:row x int4:group128"), ("adamw nearest", "fp32, moments fp8_e4m3:group256"),
+    ("adamw nearest", "fp32, moments fp8_e4m3:group256"),
 )  # fmt: skip
 
 
@@ -131,8 +123,8 @@ def speed() -> str:
         times = float(peer["seconds"]) / float(best["seconds"])
         return *what, f"{peer['who']}, {1e3 * float(peer['seconds']):.3g} ms", f"{times:.2g}x"
 
-    head = "operation | lowbit | of the machine's limit | best of the others | lowbit is"
-    return _markdown(head, (row(*shown) for shown in SHOWN))
+    head = ("operation", "lowbit", "of the machine's limit", "best of the others", "lowbit is")
+    return markdown(head, (row(*shown) for shown in SHOWN))
 
 
 def _cells(directory: str) -> list[Cell]:
@@ -164,39 +156,103 @@ EVALUATED = {
 }
 
 
+#: The recipes of them that the README shows.
+SHOWN_RECIPES = (
+    "bf16", "int8", "int8-group", "int8-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "fp8",
+    "mxfp8",
+)  # fmt: skip
+
+
+class _Evaluated:
+    """The records of recipes without data: figures by recipe, as the README writes them."""
+
+    def __init__(self) -> None:
+        self.cells = {(row["model"], row["recipe"], row["layout"]): row for row in rows(_cells("evaluate"))}
+        self.base = self.cells["smollm2", "bf16", "plain"]
+
+    def size(self, recipe: str) -> str:
+        return f"{float(self.cells['smollm2', recipe, 'plain']['bytes']) / float(self.base['bytes']):.0%}"
+
+    def quality(self, recipe: str, model: str, error: bool = True) -> str:
+        if recipe == self.base["recipe"] and model == "smollm2":
+            return "0"
+        return _quality(self.cells[model, recipe, "plain"], model, error)
+
+    def speed(self, recipe: str, column: str) -> str:
+        """Of the faster layout, relative to bf16."""
+        rates = [float(row[column]) for layout in ("plain", "packed")
+                 if (row := self.cells.get(("smollm2", recipe, layout))) and row[column]]  # fmt: skip
+        return f"{max(rates) / float(self.base[column]):.2g}x" if rates else "-"
+
+
+def _trained(recipe: str) -> str:
+    """How far the held-out loss of the demo's GPT is from fp32's, of the recorded report."""
+    report = (ROOT / "bench" / "results" / "demo" / "report.md").read_text()
+    found = re.search(rf"^\| {recipe} training, held-out loss against fp32 \| (\S+) \|", report, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def choose() -> str:
+    """Which recipe to take for which goal, with the recorded figures that say so."""
+    plain, calibrated = _Evaluated(), _calibrated()
+    small, method = "nvfp4-weight-only", "guided-gptq"
+    conv, steps = "int8-static-affine", "fold+nearest+mse+bias"
+
+    def network(recipe: str, method: str) -> str:
+        return _quality(calibrated[recipe, method]["efficientnet-lite0"], "efficientnet-lite0", False)
+
+    def language(recipe: str) -> str:
+        return f"perplexity {plain.quality(recipe, 'smollm2', False)}"
+
+    return markdown(
+        ("you want", "take", "why"),
+        (
+            (
+                "a model that is as good as before", "`int8-weight-only`",
+                f"{language('int8-weight-only')} at {plain.size('int8-weight-only')} of the size",
+            ),
+            (
+                "speed on a CPU", "`int8-group`, then `lb.prepack_`",
+                f"prompts {plain.speed('int8-group', 'units_per_second')} and generation "
+                f"{plain.speed('int8-group', 'generated_per_second')} as fast; {language('int8-group')}",
+            ),
+            (
+                "a fast sentence encoder", "`int8`",
+                f"1 - cosine to fp32 is {plain.quality('int8', 'minilm', False)} (MiniLM)",
+            ),
+            (
+                "about 4 bits a weight", f"`{small}` with `lb.calibrate`",
+                f"{plain.size(small)} of the size; perplexity "
+                f"{_quality(calibrated[small, method]['smollm2'], 'smollm2', False)}, without calibration "
+                f"{plain.quality(small, 'smollm2', False)}",
+            ),
+            (
+                "a convolutional network",
+                f'`{conv}` with `lb.fold_`, `lb.calibrate(..., method=("nearest", "mse"))`, `lb.correct_bias_`',
+                f"the top class is that of fp32 for {network(conv, steps)} of photographs (EfficientNet-Lite0; bf16: "
+                f"{plain.quality('bf16', 'efficientnet-lite0', False)})",
+            ),
+            (
+                "FP8, in training too", "`fp8`",
+                f"{language('fp8')}; trained in FP8, the demo's GPT has a held-out loss {_trained('fp8')} from fp32's",
+            ),
+        ),
+    )  # fmt: skip
+
+
 def evaluate() -> str:
     """Quality by recipe; size and speed of the language model, relative to its bf16 baseline."""
-    cells = {(row["model"], row["recipe"], row["layout"]): row for row in rows(_cells("evaluate"))}
-    base = cells["smollm2", "bf16", "plain"]
-
-    def figure(name: str, model: str) -> str:
-        _, column, style = EVALUATED[model]
-        row = cells[model, name, "plain"]
-        if row[column] is None:
-            return "-"
-        value, error = float(row[column]), row[f"{column}, standard error"]
-        if column.startswith("cosine"):
-            value = 1 - value
-        unit = style if style != ".2g" else ".1g"
-        return f"{value:{style}}" + (f" ± {float(error):{unit.lstrip('+')}}" if error else "")
-
-    def speed_of(name: str, column: str) -> str:
-        rates = [float(row[column]) for layout in ("plain", "packed")
-                 if (row := cells.get(("smollm2", name, layout))) and row[column]]  # fmt: skip
-        return f"{max(rates) / float(base[column]):.2g}x" if rates else "-"
-
-    names = [recipe for model, recipe, layout in cells if model == "smollm2" and layout == "plain"]
-    head = " | ".join(["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt", "generation"])
-    return _markdown(
+    plain = _Evaluated()
+    head = ["recipe", "size", *(title for title, _, _ in EVALUATED.values()), "prompt", "generation"]
+    return markdown(
         head,
         (
             (
-                f"`{name}`", f"{float(cells['smollm2', name, 'plain']['bytes']) / float(base['bytes']):.0%}",
-                *("0" if name == base["recipe"] and model == "smollm2" else figure(name, model) for model in EVALUATED),
-                speed_of(name, "units_per_second"), speed_of(name, "generated_per_second"),
+                f"`{name}`", plain.size(name), *(plain.quality(name, model) for model in EVALUATED),
+                plain.speed(name, "units_per_second"), plain.speed(name, "generated_per_second"),
             )
-            for name in names
-            if name != "fp32"
+            for name in SHOWN_RECIPES
         ),
     )  # fmt: skip
 
@@ -230,8 +286,8 @@ def methods() -> str:
     def took(row: dict[str, Any] | None) -> str:
         return f"{row['seconds_to_calibrate']:.0f}" if row and row["seconds_to_calibrate"] else ""
 
-    return _markdown(
-        " | ".join(head),
+    return markdown(
+        head,
         (
             (
                 f"`{recipe}`", method, *(_quality(by.get(name), name, True) for name in names),
@@ -243,10 +299,7 @@ def methods() -> str:
 
 
 #: What the README shows of them: recipes, and the method of each column; None: the default one without data.
-COMPARED = (
-    "int4-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "mxfp4-weight-only",
-    "int3-weight-only:group128", "int2-weight-only:group32", "nvfp4", "int8", "int8-group", "fp8",
-)  # fmt: skip
+COMPARED = ("int4-weight-only", "int4-weight-only:group32", "nf4", "nvfp4-weight-only", "int8-group")
 SHOWN_METHODS = {
     "nearest": "nearest", "without data": None, "search": "search", "gptq": "gptq", "guided-gptq": "guided-gptq",
     "hadamard, guided-gptq": "hadamard+guided-gptq", "smoothquant, gptq": "smoothquant+gptq",
@@ -262,8 +315,8 @@ def calibrate() -> str:
         figures = (_quality(by.get(model), model, False) for model in ("smollm2", "minilm"))
         return ", ".join(figure or "-" for figure in figures) if by else ""
 
-    return _markdown(
-        " | ".join(["recipe", *SHOWN_METHODS]),
+    return markdown(
+        ["recipe", *SHOWN_METHODS],
         ((f"`{recipe}`", *(shown(recipe, name) for name in SHOWN_METHODS.values())) for recipe in COMPARED),
     )
 
@@ -275,8 +328,8 @@ def confirm() -> str:
         assert cell.result is not None
         values = {name: of[12:] for name, of in cell.result["values"].items()}
         kept.append(replace(cell, result={**cell.result, "values": values}))
-    return _markdown(
-        "recipe | method | windows | SmolLM2-135M: perplexity",
+    return markdown(
+        ("recipe", "method", "windows", "SmolLM2-135M: perplexity"),
         (
             (
                 f"`{row['recipe']}`",
@@ -291,20 +344,34 @@ def confirm() -> str:
 
 
 def others() -> str:
-    """What other packages make of the same models, each at its best on a CPU."""
-    return _markdown(
-        " | ".join(["package", *(EVALUATED[model][0] for model in ("smollm2", "minilm"))]),
+    """What other packages make of the same models, each at its best on a CPU, where there is a figure of both."""
+    both = ("smollm2", "minilm")
+    return markdown(
+        ["package", *(EVALUATED[model][0] for model in both)],
         (
-            (f"`{recipe}`", *(_quality(by.get(model), model, True) for model in ("smollm2", "minilm")))
+            (f"`{recipe}`", *(_quality(by[model], model, True) for model in both))
             for (recipe, _), by in _calibrated().items()
-            if recipe in PEERS
+            if recipe in PEERS and by.keys() >= set(both)
         ),
     )
 
 
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (formats, scalings, short_names, recipes, ops, speed, evaluate, calibrate, confirm, others, methods)
+    for f in (
+        formats,
+        scalings,
+        short_names,
+        recipes,
+        ops,
+        speed,
+        choose,
+        evaluate,
+        calibrate,
+        confirm,
+        others,
+        methods,
+    )
 }
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -56,9 +56,9 @@ def finish_range(high_ptr, low_ptr, out_high_ptr, out_low_ptr, count, SIZE: tl.c
     """fp32 maxima and minima of ``count`` blocks from their extremes; NaN of those that hold Inf or NaN."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     high, low = tl.load(high_ptr + at, at < count, 0), tl.load(low_ptr + at, at < count, 0)
-    damaged = tl.maximum(high, low) >= 0x7F800000
-    high = tl.where(damaged, 0x7FC00000, high)
-    low = tl.where(damaged, 0x7FC00000, tl.where(low == 0, 0, low | -0x80000000))
+    non_finite = tl.maximum(high, low) >= 0x7F800000
+    high = tl.where(non_finite, 0x7FC00000, high)
+    low = tl.where(non_finite, 0x7FC00000, tl.where(low == 0, 0, low | -0x80000000))
     tl.store(out_high_ptr + at, high.to(tl.float32, bitcast=True), at < count)
     tl.store(out_low_ptr + at, low.to(tl.float32, bitcast=True), at < count)
 
@@ -93,7 +93,7 @@ def quantize(
 ):  # fmt: skip
     """A tile: scale, encode, then store codes (``OUT_BITS`` wide), or with FAKE decode and store in x's dtype.
 
-    GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a damaged
+    GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a non-finite
     block, whose codes are canonical. ROUNDING: 0 nearest; 1 stochastic; 2 stochastic with rows aligned to 8.
     """
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c

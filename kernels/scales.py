@@ -26,21 +26,21 @@ def make(high, low, global_scale, FMT: tl.constexpr, SCALE: tl.constexpr):
     ``high`` and ``low``: fp32 bits of max(0, max) and of max(0, -min), or both the amax where a scale takes no more;
     Inf and NaN count as what they are. ``global_scale``: the fp32 global scale, read when the scheme has one.
     """
-    damaged = tl.maximum(high, low) >= 0x7F800000
+    non_finite = tl.maximum(high, low) >= 0x7F800000
     extent = tl.maximum(high, low)
     if SCALE[2]:
         span = high.to(tl.float32, bitcast=True) + low.to(tl.float32, bitcast=True)
         extent = tl.minimum(span.to(tl.int32, bitcast=True), 0x7F7FFFFF)
-    extent = tl.where(damaged, 0, extent)
+    extent = tl.where(non_finite, 0, extent)
     if SCALE[0] == 3:
-        raw, scale = _make_e8m0(extent, damaged, SCALE)
+        raw, scale = _make_e8m0(extent, non_finite, SCALE)
     elif SCALE[0] == 4:
-        raw, scale = _make_e4m3(extent, damaged, global_scale, SCALE)
+        raw, scale = _make_e4m3(extent, non_finite, global_scale, SCALE)
     else:
-        raw, scale = _make_float(extent, damaged, SCALE)
+        raw, scale = _make_float(extent, non_finite, SCALE)
     if SCALE[6]:
         # The element of largest magnitude takes the least code: where it is positive, the scale is not.
-        turned = (high > low) & (damaged == 0)
+        turned = (high > low) & (non_finite == 0)
         sign: tl.constexpr = 7 if SCALE[0] == 4 else 31 if SCALE[0] == 0 else 15
         raw ^= turned.to(tl.int32) << sign
         scale ^= turned.to(tl.int32) << 31
@@ -51,18 +51,18 @@ def make(high, low, global_scale, FMT: tl.constexpr, SCALE: tl.constexpr):
         wanted = tl.where(wanted < 1048576.0, wanted, 1048576.0)
         # Adding 1.5 * 2**23 leaves the integer, rounded to nearest even, in the mantissa.
         nearest = (wanted + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        zero_point = tl.where(damaged, 0, tl.minimum(tl.maximum(nearest, FMT[9]), FMT[10]))
+        zero_point = tl.where(non_finite, 0, tl.minimum(tl.maximum(nearest, FMT[9]), FMT[10]))
     return raw, scale, zero_point
 
 
 @triton.jit
-def _make_float(extent, damaged, SCALE: tl.constexpr):
+def _make_float(extent, non_finite, SCALE: tl.constexpr):
     scale = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]).to(tl.int32, bitcast=True)
     scale = tl.where(extent == 0, 0x3F800000, tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
     if SCALE[0] == 1:
         raw = tl.minimum((scale + 0xFFFF) >> 16, 0x7F7F)
         scale = raw << 16
-        raw = tl.where(damaged, 0x7FC0, raw)
+        raw = tl.where(non_finite, 0x7FC0, raw)
     elif SCALE[0] == 2:
         # Upwards onto fp16's grid; the scale is a normal fp32 number.
         exponent = (scale >> 23) - 127
@@ -70,14 +70,14 @@ def _make_float(extent, damaged, SCALE: tl.constexpr):
         n = (((scale & 0x7FFFFF) | 0x800000) + ((1 << shift) - 1)) >> shift
         raw = tl.minimum(((tl.maximum(exponent, -14) + 14) << 10) + n, 0x7BFF)
         scale = raw.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-        raw = tl.where(damaged, 0x7E00, raw)
+        raw = tl.where(non_finite, 0x7E00, raw)
     else:
-        raw = tl.where(damaged, 0x7FC00000, scale)
-    return raw, tl.where(damaged, 0x7FC00000, scale)
+        raw = tl.where(non_finite, 0x7FC00000, scale)
+    return raw, tl.where(non_finite, 0x7FC00000, scale)
 
 
 @triton.jit
-def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
+def _make_e8m0(extent, non_finite, SCALE: tl.constexpr):
     # Subnormals are integers times 2**-149: their conversion to fp32 normalises them.
     small = extent.to(tl.float32).to(tl.int32, bitcast=True)
     normal = extent >= 0x00800000
@@ -86,12 +86,12 @@ def _make_e8m0(extent, damaged, SCALE: tl.constexpr):
     code += ((tl.where(normal, extent, small) & 0x7FFFFF) > SCALE[1]).to(tl.int32)
     # The biased exponent of 2**e is the code; numerics.md's e is code - 127.
     code = tl.where(extent == 0, 127, tl.minimum(tl.maximum(code, 0), 254))
-    code = tl.where(damaged, 255, code)
-    return code, tl.where(damaged, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
+    code = tl.where(non_finite, 255, code)
+    return code, tl.where(non_finite, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
 
 
 @triton.jit
-def _make_e4m3(extent, damaged, global_scale, SCALE: tl.constexpr):
+def _make_e4m3(extent, non_finite, global_scale, SCALE: tl.constexpr):
     inner = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4])
     above = global_scale.to(tl.int32, bitcast=True)
     sign = (above >> 31) & 1
@@ -104,7 +104,7 @@ def _make_e4m3(extent, damaged, global_scale, SCALE: tl.constexpr):
     else:
         code = bits.encode_float(sign, wanted, 0, INNER, True, False)
     scale = _product(bits.decode(code, 0, INNER), global_scale)
-    return tl.where(damaged, 0x7F, code), tl.where(damaged, 0x7FC00000, scale)
+    return tl.where(non_finite, 0x7F, code), tl.where(non_finite, 0x7FC00000, scale)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Files that are written whole or not at all, and read with suspicion.
 
 A new file is written under a random name that no other process can hold or have prepared (``O_EXCL``), flushed to disk
-and renamed. JSON files carry the SHA-256 of their content, so that damage is told from a change of mind.
+and renamed. JSON files may be edited by hand; who reads one checks what it holds.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ __all__ = [
 
 #: No JSON file of lowbit comes near this many bytes.
 MOST_JSON = 64 << 20
-
-#: The key of a JSON file's own checksum.
-_SEAL = "sha256"
 
 #: What a checked file begins with; the digest, a newline and the payload follow.
 _MAGIC = b"lowbit-checked-1 sha256:"
@@ -139,37 +136,23 @@ def is_file_name(text: Any) -> bool:
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write ``value`` and its checksum to ``path``, atomically. Raises: OSError."""
-    text = json.dumps({**value, _SEAL: _digest(value)}, indent=2).encode() + b"\n"
+    """Write ``value`` to ``path``, atomically. Raises: OSError."""
+    text = json.dumps(value, indent=2).encode() + b"\n"
     write_atomically(path, lambda file: file.write(text))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, without its checksum; files without one are taken as they are.
-
-    Raises: FileNotFoundError; ValueError for anything but a JSON object, and for one that its checksum does not fit.
-    """
+    """The object in a JSON file. Raises: FileNotFoundError; ValueError for anything but a JSON object."""
     check_regular(path, MOST_JSON)
     try:
         value = json.loads(path.read_bytes())
-        digest = value.pop(_SEAL, None) if isinstance(value, dict) else None
-        fits = digest is None or digest == _digest(value)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is not JSON ({error}); copy or save it again") from None
     except RecursionError:
         raise ValueError(f"{path} is damaged: it is nested too deeply; copy or save it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds a JSON {type(value).__name__}, not an object; copy it again")
-    if not fits:
-        raise ValueError(
-            f"{path} is damaged or edited: its content does not fit its {_SEAL!r}; copy or save it again, or, if the "
-            f"change is meant, remove the line {_SEAL!r}"
-        )
     return value
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 # -- bytes with a checksum ---------------------------------------------------------------------------------------------

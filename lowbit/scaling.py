@@ -269,7 +269,7 @@ def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> S
         if option not in _OPTIONS or options.count(option) > 1:
             raise fail(f"unknown or repeated option {option!r}; {_GRAMMAR}")
     if format.bits > 8 or format.kind == "exponent":
-        raise fail(f"{format.name} is no format for elements; use one of at most 8 bits, such as fp8_e4m3 or int8")
+        raise fail(f"elements cannot have the format {format.name}; use one of at most 8 bits, such as fp8_e4m3")
     affine = "affine" in options
     if affine and format.kind != "integer":
         raise fail(f"a zero point needs an integer format, and {format.name} is none; leave out 'affine'")

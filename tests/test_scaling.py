@@ -156,8 +156,8 @@ def test_canonical_names(text, name, block, stored):
         ("int4:mx:full", "e8m0 has none"),
         ("uint4:row:affine:full", "affine ones use their whole range already"),
         ("fp8_e4m3:row:full", "'full' is for signed integers"),
-        ("e8m0:row", "e8m0 is no format for elements"),
-        ("bf16:row", "bf16 is no format for elements"),
+        ("e8m0:row", "elements cannot have the format e8m0"),
+        ("bf16:row", "elements cannot have the format bf16"),
         ("int8:row:", "unknown or repeated option ''"),
     ],
 )

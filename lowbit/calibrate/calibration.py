@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowbit._version import __version__
 from lowbit.calibrate.identity import digest
-from lowbit.calibrate.table import aligned
 from lowbit.convert.maker import decibel
 from lowbit.files import is_file_name, read_json, replaced, shown, write_json
 from lowbit.nn.linear import INPUT_PARTS, PARTS, empty, empty_scales, plain_state
@@ -21,6 +20,7 @@ from lowbit.ops.spec import stored_global, stored_scale
 from lowbit.recipes import Recipe
 from lowbit.serialize import safetensors
 from lowbit.serialize.layout import DTYPES
+from lowbit.tables import aligned
 from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = ["Calibration", "Edit", "Row"]

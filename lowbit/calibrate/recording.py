@@ -192,10 +192,11 @@ class Journal:
 
 
 class Recorder:
-    """Counts the inputs of ``layers``; those that are given the same tensors have one Statistics.
+    """Counts the inputs of ``layers``; layers with the same inputs share one Statistics.
 
-    ``need``: of what the Statistics are to tell. ``histogram``: whether static ranges need one; None where no layer's
-    range is asked for. ``rotated``: whether they are counted after the transform of the layer's recipe.
+    ``need``: the statistics that a method requires, one of ``statistics.NEEDS``. ``histogram``: whether the observer of
+    static ranges needs a histogram; None where no static ranges are wanted. ``rotated``: whether inputs are counted
+    after the transform of the layer's recipe.
     """
 
     def __init__(self, layers: Sequence[Observed], need: str, histogram: bool | None, rotated: bool = True) -> None:

@@ -99,7 +99,10 @@ class Finished:
             return None
         found = Calibration()
         where: dict[str, Path] = {}
-        for index in range(read_json(self.directory / _CLOSED)["parts"]):
+        parts = read_json(self.directory / _CLOSED).get("parts")
+        if type(parts) is not int:
+            raise ValueError(f"{self.directory / _CLOSED} is damaged: its parts are {shown(parts)}; remove it")
+        for index in range(parts):
             part = Calibration.load(self._block(index))
             where.update((name, self._block(index)) for name in part.weights)
             found.add(part)

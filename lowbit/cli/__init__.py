@@ -29,7 +29,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 
 
 class _Commands(TyperGroup):
-    """The commands; one that is stopped from the keyboard says so, and what is to be done."""
+    """The commands. An interrupt from the keyboard prints what to do next."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,6 +75,6 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError) as error:
-        told = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
-        errors.print(told, highlight=False, soft_wrap=True)
+        message = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
+        errors.print(message, highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from lowbit.checkout import adopt
 from lowbit.cli.console import errors, out, print_json
+from lowbit.tables import rich_table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lowbit.bench.report import Row
 
 
@@ -90,20 +92,12 @@ def bench(
 
 def _summary(rows: list[Row]) -> Table:
     """The best of lowbit and the best peer of each group."""
-    table = Table(box=None, pad_edge=False)
-    for title, justify in (
-        ("op", "left"),
-        ("of", "left"),
-        ("lowbit", "right"),
-        ("of limit", "right"),
-        ("best peer", "left"),
-    ):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    cells = []
     for key in dict.fromkeys((row.op, row.subject) for row in rows):
         mine = sorted((row for row in rows if (row.op, row.subject) == key), key=lambda row: row.seconds)
         ours = next(row for row in mine if row.who.startswith("lowbit"))
         peer = next((row for row in mine if not row.who.startswith("lowbit")), None)
         unit = "GFLOP/s" if ours.flops else "GB/s"
         beside = "-" if peer is None else f"{peer.who} {peer.rate:.3g} {unit}, {ours.rate / peer.rate:.2f}x"
-        table.add_row(*key, f"{ours.rate:.3g} {unit}", f"{ours.percent:.0f}%", beside)
-    return table
+        cells.append((*key, f"{ours.rate:.3g} {unit}", f"{ours.percent:.0f}%", beside))
+    return rich_table(("op", "of", "lowbit", "of limit", "best peer"), cells, numbers=(2, 3))

@@ -33,11 +33,11 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2*
 
 def bytes_in(text: str) -> int:
     """The bytes that a size such as ``80MB`` or ``1.5GiB`` stands for. Raises ValueError for another text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
-    unit = None if found is None else next((u for u in _UNITS if u.lower() == (found[2] or "B").lower()), None)
-    if found is None or unit is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
+    unit = None if match is None else next((u for u in _UNITS if u.lower() == (match[2] or "B").lower()), None)
+    if match is None or unit is None:
         raise ValueError(f"{text!r} is no size; write for instance 80MB or 1.5GiB ({', '.join(_UNITS)})")
-    return int(float(found[1]) * _UNITS[unit])
+    return int(float(match[1]) * _UNITS[unit])
 
 
 def _least_bits(recipe: Recipe) -> float:
@@ -90,14 +90,14 @@ class Budget(NamedTuple):
     ) -> Plan:
         """The recipes by layer for ``model``, of which a table is printed to standard error."""
         with bar("measuring layers") as progress:
-            found = sensitivity(model, candidates, data, method=method, skip=skip, progress=progress)
+            scores = sensitivity(model, candidates, data, method=method, skip=skip, progress=progress)
         if self.plot is not None:
-            found.plot(self.plot)
-        chosen = found.choose(self.bits, None if self.size is None else bytes_in(self.size))
-        errors.print(str(found), soft_wrap=True)
+            scores.plot(self.plot)
+        chosen = scores.choose(self.bits, None if self.size is None else bytes_in(self.size))
+        errors.print(str(scores), soft_wrap=True)
         errors.print(
-            f"chosen: {found.bits(chosen):.3f} bits a weight, {size(found.size(chosen))} in all, estimated loss "
-            f"{found.loss(chosen):.4g}",
+            f"chosen: {scores.bits(chosen):.3f} bits a weight, {size(scores.size(chosen))} in all, estimated loss "
+            f"{scores.loss(chosen):.4g}",
             soft_wrap=True,
         )
         return plan(chosen)

@@ -69,18 +69,18 @@ def calibrate(
     reset_peak()
     started = time.perf_counter()
     with resumable(), bar("calibrating") as progress:
-        found = run(
+        calibration = run(
             model, chosen, batches, methods, skip=DEFAULT_SKIP if skip is None else skip, directory=target,
             progress=progress,
         )  # fmt: skip
-    told = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
+    summary = {"out": str(target), "seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
     if json:
-        print_json({**told, "layers": {name: _row(found, name) for name in found.rows}})
+        print_json({**summary, "layers": {name: _row(calibration, name) for name in calibration.rows}})
         return
-    out.print(str(found), soft_wrap=True)
+    out.print(str(calibration), soft_wrap=True)
     out.print(
-        f"{told['seconds']:.1f} s, peak memory {size(peak_bytes())}; saved in {target}. Quantize with: lowbit quantize "
-        f"{directory} {recipe} --calibration {target}",
+        f"{summary['seconds']:.1f} s, peak memory {size(peak_bytes())}; saved in {target}. Quantize with: "
+        f"lowbit quantize {directory} {recipe} --calibration {target}",
         soft_wrap=True,
     )
 

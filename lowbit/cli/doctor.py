@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from lowbit._version import __version__
 from lowbit.cli.console import out, print_json
 from lowbit.machine import cpu_name
+from lowbit.tables import rich_table
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "ml_dtypes", "matplotlib")
 
@@ -38,10 +38,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     for title, values in report.items():
         if isinstance(values, dict):
             out.print(f"\n{title}", style="bold")
-            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
-            for key, value in values.items():
-                table.add_row(f"  {key}", _mark(value))
-            out.print(table)
+            out.print(rich_table((), ((f"  {key}", _mark(value)) for key, value in values.items())))
     out.print("\nadvice", style="bold")
     for line in report["advice"] or ["none: everything that this machine can have is there"]:
         out.print(f"  - {line}", soft_wrap=True)
@@ -102,9 +99,9 @@ def examine() -> dict[str, Any]:
 
 def _gives_pages_back() -> bool:
     """Whether memory comes from a glibc that nobody told to keep it; each of its two thresholds alone is no help."""
-    told = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} <= os.environ.keys()
+    kept = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} <= os.environ.keys()
     other = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or "malloc" in os.environ.get("LD_PRELOAD", "")
-    return platform.libc_ver()[0] == "glibc" and not (told or other)
+    return platform.libc_ver()[0] == "glibc" and not (kept or other)
 
 
 def _backends() -> dict[str, str]:
@@ -113,21 +110,21 @@ def _backends() -> dict[str, str]:
     from lowbit.ops import OPS
 
     missing, gpu = registry.absent(), _has_gpu()
-    found = {}
+    states = {}
     for name in BACKENDS:
         rows = {impl for op in OPS for device in ("cpu", "cuda") for impl in registry.impls(op, device)}
         mine = [impl for impl in rows if impl.backend == name]
         devices = {device for impl in mine for device in impl.devices} - (set() if gpu else {"cuda"})
         count = f"{len({impl.op for impl in mine})} of {len(OPS)} ops"
         if name in missing and (gpu or name not in _FOR_GPUS):
-            found[name] = f"missing: {missing[name]}"
+            states[name] = f"missing: {missing[name]}"
         elif name in missing:
-            found[name] = "idle: not installed, and there is no GPU here"
+            states[name] = "idle: not installed, and there is no GPU here"
         elif devices:
-            found[name] = f"ready: {count} on {', '.join(sorted(devices))}"
+            states[name] = f"ready: {count} on {', '.join(sorted(devices))}"
         else:
-            found[name] = f"idle: installed, {count}, and there is no GPU here"
-    return found
+            states[name] = f"idle: installed, {count}, and there is no GPU here"
+    return states
 
 
 def _has_gpu() -> bool:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_json, resumable
+from lowbit.tables import rich_table
 
 EPILOG = """
 **Examples**
@@ -148,18 +148,18 @@ def _list(json: bool) -> None:
     """The table of models, and of each whether it is there or how to get it."""
     from lowbit.evaluate.models import MODELS
 
-    found = []
+    entries = []
     for row in MODELS.values():
         try:
             row.location()
-            found.append({"name": row.name, "about": row.about, "installed": True, "get": None})
+            entries.append({"name": row.name, "about": row.about, "installed": True, "get": None})
         except (ImportError, OSError) as missing:
             get = str(missing).rpartition("with: ")[2]
-            found.append({"name": row.name, "about": row.about, "installed": False, "get": get})
+            entries.append({"name": row.name, "about": row.about, "installed": False, "get": get})
     if json:
-        print_json(found)
+        print_json(entries)
         return
-    for entry in found:
+    for entry in entries:
         out.print(Text.assemble((f"{entry['name']:<19}", "bold"), str(entry["about"])), soft_wrap=True)
         out.print(f"{'':<19}" + ("installed" if entry["installed"] else f"get it with: {entry['get']}"), soft_wrap=True)
     out.print("\nOr a directory that transformers can load, or that lowbit has quantized.")
@@ -167,17 +167,16 @@ def _list(json: bool) -> None:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     """The table in short: quality, size and speed."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("model", "recipe", "layout or method", "quality", "MiB", "items/s", "note"):
-        table.add_column(title, justify="right" if title in ("MiB", "items/s") else "left", overflow="fold")
+    cells = []
     for row in rows:
         quality = []
         for title in (name.removesuffix(", standard error") for name in row if name.endswith(", standard error")):
             value, error = row[title], row[f"{title}, standard error"]
             quality.append(f"{title} {value:.5g}" + ("" if error is None else f" ± {error:.2g}"))
-        table.add_row(
+        cells.append((
             row["model"], row["recipe"], row["method"] or row["layout"], ", ".join(quality),
             "" if row["bytes"] is None else f"{row['bytes'] / 2**20:.1f}",
-            "" if row["units_per_second"] is None else f"{row['units_per_second']:,.4g}", Text(row["note"]),
-        )  # fmt: skip
-    out.print(table)
+            "" if row["units_per_second"] is None else f"{row['units_per_second']:,.4g}", row["note"],
+        ))  # fmt: skip
+    head = ("model", "recipe", "layout or method", "quality", "MiB", "items/s", "note")
+    out.print(rich_table(head, cells, numbers=(4, 5)))

@@ -12,6 +12,7 @@ from rich.text import Text
 from lowbit.cli.console import out, print_json
 from lowbit.formats import FORMATS, Format, find, power_of_two
 from lowbit.scaling import SHORT_NAMES, Scheme, scheme
+from lowbit.tables import aligned, rich_table
 
 EPILOG = """
 **Examples**
@@ -93,12 +94,12 @@ def codes(row: Format, scale: float) -> list[dict[str, Any]]:
 def _number(text: str) -> float:
     base, _, power = text.partition("^")
     try:
-        found = float(base) ** float(power) if power else float(text)
+        value = float(base) ** float(power) if power else float(text)
     except (ValueError, ArithmeticError):  # no number; beyond fp64; a negative power of zero
-        found = math.nan
-    if isinstance(found, complex) or not math.isfinite(found):
+        value = math.nan
+    if isinstance(value, complex) or not math.isfinite(value):
         raise ValueError(f"--scale takes a finite real number or power, such as 0.25 or 2^-3, got {text!r}")
-    return found
+    return value
 
 
 def _one(row: Format, scale: float, json: bool) -> None:
@@ -115,10 +116,10 @@ def _one(row: Format, scale: float, json: bool) -> None:
     for line in listed:
         exact = number(line["value"])
         plain = repr(line["value"])
-        told = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
+        shown = Text(f"0x{line['code']:02x}  {line['bits']:<{row.bits + 2}}  {exact}")
         if "^" in exact:
-            told.append(f"  {plain}", "dim")
-        out.print(told, soft_wrap=True)
+            shown.append(f"  {plain}", "dim")
+        out.print(shown, soft_wrap=True)
 
 
 def _describe(made: Scheme) -> dict[str, Any]:
@@ -139,10 +140,7 @@ def _describe(made: Scheme) -> dict[str, Any]:
 
 
 def _pairs(values: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for key, value in values.items():
-        table.add_row(Text(key.replace("_", " "), "bold"), _cell(value))
-    return table
+    return rich_table((), ((Text(key.replace("_", " "), "bold"), _cell(value)) for key, value in values.items()))
 
 
 def _table(rows: list[dict[str, Any]]) -> Text:
@@ -152,13 +150,9 @@ def _table(rows: list[dict[str, Any]]) -> Text:
     for row in rows:
         special = " ".join(what for what, there in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if there)
         cells.append([*(_cell(row[key]) for key in shown), special or "-"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        " ".join(f"{cell:{'<' if k in (0, 2, 9) else '>'}{widths[k]}}" for k, cell in enumerate(line)).rstrip()
-        for line in cells
-    ]
+    head, _, body = aligned(cells, numbers=(1, 3, 4, 5, 6, 7, 8), gap=1).partition("\n")
     about = "normal, least: least normal value and least of all; codes: lowbit formats NAME"
-    return Text.assemble((lines[0], "bold"), "\n", "\n".join(lines[1:]), "\n\n", (about, "dim"))
+    return Text.assemble((head, "bold"), "\n", body, "\n\n", (about, "dim"))
 
 
 def _cell(value: Any) -> str:

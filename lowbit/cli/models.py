@@ -103,10 +103,10 @@ def windows(directory: Path, text: Path, count: int, length: int) -> list[Tensor
     """
     words = read(text)
     tokens = torch.tensor(_tokens(directory, words), dtype=torch.int64)
-    found = min(len(tokens) // length, count)
-    if found < 1:
+    available = min(len(tokens) // length, count)
+    if available < 1:
         raise ValueError(f"{text}: {len(tokens)} tokens do not fill one window of {length}; give a longer text")
-    return list(tokens[: found * length].view(found, 1, length))
+    return list(tokens[: available * length].view(available, 1, length))
 
 
 def _tokens(directory: Path, words: str) -> list[int]:
@@ -114,7 +114,7 @@ def _tokens(directory: Path, words: str) -> list[int]:
     if ours is not None and (ours[1].get("model") or {}).get("class") != "transformers":
         from lowbit.demo import experiment
 
-        return list(experiment.load(directory)[1].encode(words))
+        return list(experiment.load(directory)[1].encode(words).ids)
     try:
         from transformers import AutoTokenizer
     except ImportError:

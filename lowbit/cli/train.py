@@ -185,8 +185,8 @@ def _train(settings: experiment.Settings, corpus: Corpus, directory: Path, resum
 
 def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
     history = trainer.history
-    held = f" held-out {history.held_out[-1][1]:.3f}" if history.held_out else ""
-    loss = f"loss {history.train[-1]:.3f}{held}" if history.train else "starting"
+    held_out = f" held-out {history.held_out[-1][1]:.3f}" if history.held_out else ""
+    loss = f"loss {history.train[-1]:.3f}{held_out}" if history.train else "starting"
     status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s  peak {size(history.peak_bytes)}"
     bar.update(task, completed=trainer.step, status=status)
     config = trainer.config

@@ -1,4 +1,4 @@
-"""join_: static layers that follow one another hand on codes, so that no floats lie between them."""
+"""join_: adjacent static layers exchange 8-bit codes instead of floats (requantization fusion)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SIGNED = (nn.ReLU, torch.relu, F.relu, "relu")
 
 
 def join_(model: nn.Module) -> Report:
-    """Let layers with static input scales take codes from the layers before them, in place, and report: ``layers`` are
-    those that return codes, and their ``feeds`` the layers that take them.
+    """Let layers return codes to the static layers that consume them, in place, and report: ``layers`` are those that
+    return codes, with the ``consumers`` of each.
 
-    A layer returns codes where all that follows it is layers with one and the same static input scheme and scale,
-    through ReLU (of schemes without a zero point), flattening and dropout. No bit of the model's results changes. So it
-    is for fp32 inputs without gradients (``torch.no_grad()``); else layers return floats, as before.
-    For inference, as the last step: ``unjoin_`` and ``dequantize_`` take it back, ``quantize_`` and ``load_model`` know
-    nothing of it, nor do state and files.
+    A layer returns codes where every consumer of its output is a layer with the same static input scheme and scale.
+    ReLU (of schemes without a zero point), flattening and dropout may lie between. No bit of the model's results
+    changes. Codes are for fp32 inputs without gradients (``torch.no_grad()``); else layers return floats, as before.
+    For inference, as the last step: ``unjoin_`` and ``dequantize_`` undo it; state, files and ``load_model`` do not
+    contain it.
 
     Raises ValueError for a model that torch.fx cannot trace.
     """
@@ -50,19 +50,19 @@ def join_(model: nn.Module) -> Report:
         layer = _static(modules, node)
         if layer is None or calls.count(str(node.target)) > 1:
             continue
-        names = _takers(modules, node)
+        names = _consumers(modules, node)
         if names:
-            layer.feeds = (_inner(modules[names[0]]),)
+            layer.consumers = (_inner(modules[names[0]]),)
             joined[str(node.target)] = names
     report = report_on("join_", model, {name: modules[name] for name in joined}, "joined")
-    return replace(report, layers=tuple(replace(row, feeds=joined[row.name]) for row in report.layers))
+    return replace(report, layers=tuple(replace(row, consumers=joined[row.name]) for row in report.layers))
 
 
 def unjoin_(model: nn.Module) -> Report:
     """Undo ``join_``, in place, and report which layers return floats again."""
-    joined = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.feeds}
+    joined = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.consumers}
     for layer in joined.values():
-        layer.feeds = ()
+        layer.consumers = ()
     return report_on("unjoin_", model, joined, "separated")
 
 
@@ -88,8 +88,8 @@ def _static(modules: dict[str, nn.Module], node: fx.Node) -> QuantLinear | None:
     return layer if type(layer) is QuantLinear and layer.recipe.static else None
 
 
-def _takers(modules: dict[str, nn.Module], node: fx.Node) -> tuple[str, ...]:
-    """The layers that the result of ``node`` goes to, where they can take codes; none where something else does too."""
+def _consumers(modules: dict[str, nn.Module], node: fx.Node) -> tuple[str, ...]:
+    """The layers that consume the output of ``node``, where all of them can take codes; else none."""
     found: list[str] = []
     signed = True
     for user in _users(modules, node):

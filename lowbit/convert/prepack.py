@@ -81,7 +81,7 @@ def _refusal(layer: QuantLinear) -> str | None:
     """Why a layer cannot be packed, or would be slower for it here; None where it gains."""
     weight, input = layer.scheme, layer.recipe.input
     if layer.recipe.static:
-        return "its input scales are static, and the packed kernels make their own"
+        return "packed layers support dynamic input scales only, and this layer's are static"
     reason = refusal(weight, input)
     if reason is not None or input is None:
         return reason
@@ -109,7 +109,7 @@ def no_gain_by_packing(weight: Scheme, input: Scheme, cols: int) -> str | None:
         return None if served else f"with AVX2, 4-bit weights are read packed under signed inputs only, not {input}"
     if isa == "avx512" and "avx512_vnni" in features() and "amx_int8" not in features():
         return None
-    return f"the packed layout was not measured to be faster with the instruction set in use, {isa}"
+    return f"no gain by the packed layout is recorded for the instruction set in use, {isa}"
 
 
 def _to_unpack(names: list[str], module: nn.Module) -> Verdict:

@@ -3,7 +3,7 @@
 Found in the source of the functions that the model's ``forward`` may reach: chains of attributes such as
 ``self.conv.weight.squeeze``, which are then followed from each module. Both ways to be wrong are mild. A read that is
 missed (there is no source, or it goes through a function's argument) raises a TypeError at the first call, because a
-Quantized is no Tensor. A read that never happens leaves a layer in high precision, and the report gives the reason.
+``Quantized`` is not a Tensor. A read that never happens leaves a layer in high precision, and the report says why.
 """
 
 from __future__ import annotations

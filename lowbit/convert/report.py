@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lowbit.tables import rich_table
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
@@ -28,8 +30,8 @@ class LayerReport:
 
     ``kind``: the class it had. ``weights``: how many numbers its weights hold; ``bits`` a weight, scales included.
     ``bytes_before``, ``bytes_after``: of its parameters and buffers. ``sqnr``: 10 log10 of the weights' energy over
-    that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``feeds``: the layers
-    that ``join_`` lets take this layer's codes.
+    that of the error of quantization, in dB, where the conversion measures it (inf: no error). ``consumers``: after
+    ``join_``, the layers that take this layer's codes.
     """
 
     name: str
@@ -40,7 +42,7 @@ class LayerReport:
     bytes_before: int
     bytes_after: int
     sqnr: float | None = None
-    feeds: tuple[str, ...] = ()
+    consumers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,26 +108,17 @@ class Report:
 
     def table(self, every_layer: bool | None = None) -> Table:
         """``layers`` as a table of rich. ``every_layer``: a row for each (None: where they are few)."""
-        from rich.table import Table
-        from rich.text import Text
-
         each = len(self.layers) <= _MOST_ROWS if every_layer is None else every_layer
         rows = [(layer.name, [layer]) for layer in self.layers] if each else families(list(self.layers))
         measured = any(layer.sqnr is not None for layer in self.layers)
-        shown = Table()
-        shown.add_column("layer", overflow="fold")
-        shown.add_column("class")
-        shown.add_column("recipe")
-        columns = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
-        for column in columns:
-            shown.add_column(column, justify="right")
-        joined = any(layer.feeds for layer in self.layers)
-        if joined:
-            shown.add_column("codes go to", overflow="fold")
-        for name, layers in rows:
-            cells = [*_row(name, layers, measured), *([", ".join(layers[0].feeds)] if joined else [])]
-            shown.add_row(*(Text(cell) for cell in cells))
-        return shown
+        joined = any(layer.consumers for layer in self.layers)
+        numbers = ("bits a weight", "before", "after", *(("SQNR dB",) if measured else ()))
+        head = ("layer", "class", "recipe", *numbers, *(("codes go to",) if joined else ()))
+        cells = (
+            [*_row(name, layers, measured), *([", ".join(layers[0].consumers)] if joined else [])]
+            for name, layers in rows
+        )
+        return rich_table(head, cells, numbers=range(3, 3 + len(numbers)), boxed=True)
 
     def _headline(self) -> str:
         some = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
@@ -141,7 +134,7 @@ def families(layers: list[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     """Layers that came out alike and whose names differ in numbers only, under a name with ``*`` for the numbers."""
     found: dict[tuple[Any, ...], list[LayerReport]] = {}
     for layer in layers:
-        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits, layer.feeds)
+        alike = (family(layer.name), layer.kind, layer.recipe, layer.weights, layer.bits, layer.consumers)
         found.setdefault(alike, []).append(layer)
     return [(key[0] if len(several) > 1 else several[0].name, several) for key, several in found.items()]
 

@@ -61,15 +61,15 @@ def search(weight: Tensor, scheme: Scheme, importance: Tensor | None = None, coa
     block = scheme.block[0]
     step = rows if block is None else max(1, _PIECE // max(cols, 1) // block) * block
     whole = nearest(weight, scheme).global_scale
-    found = []
+    parts = []
     for start in range(0, rows, max(step, 1)):
         piece = weight[start : start + step]
         above = whole if whole is None or whole.shape[0] == 1 else whole[start : start + step]
         by_column = importance is None or importance.dim() == 1
         counts = importance if by_column else importance[start : start + step]  # type: ignore[index]
-        found.append(_search(piece, scheme, counts, above, _COARSE_TENTHS if coarse else _TENTHS))
-    zero = None if found[0].zero_point is None else torch.cat([one.zero_point for one in found])  # type: ignore[misc]
-    return Scales(torch.cat([one.scale for one in found]), zero, whole)
+        parts.append(_search(piece, scheme, counts, above, _COARSE_TENTHS if coarse else _TENTHS))
+    zero = None if parts[0].zero_point is None else torch.cat([one.zero_point for one in parts])  # type: ignore[misc]
+    return Scales(torch.cat([one.scale for one in parts]), zero, whole)
 
 
 def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None, above: Tensor | None, tenths: range) -> Scales:
@@ -170,7 +170,7 @@ def _narrowed(weight: Tensor, scheme: Scheme, best: Scales) -> Iterator[Scales]:
     blocks, format = in_blocks(weight, scheme), scheme.format
     low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
     for fraction in _FRACTIONS:
-        made = rescaled(best, (high - low) * (fraction / (format.qmax - format.qmin)))
-        zero = (format.qmin - (low * fraction / made.scale.float()).round()).clamp(format.qmin, format.qmax)
+        candidate = rescaled(best, (high - low) * (fraction / (format.qmax - format.qmin)))
+        zero = (format.qmin - (low * fraction / candidate.scale.float()).round()).clamp(format.qmin, format.qmax)
         assert best.zero_point is not None
-        yield made._replace(zero_point=zero.to(best.zero_point.dtype))
+        yield candidate._replace(zero_point=zero.to(best.zero_point.dtype))

@@ -13,21 +13,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lowbit.convert import model_bytes, prepack_, quantize_
+from lowbit.demo import tokenizer
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
-from lowbit.demo.tokenizer import Tokenizer
 from lowbit.files import read_json, shown, write_json
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
 from lowbit.train import prepare_
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
@@ -105,7 +108,7 @@ def state_path(directory: Path, precision: str) -> Path:
 def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) -> Iterator[Trainer]:
     """A trainer for each precision, at its saved state when resuming and one is there."""
     for precision in settings.precisions:
-        model = GPT(replace(settings.model, vocab=corpus.tokenizer.vocab), seed=settings.train.seed)
+        model = GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
         trainer = Trainer(model, corpus, settings.of(precision), directory / precision)
         if resume and trainer.path.exists():
             trainer.load()
@@ -121,19 +124,21 @@ def check(settings: Settings, corpus: Corpus, directory: Path) -> None:
     context = settings.train.context
     for trainer in trainers(settings, corpus, directory, resume=False):
         corpus.batch(0, 1, context, trainer.config.seed)
-    needed = len(corpus.tokenizer.encode(PROMPT)) + WARM_UP_TOKENS + 1
+    needed = len(corpus.tokenizer.encode(PROMPT).ids) + WARM_UP_TOKENS + 1
     if context < needed:
         raise ValueError(f"a context of {context} is too short for the sample text; it must be {needed} or more")
 
 
-def save(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
+def save(model: GPT, trained: Tokenizer, directory: Path) -> None:
     """``save_model``, with the tokenizer beside it."""
     save_model(model, directory)
-    write_json(directory / "tokenizer.json", tokenizer.to_dict())
+    tokenizer.save(trained, directory / "tokenizer.json")
 
 
 def load(directory: Path) -> tuple[GPT, Tokenizer]:
-    """What ``save`` wrote. Raises: FileNotFoundError without a tokenizer, ValueError for no GPT, as ``load_model``."""
+    """What ``save`` wrote. Raises: FileNotFoundError without a tokenizer; ValueError for no GPT, or for a tokenizer of
+    another model; as ``load_model``.
+    """
     path = directory / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(
@@ -142,11 +147,10 @@ def load(directory: Path) -> tuple[GPT, Tokenizer]:
     model = load_model(directory)
     if not isinstance(model, GPT):
         raise ValueError(f"{directory} holds a {type(model).__name__}, and this command quantizes GPTs of lowbit train")
-    saved = read_json(path)
-    try:
-        return model.eval(), Tokenizer.from_dict(saved)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy the whole directory again, or train anew") from None
+    trained, vocab = tokenizer.load(path), model.config.vocab
+    if any(token >= vocab for token in trained.get_vocab().values()):
+        raise ValueError(f"{path} has tokens beyond the model's {vocab}; copy the whole directory again, or train anew")
+    return model.eval(), trained
 
 
 @dataclass(frozen=True)
@@ -192,14 +196,14 @@ def measure_recipes(
     for name, model in models.items():
         if name not in FLOATS:
             prepack_(model)
-    speeds = generation_speeds(models, torch.tensor([corpus.tokenizer.encode(PROMPT)]))
+    speeds = generation_speeds(models, torch.tensor([corpus.tokenizer.encode(PROMPT).ids]))
     return [replace(row, tokens_per_second=speeds[row.recipe]) for row in rows]
 
 
 def measure(name: str, model: GPT, corpus: Corpus, windows: torch.Tensor) -> Measurement:
     """All but the speed."""
     loss = evaluate(model, windows)
-    prompt = torch.tensor([corpus.tokenizer.encode(PROMPT)])
+    prompt = torch.tensor([corpus.tokenizer.encode(PROMPT).ids])
     wanted = min(SAMPLE_TOKENS, model.config.context - prompt.shape[1])
     tokens = [int(token) for token in generate(model, prompt, wanted, temperature=TEMPERATURE, seed=1)]
     sample = PROMPT + corpus.tokenizer.decode(tokens)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,6 +63,10 @@ class TrainConfig:
     save_every: int = 100
 
     def __post_init__(self) -> None:
+        for row in fields(self):
+            value, kind = getattr(self, row.name), type(row.default)
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                raise TypeError(f"{row.name} must be of type {kind.__name__}, got {value!r}")
         for name in ("steps", "batch", "context", "lr", "clip", "eval_every", "eval_windows", "save_every"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")

@@ -16,6 +16,7 @@ from lowbit.demo.experiment import Measurement, Settings, as_json
 from lowbit.demo.loop import FLOATS, Trainer
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
+from lowbit.tables import markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +82,7 @@ def _markdown(
         "## Training",
         "",
         *(["![held-out loss of each run](loss.png)", ""] if plots else []),
-        *_runs(corpus, runs),
+        _runs(corpus, runs),
         "",
         "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
         "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing).",
@@ -89,7 +90,7 @@ def _markdown(
         f"## The {runs[0].config.precision} run, quantized",
         "",
         *(["![perplexity, size and speed of each recipe](recipes.png)", ""] if plots else []),
-        *_recipes(rows, config.outside),
+        _recipes(rows, config.outside),
         "",
         f"Every row is the model that was trained in **{runs[0].config.precision}**, quantized from its fp32 master "
         f"weights without calibration data; embedding, norms and head stay in {config.outside}. Perplexity is per "
@@ -120,7 +121,7 @@ class Claim(NamedTuple):
 def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
     """Those claims that the runs and recipes at hand can be held to."""
     first = runs[0]
-    found = [
+    losses = [
         Claim(
             f"{run.config.precision} training, held-out loss against {first.config.precision}",
             run.history.held_out[-1][1] / first.history.held_out[-1][1] - 1,
@@ -129,7 +130,7 @@ def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
         for run in runs[1:]
     ]
     base = baseline(rows, first.config.outside)
-    return found + [
+    return losses + [
         Claim(f"{row.recipe}, perplexity against {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe])
         for row in rows
         if row.recipe in PERPLEXITY_TARGETS
@@ -137,11 +138,11 @@ def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
 
 
 def _verdicts(runs: list[Trainer], rows: list[Measurement]) -> list[str]:
-    lines = [
-        f"| {claim.name} | {claim.measured:+.2%} | {claim.allowed:+.1%} | {'holds' if claim.holds else '**fails**'} |"
+    verdicts = [
+        (claim.name, f"{claim.measured:+.2%}", f"{claim.allowed:+.1%}", "holds" if claim.holds else "**fails**")
         for claim in claims(runs, rows)
     ]
-    return ["| claim | measured | at most | |", "|---|---:|---:|---|", *lines, ""] if lines else []
+    return [markdown(("claim", "measured", "at most", ""), verdicts, numbers=(1, 2)), ""] if verdicts else []
 
 
 def baseline(rows: list[Measurement], outside: str) -> Measurement:
@@ -154,33 +155,32 @@ def change(row: Measurement, base: Measurement) -> float:
     return round(row.perplexity / base.perplexity - 1, 4) + 0.0
 
 
-def _runs(corpus: Corpus, runs: list[Trainer]) -> list[str]:
+def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
     base = runs[0].history.held_out[-1][1]
-    lines = [
-        f"| run | held-out loss | from {runs[0].config.precision} | bits a byte | tokens/s | seconds | peak memory |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for run in runs:
+
+    def row(run: Trainer) -> tuple[str, ...]:
         loss, history = run.history.held_out[-1][1], run.history
-        lines.append(
-            f"| {run.config.precision} | {loss:.4f} | {loss / base - 1:+.2%} | {bits_per_byte(loss, corpus):.3f} "
-            f"| {run.tokens_per_second:,.0f} | {history.seconds:.1f} | {history.peak_bytes / 2**20:,.0f} MiB |"
-        )
-    return lines
+        return (
+            run.config.precision, f"{loss:.4f}", f"{loss / base - 1:+.2%}", f"{bits_per_byte(loss, corpus):.3f}",
+            f"{run.tokens_per_second:,.0f}", f"{history.seconds:.1f}", f"{history.peak_bytes / 2**20:,.0f} MiB",
+        )  # fmt: skip
+
+    precision = runs[0].config.precision
+    head = ("run", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds", "peak memory")
+    return markdown(head, map(row, runs), numbers=range(1, len(head)))
 
 
-def _recipes(rows: list[Measurement], outside: str) -> list[str]:
+def _recipes(rows: list[Measurement], outside: str) -> str:
     base = baseline(rows, outside)
-    lines = [
-        f"| recipe | blocks, KiB | model, KiB | perplexity | against {outside} | tokens/s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.recipe} | {row.linear_bytes / 1024:,.0f} | {row.bytes / 1024:,.0f} | {row.perplexity:.3f} "
-            f"| {change(row, base):+.2%} | {row.tokens_per_second:,.0f} |"
+    head = ("recipe", "blocks, KiB", "model, KiB", "perplexity", f"against {outside}", "tokens/s")
+    cells = (
+        (
+            row.recipe, f"{row.linear_bytes / 1024:,.0f}", f"{row.bytes / 1024:,.0f}", f"{row.perplexity:.3f}",
+            f"{change(row, base):+.2%}", f"{row.tokens_per_second:,.0f}",
         )
-    return lines
+        for row in rows
+    )  # fmt: skip
+    return markdown(head, cells, numbers=range(1, len(head)))
 
 
 def _quoted(text: str) -> str:

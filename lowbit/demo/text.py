@@ -73,12 +73,12 @@ def _docstrings(path: Path) -> str:
 
 def _statements(tree: ast.AST) -> list[ast.AST]:
     """A module and the statements in it at any depth. ``ast.walk`` visits every expression too."""
-    found = [tree]
-    for node in found:
+    nodes = [tree]
+    for node in nodes:
         for name in ("body", "handlers", "orelse", "finalbody", "cases"):
             inner = getattr(node, name, None)
-            found += inner if isinstance(inner, list) else ()
-    return found
+            nodes += inner if isinstance(inner, list) else ()
+    return nodes
 
 
 def _library_sources() -> Iterator[tuple[str, str]]:
@@ -120,18 +120,18 @@ def file_documents(path: Path, section: int = 4096) -> list[Document]:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a file of UTF-8 text") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. iconv -t utf-8") from None
-    found: list[Document] = []
+    documents: list[Document] = []
     lines: list[str] = []
     size = 0
     for line in text.splitlines():
         lines.append(line)
         size += len(line) + 1
         if size >= section and not line.strip():
-            found.append(Document(f"{path.name}:{len(found)}", tuple(lines)))
+            documents.append(Document(f"{path.name}:{len(documents)}", tuple(lines)))
             lines, size = [], 0
     if lines:
-        found.append(Document(f"{path.name}:{len(found)}", tuple(lines)))
-    return found
+        documents.append(Document(f"{path.name}:{len(documents)}", tuple(lines)))
+    return documents
 
 
 def split(documents: list[Document], hold_out: int = HOLD_OUT) -> tuple[list[Document], list[Document]]:

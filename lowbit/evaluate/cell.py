@@ -152,13 +152,13 @@ def _convert(model: nn.Module, request: Request, calibration: lb.Calibration | N
         report = lb.quantize_(model, request.recipe, calibration)
     except (ValueError, TypeError) as error:
         return {"refused": str(error)}
-    told = {
+    facts = {
         "converted": len(report.converted), "left": sorted(report.left),
         "seconds_to_quantize": time.perf_counter() - start, "weight_error": weight_error(model, weights),
     }  # fmt: skip
     del weights
     made = _laid_out(model, request)
-    return made if "refused" in made else {**told, **made}
+    return made if "refused" in made else {**facts, **made}
 
 
 def _laid_out(model: nn.Module, request: Request) -> dict[str, Any]:

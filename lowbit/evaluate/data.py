@@ -102,16 +102,16 @@ def paragraphs(wanted: Wanted) -> list[str]:
     from lowbit.demo.text import prose
 
     if wanted.text is not None:
-        found = [line for part in read(wanted.text).splitlines() for line in prose(part)]
+        paragraphs = [line for part in read(wanted.text).splitlines() for line in prose(part)]
     else:
         from pydoc_data.topics import topics
 
-        found = [line for _, text in sorted(topics.items()) for line in prose(text)]
-    found = list(dict.fromkeys(found))
-    if not found:
+        paragraphs = [line for _, text in sorted(topics.items()) for line in prose(text)]
+    paragraphs = list(dict.fromkeys(paragraphs))
+    if not paragraphs:
         raise ValueError(f"{wanted.text}: no paragraph reads as English; give another file with --text")
-    kept = found[wanted.limit : 2 * wanted.limit] if wanted.text is None else found[: wanted.limit]
-    return kept if wanted.part == "calibration" else found[: wanted.limit]
+    kept = paragraphs[wanted.limit : 2 * wanted.limit] if wanted.text is None else paragraphs[: wanted.limit]
+    return kept if wanted.part == "calibration" else paragraphs[: wanted.limit]
 
 
 def text_batches(wanted: Wanted, tokenize: Callable[[list[str]], Mapping[str, Tensor]]) -> list[Batch]:

@@ -118,10 +118,10 @@ def tokenizer(value: Callable[[str], Any]) -> Callable[[str], list[int]]:
         raise ValueError(f"the tokenizer is {kind[0]} with {kind[1]} pre-tokenization; only gpt2 with smollm is read")
     tokens, types = value("tokenizer.ggml.tokens"), value("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in value("tokenizer.ggml.merges")]
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    made.add_special_tokens(
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    bpe.add_special_tokens(
         [AddedToken(token, special=True) for token, of in zip(tokens, types, strict=True) if of == CONTROL]
     )
-    return lambda text: list(made.encode(text, add_special_tokens=False).ids)
+    return lambda text: list(bpe.encode(text, add_special_tokens=False).ids)

@@ -86,7 +86,7 @@ def demo_gpt(directory: Path, wanted: Wanted) -> Loaded:
 
     model, tokenizer = experiment.load(directory)
     if wanted.text is not None:
-        tokens, origin = tokenizer.encode(data.read(wanted.text)), wanted.text.name
+        tokens, origin = tokenizer.encode(data.read(wanted.text)).ids, wanted.text.name
     elif (directory.parent / "settings.json").exists():
         corpus = experiment.Settings.load(directory.parent).corpus()
         training = wanted.part == "calibration"
@@ -102,12 +102,12 @@ def config_of(directory: Path) -> dict[str, Any]:
     """``config.json`` of a model's directory. Raises: ValueError where there is none or it is no JSON object."""
     path = directory / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a directory that transformers can load") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no JSON object; give a directory that transformers can load")
-    return found
+    return settings
 
 
 def causal(directory: Path) -> bool:
@@ -120,7 +120,7 @@ def causal(directory: Path) -> bool:
 def held(directory: Path) -> tuple[Recipe, ...]:
     """The recipes of the quantized layers of a saved model, each once; none of a model in high precision.
 
-    Raises: ValueError where the file that says so is damaged.
+    Raises: ValueError for a damaged config.
     """
     ours = our_config(directory)
     if ours is not None:

@@ -76,8 +76,8 @@ def same_top(outputs: Tensor, reference: Tensor, count: int = 1) -> list[float]:
 
     A row with NaN agrees with none.
     """
-    found = outputs.topk(min(count, outputs.shape[-1]), -1).indices
-    agree = (found == reference.argmax(-1, keepdim=True)).any(-1) & ~outputs.isnan().any(-1)
+    classes = outputs.topk(min(count, outputs.shape[-1]), -1).indices
+    agree = (classes == reference.argmax(-1, keepdim=True)).any(-1) & ~outputs.isnan().any(-1)
     return agree.double().tolist()
 
 

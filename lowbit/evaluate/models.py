@@ -79,17 +79,17 @@ class Model:
 
     def warnings(self) -> list[str]:
         """What makes figures of this model incomparable with recorded ones."""
-        found = []
+        problems = []
         if self.package is not None:
             try:
                 present = installed_version(self.package)
             except PackageNotFoundError:
                 present = "of unknown version"
             if present != self.version:
-                found.append(f"{self.package} is {present}, figures were recorded with {self.version}")
+                problems.append(f"{self.package} is {present}, figures were recorded with {self.version}")
         if self.sha256 is not None and fingerprint(self) != self.sha256:
-            found.append(f"{self.name}: the weights' SHA-256 is {fingerprint(self)}, expected {self.sha256}")
-        return found
+            problems.append(f"{self.name}: the weights' SHA-256 is {fingerprint(self)}, expected {self.sha256}")
+        return problems
 
 
 def _pip(*arguments: str) -> str:

@@ -68,10 +68,10 @@ def _bitsandbytes(model: nn.Module) -> None:
 
     for module, name, layer in _linears(model):
         dtype, biased = layer.weight.dtype, layer.bias is not None
-        made = Linear4bit(layer.in_features, layer.out_features, biased, compute_dtype=dtype, quant_type="nf4")
-        made.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-        made.bias = layer.bias
-        setattr(module, name, made.to(layer.weight.device))
+        replacement = Linear4bit(layer.in_features, layer.out_features, biased, compute_dtype=dtype, quant_type="nf4")
+        replacement.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        replacement.bias = layer.bias
+        setattr(module, name, replacement.to(layer.weight.device))
 
 
 def _quanto(model: nn.Module) -> None:
@@ -87,8 +87,8 @@ def _hqq(group: int) -> Callable[[nn.Module], None]:
 
         for module, name, layer in _linears(model):
             config = BaseQuantizeConfig(nbits=4, group_size=group)
-            made = HQQLinear(layer, config, compute_dtype=layer.weight.dtype, device=str(layer.weight.device))
-            setattr(module, name, made)
+            replacement = HQQLinear(layer, config, compute_dtype=layer.weight.dtype, device=str(layer.weight.device))
+            setattr(module, name, replacement)
 
     return quantize
 

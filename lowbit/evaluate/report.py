@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,6 +16,7 @@ from lowbit.evaluate.run import Cell, default_of
 from lowbit.evaluate.tasks import TASKS, Figure, Task
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
+from lowbit.tables import csv_text, markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +33,7 @@ _INK, _PALE, _BAR, _FLAGGED = "#1f2933", "#9aa5b1", "#2f6fde", "#e4e7eb"
 def write(directory: Path, cells: Sequence[Cell], command: str) -> list[Path]:
     """Write the tables, and the plot where matplotlib is there; return the paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = {MARKDOWN: "\n".join(_markdown(cells, command)) + "\n", TABLE: _csv(rows(cells))}
+    files = {MARKDOWN: "\n".join(_markdown(cells, command)) + "\n", TABLE: csv_text(rows(cells), last="note")}
     for name, text in files.items():
         data = text.encode()
         write_atomically(directory / name, lambda file, data=data: file.write(data))  # type: ignore[misc]
@@ -52,10 +51,10 @@ def _measured(cell: Cell) -> bool:
 
 def _groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """The cells by model, in order."""
-    found: dict[str, list[Cell]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        found.setdefault(cell.model.name, []).append(cell)
-    return found
+        groups.setdefault(cell.model.name, []).append(cell)
+    return groups
 
 
 def _baseline(cells: Sequence[Cell]) -> Cell | None:
@@ -75,17 +74,17 @@ def figures(cell: Cell, baseline: Cell | None) -> dict[str, Estimate]:
             f"{cell.request.result} was measured on other data than {baseline.request.result}; measure both again "
             "with --overwrite"
         )
-    found = {}
+    quality = {}
     for figure in TASKS[cell.result["task"]].figures:
         ours, theirs = (result["values"].get(figure.of) for result in (cell.result, baseline.result))
         if ours is not None and theirs is not None:
-            found[figure.title] = figure.estimate(ours, theirs)
-    return found
+            quality[figure.title] = figure.estimate(ours, theirs)
+    return quality
 
 
 def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """One dictionary a cell, as it stands in the CSV; None where there is no figure."""
-    found = []
+    table = []
     for group in _groups(cells).values():
         baseline = _baseline(group)
         for cell in group:
@@ -105,22 +104,13 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "seconds_to_pack", "units_per_second", "generated_per_second", "weight_error", "converted",
             ):  # fmt: skip
                 row[name] = result.get(name)
-            found.append({**row, "left": len(result.get("left", ())), "note": cell.note})
-    return found
+            table.append({**row, "left": len(result.get("left", ())), "note": cell.note})
+    return table
 
 
 def as_json(cells: Sequence[Cell]) -> dict[str, Any]:
     """The table for programs."""
     return {"cells": rows(cells)}
-
-
-def _csv(table: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in table for name in row if name != "note"))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*names, "note"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
 
 
 # -- Markdown --------------------------------------------------------------------------------------------------------
@@ -159,50 +149,44 @@ def _section(group: list[Cell]) -> list[str]:
         f"text or its stand-in {group[0].request.key['data']}). Baseline, and dtype of all that a recipe leaves alone: "
         f"{group[0].request.dtype}. {result['threads']} threads.",
         "",
-        *_table(group, baseline, task),
+        _table(group, baseline, task),
         "",
     ]
     return lines
 
 
-def _table(group: list[Cell], baseline: Cell, task: Task) -> list[str]:
+def _table(group: list[Cell], baseline: Cell, task: Task) -> str:
     writes = any(cell.result and cell.result.get("generated_per_second") for cell in group)
     calibrated = any(cell.request.method for cell in group)
-    titles = [
+    head = [
         "recipe", "method" if calibrated else "layout", *(figure.title for figure in task.figures), "MiB",
         f"of {baseline.request.recipe}", "peak MiB", *(["calibrate, s", "its peak MiB"] if calibrated else []),
         "quantize, s", f"{task.units}/s", *(["generated tokens/s"] if writes else []), "note",
     ]  # fmt: skip
-    lines = [_line(titles), _line(["---", "---", *["---:"] * (len(titles) - 3), "---"])]
-    for cell in group:
-        result, found = cell.result or {}, figures(cell, baseline)
+
+    def row(cell: Cell) -> list[str]:
+        result, quality = cell.result or {}, figures(cell, baseline)
         assert baseline.result is not None
         size = result.get("bytes")
-        lines.append(
-            _line(
-                [
-                    cell.request.recipe,
-                    _how(cell) if calibrated else cell.request.layout,
-                    *(_written(figure, found.get(figure.title), cell.baseline) for figure in task.figures),
-                    _number(size and size / _MIB, ".1f"),
-                    _number(size and size / baseline.result["bytes"], ".0%"),
-                    _number(result.get("peak_bytes", 0) / _MIB or None, ".0f"),
-                    *(
-                        (
-                            _number(result.get("seconds_to_calibrate"), ".1f"),
-                            _number(result.get("peak_bytes_to_calibrate", 0) / _MIB or None, ".0f"),
-                        )
-                        if calibrated
-                        else ()
-                    ),
-                    _number(result.get("seconds_to_quantize"), ".2f"),
-                    _number(result.get("units_per_second"), ",.4g"),
-                    *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
-                    cell.note.replace("|", "\\|"),
-                ]
-            )
-        )  # fmt: skip
-    return lines
+        calibration = (
+            _number(result.get("seconds_to_calibrate"), ".1f"),
+            _number(result.get("peak_bytes_to_calibrate", 0) / _MIB or None, ".0f"),
+        )
+        return [
+            cell.request.recipe,
+            _how(cell) if calibrated else cell.request.layout,
+            *(_written(figure, quality.get(figure.title), cell.baseline) for figure in task.figures),
+            _number(size and size / _MIB, ".1f"),
+            _number(size and size / baseline.result["bytes"], ".0%"),
+            _number(result.get("peak_bytes", 0) / _MIB or None, ".0f"),
+            *(calibration if calibrated else ()),
+            _number(result.get("seconds_to_quantize"), ".2f"),
+            _number(result.get("units_per_second"), ",.4g"),
+            *([_number(result.get("generated_per_second"), ".3g")] if writes else []),
+            cell.note,
+        ]
+
+    return markdown(head, map(row, group), numbers=range(2, len(head) - 1))
 
 
 def _how(cell: Cell) -> str:
@@ -210,10 +194,6 @@ def _how(cell: Cell) -> str:
     if cell.request.recipe in PEERS or cell.request.recipe in FLOATS:
         return ""
     return cell.request.method or default_of(cell.request.recipe)
-
-
-def _line(parts: Sequence[str]) -> str:
-    return f"| {' | '.join(parts)} |"
 
 
 def _number(value: float | None, style: str) -> str:
@@ -261,12 +241,12 @@ def _panel(panel: Axes, group: list[Cell]) -> None:
     assert drawn.loss is not None
     names, lost, errors, colors = [], [], [], []
     for cell in group:
-        found = figures(cell, baseline).get(drawn.title)
-        if found is None or cell.request.layout == PACKED or not math.isfinite(found.value):
+        estimate = figures(cell, baseline).get(drawn.title)
+        if estimate is None or cell.request.layout == PACKED or not math.isfinite(estimate.value):
             continue
         names.append(" ".join(filter(None, (cell.request.recipe, cell.request.method))))
-        lost.append(max(drawn.loss(found.value), 0.0))
-        errors.append(found.error or 0.0)
+        lost.append(max(drawn.loss(estimate.value), 0.0))
+        errors.append(estimate.error or 0.0)
         colors.append(_FLAGGED if cell.note else _BAR)
     panel.barh(names, lost, xerr=errors, color=colors, ecolor=_INK, capsize=2)
     panel.invert_yaxis()

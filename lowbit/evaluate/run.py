@@ -206,15 +206,15 @@ def read(cell: Cell) -> Cell:
     """The cell with its result, where a file holds one for the same key; else as it is."""
     path = Path(cell.request.result)
     try:
-        found = json.loads(path.read_text())
-        same = found["key"] == json.loads(json.dumps(cell.request.key))
-        result = found["result"]
+        record = json.loads(path.read_text())
+        same = record["key"] == json.loads(json.dumps(cell.request.key))
+        result = record["result"]
         lost = cell.request.recipe == REFERENCE and TASKS[result["task"]].reference
     except (OSError, ValueError, KeyError, TypeError):
         return cell
     if not same or (lost and not path.with_name(OUTPUTS).exists()):
         return cell
-    return Cell(cell.model, cell.request, {**result, "made": found.get("made", {})})
+    return Cell(cell.model, cell.request, {**result, "made": record.get("made", {})})
 
 
 def run(

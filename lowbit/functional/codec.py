@@ -39,8 +39,8 @@ def encode(
     rounding, *rng = random_bits(rounding, x)
     args = (_name(format), rounding, saturate, *rng)
     if out is None:
-        made: Tensor = call("encode", x, *args)
-        return made
+        codes: Tensor = call("encode", x, *args)
+        return codes
     fill("encode", x, *args, out=out)
     return out
 
@@ -55,8 +55,8 @@ def decode(
     """
     name = _name(format)
     if out is None:
-        made: Tensor = call("decode", codes, name, dtype)
-        return made
+        numbers: Tensor = call("decode", codes, name, dtype)
+        return numbers
     fill("decode", codes, name, dtype, out=out)
     return out
 

@@ -56,7 +56,7 @@ def linear(
     )  # fmt: skip
     if of_output is not None:
         if out is not None:
-            raise ValueError("linear: out= is for a result in floats; leave out, or out_scheme, away")
+            raise ValueError("linear: out= cannot be combined with out_scheme=; pass one of them")
         y = torch.empty((), device=x.device).expand(shape)  # of which the shape alone is looked at
         scale, zero, _ = _static("out", of_output, y, out_scale, out_zero_point, None)
         if scale is None:
@@ -76,7 +76,7 @@ def linear(
 
 def _static(name: str, kind: Scheme | None, x: Tensor, *given: Any) -> tuple[Any, ...]:
     """Scale, zero point and global scale of a scheme as ops take them, where they are given."""
-    if all(one is None for one in given):
+    if all(value is None for value in given):
         return None, None, None
     if kind is None:
         raise ValueError(

@@ -47,5 +47,5 @@ def _transformed(x: Tensor, size: int) -> Tensor:
         above, below = pairs.unbind(-2)
         y = torch.stack((above + below, above - below), -2).flatten(-3)
         half *= 2
-    made: Tensor = (y * size**-0.5).to(x.dtype)
-    return made
+    rotated: Tensor = (y * size**-0.5).to(x.dtype)
+    return rotated

@@ -25,7 +25,7 @@ def given_scales(
     shape = kind.scale_shape(*as_matrix(tuple(x.shape)))
     if zero_point is not None and scale is None:
         raise ValueError(f"{kind}: a zero_point needs its scale; give both, or neither for dynamic ones")
-    made = None if scale is None else _stored_scale(kind, scale, shape, x.device)
+    stored = None if scale is None else _stored_scale(kind, scale, shape, x.device)
     zero = None
     if zero_point is not None or (kind.affine and scale is not None):
         zero = _stored_zero(kind, zero_point, shape, x.device)
@@ -38,7 +38,7 @@ def given_scales(
         if scale is not None:
             raise ValueError(f"{kind}: a given scale needs its global_scale too, since the two decode together")
         level = call("global_scale", x.detach(), kind.name)
-    return made, zero, level
+    return stored, zero, level
 
 
 def _shaped(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:

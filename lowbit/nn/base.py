@@ -1,9 +1,9 @@
 """What lowbit's layers say of themselves: the one place where a module's kind is looked up.
 
 A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property where it is
-what the layers inside are. Rooms above this one ask ``kind(module)`` and need not import the class. A function that
-runs the forward of a layer's class in place of the layer's own ``forward`` says so by the attribute
-``lowbit_runs_class_forward`` (gradient checkpointing does).
+what the layers inside are. Modules above this one ask ``kind(module)`` and need not import the class. A function that
+runs the forward of a layer's class in place of the layer's own ``forward`` has the attribute
+``lowbit_runs_class_forward`` (gradient checkpointing sets it).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KINDS = {
 
 def kind(module: nn.Module) -> str | None:
     """Which of ``KINDS`` the layer is; None for a module that is no layer of lowbit."""
-    found: str | property | None = getattr(type(module), "lowbit_kind", None)
-    return str(module.lowbit_kind) if isinstance(found, property) else found
+    declared: str | property | None = getattr(type(module), "lowbit_kind", None)
+    return str(module.lowbit_kind) if isinstance(declared, property) else declared
 
 
 def full_name(cls: type) -> str:

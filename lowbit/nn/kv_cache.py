@@ -43,8 +43,8 @@ class QuantizedRows:
         if x.dim() < 2 or (self.length and (*x.shape[:-2], x.shape[-1]) != (*there[:-2], there[-1])):
             expected = f"of the shape {list(there)} that is there, but for S" if self.length else "[..., T, D]"
             raise ValueError(f"QuantizedRows: expected rows {expected}, got {list(x.shape)}")
-        made = quantize(x, self.scheme)
-        parts = {name: part.reshape(*x.shape[:-1], part.shape[-1]) for name, part in made.parts.items()}
+        q = quantize(x, self.scheme)
+        parts = {name: part.reshape(*x.shape[:-1], part.shape[-1]) for name, part in q.parts.items()}
         if self.length:
             parts = {name: torch.cat([self._parts[name], part], -2) for name, part in parts.items()}
         self._parts, self._dtype, self._width = parts, x.dtype, x.shape[-1]

@@ -49,7 +49,7 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a Linear answers: autocast's inside autocast, else that of its input."""
+    """The dtype of a Linear's result: autocast's inside autocast, else that of its input."""
     kind = "cpu" if x.is_cpu else x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -99,9 +99,9 @@ class QuantLinear(nn.Module):
     most would fit, and mean something else. Backward runs on the backend of its forward; inside torch.compile each
     call chooses anew.
 
-    ``lowbit.join_`` sets ``feeds``, the one layer whose static scheme and scales the layers share that take its result:
-    the result of an fp32 input is then codes in that scheme, int8 where zero is the code 0, else uint8, unless a
-    gradient is asked for. No bit of what these layers compute from them changes.
+    ``lowbit.join_`` sets ``consumers``: one of the layers that consume this layer's output, all of which share one
+    static input scheme and its scales. The result of an fp32 input is then codes in that scheme: int8 where zero is the
+    code 0, else uint8. With gradients it stays in floats. No bit of what the consumers compute changes.
 
     ``lowbit.prepack_`` makes a ``PackedLinear`` of it, which is faster on CPUs.
     Raises TypeError for inputs of other dtypes, ValueError for another last axis.
@@ -116,7 +116,7 @@ class QuantLinear(nn.Module):
     input_scale: nn.Parameter | None
     input_zero_point: nn.Parameter | None
     bias: nn.Parameter | None
-    feeds: tuple[QuantLinear, ...] = ()  # in a tuple: it is not a part of this layer
+    consumers: tuple[QuantLinear, ...] = ()  # in a tuple: it is not a part of this layer
 
     def __init__(
         self, weight: Quantized, bias: nn.Parameter | None, recipe: Recipe, input_scales: Scales | None = None
@@ -142,20 +142,20 @@ class QuantLinear(nn.Module):
     @property
     def weight(self) -> Quantized:
         """The weight: views of this layer's parameters."""
-        own: dict[str, Any] = self._parameters
+        parts: dict[str, Any] = self._parameters
         shape = torch.Size((self.out_features, self.in_features))
         return Quantized(
-            own["codes"], stored_scale(own["scale"], self.scheme.name), own["zero_point"],
-            stored_global(own["global_scale"]), self.scheme, shape, self.weight_dtype,
+            parts["codes"], stored_scale(parts["scale"], self.scheme.name), parts["zero_point"],
+            stored_global(parts["global_scale"]), self.scheme, shape, self.weight_dtype,
         )  # fmt: skip
 
     @property
     def input_scales(self) -> Scales | None:
         """The static scales that inputs are quantized by: views of this layer's parameters. None: they are dynamic."""
-        own: dict[str, Any] = self._parameters
-        if self._input_name is None or own["input_scale"] is None:
+        parts: dict[str, Any] = self._parameters
+        if self._input_name is None or parts["input_scale"] is None:
             return None
-        return Scales(stored_scale(own["input_scale"], self._input_name), own["input_zero_point"])
+        return Scales(stored_scale(parts["input_scale"], self._input_name), parts["input_zero_point"])
 
     def plain_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix ``[out_features, in_features]`` that the layer stands for, in ``dtype`` or that of ``weight``."""
@@ -175,23 +175,23 @@ class QuantLinear(nn.Module):
             raise wrong_width(self, x)
         if self.rotation is not None:
             x = hadamard(x, self.rotation)
-        own: dict[str, Any] = self._parameters
-        bias = own["bias"]
+        parts: dict[str, Any] = self._parameters
+        bias = parts["bias"]
         refuse_tangents("linear", x, bias)
         y: Tensor = call(
-            "linear", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"], bias,
-            self._input_name, dtype, *self._scales(x, dtype),
+            "linear", x, parts["codes"], self.scheme.name, parts["scale"], parts["zero_point"], parts["global_scale"],
+            bias, self._input_name, dtype, *self._scales(x, dtype),
         )  # fmt: skip
         return self._signed(y)
 
     def conv(self, x: Tensor, window: Window) -> Tensor:
         """A convolution's result ``[N, *S', out_features]``, of ``x [N, *S, C]``, with this weight."""
         x, dtype = self._given(x)
-        own: dict[str, Any] = self._parameters
-        refuse_tangents("conv", x, own["bias"])
+        parts: dict[str, Any] = self._parameters
+        refuse_tangents("conv", x, parts["bias"])
         y: Tensor = call(
-            "conv", x, own["codes"], self.scheme.name, own["scale"], own["zero_point"], own["global_scale"],
-            own["bias"], *window, self._input_name, dtype, *self._scales(x, dtype),
+            "conv", x, parts["codes"], self.scheme.name, parts["scale"], parts["zero_point"], parts["global_scale"],
+            parts["bias"], *window, self._input_name, dtype, *self._scales(x, dtype),
         )  # fmt: skip
         return self._signed(y)
 
@@ -204,20 +204,23 @@ class QuantLinear(nn.Module):
 
     def _scales(self, x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
         """The scales of the input, and what makes codes of a result of that dtype, as ops take them."""
-        own = self.input_scales
+        input_scales = self.input_scales
         graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, self.bias))
-        if not self.feeds or dtype != torch.float32 or graded:
-            return () if own is None else tuple(own)
-        next_ = self.feeds[0]
-        theirs = next_.input_scales
-        assert own is not None and theirs is not None
-        return own.scale, own.zero_point, None, next_._input_name, theirs.scale, theirs.zero_point
+        if not self.consumers or dtype != torch.float32 or graded:
+            return () if input_scales is None else tuple(input_scales)
+        consumer = self.consumers[0]
+        out_scales = consumer.input_scales
+        assert input_scales is not None and out_scales is not None
+        return (
+            input_scales.scale, input_scales.zero_point, None,
+            consumer._input_name, out_scales.scale, out_scales.zero_point,
+        )  # fmt: skip
 
     def _signed(self, y: Tensor) -> Tensor:
         """Codes as numbers in their order, where zero is the code 0."""
         if y.dtype != torch.uint8:
             return y
-        scheme = self.feeds[0].recipe.input
+        scheme = self.consumers[0].recipe.input
         return y.view(torch.int8) if scheme is not None and is_signed(scheme) else y
 
     def extra_repr(self) -> str:
@@ -247,8 +250,8 @@ class QuantLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
-        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)
+        parts = {name: part for name in (*PARTS, *INPUT_PARTS) if (part := self._parameters[name]) is not None}
+        wrong = misfits(parts, self.scheme, self.in_features, state_dict, prefix, self.rotation)
         if wrong:  # nothing of this layer is written
             error_msgs.extend(wrong)
             return
@@ -320,9 +323,9 @@ def misfits(
     rotation: int | None = None,
 ) -> list[str]:
     """Why codes and scales of ``state_dict`` mean something else than a layer with ``own`` would read in them."""
-    told = state_dict.get(f"{prefix}_extra_state")
-    if isinstance(told, Tensor) and not told.is_meta:
-        name, *words = bytes(told.tolist()).decode(errors="replace").split(" ")
+    extra_state = state_dict.get(f"{prefix}_extra_state")
+    if isinstance(extra_state, Tensor) and not extra_state.is_meta:
+        name, *words = bytes(extra_state.tolist()).decode(errors="replace").split(" ")
         width = next((word for word in words if word.isdigit()), "")
         block = next((word.removeprefix(_ROTATION) for word in words if word.startswith(_ROTATION)), None)
         if block != (None if rotation is None else str(rotation)):

@@ -25,7 +25,7 @@ __all__ = ["PackedLinear"]
 
 
 class _NoBackward(torch.autograd.Function):
-    """``y``, computed of ``x`` by a kernel that has no backward pass; a backward pass through it says so."""
+    """``y``, computed of ``x`` by a kernel that has no backward pass; a backward pass through it raises."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -132,21 +132,21 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = plain_state(self.weight)
-        given = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
-        wrong = misfits(own, self.scheme, self.in_features, state_dict, prefix, self.rotation)
+        state = plain_state(self.weight)
+        loaded = {name: state_dict[prefix + name] for name in state if prefix + name in state_dict}
+        wrong = misfits(state, self.scheme, self.in_features, state_dict, prefix, self.rotation)
         wrong += [
-            f"{prefix}{name}: the state has shape {list(part.shape)}, and this layer {list(own[name].shape)}"
-            for name, part in given.items()
-            if part.shape != own[name].shape
+            f"{prefix}{name}: the state has shape {list(part.shape)}, and this layer {list(state[name].shape)}"
+            for name, part in loaded.items()
+            if part.shape != state[name].shape
         ]
         if wrong:
             error_msgs.extend(wrong)
             return
-        rest = {key: value for key, value in state_dict.items() if key not in {prefix + name for name in own}}
+        rest = {key: value for key, value in state_dict.items() if key not in {prefix + name for name in state}}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        missing_keys.extend(prefix + name for name in own if name not in given)
-        parts = {**own, **given}
+        missing_keys.extend(prefix + name for name in state if name not in loaded)
+        parts = {**state, **loaded}
         weight = Quantized(
             parts["codes"], stored_scale(parts["scale"], self.scheme.name), parts.get("zero_point"),
             stored_global(parts.get("global_scale")), self.scheme,

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowbit.calibrate.table import aligned
 from lowbit.convert.report import amount, family
 from lowbit.recipes import Recipe
+from lowbit.tables import aligned
 
 __all__ = ["FLOAT", "Option", "Score", "Sensitivity", "allocate"]
 

@@ -91,7 +91,7 @@ class FakeQuantLinear(nn.Module):
                 self.register_buffer(f"{name}_{part}", value)
 
     def _unseen(self) -> Learned:
-        """Room for static input scales."""
+        """Static input scales that no input has set yet, and the buffer of the inputs' range."""
         scheme, device = self.recipe.input, self.weight.device
         assert scheme is not None
         shape = scheme.scale_shape(0, self.in_features)

@@ -39,13 +39,13 @@ class empty_weights(TorchFunctionMode):
 
 def to_meta_(model: nn.Module) -> nn.Module:
     """Move what a file holds of ``model``, parameters and persistent buffers, to the meta device, ties kept."""
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is not None:
-                new = made.setdefault(id(value), nn.Parameter(value.to("meta"), value.requires_grad))
+                new = copies.setdefault(id(value), nn.Parameter(value.to("meta"), value.requires_grad))
                 module._parameters[name] = new  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.to("meta"))
     return model

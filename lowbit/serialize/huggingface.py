@@ -85,13 +85,13 @@ def build(described: dict[str, Any]) -> nn.Module:
     name = described["architecture"]
     config = json.loads(json.dumps(described["config"]), object_hook=_number)
     library = _transformers(f"a {shown(name)}")
-    made, kind = _class(library, name), config.get("model_type")
-    if made is None:
+    cls, kind = _class(library, name), config.get("model_type")
+    if cls is None:
         raise ValueError(f"transformers {library.__version__} has no model {shown(name)}")
     if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
         raise ValueError(f"transformers {library.__version__} knows no model_type {shown(kind)}")
     check_config(config)
-    model: nn.Module = made(library.CONFIG_MAPPING[kind].from_dict(config))
+    model: nn.Module = cls(library.CONFIG_MAPPING[kind].from_dict(config))
     if described["generation"] is not None:
         model.generation_config = library.GenerationConfig.from_dict(described["generation"])
     return model.eval()
@@ -105,8 +105,8 @@ def _number(value: dict[str, Any]) -> Any:
 
 def _class(library: Any, name: Any) -> Any:
     """The model of transformers with that name, or None."""
-    found = getattr(library, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, type) and issubclass(found, library.PreTrainedModel) else None
+    cls = getattr(library, name, None) if isinstance(name, str) else None
+    return cls if isinstance(cls, type) and issubclass(cls, library.PreTrainedModel) else None
 
 
 # -- directories -------------------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def is_directory(directory: Path) -> bool:
 
 def is_quantized(config: dict[str, Any]) -> bool:
     """Whether ``save_pretrained`` wrote this config of a model that lowbit quantized."""
-    found = config.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == "lowbit"
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "lowbit"
 
 
 def from_directory(directory: Path) -> nn.Module:
@@ -171,14 +171,14 @@ def without_weights(directory: Path) -> nn.Module:
         config = library.AutoConfig.from_pretrained(str(directory), **_LOCAL)
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else held
         with empty_weights():
-            made = kind.from_config if kind is library.AutoModel else kind._from_config
-            model = to_meta_(made(config, dtype=dtype))
+            build = kind.from_config if kind is library.AutoModel else kind._from_config
+            model = to_meta_(build(config, dtype=dtype))
         if (directory / "generation_config.json").exists() and getattr(model, "generation_config", None) is not None:
             model.generation_config = library.GenerationConfig.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:
         raise ValueError(f"transformers cannot build the model of {directory}: {_first(error)}") from error
     lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()))
-    kept = [name for one in lists for name in getattr(model, one, None) or ()]
+    kept = [name for attribute in lists for name in getattr(model, attribute, None) or ()]
     if kept and dtype != torch.float32:
         raise ValueError(
             f"a {type(model).__name__} keeps {', '.join(sorted(kept))} in fp32 and the rest in {dtype}, which is only "

@@ -25,7 +25,7 @@ __all__ = ["load_model"]
 
 class Layer(NamedTuple):
     """A quantized layer as the file has it; ``dtype`` is that of the weight before quantization, ``widths`` are the
-    columns of its matrices, where the file says so.
+    columns of its matrices, where the file has them.
     """
 
     recipe: Recipe
@@ -75,12 +75,12 @@ def load_model(directory: str | Path, model: nn.Module | None = None, prepack: b
 
 
 def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
-    made = _check_layers(model, saved)
-    expected = _expected(model, saved, made)
+    new_layers = _check_layers(model, saved)
+    expected = _expected(model, saved, new_layers)
     _check_tensors(saved, expected)
-    _check_widths(model, saved, made)
-    buffers = _lost_buffers(model, saved, expected, made)
-    swap(model, made)
+    _check_widths(model, saved, new_layers)
+    buffers = _lost_buffers(model, saved, expected, new_layers)
+    swap(model, new_layers)
     for name, value in buffers.items():
         prefix, _, own = name.rpartition(".")
         model.get_submodule(prefix)._buffers[own] = value
@@ -105,13 +105,13 @@ def _materialized(saved: Saved, expected: dict[str, Tensor], cast: bool) -> dict
     made: dict[Any, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, old in expected.items():
-        held = saved.tensors[name]
+        tensor = saved.tensors[name]
         if not old.is_meta:
-            state[name] = old.copy_(held)
+            state[name] = old.copy_(tensor)
             continue
-        kind = (id(held), old.dtype, isinstance(old, nn.Parameter))
+        kind = (id(tensor), old.dtype, isinstance(old, nn.Parameter))
         if kind not in made:
-            new = held.to(old.dtype) if cast else held
+            new = tensor.to(old.dtype) if cast else tensor
             made[kind] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
         state[name] = made[kind]
     return state
@@ -130,9 +130,9 @@ def _read(directory: Path) -> Saved:
 
 
 def _config(directory: Path) -> tuple[Path, dict[str, Any]]:
-    found = our_config(directory)
-    if found is not None:
-        return found
+    config = our_config(directory)
+    if config is not None:
+        return config
     missing = f"{directory / CONFIG} does not exist"
     if huggingface.is_directory(directory):
         if huggingface.is_quantized(read_json(directory / "config.json")):
@@ -155,8 +155,8 @@ def _checked(path: Path, config: dict[str, Any]) -> Saved:
         )
     try:
         layers = {name: _layer(path, name, entry) for name, entry in config["layers"].items()}
-        held = config["weights"] if isinstance(config["weights"], list) else [config["weights"]]
-        files = [tuple(row[key] for key in ("file", "sha256", "bytes")) for row in held]
+        rows = config["weights"] if isinstance(config["weights"], list) else [config["weights"]]
+        files = [tuple(row[key] for key in ("file", "sha256", "bytes")) for row in rows]
         tied, described = config["tied"], config["model"]
         if not isinstance(tied, dict) or not all(isinstance(source, str) for source in tied.values()):
             raise TypeError(f"tied names must be strings, got {shown(tied)}")
@@ -190,7 +190,7 @@ def _weights(path: Path, file: Any, digest: str, size: int) -> dict[str, Tensor]
 def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
     recipe = entry["recipe"]
     try:
-        found = _recipe(recipe)
+        parsed = _recipe(recipe)
     except ValueError as error:
         raise ValueError(f"{path}: layer {name!r}: {error}") from None
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
@@ -199,14 +199,14 @@ def _layer(path: Path, name: str, entry: dict[str, Any]) -> Layer:
             f"{path}: layer {shown(name)} has a weight of dtype {shown(entry['dtype'])}; expected one of "
             f"{', '.join(DTYPES)}"
         )
-    return Layer(found, dtype, entry.get("in_features"))
+    return Layer(parsed, dtype, entry.get("in_features"))
 
 
 def _recipe(described: Any) -> Recipe:
     """A layer's recipe: the named one, which says what it is about, where that is the same."""
-    found = Recipe.from_dict(described)
-    named = RECIPES.get(found.name)
-    return named if named == found else found
+    parsed = Recipe.from_dict(described)
+    named = RECIPES.get(parsed.name)
+    return named if named == parsed else parsed
 
 
 def _build(saved: Saved) -> nn.Module:
@@ -284,21 +284,21 @@ def _expected(model: nn.Module, saved: Saved, made: dict[int, nn.Module]) -> dic
 
 def _check_tensors(saved: Saved, expected: dict[str, Tensor]) -> None:
     """Raises ValueError where names, shapes, integer dtypes or shared tensors differ, listing all of it."""
-    held, problems = saved.tensors, []
-    problems += _listed("the file lacks", sorted(expected.keys() - held.keys()))
-    problems += _listed("the model lacks", sorted(held.keys() - expected.keys()))
-    both = sorted(expected.keys() & held.keys())
+    tensors, problems = saved.tensors, []
+    problems += _listed("the file lacks", sorted(expected.keys() - tensors.keys()))
+    problems += _listed("the model lacks", sorted(tensors.keys() - expected.keys()))
+    both = sorted(expected.keys() & tensors.keys())
     shapes = [
-        f"{name} (file {list(held[name].shape)}, model {list(expected[name].shape)})"
+        f"{name} (file {list(tensors[name].shape)}, model {list(expected[name].shape)})"
         for name in both
-        if held[name].shape != expected[name].shape and not name.endswith("_extra_state")
+        if tensors[name].shape != expected[name].shape and not name.endswith("_extra_state")
     ]
     problems += _listed("shapes differ:", shapes)
     dtypes = [
-        f"{name} (file {held[name].dtype}, model {expected[name].dtype})"
+        f"{name} (file {tensors[name].dtype}, model {expected[name].dtype})"
         for name in both
-        if held[name].dtype != expected[name].dtype
-        and not (held[name].is_floating_point() and expected[name].is_floating_point())
+        if tensors[name].dtype != expected[name].dtype
+        and not (tensors[name].is_floating_point() and expected[name].is_floating_point())
     ]
     problems += _listed("dtypes differ:", dtypes)
     problems += _listed("the model shares one tensor where the file has two:", _falsely_tied(saved, expected, both))

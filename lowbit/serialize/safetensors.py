@@ -154,7 +154,7 @@ def entries(path: Path) -> dict[str, Entry]:
         rows = json.loads(head)
         rows.pop("__metadata__", None)
         unread = [name for name, row in rows.items() if row["dtype"] in _UNREAD]
-        found = {name: _entry(path, row, 8 + length, size) for name, row in rows.items() if name not in unread}
+        entries = {name: _entry(path, row, 8 + length, size) for name, row in rows.items() if name not in unread}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {str(error)[:300]}; copy or save it again") from None
     if unread:
@@ -162,7 +162,7 @@ def entries(path: Path) -> dict[str, Entry]:
             f"{path} holds {shown(unread[0])} in {rows[unread[0]]['dtype']}, a dtype that lowbit does not read; start "
             f"from the checkpoint in high precision that it was made of"
         )
-    return found
+    return entries
 
 
 def _entry(path: Path, row: dict[str, Any], start: int, size: int) -> Entry:
@@ -177,12 +177,12 @@ def read_entry(entry: Entry) -> Tensor:
     """The tensor at that place, on the CPU, in memory of its own. Raises: FileNotFoundError; ValueError for a file that
     has become shorter.
     """
-    held = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     with open(entry.path, "rb") as file:
         file.seek(entry.begin)
-        if held.numel() and file.readinto(held.numpy().data) != held.numel():
+        if data.numel() and file.readinto(data.numpy().data) != data.numel():
             raise ValueError(f"{entry.path} is truncated; copy or save it again")
-    return held.view(entry.dtype).view(entry.shape)
+    return data.view(entry.dtype).view(entry.shape)
 
 
 def _sha256(path: Path) -> str:

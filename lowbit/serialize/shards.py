@@ -68,19 +68,19 @@ class Checkpoint:
 
     def digest(self) -> str:
         """Of what tells this checkpoint from another, short of reading it: names, sizes and times of its files."""
-        told = "".join(f"{path.name} {(s := path.stat()).st_size} {s.st_mtime_ns}\n" for path in self.files)
-        return hashlib.sha256(told.encode()).hexdigest()
+        text = "".join(f"{path.name} {(s := path.stat()).st_size} {s.st_mtime_ns}\n" for path in self.files)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor. Raises ValueError for a damaged index, and for a file outside of its directory."""
-    held = read_json(index).get("weight_map")
-    if not isinstance(held, dict) or not all(isinstance(file, str) for file in held.values()):
-        raise ValueError(f"{index} is damaged: its weight_map is {shown(held)}; copy it again")
-    for file in held.values():
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} is damaged: its weight_map is {shown(weight_map)}; copy it again")
+    for file in weight_map.values():
         if not is_file_name(file):
             raise ValueError(f"{index} names a file outside of its directory: {shown(file)}")
-    return held
+    return weight_map
 
 
 def pack(groups: Iterable[Group], most: int) -> list[list[Group]]:
@@ -109,8 +109,8 @@ class Written:
         self.files: list[dict[str, Any]] = []
         self.told: dict[str, Any] = {}
         if self.path.exists():
-            held = read_json(self.path)
-            before = held.get("run")
+            progress = read_json(self.path)
+            before = progress.get("run")
             for name, value in self.run.items():
                 if not isinstance(before, dict) or before.get(name) != value:
                     raise ValueError(
@@ -118,7 +118,12 @@ class Written:
                         f"{shown(before.get(name) if isinstance(before, dict) else None)}, here it is {shown(value)}; "
                         f"give another directory, or remove it"
                     )
-            self.files, self.told = list(held["files"]), dict(held["told"])
+            try:
+                self.files, self.told = [dict(file) for file in progress["files"]], dict(progress["told"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{self.path} is damaged: {type(error).__name__} {error}; remove {directory}, and start over"
+                ) from None
         else:
             directory.mkdir(parents=True, exist_ok=True)
             if set(directory.iterdir()) - set(left_behind(directory, _PROGRESS)):

@@ -16,8 +16,8 @@ __all__ = ["pack", "packed_cols", "unpack"]
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack ``codes: [..., cols]`` uint8 (one code a byte) into ``[..., packed_cols(cols, bits)]`` uint8.
 
-    Code ``j`` of a row takes bits ``[bits*j, bits*(j+1))`` of the row's bit stream: the first 4-bit code is the low
-    nibble. Bits of a code above ``bits`` are dropped.
+    Code ``j`` of a row takes bits ``[bits*j, bits*(j+1))`` of the row's bit stream: the first 4-bit code is the
+    low half of a byte. Bits of a code above ``bits`` are dropped.
     """
     if bits == 8:
         return codes.clone()

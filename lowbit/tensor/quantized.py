@@ -1,6 +1,6 @@
 """A quantized tensor: packed codes with the scales that decode them.
 
-Deliberately no Tensor subclass: an operation that does not know low-bit numbers fails loudly instead of computing on
+Deliberately not a Tensor subclass: an operation that does not know low-bit numbers fails loudly instead of computing on
 codes.
 """
 

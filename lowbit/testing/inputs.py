@@ -85,12 +85,12 @@ def specials(device: str = "cpu") -> Tensor:
     return torch.tensor([*SPECIALS, *overflows(), torch.inf, -torch.inf, torch.nan, -torch.nan], device=device)
 
 
-def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, damage: bool = False) -> Tensor:
-    """Gaussian rows of very different magnitude; ``damage`` adds zeros, subnormals, Inf and NaN here and there."""
+def random_matrix(rows: int, cols: int, device: str = "cpu", seed: int = 0, extremes: bool = False) -> Tensor:
+    """Gaussian rows of very different magnitude; ``extremes`` adds zeros, subnormals, Inf and NaN here and there."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator)
     x = x * torch.exp2(torch.randint(-12, 13, (rows, 1), generator=generator))
-    if damage:
+    if extremes:
         special = specials()
         where = torch.randint(0, max(rows * cols, 1), (max(rows * cols // 50, 1),), generator=generator)
         x.view(-1)[where] = special[torch.randint(0, len(special), where.shape, generator=generator)]
@@ -117,11 +117,11 @@ def large_matrix(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> Te
 def sample_matrices(device: str) -> Iterator[Tensor]:
     """Ragged, strided, low-precision and special matrices; small enough for the slowest kernel."""
     yield specials(device)
-    yield random_matrix(5, 67, device, damage=True)
+    yield random_matrix(5, 67, device, extremes=True)
     yield random_matrix(33, 40, device, seed=1).t()
-    yield random_matrix(3, 130, device, seed=2, damage=True).bfloat16()
-    yield random_matrix(4, 96, device, seed=3, damage=True).half()[:, ::2]
+    yield random_matrix(3, 130, device, seed=2, extremes=True).bfloat16()
+    yield random_matrix(4, 96, device, seed=3, extremes=True).half()[:, ::2]
     yield random_matrix(1, 1, device, seed=4)
     yield random_matrix(6, 35, device, seed=5).reshape(2, 3, 35)
     yield random_matrix(21, 1, device, seed=7)  # rows of a byte each, whatever the format
-    yield random_matrix(41, 96, device, seed=6, damage=True)  # rows of whole blocks, which make one row of several runs
+    yield random_matrix(41, 96, device, seed=6, extremes=True)  # rows of whole blocks: one row of several runs

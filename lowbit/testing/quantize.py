@@ -25,7 +25,7 @@ from lowbit.testing.inputs import Workload, large_matrix, random_matrix, recipe_
 
 
 def _matrices(device: str) -> list[Tensor]:
-    return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, damage=True)]
+    return [*sample_matrices(device), random_matrix(20, 70, device, seed=9, extremes=True)]
 
 
 def _global_scale_of(x: Tensor, scheme: scaling.Scheme) -> Tensor | None:

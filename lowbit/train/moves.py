@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.reference import philox4x32
 
-__all__ = ["DATA", "WEIGHT", "advance_", "derive_", "next_micro_batch_"]
+__all__ = ["DATA", "WEIGHT", "advance_", "derive_", "in_backward", "next_micro_batch_"]
 
 #: The rows of ``keys``: for activations and gradients, and for the weight.
 DATA, WEIGHT = 0, 1
@@ -32,8 +32,12 @@ def derive_(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> Non
 
 @torch.library.custom_op("lowbit::train_next_micro_batch_", mutates_args=("keys", "micro_batch"))
 def next_micro_batch_(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:
-    """The next micro-batch of the step begins, and has keys of its own."""
-    micro_batch += 1
+    """The next micro-batch of the step begins, and has keys of its own.
+
+    A backward pass begins none: compiled code that is recomputed runs this once more, after its forward has moved on.
+    """
+    if not in_backward():
+        micro_batch += 1
     _derive(keys, rng, micro_batch, replica)
 
 
@@ -50,6 +54,11 @@ def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pendi
     moved = torch.cat([pending[:, None], amax[:, :-1]], 1)
     amax.copy_(torch.where(pending[:, None] > 0, moved, amax))
     pending.zero_()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs this."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _derive(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:

@@ -21,7 +21,7 @@ from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
-from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_
+from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, in_backward, next_micro_batch_
 
 __all__ = ["Place", "State", "View"]
 
@@ -189,13 +189,13 @@ class State(nn.Module):
 
     def before_forward(self, *_: Any) -> None:
         """The hook on the model's forward."""
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not _recomputes():
             self.next_micro_batch()
 
     def view(self, places: Mapping[str, Place], device: torch.device) -> View:
         """What a call of a layer on ``device`` sees."""
         keys, amax = self.keys, self.amax
-        if _in_backward() and self._begun:  # a checkpoint recomputes: of which micro-batch, the node's number tells
+        if _recomputes() and self._begun:  # a checkpoint recomputes: of which micro-batch, the node's number tells
             begun = [number for number, _ in self._begun]
             keys = self._begun[max(bisect_right(begun, _node_number()) - 1, 0)][1]
         if keys.device != device:
@@ -296,9 +296,9 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _in_backward() -> bool:
-    """Whether a backward pass calls this, which is then a recomputation; compiled code never recomputes by a call."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def _recomputes() -> bool:
+    """Whether a backward pass calls this; compiled code leaves the question to the op."""
+    return not torch.compiler.is_compiling() and in_backward()
 
 
 def _node_number() -> int:

@@ -108,7 +108,7 @@ def quantize_calls(scheme: scaling.Scheme) -> Iterator[Quantize]:
     """Ragged matrices; rows wide enough for a block of threads each; and blocks that are too large for one pass."""
     shapes = [(5, 67), (20, 70), (3, 1283)] + ([(290, 131)] if scheme.block == (None, None) else [])
     for index, (rows, cols) in enumerate(shapes):
-        x = random_matrix(rows, cols, seed=index, damage=index != 1).to(FLOATS[(index + len(scheme.name)) % 3])
+        x = random_matrix(rows, cols, seed=index, extremes=index != 1).to(FLOATS[(index + len(scheme.name)) % 3])
         global_scale = reference.global_scale(x, scheme) if scheme.global_scale else None
         if index != 1 or scheme.format.kind == "codebook":
             yield Quantize(x, scheme.name, global_scale)
@@ -171,7 +171,7 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
     """Of x to the bit, dynamic and static; of given scales within the op's bound, over blocks in pieces too."""
     for index, call in enumerate(quantize_calls(scheme)):
         x, global_scale = call.x, call.global_scale
-        grad = random_matrix(*x.shape, seed=5, damage=index == 1).to(FLOATS[(index + len(scheme.name)) // 2 % 3])
+        grad = random_matrix(*x.shape, seed=5, extremes=index == 1).to(FLOATS[(index + len(scheme.name)) // 2 % 3])
         scale, zero = reference.block_scales(x, scheme, global_scale)
         expected, _ = reference.fake_quantize_backward(grad, x, scheme, scale, zero, global_scale)
         out, params = poison(*x.shape, dtype=grad.dtype), numbers(scheme, *x.shape)
@@ -190,7 +190,7 @@ def test_gradients(cuda: Emulated, scheme: scaling.Scheme) -> None:
 def test_global_scale(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)
     for x in (
-        random_matrix(70, 131, seed=3, damage=True),
+        random_matrix(70, 131, seed=3, extremes=True),
         random_matrix(5, 1283, seed=4),
         torch.zeros(3, 5),
         torch.full((2, 2), torch.nan),
@@ -206,7 +206,7 @@ def test_global_scale(cuda: Emulated, name: str) -> None:
 def test_block_range(cuda: Emulated, name: str) -> None:
     scheme = scaling.scheme(name)
     for dtype in FLOATS:
-        x = random_matrix(20, 131, seed=3, damage=True).to(dtype)
+        x = random_matrix(20, 131, seed=3, extremes=True).to(dtype)
         low, high = (poison(*scheme.scale_shape(*x.shape), dtype=torch.float32) for _ in range(2))
         cuda("block_range", view(x), low, high, numbers(scheme, *x.shape))
         broken = reference.block_amax(~x.isfinite(), scheme)

@@ -99,7 +99,7 @@ def test_large_ragged(backend: str, scheme: scaling.Scheme) -> None:
     if backend == "reference":
         pytest.skip("the reference is what the others are held to")
     for index, (rows, cols) in enumerate([(517, 1031), (3, 40_003), (4099, 37)]):
-        x = random_matrix(rows, cols, seed=index, damage=index != 1).to(
+        x = random_matrix(rows, cols, seed=index, extremes=index != 1).to(
             (torch.float32, torch.bfloat16, torch.float16)[index]
         )
         global_scale = run("global_scale", OPS["global_scale"].args(x, scheme.name))[0] if scheme.global_scale else None
@@ -126,7 +126,7 @@ def test_large_ragged(backend: str, scheme: scaling.Scheme) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8_e4m3:tensor", "int8:row", "mxfp4", "nvfp4", "uint4:group128:affine"])
 def test_rows_and_columns_with_strides(backend: str, scheme: str) -> None:
-    x = random_matrix(300, 520, "cuda", damage=True)
+    x = random_matrix(300, 520, "cuda", extremes=True)
     with lb.use_backend(backend):
         for view in (x.t(), x[:, 3:515], x[::2, ::2], x.reshape(30, 10, 520)):
             same = [lb.quantize(v, scheme).dequantize() for v in (view, view.contiguous())]

@@ -88,9 +88,9 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
     scheme = scaling.scheme(name)
     stochastic = stochastic and scheme.format.kind != "codebook"
     x = (
-        random_matrix(7, 333, seed=3, damage=True).bfloat16()
+        random_matrix(7, 333, seed=3, extremes=True).bfloat16()
         if scheme.block[0] == 1
-        else random_matrix(40, 70, damage=True)
+        else random_matrix(40, 70, extremes=True)
     )
     random = reference.Rng(2**63 - 5, 3, 2**32 - 1, -16, 1024) if stochastic else None
     global_scale = reference.global_scale(x, scheme) if scheme.global_scale else None

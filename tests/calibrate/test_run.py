@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.calibrate import METHODS
 from lowbit.calibrate.methods import signround
+from lowbit.calibrate.resume import Finished
 from lowbit.calibrate.statistics import Statistics
 from lowbit.models.blocks import Chain
 from lowbit.recipes import plan
@@ -283,13 +284,15 @@ def test_damaged_and_strange_files_are_refused(tmp_path):
     config = tmp_path / "calibration.json"
     told = json.loads(config.read_text())
     config.write_text(json.dumps({**told, "data": "edited"}))
-    with pytest.raises(ValueError, match="damaged or edited"):
+    assert lb.Calibration.load(tmp_path).data == "edited"
+    config.write_text(json.dumps(told)[:-1])
+    with pytest.raises(ValueError, match="damaged: it is not JSON"):
         lb.Calibration.load(tmp_path)
-    del told["sha256"]
     with pytest.raises(FileNotFoundError):
         lb.Calibration.load(tmp_path / "other")
     for damage, error in (
         ({"version": 99}, "not written by this version"),
+        ({"data": 7}, "is damaged .TypeError"),
         ({"layers": {"blocks.0.up": {}}}, "is damaged .KeyError"),
         ({"weights": {**told["weights"], "file": "../x"}}, "outside of its directory"),
         ({"weights": {**told["weights"], "sha256": "0" * 64}}, "sha256|checksum|damaged"),
@@ -540,3 +543,11 @@ def test_a_full_disk_leaves_what_was_finished(tmp_path, monkeypatch):
     made = lb.calibrate(model, "int8", batches, "gptq", directory=tmp_path, progress=lambda *row: done.append(row))
     plain = lb.calibrate(model, "int8", batches, "gptq")
     assert made.rows == plain.rows
+
+
+@pytest.mark.parametrize("parts", ["{}", '{"parts": "3"}', '{"parts": null}', '{"parts": true}'])
+def test_a_run_whose_end_is_damaged_is_named(tmp_path, parts):
+    finished = Finished(tmp_path, {"model": "a"})
+    (tmp_path / "closed.json").write_text(parts)
+    with pytest.raises(ValueError, match=r"closed.json is damaged: its parts are .*; remove it"):
+        finished.opened()

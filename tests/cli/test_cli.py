@@ -1,6 +1,5 @@
 """The command line: its version, errors without tracebacks, and the Makefile's targets that call it."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -58,15 +57,12 @@ def test_mistakes_are_one_message(run, tmp_path, arguments, message):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "Expecting value"),
-        ("[]", "a JSON list, not an object"),
-        ("{}", "a list of merges"),
-        ('{"merges": 3}', "a list of merges"),
-        ('{"merges": [[1, 2], [257, 1]]}', "token 257 must be a pair of earlier tokens, got [257, 1]"),
-        ('{"merges": [[1, -2]]}', "pair of earlier tokens"),
-        ('{"merges": [[1, "a"]]}', "pair of earlier tokens"),
-        ('{"merges": [7]}', "token 256 must be a pair of earlier tokens, got 7"),
-        (json.dumps({"merges": [[k, k] for k in range(255, 400)]}), "token 272 stands for 131072 bytes, and may for"),
+        ("", "EOF"),
+        ("[]", "model"),
+        ("{}", "model"),
+        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "out of vocabulary"),
+        ('{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "integer `-1`"),
+        ('{"model": {"type": "BPE", "vocab": {"a": 256}, "merges": []}}', "tokens beyond the model's 256"),
     ],
 )
 def test_a_damaged_tokenizer_is_one_message(tmp_path, text, why):
@@ -78,7 +74,7 @@ def test_a_damaged_tokenizer_is_one_message(tmp_path, text, why):
     with pytest.raises(ValueError) as caught:
         experiment.load(tmp_path / "model")
     told = str(caught.value)
-    assert "tokenizer.json is damaged" in told and why in told and "copy" in told
+    assert "tokenizer.json" in told and why in told and "copy" in told
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ AFFINE = {"depthwise": ("pointwise",)}
 
 def takers(report: lb.Report) -> dict[str, tuple[str, ...]]:
     """Which layers take the codes of which."""
-    return {row.name: row.feeds for row in report.layers}
+    return {row.name: row.consumers for row in report.layers}
 
 
 @pytest.mark.parametrize(("recipe", "expected"), [("int8-static", SIGNED), ("int8-static-affine", AFFINE)])
@@ -83,7 +83,7 @@ def test_a_joined_network_has_the_bits_of_the_plain_one(recipe, expected, layout
         with lb.use_backend(backend) if backend == "reference" else lb.use_backend("cpu"):
             assert torch.equal(joined(x), model(x))
     again = copy.deepcopy(joined)
-    assert again.hidden.feeds in ((), (again.head,)) and torch.equal(again(x), model(x))
+    assert again.hidden.consumers in ((), (again.head,)) and torch.equal(again(x), model(x))
     assert joined.state_dict().keys() == model.state_dict().keys()
 
 
@@ -163,10 +163,10 @@ def test_it_can_be_taken_back_and_leaves_files_as_they_are(tmp_path):
     assert "join_: 1 layer joined" in str(report) and "codes go to" in str(report)
     lb.save_model(model, tmp_path / "saved")
     loaded = lb.load_model(tmp_path / "saved", nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
-    assert torch.equal(loaded(x), expected) and not loaded[0].feeds
+    assert torch.equal(loaded(x), expected) and not loaded[0].consumers
     other = copy.deepcopy(model)
     assert lb.unjoin_(other).converted == ("0",) and lb.unjoin_(other).converted == ()
-    assert not other[0].feeds and torch.equal(other(x), expected)
+    assert not other[0].consumers and torch.equal(other(x), expected)
     lb.dequantize_(model)
     assert model(x).dtype == torch.float32 and type(model[0]) is nn.Linear
 

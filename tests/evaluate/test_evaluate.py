@@ -25,9 +25,8 @@ from typer.testing import CliRunner
 
 import lowbit as lb
 from lowbit.cli import app
-from lowbit.demo import experiment
+from lowbit.demo import experiment, tokenizer
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.tokenizer import Tokenizer
 from lowbit.evaluate import cell, data, loaders, metrics, models, peers, report, run
 from lowbit.evaluate.data import Wanted
 
@@ -375,13 +374,13 @@ def test_a_quantized_encoder_is_measured_without_its_head(llama, tmp_path):
 
 def test_the_demos_gpt_is_measured_as_it_was_quantized(tmp_path, text):
     model = GPT(GPTConfig(vocab=300, context=16, layers=1, heads=2, dim=32, hidden=64))
-    tokenizer = Tokenizer.train(text.read_text(), 300)
+    trained = tokenizer.train(text.read_text(), 300)
     lb.quantize_(model, "int4-weight-only:group32")
-    experiment.save(model, tokenizer, tmp_path / "small")
+    experiment.save(model, trained, tmp_path / "small")
     row = models.find(str(tmp_path / "small"))
     assert row.recipe == "int4-weight-only:group32"
     own = in_process(run.plan(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32"))[2]
-    tokens = torch.tensor(tokenizer.encode(text.read_text())[: 3 * 16]).view(3, 16)
+    tokens = torch.tensor(trained.encode(text.read_text()).ids[: 3 * 16]).view(3, 16)
     with torch.no_grad():
         logits = model(tokens)[:, :-1].double()
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)

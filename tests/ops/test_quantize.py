@@ -25,7 +25,7 @@ RAGGED = [(7, 45), (1, 129), (33, 3)]
 @every_scheme
 def test_fake_quantize_is_quantize_then_dequantize(variant: Variant, s):
     for index, shape in enumerate(RAGGED):
-        x = random_matrix(*shape, seed=index, damage=True).to(FLOATS[index]).to(variant.device)
+        x = random_matrix(*shape, seed=index, extremes=True).to(FLOATS[index]).to(variant.device)
         if reason := variant.refuses("fake_quantize", x, s) or variant.refuses("quantize", x, s):
             pytest.skip(reason)
         with variant.use():
@@ -53,7 +53,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @everywhere
 def test_strides_do_not_matter(variant: Variant, layout):
-    x = random_matrix(13, 70, seed=2, damage=True).to(variant.device)
+    x = random_matrix(13, 70, seed=2, extremes=True).to(variant.device)
     y = LAYOUTS[layout](x)
     with variant.use():
         for name, dtype in zip(

@@ -116,7 +116,7 @@ def check(q: lb.Quantized, codes: torch.Tensor, y: torch.Tensor, expected: oracl
 def damaged(name: str) -> list[tuple[np.ndarray, oracles.Expected]]:
     """A matrix with every kind of damage here and there, one of tiny numbers, and one of huge ones."""
     made = []
-    mixed = random_matrix(5, 37, seed=11, damage=True)
+    mixed = random_matrix(5, 37, seed=11, extremes=True)
     mixed[1] = 0.0
     mixed[2, ::2] *= 2.0**-126
     tiny = torch.randn(3, 19) * 2.0**-136

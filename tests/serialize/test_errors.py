@@ -16,6 +16,7 @@ import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.files import read_json, write_json
 from lowbit.serialize import safetensors
+from lowbit.serialize.shards import Written
 
 
 def gpt() -> GPT:
@@ -141,3 +142,14 @@ def test_buffers_on_meta_that_no_file_holds_are_refused(tmp_path):
         module.table = torch.arange(4.0)
     x = torch.randn(2, 4)
     assert torch.equal(lb.load_model(tmp_path, born)(x), model(x))
+
+
+@pytest.mark.parametrize("changes", [{"files": 7}, {"files": [7]}, {"told": [1]}, {"files": None}])
+def test_the_progress_of_a_stopped_run_that_is_damaged_is_named(tmp_path, changes):
+    path = tmp_path / "lowbit-progress.json"
+    write_json(path, {"run": {"recipe": "int8"}, "files": [], "told": {}, **changes})
+    with pytest.raises(ValueError, match=r"lowbit-progress.json is damaged: TypeError .*start over"):
+        Written(tmp_path, {"recipe": "int8"})
+    write_json(path, {"run": {"recipe": "int8"}})
+    with pytest.raises(ValueError, match=r"lowbit-progress.json is damaged: KeyError 'files'"):
+        Written(tmp_path, {"recipe": "int8"})

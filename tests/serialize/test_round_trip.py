@@ -176,7 +176,6 @@ def test_a_description_that_is_no_recipe_is_refused(tmp_path, recipe):
     config = json.loads(path.read_text())
     for layer in config["layers"].values():
         layer["recipe"] = recipe
-    del config["sha256"]
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"lowbit.json: layer .*: Recipe: expected (a dict|the keys name, output)"):
         lb.load_model(tmp_path)
@@ -214,9 +213,15 @@ INT8 = lb.recipe("int8").to_dict()
 
 
 def edit(directory: Path, **changes) -> None:
-    """Change the config, and its checksum with it."""
+    """Change the config."""
     path = directory / "lowbit.json"
     files.write_json(path, {**files.read_json(path), **changes})
+
+
+def without(directory: Path, key: str) -> None:
+    """Take an entry out of the config."""
+    path = directory / "lowbit.json"
+    files.write_json(path, {name: value for name, value in files.read_json(path).items() if name != key})
 
 
 def altered(path: Path, position: int) -> None:
@@ -233,7 +238,13 @@ def altered(path: Path, position: int) -> None:
         (lambda d: os.truncate(weights_of(d), 0), ValueError, "truncated or altered"),
         (lambda d: altered(weights_of(d), -1), ValueError, "is altered: its SHA-256"),
         (lambda d: altered(weights_of(d), 0), ValueError, "is altered: its SHA-256"),
-        (lambda d: altered(d / "lowbit.json", 60), ValueError, "lowbit.json is damaged or edited"),
+        (lambda d: altered(d / "lowbit.json", 0), ValueError, "lowbit.json is damaged: it is not JSON"),
+        (lambda d: without(d, "format"), ValueError, "not written by lowbit"),
+        (lambda d: without(d, "version"), ValueError, "format version None"),
+        *[(lambda d, key=key: without(d, key), ValueError, f"lowbit.json is damaged: KeyError '{key}'")
+          for key in ("layers", "weights", "tied", "model")],
+        *[(lambda d, key=key: edit(d, **{key: 7}), ValueError, "lowbit.json is damaged: (Type|Attribute)Error")
+          for key in ("layers", "weights", "tied", "model")],
         (lambda d: (d / "lowbit.json").unlink(), FileNotFoundError, "is not a directory that save_model wrote"),
         (lambda d: os.truncate(d / "lowbit.json", 200), ValueError, "lowbit.json is damaged"),
         (lambda d: (d / "lowbit.json").write_bytes(b"\xff\xfe"), ValueError, "lowbit.json is damaged"),

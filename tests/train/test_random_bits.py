@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -147,3 +149,29 @@ def test_evaluation_and_recomputation_take_no_micro_batch():
         assert same_bits(model(x, None), model(x, None)) and int(state.micro_batch) == -1
     checkpoint(model, x.requires_grad_(), None, use_reentrant=False).sum().backward()
     assert int(state.micro_batch) == 0
+
+
+@pytest.mark.parametrize("where", ["inside", "around", "blocks"])
+def test_compiled_code_recomputes_the_bits_of_its_forward(where):
+    """Checkpoints of the whole model inside compiled code, around compiled code, and around compiled blocks."""
+
+    def recomputed(model: Blocks) -> Callable[[Tensor], Tensor]:
+        whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+        if where == "inside":
+            return whole(lambda x: checkpoint(model, x, None, use_reentrant=False))
+        if where == "around":
+            return partial(checkpoint, whole(model), reentrant=None, use_reentrant=False)
+        for block in (model.first, model.second):
+            block.compile(backend="aot_eager", fullgraph=True)
+        return partial(model, reentrant=False)
+
+    def gradients(change: Callable[[Blocks], Callable[[Tensor], Tensor]]) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = Blocks()
+        forward = change(model)
+        for seed in range(3):
+            forward(torch.randn(6, 20, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        assert int(lb.train.state(model).micro_batch) == 2
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(same_bits, gradients(recomputed), gradients(lambda model: partial(model, reentrant=None))))

@@ -22,8 +22,8 @@ class Method(NamedTuple):
     """How the weight of a layer is quantized.
 
     ``solve(weight, scheme, statistics)``: ``weight`` fp32 [out, in]; ``statistics`` of the layer's inputs, or None
-    without data. ``need``: what of them it cannot do without, one of ``statistics.NEEDS``; ``uses``: what it takes
-    where there is data. ``refuses(scheme)``: why it has nothing to offer for weights of this scheme, or None.
+    without data. ``need``: the statistics that it requires, one of ``statistics.NEEDS``; ``uses``: those that it takes
+    where there is data. ``refuses(scheme)``: the reason why it does not support weights of this scheme, or None.
     ``guided``: whether rows of the inputs count by what they do to the model's loss (``importance``).
     ``tune(layers, run, targets)``: of methods that learn the layers of a block together; ``solve`` is for the layers
     outside of blocks.
