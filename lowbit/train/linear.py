@@ -129,14 +129,17 @@ def prepare_(
 def state(model: nn.Module) -> State:
     """The State that the layers of ``model`` share, whatever wraps it (DDP, torch.compile).
 
-    ``prepare_`` makes it. TrainLinear layers that were built by hand get it here, with their names in ``model``.
-    Raises ValueError for a model without TrainLinear layers, or with parts that were prepared one by one and have a
+    ``prepare_`` makes it. TrainLinear layers that were built by hand get it here, with their names in ``model``. Where
+    the layer that it was a child of has been replaced, another layer takes it.
+    Raises ValueError for a model without TrainLinear layers, or with parts that were prepared one by one and need a
     State each.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, TrainLinear)}
     if not layers:
         raise ValueError("train.state: the model has no TrainLinear layers; call lowbit.train.prepare_(model) first")
-    found = list({id(layer.state): layer.state for layer in layers.values() if layer.state is not None}.values())
+    given = [layer for layer in layers.values() if layer.state is not None]
+    needed = [layer for layer in given if layer.products.stateful] or given[:1]
+    found = list({id(layer.state): layer.state for layer in needed if layer.state is not None}.values())
     if len(found) > 1:
         raise ValueError(
             f"train.state: {len(found)} parts of the model were prepared one by one, and each has a state; ask for "
@@ -154,12 +157,21 @@ def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> No
         vars(layer)["state"] = state  # no child of this layer, whose state_dict would have it once more
         layer.path = path
         layer.places = state.places(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
-    first = next((layer for layer in layers.values() if layer.products.stateful), None)
-    if first is not None and all(module is not state for module in model.modules()):
-        if not first.weight.is_meta:
-            state.to(first.weight.device)
-        first.register_module(_CHILD, state)
-        model.register_forward_pre_hook(state.before_forward)
+    modules = list(model.modules())
+    users = [one for one in modules if isinstance(one, TrainLinear) and one.state is state and one.products.stateful]
+    hooked = any(_is_of(state, hook) for module in modules for hook in module._forward_pre_hooks.values())
+    if users and (layers or hooked) and all(module is not state for module in modules):
+        if not users[0].weight.is_meta:
+            state.to(users[0].weight.device)
+        users[0].register_module(_CHILD, state)
+        if not hooked:
+            model.register_forward_pre_hook(state.before_forward)
+
+
+def _is_of(state: State | None, hook: Any) -> bool:
+    """Whether ``hook`` counts the forwards of a model for ``state``, or for any."""
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, State) if state is None else owner is state
 
 
 def _unshare(model: nn.Module) -> None:
@@ -167,7 +179,7 @@ def _unshare(model: nn.Module) -> None:
     for module in list(model.modules()):
         module._modules.pop(_CHILD, None)
         hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), State)]:
+        for key in [key for key, hook in hooks.items() if _is_of(None, hook)]:
             del hooks[key]
 
 

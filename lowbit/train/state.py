@@ -77,6 +77,7 @@ class State(nn.Module):
         self._replica: int | None = None
         self._steps: dict[str, int] = {}
         self._begun: list[tuple[int, Tensor]] = []
+        self._attached: RemovableHandle | None = None
         self._restart()
 
     # -- what moves it ---------------------------------------------------------------------------------------------
@@ -114,18 +115,23 @@ class State(nn.Module):
     def attach(
         self, optimizer: torch.optim.Optimizer, *, reduce_amax: bool = True, group: dist.ProcessGroup | None = None
     ) -> RemovableHandle:
-        """Advance after each ``optimizer.step()``; of several optimizers of a model, attach one.
+        """Advance after each ``optimizer.step()``, and no longer after that of an optimizer attached before.
 
+        Of several optimizers of a model, attach one. One that accelerate wraps may be given as it is.
         ``reduce_amax``: ``reduce_amax(group)`` first, where there is a process group. Returns a handle whose
         ``remove()`` ends both.
         """
+        if self._attached is not None:
+            self._attached.remove()
 
         def stepped(*_: Any) -> None:
             if reduce_amax:
                 self.reduce_amax(group)
             self.advance()
 
-        return optimizer.register_step_post_hook(stepped)
+        # accelerate's optimizer takes no hooks, and skips steps of the one inside while gradients accumulate.
+        self._attached = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(stepped)
+        return self._attached
 
     def reduce_amax(self, group: dist.ProcessGroup | None = None) -> None:
         """Before ``advance``: take each operand's largest magnitude of the step in the ranks of ``group``.
@@ -222,8 +228,8 @@ class State(nn.Module):
             self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no backward pass to come, and another process numbers its nodes anew."""
-        return {**vars(self), "_begun": []}
+        """A copy has no backward pass to come, nor an optimizer; another process numbers its nodes anew."""
+        return {**vars(self), "_begun": [], "_attached": None}
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _gather(self) -> None:

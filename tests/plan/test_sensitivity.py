@@ -97,6 +97,39 @@ def test_scores_are_those_of_the_definition():
             assert (score.loss, score.weight, score.input, score.output) == pytest.approx(values, rel=1e-3)
 
 
+class Bare(Language):
+    """Answers with the logits alone."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = super().forward(input_ids).logits
+        return logits
+
+
+class Decoder(Language):
+    """Is given as many ids that its logits are not of."""
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> SimpleNamespace:  # type: ignore[override]
+        return super().forward(decoder_input_ids)
+
+
+class Silent(Bare):
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids).detach()
+
+
+def test_the_loss_is_that_of_calibrate():
+    model, tokens = Language(), torch.randint(20, (2, 9))
+    found = lb.sensitivity(model, RECIPES, [tokens])
+    for other, batch in (
+        (Bare(), tokens),
+        (Decoder(), {"input_ids": torch.zeros_like(tokens), "decoder_input_ids": tokens}),
+    ):
+        other.load_state_dict(model.state_dict())
+        assert lb.sensitivity(other, RECIPES, [batch]).scores == found.scores
+    assert found.by == "loss"
+    assert lb.sensitivity(Silent(), RECIPES, [tokens]).by == "output"
+
+
 @pytest.mark.parametrize(
     "recipe", ["int8", "int8-weight-only", "fp8-tensor", "int8:tensor", "uint4-weight-only:group32"]
 )

@@ -194,7 +194,7 @@ def test_states_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="has no TrainLinear layers"):
         lb.train.state(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="2 parts of the model were prepared one by one"):
-        lb.train.state(nn.Sequential(Model("fp8"), Model("fp8")))
+        lb.train.state(nn.Sequential(Model(DELAYED), Model(STOCHASTIC)))
 
 
 def test_a_layer_built_by_hand_gets_its_state_from_the_model():
@@ -203,6 +203,40 @@ def test_a_layer_built_by_hand_gets_its_state_from_the_model():
         model(x)
     assert lb.train.state(model) is model[0].state and model[0].path == "0"
     model(x).sum().backward()
+
+
+def test_the_optimizer_attached_last_is_followed_alone():
+    model = Model(DELAYED)
+    state, first = lb.train.state(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    second = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state.attach(first)
+    state.attach(first)
+    first.step()
+    assert state.step == 1
+    state.attach(second)
+    first.step()
+    assert state.step == 1
+    second.step()
+    assert state.step == 2
+    twin = copy.deepcopy(model)
+    lb.train.state(twin).attach(torch.optim.SGD(twin.parameters(), lr=0.1))
+    second.step()
+    assert state.step == 3
+
+
+def test_parts_that_need_no_state_have_no_say_in_it():
+    model = nn.Sequential(Model(DELAYED), Model("fp8"))
+    assert lb.train.state(model) is model[0].up.state
+
+
+def test_another_layer_takes_the_state_of_one_that_was_replaced():
+    model = Model(DELAYED)
+    state = lb.train.state(model)
+    model.up = nn.Linear(33, 48)
+    assert lb.train.state(model) is state is model.down.lowbit_state
+    assert lb.train.state(model.down) is state and len(model._forward_pre_hooks) == 1
+    assert lb.train.state(Model(DELAYED).down) is not state
 
 
 # -- as a module -------------------------------------------------------------------------------------------------------
