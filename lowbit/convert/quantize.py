@@ -145,7 +145,10 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
             raise ValueError(f"{name!r} {KINDS[str(kind(layer))]}")
         adapter, listed, reason = find(layer)
         if listed is None:
-            raise ValueError(f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart")
+            raise ValueError(
+                f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart; where your "
+                f"code registers one (lowbit.convert.register), run that first"
+            )
         reason = reason if adapter is None else adapter.refuses(layer)
         if adapter is None or reason is not None:
             raise ValueError(f"{name!r} cannot be replaced by a quantized layer: {reason}")

@@ -14,7 +14,7 @@ from lowbit.calibrate.losses import Loss, predicted, token_loss
 from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
-from lowbit.convert.select import DEFAULT_SKIP, Skip
+from lowbit.convert.select import DEFAULT_SKIP, Skip, check_model
 from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
 from lowbit.models.batches import batches_in, feed, mask_of
@@ -25,7 +25,7 @@ from lowbit.notice import warn
 from lowbit.ops.conv import spans_tensor
 from lowbit.plan.bits import FLOAT, Score, Sensitivity
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Recipe, plan, refuse_beyond
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
@@ -59,6 +59,12 @@ def sensitivity(
     or Inf in a loss. TypeError for batches of other types.
     Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
     """
+    check_model(model)
+    if isinstance(recipes, str | Recipe | Plan | Mapping):
+        raise TypeError(
+            f"sensitivity: recipes are several to choose from, ['int4-weight-only', 'int8'], got one "
+            f"{type(recipes).__name__}"
+        )
     table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
     quantizing = [recipe for recipe in table.values() if recipe is not None]
     if not quantizing:

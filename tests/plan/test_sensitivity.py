@@ -256,6 +256,12 @@ def test_padding_counts_for_nothing():
         assert (a.loss, a.input, a.output) == pytest.approx((b.loss, b.input, b.output), rel=1e-4)
 
 
+@pytest.mark.parametrize("recipes", ["int8", {"*": "int8"}, lb.recipe("int8")])
+def test_one_recipe_is_no_choice(recipes):
+    with pytest.raises(TypeError, match=r"recipes are several to choose from.*got one"):
+        lb.sensitivity(nn.Sequential(nn.Linear(4, 4)), recipes, [torch.randn(2, 4)])
+
+
 def test_without_a_loss_the_errors_of_outputs_count_and_a_loss_can_be_given():
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8))
     batches = [torch.randn(16, 32)]
