@@ -5,6 +5,7 @@ They change the tensors that they are given and return nothing, so compiled code
 
 from __future__ import annotations
 
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lowbit.reference import philox4x32
 
-__all__ = ["DATA", "WEIGHT", "advance_", "derive_", "in_backward", "next_micro_batch_"]
+__all__ = ["DATA", "WEIGHT", "advance_", "derive_", "in_backward", "next_micro_batch_", "record_", "record_eagerly"]
 
 #: The rows of ``keys``: for activations and gradients, and for the weight.
 DATA, WEIGHT = 0, 1
@@ -54,6 +55,27 @@ def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pendi
     moved = torch.cat([pending[:, None], amax[:, :-1]], 1)
     amax.copy_(torch.where(pending[:, None] > 0, moved, amax))
     pending.zero_()
+
+
+@torch.library.custom_op("lowbit::train_record_", mutates_args=("pending",))
+def record_(pending: Tensor, magnitudes: Tensor, row: int) -> None:
+    """``pending[row]`` is at least each of ``magnitudes`` that is finite, so recording twice is recording once.
+
+    ``record_eagerly`` is the same without the time that an op takes.
+    """
+    record_eagerly(pending, magnitudes, row)
+
+
+@record_.register_vmap
+def _record_all(info: Any, in_dims: Any, pending: Tensor, magnitudes: Tensor, row: int) -> tuple[None, None]:
+    record_(pending, magnitudes, row)
+    return None, None
+
+
+def record_eagerly(pending: Tensor, magnitudes: Tensor, row: int) -> None:
+    """For code that is neither compiled nor transformed by torch.func, which refuses to change what it captured."""
+    held = pending[row]
+    held.copy_(torch.maximum(held, torch.where(magnitudes.isfinite(), magnitudes, 0.0).max()))
 
 
 def in_backward() -> bool:

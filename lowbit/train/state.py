@@ -21,11 +21,10 @@ from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
-from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, in_backward, next_micro_batch_
+from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, in_backward, next_micro_batch_, record_, record_eagerly
 
 __all__ = ["Place", "State", "View"]
 
-_SMALLEST_SCALE = 2.0**-126
 #: The operands that are the weight; the others are activations and gradients.
 _WEIGHT_ROLES = ("output.b", "grad_input.b")
 #: How many micro-batches of a step can wait for a backward pass that recomputes them.
@@ -45,9 +44,10 @@ class State(nn.Module):
 
     ``rng`` int64 ``[2]``, seed and step, chooses the bits of stochastic rounding, with the micro-batch, the replica,
     the operand's stream (``<path of the layer>/<role>``, such as ``"blocks.0.up/grad_weight.a"``) and an element's
-    place (docs/numerics.md section 7). ``amax`` fp32 ``[operands, steps]`` has the magnitudes of delayed scaling.
+    place (docs/numerics.md section 7). ``amax`` fp32 ``[operands, steps]`` has the magnitudes of delayed scaling, and
+    ``streams`` int64 ``[operands]`` the CRC-32 of their streams, so that no operand loads the history of another.
 
-    These two are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
+    These are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
     may save those of any rank. The rest is of one process and one step, and no buffer: DDP would overwrite it before
     each forward. It is ``keys`` (of the micro-batch under way), ``micro_batch`` (-1 before the first), ``pending``
     (the magnitudes of the step under way) and ``replica``. Save between steps; loading begins the step anew.
@@ -65,12 +65,14 @@ class State(nn.Module):
 
     rng: Tensor
     amax: Tensor
+    streams: Tensor
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         # On the CPU until there is a layer with numbers, whatever the default device is.
         self.register_buffer("rng", torch.tensor([_signed(seed), 0], device="cpu"))
         self.register_buffer("amax", torch.zeros(0, 0, device="cpu"), persistent=False)
+        self.register_buffer("streams", torch.zeros(0, dtype=torch.int64, device="cpu"), persistent=False)
         self.keys = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
         self.micro_batch = torch.tensor(-1, device="cpu")
         self.pending = torch.zeros(0, device="cpu")
@@ -187,6 +189,7 @@ class State(nn.Module):
         amax = self.amax.new_zeros(len(rows), max(self._steps.values(), default=0))
         amax[: len(self.amax), : self.amax.shape[-1]] = self.amax
         self.register_buffer("amax", amax, persistent=bool(rows))
+        self.register_buffer("streams", self._crcs().to(amax.device), persistent=bool(rows))
         self.pending = torch.cat([self.pending, self.pending.new_zeros(len(rows) - len(self.pending))])
         return {
             role: Place(crc32(stream.encode()), WEIGHT if role in _WEIGHT_ROLES else DATA, rows.get(stream))
@@ -206,7 +209,8 @@ class State(nn.Module):
             keys = self._begun[max(bisect_right(begun, _node_number()) - 1, 0)][1]
         if keys.device != device:
             keys, amax = keys.to(device), amax.to(device)
-        return View(keys.clone(), amax, self.pending, places, torch.is_grad_enabled())
+        # A clone made in a transform of torch.func is wrapped, and of no use in an autograd.Function that holds it.
+        return View(keys if _transformed() else keys.clone(), amax, self.pending, places, torch.is_grad_enabled())
 
     # -- as a module -----------------------------------------------------------------------------------------------
     def forward(self) -> None:
@@ -216,13 +220,22 @@ class State(nn.Module):
         """Tensors move and keep their dtypes and numbers, also where the model's are made empty (``to_empty``)."""
         device = fn(torch.empty(0, device=self.rng.device)).device
         if device.type != "meta":
-            self.rng, self.amax = self.rng.to(device), self.amax.to(device)
+            self.rng, self.amax, self.streams = (t.to(device) for t in (self.rng, self.amax, self.streams))
             self._gather()
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if any(name.startswith(prefix) for name in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
+            own, given = self._crcs(), self.streams.tolist()
+            if given != own.tolist():
+                lacks = [name for name in self._steps if crc32(name.encode()) not in given] or list(self._steps)
+                args[-1].append(
+                    f"{prefix}amax: expected the histories of this model's operands in their order, but the checkpoint "
+                    f"has others, not of {', '.join(lacks[:3])}{', ...' if lacks[3:] else ''}; prepare the model as "
+                    f"the one that was saved, or take the keys {prefix}* out of the checkpoint, to begin without histories"
+                )
+                self.streams = own.to(self.streams.device)
             self.micro_batch.fill_(-1)
             self.pending.zero_()
             self._restart()
@@ -232,6 +245,10 @@ class State(nn.Module):
         return {**vars(self), "_begun": [], "_attached": None}
 
     # -- inside ----------------------------------------------------------------------------------------------------
+    def _crcs(self) -> Tensor:
+        """What ``streams`` holds."""
+        return torch.tensor([crc32(stream.encode()) for stream in self._steps], dtype=torch.int64, device="cpu")
+
     def _gather(self) -> None:
         """Bring what is no buffer to where the buffers are; FSDP2 moves those alone."""
         device = self.rng.device
@@ -282,12 +299,12 @@ class View:
         empty = torch.zeros((), device=x.device)
         now = torch.linalg.vector_norm(x.detach(), torch.inf).float() if x.numel() else empty
         if self.records:
-            pending = self.pending[row]
-            pending.copy_(torch.maximum(pending, torch.where(now.isfinite(), now, 0.0).to(pending.device)))
+            record = record_ if torch.compiler.is_compiling() or _transformed() else record_eagerly
+            record(self.pending, now.to(self.pending.device), row)
         past = self.amax[row, : cast.history].max()
         amax = torch.where(past > 0, past, now)
         scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)
-        scale = scale.clamp(min=_SMALLEST_SCALE).where(amax > 0, 1.0)
+        scale = scale.clamp(min=2.0**-126).where(amax > 0, 1.0)
         return scale.where(now.isfinite(), torch.nan).reshape(1, 1)
 
 
@@ -305,6 +322,11 @@ def _distributed() -> bool:
 def _recomputes() -> bool:
     """Whether a backward pass calls this; compiled code leaves the question to the op."""
     return not torch.compiler.is_compiling() and in_backward()
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def _node_number() -> int:

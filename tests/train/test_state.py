@@ -35,6 +35,9 @@ DELAYED = lb.Recipe(
     lb.Gemm(cast("fp8_e5m2", scale="delayed", history=3), "reuse", save="recompute"),
     name="delayed",
 )
+DRAWN = lb.Recipe(
+    lb.Gemm(*[cast("fp8_e4m3", rounding="stochastic")] * 2), STOCHASTIC.grad_input, STOCHASTIC.grad_weight, name="drawn"
+)
 STATEFUL = pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=str)
 
 
@@ -189,6 +192,12 @@ def test_states_that_do_not_fit_are_refused():
     longer = replace(DELAYED, output=lb.Gemm(*[cast("fp8_e4m3", scale="delayed", history=5)] * 2))
     with pytest.raises(RuntimeError, match=r"size mismatch for up\.lowbit_state\.amax"):
         Run(DELAYED).model.load_state_dict(Run(longer).model.state_dict())
+    moved = Run({"*": "fp8", "up": DELAYED}).model.state_dict()
+    model = Run({"*": "fp8", "down": DELAYED}).model
+    moved = {name.replace("up.lowbit", "down.lowbit"): value for name, value in moved.items()}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"down\.lowbit_state\.amax: .* not of down/output\.a, down/output\.b, "):
+            model.load_state_dict(moved, assign=assign)
     with pytest.raises(ValueError, match="an integer of 64 bits"):
         State(1 << 64)
     with pytest.raises(ValueError, match="has no TrainLinear layers"):
@@ -245,7 +254,8 @@ def test_a_model_has_one_copy_of_its_state_and_only_where_it_needs_one():
     plain = ["up.weight", "up.bias", "down.weight"]
     assert names["fp8"] == plain
     assert [name for name in names[STOCHASTIC] if name not in plain] == ["up.lowbit_state.rng"]
-    assert [name for name in names[DELAYED] if name not in plain] == ["up.lowbit_state.rng", "up.lowbit_state.amax"]
+    delayed = [f"up.lowbit_state.{name}" for name in ("rng", "amax", "streams")]
+    assert [name for name in names[DELAYED] if name not in plain] == delayed
     assert Model({"*": DELAYED, "up": "fp8"}).down._modules.keys() == {"lowbit_state"}
     single = TrainLinear(4, 4, recipe=DELAYED)
     assert lb.train.state(single) is single.lowbit_state and single(torch.randn(2, 4)).shape == (2, 4)
@@ -320,6 +330,15 @@ def test_one_compilation_serves_all_steps_in_the_bits_of_eager(recipe, recompute
     expected, _ = trained(False)
     found, compilations = trained(True)
     assert compilations == 1 and all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DELAYED], ids=str)
+def test_compiled_code_takes_any_number_of_rows(recipe):
+    torch._dynamo.reset()
+    model = Model(recipe)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (5, 6, 9):
+        compiled(torch.randn(rows, 33)).sum().backward()
 
 
 # -- what is saved for backward ----------------------------------------------------------------------------------------
@@ -401,23 +420,33 @@ def test_what_training_does_not_do_is_refused():
 
 
 # -- torch.func, recipes by layer --------------------------------------------------------------------------------------
-def test_torch_func_gives_the_gradients_of_autograd():
-    layer, x = TrainLinear(33, 5), torch.randn(4, 33)
-    parameters = dict(layer.named_parameters())
+@pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, DRAWN, DELAYED], ids=str)
+def test_torch_func_gives_the_gradients_of_autograd(recipe):
+    layer, x = training_layer(33, 5, recipe), torch.randn(4, 33)
+    parameters, state = dict(layer.named_parameters()), lb.train.state(layer)
 
     def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(layer, given, (x,)).square().sum()
 
-    found = torch.func.grad(loss)(parameters, x)
-    expected = torch.autograd.grad(loss(parameters, x), list(parameters.values()))
+    def first(f, *args):
+        state.set_micro_batch(-1)  # as the first forward of the step
+        return f(*args)
+
+    found = first(torch.func.grad(loss), parameters, x)
+    expected = torch.autograd.grad(first(loss, parameters, x), list(parameters.values()))
     assert all(map(same_bits, found.values(), expected))
-    plain = torch.autograd.functional.jacobian(layer, x)
     with pytest.warns(UserWarning, match="performance drop"):
-        assert same_bits(torch.func.jacrev(layer)(x), plain)
-        by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+        by_sample = first(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0)), parameters, x[:, None])
     for row in range(4):
-        one = torch.func.grad(loss)(parameters, x[row : row + 1])
+        one = first(torch.func.grad(loss), parameters, x[row : row + 1])
         assert all(same_bits(by_sample[name][row], one[name]) for name in one)
+    assert recipe is not DELAYED or state.pending[0] == x.abs().max()
+
+
+def test_jacobians():
+    layer, x = TrainLinear(33, 5), torch.randn(4, 33)
+    with pytest.warns(UserWarning, match="performance drop"):
+        assert same_bits(torch.func.jacrev(layer)(x), torch.autograd.functional.jacobian(layer, x))
 
 
 def test_prepare_takes_recipes_by_layer():
