@@ -201,7 +201,7 @@ def test_custom_parameters_of_a_named_row_are_that_row():
 
 def test_a_format_is_a_name_and_no_dtype():
     with pytest.raises(TypeError, match=r"a Format or a name such as 'fp8_e4m3', got dtype"):
-        lb.encode(torch.ones(2), torch.float8_e4m3fn)
+        find(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
