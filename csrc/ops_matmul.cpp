@@ -152,19 +152,22 @@ cpu::Scales given_scales(const Rounded& r, cpu::Shape shape) {
 
 namespace {
 
-void multiply_rows(const Tensor& given, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
+void multiply_rows(const Tensor& x, const std::optional<Rounded>& input, mm::Problem& p, const MaybeTensor& bias,
                    const std::optional<Rounded>& output, const Tensor& out) {
-    STD_TORCH_CHECK(given.dim() >= 1, "lowbit: x must have an axis");
-    MaybeTensor other;
-    const Tensor& x = (given.dim() == 2 && !input) || lies_in_rows(given) ? given : other.emplace(in_rows(given));
-    const int64_t cols = x.size(x.dim() - 1);
+    const int64_t axes = x.dim();
+    STD_TORCH_CHECK(axes >= 1, "lowbit: x must have an axis");
+    const int64_t cols = x.size(axes - 1), step = x.stride(axes - 1);
     STD_TORCH_CHECK(cols > 0, "lowbit: x must have columns");
+    // Floats of a matrix that are multiplied as they are may lie in any way; rows that are quantized are contiguous.
+    if (axes == 2 ? input && step != 1 && cols > 1 : !x.is_contiguous()) {
+        return multiply_rows(in_rows(x), input, p, bias, output, out);
+    }
     const int64_t rows = x.numel() / cols;
     p.a.dtype = element_of(x, "x");
     p.a.data = x.const_data_ptr();
     p.a.rows = rows;
-    p.a.row_stride = x.dim() == 2 ? x.stride(0) : cols;
-    p.a.col_stride = x.stride(x.dim() - 1);
+    p.a.row_stride = axes == 2 ? x.stride(0) : cols;
+    p.a.col_stride = step;
     p.depth = cols;
     add_bias(p, bias);
     std::optional<cpu::Output> codes;
@@ -308,9 +311,9 @@ struct Packed {
     int64_t rows, cols;
 };
 
+// `buffer` is contiguous.
 Packed packed_of(const Tensor& buffer) {
-    STD_TORCH_CHECK(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.is_contiguous() &&
-                        buffer.numel() >= kPackedHeader,
+    STD_TORCH_CHECK(buffer.dim() == 1 && buffer.scalar_type() == ScalarType::Byte && buffer.numel() >= kPackedHeader,
                     "lowbit: a packed weight is a vector of bytes that prepack made");
     const auto* words = static_cast<const int64_t*>(buffer.const_data_ptr());
     STD_TORCH_CHECK(words[0] == kPackedMagic && words[1] == buffer.numel(), "lowbit: this is no packed weight");

@@ -34,13 +34,14 @@ inline Dtype dtype_of(const Tensor& t, const char* what) {
     }
 }
 
-// A tensor of any rank as [rows, cols], cols its last axis: a matrix with unit column stride, or contiguous.
+// A tensor of any rank as [rows, cols], cols its last axis: a matrix with unit column stride, or contiguous. A scalar
+// is [1, 1].
 struct Rows {
     cpu::Shape shape;
     int64_t stride;
 };
 inline Rows rows_of(const Tensor& t, const char* what) {
-    STD_TORCH_CHECK(t.dim() >= 1, what, " must have an axis");
+    if (t.dim() == 0) return {{1, 1}, 1};
     const int64_t cols = t.size(t.dim() - 1);
     if (t.dim() == 2) {
         STD_TORCH_CHECK(cols <= 1 || t.stride(1) == 1, what, " must have unit column stride, got ", t.stride(1));
@@ -85,8 +86,8 @@ inline cpu::Results results_of(const Tensor& t, const char* what, cpu::Shape sha
 
 inline void check_bytes(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte && t.is_contiguous(), what, " must be uint8, contiguous");
-    STD_TORCH_CHECK(t.dim() >= 1 && t.size(t.dim() - 1) == cols && t.numel() == rows * cols, what, " must hold [", rows,
-                    ", ", cols, "] bytes");
+    STD_TORCH_CHECK((t.dim() == 0 ? 1 : t.size(t.dim() - 1)) == cols && t.numel() == rows * cols, what, " must hold [",
+                    rows, ", ", cols, "] bytes");
 }
 inline const uint8_t* bytes_of(const Tensor& t, int64_t rows, int64_t cols, const char* what) {
     check_bytes(t, rows, cols, what);

@@ -123,7 +123,7 @@ def speed() -> str:
         times = float(peer["seconds"]) / float(best["seconds"])
         return *what, f"{peer['who']}, {1e3 * float(peer['seconds']):.3g} ms", f"{times:.2g}x"
 
-    head = ("operation", "lowbit", "of the machine's limit", "best of the others", "lowbit is")
+    head = ("operation", "lowbit", "of the machine's limit", "best of the others", "speed over it")
     return markdown(head, (row(*shown) for shown in SHOWN))
 
 

@@ -172,7 +172,8 @@ def cases() -> list[Case]:
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
 _TYPES = {
-    torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8",
 }  # fmt: skip
 
 

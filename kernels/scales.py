@@ -16,7 +16,7 @@ from lowbit.kernels.spec import format_spec
 from lowbit.scaling import SCALE_FORMATS
 
 #: FMT of the float format that block scales below a global scale are stored in.
-INNER = tl.constexpr(format_spec(find(next(row.name for row in SCALE_FORMATS.values() if row.id == 4))))
+E4M3 = tl.constexpr(format_spec(find(next(row.name for row in SCALE_FORMATS.values() if row.id == 4))))
 
 
 @triton.jit
@@ -92,18 +92,18 @@ def _make_e8m0(extent, non_finite, SCALE: tl.constexpr):
 
 @triton.jit
 def _make_e4m3(extent, non_finite, global_scale, SCALE: tl.constexpr):
-    inner = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4])
+    ratio = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4])
     above = global_scale.to(tl.int32, bitcast=True)
     sign = (above >> 31) & 1
     limit = above & 0x7FFFFFFF
     limit = tl.where(limit == 0, 0x7F800000, limit).to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(inner, limit).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    wanted = tl.div_rn(ratio, limit).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     sign = tl.zeros_like(wanted) + sign
     if SCALE[1]:
         code = _round_up_e4m3(wanted) | (sign << 7)
     else:
-        code = bits.encode_float(sign, wanted, 0, INNER, True, False)
-    scale = _product(bits.decode(code, 0, INNER), global_scale)
+        code = bits.encode_float(sign, wanted, 0, E4M3, True, False)
+    scale = _product(bits.decode(code, 0, E4M3), global_scale)
     return tl.where(non_finite, 0x7F, code), tl.where(non_finite, 0x7FC00000, scale)
 
 
@@ -143,7 +143,7 @@ def widen(raw, global_scale, SCALE: tl.constexpr):
         code = raw.to(tl.int32)
         return tl.where(code == 255, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
     elif SCALE[0] == 4:
-        return _product(bits.decode(raw.to(tl.int32), 0, INNER), global_scale)
+        return _product(bits.decode(raw.to(tl.int32), 0, E4M3), global_scale)
     else:
         sign, magnitude = bits.split(raw, SCALE[0])
         return magnitude | (sign << 31)

@@ -345,7 +345,7 @@ def find(format: str | Format) -> Format:
             raise ValueError(f"{format.name!r} names another format than this one; make your own with float_format()")
         return format
     if not isinstance(format, str):
-        raise TypeError(f"a format is named by a string, got {type(format).__name__}")
+        raise TypeError(f"a format is a Format or a name such as 'fp8_e4m3', got {type(format).__name__}")
     found = _found.get(format)
     if found is None:
         found = _parse(format)

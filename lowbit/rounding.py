@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 __all__ = ["Rounding"]
 
@@ -22,7 +21,8 @@ class Rounding:
     ``seed``, ``offset`` and ``pitch`` are integers of 64 bits, ``step`` and ``stream`` of 32, each signed or unsigned.
     An element's place is ``offset + row * pitch + col``; for a slice, give the whole tensor's offset and pitch (its
     number of columns).
-    Raises ValueError for integers of more bits, and for a step beside a tensor. Source: docs/numerics.md section 7.
+    Raises ValueError for integers of more bits, and for a step beside a tensor; TypeError for what is no integer.
+    Source: docs/numerics.md section 7.
     """
 
     seed: Any = None
@@ -45,13 +45,25 @@ class Rounding:
 
     def place(self) -> tuple[int, int, int | None]:
         """Stream, offset and pitch as the signed 64-bit integers that op schemas carry."""
-        stream = crc32(self.stream.encode()) if isinstance(self.stream, str) else self.stream
+        stream = _crc32(self.stream) if isinstance(self.stream, str) else self.stream
         pitch = None if self.pitch is None else _word("pitch", self.pitch, 64)
         return _word("stream", stream, 32), _word("offset", self.offset, 64), pitch
 
 
 def _word(name: str, word: int, bits: int) -> int:
     """A word of 32 or 64 bits, signed or not, as a signed 64-bit integer."""
+    if not isinstance(word, int) and not hasattr(word, "__index__"):  # SymInt is no int
+        raise TypeError(f"{name}: expected an integer, got {type(word).__name__}")
     if not -(1 << bits - 1) <= word < 1 << bits:
         raise ValueError(f"{name}: expected an integer of {bits} bits, got {word}; take it modulo 2**{bits}")
     return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _crc32(text: str) -> int:
+    """The CRC-32 of the text's UTF-8 bytes, in operations that torch.compile follows: it knows none of zlib's."""
+    crc = 0xFFFFFFFF
+    for byte in text.encode():
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0xEDB88320 & -(crc & 1))
+    return crc ^ 0xFFFFFFFF

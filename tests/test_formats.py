@@ -199,6 +199,11 @@ def test_custom_parameters_of_a_named_row_are_that_row():
     assert float_format(4, 3).name == "e4m3" and float_format(4, 3).max == 480.0
 
 
+def test_a_format_is_a_name_and_no_dtype():
+    with pytest.raises(TypeError, match=r"a Format or a name such as 'fp8_e4m3', got dtype"):
+        find(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lowbit"
 
 #: From the bottom up: a module may import its own layer's and lower ones.
 LAYERS = [
-    {"_version", "files", "machine", "checkout", "named", "notice", "tables"},
+    {"_version", "files", "machine", "checkout", "named", "notice", "tables", "processes"},
     {"formats", "rounding"},
     {"scaling"},
     {"calls", "recipes"},

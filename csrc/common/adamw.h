@@ -11,7 +11,6 @@ namespace lowbit {
 struct AdamWFactors {
     float decay, mix, keep, mix_square, correction, eps, rate;
 };
-constexpr int kAdamWFactors = 7;
 
 // The next parameter; the moments are replaced.
 LOWBIT_HD float adamw_element(const AdamWFactors& f, float param, float grad, float& avg, float& rms) {

@@ -21,8 +21,8 @@ struct BlockScale {
     float value, zero_point;
 };
 
-// E4M3, in which the inner of two levels of scales is stored.
-LOWBIT_HD FormatParams inner_format() {
+// E4M3, in which scales below a global one are stored.
+LOWBIT_HD FormatParams e4m3_format() {
     constexpr FormatParams format = kFormats[kIndex_fp8_e4m3].params;
     return format;
 }
@@ -37,10 +37,10 @@ static inline float largest_value(const FormatParams& f) {
 
 static inline ScaleRule scale_rule(const SchemeParams& s) {
     constexpr uint32_t kNever = 0x7fffffu, kSevenAndAQuarter = 0x680000u;  // fractions: of no number, of 7.25
-    const FormatParams &f = s.format, inner = inner_format();
+    const FormatParams &f = s.format, e4m3 = e4m3_format();
     const float qmin = static_cast<float>(f.qmin), qmax = static_cast<float>(f.qmax);
     const float divisor = s.affine ? qmax - qmin : s.full ? -qmin : largest_value(f);
-    const float global_scale = divisor * float_of(decode_float(static_cast<uint32_t>(inner.max_code), inner));
+    const float global_scale = divisor * float_of(decode_float(static_cast<uint32_t>(e4m3.max_code), e4m3));
     ScaleRule r = {};
     r.divisor = bits_of(divisor);
     r.global_scale_divisor = bits_of(global_scale);
@@ -71,7 +71,7 @@ LOWBIT_HD uint32_t nan_scale(int32_t scale_format) {
         case kScaleE8m0:
             return 0xffu;
         default:
-            return static_cast<uint32_t>(inner_format().nan_code);
+            return static_cast<uint32_t>(e4m3_format().nan_code);
     }
 }
 
@@ -81,7 +81,7 @@ LOWBIT_HD float scale_value(uint32_t stored, int32_t scale_format, const float* 
     if (scale_format == kScaleBf16) bits = widen_bf16(static_cast<uint16_t>(stored));
     if (scale_format == kScaleFp16) bits = widen_fp16(static_cast<uint16_t>(stored));
     if (scale_format == kScaleE8m0) bits = e8m0_value(stored);
-    if (scale_format == kScaleE4m3) bits = decode_float(stored, inner_format());
+    if (scale_format == kScaleE4m3) bits = decode_float(stored, e4m3_format());
     if (global_scale == nullptr) return float_of(bits);
     const uint32_t sign = (bits ^ bits_of(*global_scale)) & kSign;  // a NaN's too
     return float_of((bits_of(float_of(bits) * *global_scale) & kMagnitude) | sign);
@@ -94,10 +94,10 @@ LOWBIT_HD uint32_t normal_scale(uint32_t amount, uint32_t divisor) {
 }
 
 // The E4M3 code of a block's scale below a global one.
-LOWBIT_HD uint32_t inner_code(uint32_t bits, bool ceil) {
-    const FormatParams inner = inner_format();
-    if (!ceil || is_nan(bits)) return encode_float(bits, inner, true, false, 0);
-    return round_up(bits & kMagnitude, grid_of(inner), static_cast<uint32_t>(inner.max_code)) | (bits >> 31) << 7;
+LOWBIT_HD uint32_t e4m3_code(uint32_t bits, bool ceil) {
+    const FormatParams e4m3 = e4m3_format();
+    if (!ceil || is_nan(bits)) return encode_float(bits, e4m3, true, false, 0);
+    return round_up(bits & kMagnitude, grid_of(e4m3), static_cast<uint32_t>(e4m3.max_code)) | (bits >> 31) << 7;
 }
 
 // The sign bit of a stored scale.
@@ -109,9 +109,9 @@ LOWBIT_HD uint32_t scale_sign(int32_t scale_format) {
 LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float* global_scale) {
     if (r.scale_format == kScaleE8m0) return amount == 0 ? 127u : e8m0_code(amount, r.divisor, r.raise_above);
     if (r.scale_format == kScaleE4m3) {
-        const float inner = divide(float_of(amount), float_of(r.divisor));
-        return inner_code(bits_of(global_scale == nullptr ? inner : quotient(inner, divisor_of(*global_scale))),
-                          r.ceil != 0);
+        const float ratio = divide(float_of(amount), float_of(r.divisor));
+        return e4m3_code(bits_of(global_scale == nullptr ? ratio : quotient(ratio, divisor_of(*global_scale))),
+                         r.ceil != 0);
     }
     const uint32_t scale = normal_scale(amount, r.divisor);
     if (r.scale_format == kScaleBf16) return round_up_bf16(scale);

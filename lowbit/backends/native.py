@@ -57,8 +57,11 @@ def loading_error() -> str | None:
 
 
 def _stale() -> str | None:
-    """Why the library that was loaded is not used: it was generated from another table of formats."""
+    """Why the library that was loaded is not used: it was generated from another table of formats, or it is older than
+    the rule that schemas are made of the table of ops."""
     ops = torch.ops.lowbit_native
+    if hasattr(ops, "keep"):
+        return f"{LIBRARY.name} was built from older sources, whose kernels take other arguments; rebuild: make build"
     if hasattr(ops, "fingerprint") and ops.fingerprint() == formats.fingerprint():
         return None
     return f"{LIBRARY.name} was built with another table of formats than lowbit/formats.py has; rebuild: make build"

@@ -33,12 +33,13 @@ from lowbit.calibrate.weights import InMemory
 from lowbit.convert.engine import swap
 from lowbit.convert.maker import decibel, require_numbers
 from lowbit.convert.select import Skip
-from lowbit.models.batches import feed
+from lowbit.datafree import RULES
+from lowbit.models.batches import feed, kinds
 from lowbit.models.blocks import Chain, find_blocks
 from lowbit.models.writes import despite_writes
 from lowbit.nn.linear import QuantLinear
 from lowbit.notice import warn
-from lowbit.observers.processes import everywhere
+from lowbit.processes import everywhere
 from lowbit.recipes import Plan
 
 __all__ = ["Blockwise"]
@@ -113,7 +114,7 @@ class Blockwise:
         inside = {id(module) for block in chain.blocks for module in block.modules()}
         outside = [layer for layer in observed_layers(model) if id(layer) not in inside]
         with self.weights.paged(chain.blocks):
-            return not self.data or follows(chain, model, self.data[0], outside)
+            return all(follows(chain, model, self.data[number], number, outside) for number in kinds(self.data))
 
     def _uses(self, layer: Observed) -> str:
         """What is to be known of a layer's inputs. Raises ValueError where the method cannot serve the layer."""
@@ -125,7 +126,7 @@ class Blockwise:
         if self.data:
             return method.uses
         if method.need != "nothing":
-            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {_without_data()}")
+            raise ValueError(f"method {method.name!r} needs data; give batches, or one of {', '.join(RULES)}")
         if self.choice.transforms:
             raise ValueError(f"{self.choice.transforms[0].name} needs data; give batches")
         if layer.recipe.static:
@@ -145,7 +146,7 @@ class Blockwise:
             weigh(self.work, layers, self.data, loss, checkpointed=self.chain is not None)
         except (ValueError, RuntimeError) as error:
             if self.choice.weights is not None or loss is not None:
-                raise
+                raise _worded("guided-gptq", error) from error
             self.gradient = False
             for layer in layers:
                 layer.importance = None
@@ -226,8 +227,11 @@ class Blockwise:
             own = [layer for layer in layers if self.method_for(layer) is method and self._reached(layer)]
             targets = [plain.run(index, number) for number in range(len(self.data))]
             learn = partial(method.tune, own, partial(chain.run, index), targets)
-            with torch.enable_grad():
-                despite_writes(learn)
+            try:
+                with torch.enable_grad():
+                    despite_writes(learn)
+            except RuntimeError as error:
+                raise _worded(method.name, error) from error
 
     @staticmethod
     def _reached(layer: Observed) -> bool:
@@ -342,14 +346,17 @@ class Blockwise:
         self.found.inputs[layer.name] = ranges.scales(*observer.range(ranges)), observer.name
 
 
+def _worded(method: str, error: Exception) -> Exception:
+    """The error of a method that takes gradients: where it is torch's, with what to do."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return error
+    return RuntimeError(f"{method} takes gradients of the model, and torch says: {error}; method='gptq' takes none")
+
+
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model``, where it is a stack of some and none is there twice."""
     blocks = find_blocks(model)
     return blocks if len({id(block) for block in blocks}) == len(blocks) else []
-
-
-def _without_data() -> str:
-    return ", ".join(method.name for method in METHODS.values() if method.need == "nothing")
 
 
 def _energy(matrix: Tensor, statistics: Statistics | None) -> float:

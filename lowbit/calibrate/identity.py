@@ -85,9 +85,10 @@ class _Writer:
         elif isinstance(value, _PLAIN):
             yield f"\0{value!r}\0".encode()  # so that (1, 12) is not (11, 2)
         elif hasattr(value, "items") and not isinstance(value, type | ModuleType):
-            for name, inner in sorted(value.items(), key=lambda row: str(row[0])):
-                yield str(name).encode()
-                yield from self.of(inner)
+            rows = sorted(value.items(), key=lambda row: str(row[0]))
+            yield f"map {len(rows)}".encode()
+            for row in rows:
+                yield from self.of(row)
         elif isinstance(value, tuple | list):
             yield str(len(value)).encode()
             for inner in value:

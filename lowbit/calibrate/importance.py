@@ -20,7 +20,7 @@ from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.models.batches import feed
 from lowbit.models.blocks import find_blocks, restored_forwards
 from lowbit.models.writes import Unchanged, Written, despite_writes
-from lowbit.observers.processes import processes
+from lowbit.processes import processes
 
 __all__ = ["weigh"]
 

@@ -12,25 +12,24 @@ from torch import Tensor
 from lowbit.calibrate.identity import digest
 from lowbit.models.batches import mask_of, tokens_of
 
-__all__ = ["Loss", "default_loss", "next_token"]
+__all__ = ["Loss", "default_loss", "predicted", "token_loss"]
 
 #: The loss of what the model answers to a batch, a scalar.
 Loss = Callable[[Any, Any], Tensor]
 
 
 def default_loss(output: Any, batch: Any) -> Tensor:
-    """The model's own loss where it answers with one; else the cross-entropy of the next token, where it answers with
-    logits of the token ids that it is given; else a random projection of its outputs.
+    """The model's own loss where it answers with one; else the ``token_loss``, where it has one; else a random
+    projection of its outputs.
 
     Raises ValueError for outputs without a gradient.
     """
     given = output.get("loss") if isinstance(output, Mapping) else None
     if isinstance(given, Tensor):
         return given
-    ids, mask = _predicted(batch)
-    logits: Any = output.get("logits") if isinstance(output, Mapping) else output
-    if _are_logits(logits, ids):
-        return next_token(logits, ids, mask)
+    value = token_loss(output, batch)
+    if value is not None:
+        return value
     tokens, mask = tokens_of(batch), mask_of(batch)
     if mask is None and tokens is not None and isinstance(batch, Mapping):
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -50,10 +49,16 @@ def default_loss(output: Any, batch: Any) -> Tensor:
     return torch.stack(projected).sum()
 
 
-def next_token(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The sum over ``tokens`` [B, T], without padding, of the cross-entropy of the next one; ``logits``: [B, T, V]."""
-    targets = tokens[:, 1:].long()
-    if mask is not None and mask.shape == tokens.shape:
+def token_loss(output: Any, batch: Any) -> Tensor | None:
+    """The sum over tokens, without padding, of the cross-entropy of the next one, where the model answers with logits
+    [B, T, V] of the token ids [B, T] that it is given; None where it answers with something else.
+    """
+    ids, mask = predicted(batch)
+    logits: Any = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not _are_logits(logits, ids):
+        return None
+    targets = ids[:, 1:].long()
+    if mask is not None and mask.shape == ids.shape:
         targets = targets.masked_fill(~mask[:, 1:], -100)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
@@ -67,7 +72,7 @@ def _without_padding(batch: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
     }
 
 
-def _predicted(batch: Any) -> tuple[Any, Tensor | None]:
+def predicted(batch: Any) -> tuple[Any, Tensor | None]:
     """The token ids that logits are of, which a decoder is given where there is one; and where these are no padding."""
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return batch["decoder_input_ids"], mask_of(batch, "decoder_attention_mask")

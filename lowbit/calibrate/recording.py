@@ -27,8 +27,8 @@ from lowbit.models.batches import feed, mask_of
 from lowbit.models.blocks import Chain, same
 from lowbit.models.writes import Unchanged
 from lowbit.observers import Ranges
-from lowbit.observers.processes import processes
 from lowbit.ops.conv import Window
+from lowbit.processes import processes
 from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized
 
@@ -337,28 +337,28 @@ def inputs_of(layers: Sequence[Observed], chain: Chain, index: int, number: int)
     return {layer.name: inputs for layer, inputs in given.items()}
 
 
-def follows(chain: Chain, model: nn.Module, batch: Any, layers: Sequence[Observed]) -> bool:
+def follows(chain: Chain, model: nn.Module, batch: Any, number: int, layers: Sequence[Observed]) -> bool:
     """Whether ``chain`` gives its blocks, and ``layers``, which are outside of them, what ``model`` gives them when it
-    is called as a whole, with ``batch``, the first one.
+    is called as a whole, with ``batch``, which has this number.
     """
     last: Tensor | None = None
 
     def whole() -> None:
         nonlocal last
-        last = chain.whole(model, batch)
+        last = chain.whole(model, batch, number)
 
     def replayed() -> None:
-        with chain.replayed(0):
+        with chain.replayed(number):
             feed(model, batch)
 
     given = Journal.of(layers, whole, copies=True).by_layer()
     if last is None:
         return False
-    first, chain.hidden[0] = chain.hidden[0], last
+    before, chain.hidden[number] = chain.hidden[number], last
     try:
         return same(given, Journal.of(layers, replayed, copies=True).by_layer())
     finally:
-        chain.hidden[0] = first
+        chain.hidden[number] = before
 
 
 def stages(layers: Sequence[Observed], run: Callable[[], object]) -> list[list[Observed]]:

@@ -18,7 +18,7 @@ from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
 from lowbit.convert.engine import uncompiled
-from lowbit.convert.select import DEFAULT_SKIP, Skip
+from lowbit.convert.select import DEFAULT_SKIP, Skip, check_model
 from lowbit.models.batches import batches_in
 from lowbit.models.names import patterns_in
 from lowbit.progress import Progress, reporting
@@ -44,7 +44,7 @@ def calibrate(
     ``recipe``, ``skip``: as for ``quantize_``. Recipe and batches are told apart by their types, in either order.
     ``batches``: what the model is called with: a tensor as it is, a tuple by position, a dict by keyword. A few
     thousand tokens, or some hundred images, of what the model will see. Where a dict's ``attention_mask`` [B, T] is 0,
-    tokens are padding and do not count. None, or none: only for methods that need no data.
+    tokens are padding and do not count. None: only for methods that need no data.
     ``method``: a name or several. Of weights one of ``lowbit.calibrate.METHODS``; None: the best known, with data
     ``guided-gptq`` (``gptq`` for a model whose loss has no gradient), without that of ``quantize_``.
     Of static input scales one of ``OBSERVERS``; by default ``minmax``. Before them any of ``TRANSFORMS``, in the order
@@ -69,10 +69,13 @@ def calibrate(
     Warns of layers that no batch reaches; their weights are chosen without data.
     """
     started = time.perf_counter()
+    check_model(model)
     if _is_recipe(batches) and not _is_recipe(recipe):
         recipe, batches = batches, cast(Any, recipe)
     chosen, choice = planned(recipe, method, "calibrate")
     data = batches_in(batches)
+    if batches is not None and not data:
+        raise ValueError("calibrate: there are no batches (an iterator gives them once); give some, or None")
     skip = patterns_in(skip, "skip")
     model = uncompiled(model)
     finished = None

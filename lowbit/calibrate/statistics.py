@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.observers import Ranges
-from lowbit.observers.processes import processes
 from lowbit.ops.conv import Window
+from lowbit.processes import processes
 
 __all__ = ["NEEDS", "Statistics"]
 

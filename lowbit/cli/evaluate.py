@@ -89,7 +89,7 @@ def evaluate(
     cells = [
         cell
         for row in rows
-        for cell in run.plan(
+        for cell in run.cells_of(
             row,
             chosen,
             wanted,

@@ -9,25 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate import METHODS
 from lowbit.calibrate.choice import choose
+from lowbit.datafree import DEFAULT, RULES
 from lowbit.evaluate.data import read
 from lowbit.serialize import load_model
 from lowbit.serialize.huggingface import from_directory, is_directory
 from lowbit.serialize.layout import CONFIG, our_config
 
-__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "data_free", "load", "methods_in", "windows"]
+__all__ = ["DEFAULT_METHOD", "Dtype", "cast_", "load", "methods_in", "windows"]
 
 #: What methods are where none is named, for people.
-DEFAULT_METHOD = (
-    "with --text guided-gptq; without, magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, else "
-    "nearest"
-)
-
-
-def data_free() -> str:
-    """The methods that need no text."""
-    return ", ".join(row.name for row in METHODS.values() if row.need == "nothing")
+DEFAULT_METHOD = f"with --text guided-gptq; without, {DEFAULT}"
 
 
 class Dtype(str, Enum):
@@ -77,7 +69,9 @@ def methods_in(method: str | None, text: Path | None) -> list[str] | None:
     if weights is not None and weights.need != "nothing":
         needing.append(weights.name)
     if needing and text is None:
-        raise ValueError(f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {data_free()}")
+        raise ValueError(
+            f"--method {needing[0]} looks at data; give a text with --text FILE, or one of {', '.join(RULES)}"
+        )
     return names
 
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from lowbit.calibrate import Calibration, calibrate
 from lowbit.cli.budget import CANDIDATES, Budget
 from lowbit.cli.console import errors, out, print_json, resumable, size
-from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, data_free, load, methods_in, windows
+from lowbit.cli.models import DEFAULT_METHOD, Dtype, cast_, load, methods_in, windows
 from lowbit.convert import quantize_
 from lowbit.convert.engine import quantized_layers
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip
+from lowbit.datafree import RULES
 from lowbit.files import check_regular
 from lowbit.memory.rss import available_bytes, peak_bytes, reset_peak
 from lowbit.out_of_core import quantize_files
@@ -85,7 +86,7 @@ def quantize(
         typer.Option(
             metavar="A,B",
             help=f"Methods, as of lowbit calibrate; by default {DEFAULT_METHOD}. Without --text, and with --bits or "
-            f"--size, one that needs no data: {data_free()}.",
+            f"--size, one that needs no data: {', '.join(RULES)}.",
         ),
     ] = None,
     from_disk: Annotated[

@@ -144,7 +144,7 @@ def make_all(chosen: dict[str, Chosen], make: Callable[[Any, Adapter, Any], Any]
             continue
         try:
             new = make(layer, adapter, recipe)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise type(error)(f"layer {name!r}: {error}") from error
         if isinstance(new, nn.Module) and new is not layer:
             take_over(new, layer)

@@ -19,8 +19,8 @@ from lowbit.recipes import Plan, Recipe
 from lowbit.tensor.quantized import Quantized, Scales
 
 __all__ = [
-    "Allocated", "Maker", "QuantMaker", "Ruled", "Source", "decibel", "energies", "measured", "require_float",
-    "require_numbers",
+    "Allocated", "Calibrated", "Maker", "QuantMaker", "Ruled", "Source", "decibel", "energies", "measured",
+    "require_float", "require_numbers",
 ]  # fmt: skip
 
 Made = TypeVar("Made", bound=nn.Module)
@@ -117,6 +117,37 @@ class Ruled:
     def edits(self, model: nn.Module) -> dict[str, Tensor]:
         """None."""
         return {}
+
+
+class Calibrated:
+    """Weights and scales are those of a Calibration; ``used``: the names that were asked for."""
+
+    def __init__(self, calibration: Any) -> None:
+        self.calibration = calibration
+        self.used: set[str] = set()
+
+    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
+        require_numbers(matrix)
+        made: Quantized = self.calibration.weight(name, matrix, recipe)
+        self.used.add(name)
+        row = self.calibration.rows[name]
+        return made, torch.tensor([row.signal, row.noise], dtype=torch.float64)
+
+    def plan(self, chosen: Plan) -> Plan:
+        """The plan, with the transforms that calibration added to recipes (``method="hadamard"``)."""
+        found = {row.recipe for row in self.calibration.rows.values()}
+        return chosen.map(lambda one: one.rotated() if one not in found and one.rotated() in found else one)
+
+    def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
+        found: Scales | None = self.calibration.input_scales(name, recipe)
+        if found is None:
+            return None
+        zero = None if found.zero_point is None else found.zero_point.to(matrix.device)
+        return Scales(found.scale.to(matrix.device), zero)
+
+    def edits(self, model: nn.Module) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.calibration.check_edits(model, self.used)
+        return found
 
 
 class Allocated:

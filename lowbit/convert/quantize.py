@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import Task, convert, make_all, matrices, swap
-from lowbit.convert.maker import Allocated, QuantMaker, Ruled, Source, require_numbers
+from lowbit.convert.maker import Allocated, Calibrated, QuantMaker, Ruled, Source
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report, amount
 from lowbit.convert.select import DEFAULT_SKIP, Chosen, Selection, Skip, is_table, plain_layers
@@ -22,9 +21,8 @@ from lowbit.nn.base import KINDS, kind
 from lowbit.notice import warn
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
-from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["Calibrated", "quantize_", "quantize_from", "replacements"]
+__all__ = ["quantize_", "quantize_from", "replacements"]
 
 
 def quantize_(
@@ -45,8 +43,8 @@ def quantize_(
     compute the same with the same parameters, and what ``lowbit.convert.register`` adds.
     ``calibration``: what ``lowbit.calibrate`` found for this model and recipe.
     ``method``: without a calibration, how codes and scales of weights are chosen, one of ``lowbit.datafree.RULES``.
-    None is the best known for each scheme: ``magnitude`` for signed integers below 8 bits, ``mse`` for mxfp4
-    and nvfp4, else ``nearest``, which rounds to the nearest code by scales from the largest magnitude.
+    None is the best known for each scheme (``lowbit.datafree.default_rule``); ``nearest`` rounds to the nearest code by
+    scales from the largest magnitude.
     ``skip``: the modules to leave. Patterns here and there are those of ``lowbit.models.names``: ``"lm_head"`` means
     ``"model.lm_head"`` too, and all inside; ``"blocks.*.up"``, ``"re:..."`` and functions of module and path serve too.
     ``group``: elements that share a scale, for ``int4-weight-only`` and ``nf4``. ``prepack``: call ``prepack_`` on the
@@ -122,37 +120,6 @@ def _source(calibration: Any, method: str | None) -> Source:
     return Calibrated(calibration)
 
 
-class Calibrated:
-    """A Calibration as a Source."""
-
-    def __init__(self, calibration: Any) -> None:
-        self.calibration = calibration
-        self.used: set[str] = set()
-
-    def weight(self, name: str, matrix: Tensor, recipe: Recipe) -> tuple[Quantized, Tensor]:
-        require_numbers(matrix)
-        made: Quantized = self.calibration.weight(name, matrix, recipe)
-        self.used.add(name)
-        row = self.calibration.rows[name]
-        return made, torch.tensor([row.signal, row.noise], dtype=torch.float64)
-
-    def plan(self, chosen: Plan) -> Plan:
-        """The plan, with the transforms that calibration added to recipes (``method="hadamard"``)."""
-        found = {row.recipe for row in self.calibration.rows.values()}
-        return chosen.map(lambda one: one.rotated() if one not in found and one.rotated() in found else one)
-
-    def input_scales(self, name: str, matrix: Tensor, recipe: Recipe) -> Scales | None:
-        found: Scales | None = self.calibration.input_scales(name, recipe)
-        if found is None:
-            return None
-        zero = None if found.zero_point is None else found.zero_point.to(matrix.device)
-        return Scales(found.scale.to(matrix.device), zero)
-
-    def edits(self, model: nn.Module) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.calibration.check_edits(model, self.used)
-        return found
-
-
 def _plan(recipe: Any, group: int | None) -> Plan:
     if group is not None and isinstance(recipe, Mapping | Plan):
         raise ValueError(f"quantize_: group={group} is for one recipe; by layer, write for instance 'nf4:group{group}'")
@@ -178,7 +145,10 @@ def replacements(model: nn.Module, recipes: dict[str, Recipe]) -> dict[int, nn.M
             raise ValueError(f"{name!r} {KINDS[str(kind(layer))]}")
         adapter, listed, reason = find(layer)
         if listed is None:
-            raise ValueError(f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart")
+            raise ValueError(
+                f"{name!r} is a {type(layer).__name__} in this model, which has no quantized counterpart; where your "
+                f"code registers one (lowbit.convert.register), run that first"
+            )
         reason = reason if adapter is None else adapter.refuses(layer)
         if adapter is None or reason is not None:
             raise ValueError(f"{name!r} cannot be replaced by a quantized layer: {reason}")

@@ -96,7 +96,8 @@ class Report:
         from rich.console import Console  # imported when it is needed: the library imports without it
 
         console = Console(file=(out := StringIO()), width=_WIDTH, color_system=None, legacy_windows=False)
-        console.print(self.table())
+        if self.layers:
+            console.print(self.table())
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
         return "\n".join([self._headline(), *lines, *self._remarks()])
 
@@ -104,7 +105,8 @@ class Report:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(Text(self._headline()), self.table(), *(Text(line) for line in self._remarks()))
+        table = [self.table()] if self.layers else []
+        return Group(Text(self._headline()), *table, *(Text(line) for line in self._remarks()))
 
     def table(self, every_layer: bool | None = None) -> Table:
         """``layers`` as a table of rich. ``every_layer``: a row for each (None: where they are few)."""

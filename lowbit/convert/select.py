@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from lowbit.convert.adapters import Adapter, find
 from lowbit.convert.report import left_lines
-from lowbit.models.names import last_match, matches, patterns_in, plain_name, spells, unmatched
+from lowbit.models.names import is_inside, last_match, matches, patterns_in, plain_name, spells, unmatched
 from lowbit.models.ties import paths
+from lowbit.named import did_you_mean
 from lowbit.nn.base import KINDS, full_name, kind
 from lowbit.recipes import Pattern, Plan, Recipe
 
@@ -27,6 +28,9 @@ DEFAULT_SKIP = ("lm_head",)
 
 #: Which modules a caller leaves out: a pattern of ``lowbit.models.names``, or several.
 Skip = Pattern | Iterable[Pattern]
+
+#: Modules with their paths.
+_Modules = list[tuple[str, nn.Module]]
 
 #: Words in the names of parameters that no product has for a weight.
 _ADDED = frozenset({"token", "tokens", "embed", "embedding", "embeddings", "bias"})
@@ -98,8 +102,9 @@ def select(
     names, modules = paths(model), {id(module): module for module in model.modules()}
     patterns = () if plan is None else patterns_in(tuple(pattern for pattern, _ in plan.patterns), "recipes")
     every = [(plain_name(name), modules[key]) for key, several in names.items() for name in several]
-    skips = _checked(skip, every)
-    found, reached = Selection(), []
+    skips = patterns_in(skip, "skip")
+    _refuse_missing("skip", skips, every, every)
+    found, reached, whole = Selection(), [], []
 
     def spelled(path: str, word: str) -> bool:
         return any(spells(pattern, path, word) for pattern in patterns)
@@ -108,6 +113,7 @@ def select(
         several, module, verdict = candidate
         first, plain = several[0], [plain_name(name) for name in several]
         reached += [(path, module) for path in plain]
+        whole += [] if verdict.inside else reached[-len(plain) :]
         if any(matches(pattern, path, module) for pattern in skips for path in plain):
             found.skipped.append(first)
             continue
@@ -129,8 +135,10 @@ def select(
             found.chosen[first] = Chosen(module, verdict.adapter, recipe)
         else:
             found.left[first] = verdict.reason or ""
-    if plan is not None and reached:
-        _check_patterns(patterns, reached)
+    if reached:
+        _refuse_parts("skip", skips, reached, whole, every)
+        _refuse_parts("recipes", patterns, reached, whole, every)
+        _refuse_missing("recipes", patterns, reached, every)
     return found
 
 
@@ -173,24 +181,39 @@ def _one_recipe(plan: Plan, names: list[str], module: nn.Module) -> Recipe | Non
     return recipe
 
 
-def _checked(skip: Skip, modules: list[tuple[str, nn.Module]]) -> tuple[Pattern, ...]:
-    patterns = patterns_in(skip, "skip")
-    missed = [pattern for pattern in unmatched(patterns, modules) if pattern not in DEFAULT_SKIP]
-    if missed:
-        raise ValueError(f"skip pattern {missed[0]!r} matches no module; names are such as {_examples(modules)}")
-    return patterns
-
-
-def _check_patterns(patterns: tuple[Pattern, ...], layers: list[tuple[str, nn.Module]]) -> None:
-    missed = [pattern for pattern in unmatched(patterns, layers) if pattern not in DEFAULT_SKIP]
+def _refuse_missing(what: str, patterns: tuple[Pattern, ...], meant: _Modules, every: _Modules) -> None:
+    """Raises ValueError for a pattern that means none of ``meant``."""
+    missed = [pattern for pattern in unmatched(patterns, meant) if pattern not in DEFAULT_SKIP]
     if missed:
         raise ValueError(
-            f"recipes: the pattern {missed[0]!r} matches no layer; names are such as {_examples(layers)}. A pattern "
-            f"matches from any dot; '*' stands for any part of a name"
+            f"{what}: the pattern {missed[0]!r} matches no {'module' if meant is every else 'layer'}"
+            f"{did_you_mean(missed[0], _endings(every))}; names are such as {_examples(meant)}. A name matches from "
+            f"any dot, and '*' stands for any part of it; 're:' has to match the whole path"
         )
 
 
-def _examples(modules: list[tuple[str, nn.Module]], most: int = 4) -> str:
+def _refuse_parts(what: str, patterns: tuple[Pattern, ...], layers: _Modules, whole: _Modules, every: _Modules) -> None:
+    """Raises ValueError for a pattern that means no layer, but a part of one of the ``whole``, which would be converted
+    with it all the same.
+    """
+    for pattern in unmatched(patterns, layers):
+        parts = [path for path, module in every if matches(pattern, path, module)]
+        for path, layer in whole:
+            part = next((part for part in parts if is_inside(part, path)), None)
+            if part is not None:
+                raise ValueError(
+                    f"{what}: the pattern {pattern!r} means {part!r}, a part of the {type(layer).__name__} {path!r}, "
+                    f"which is one layer; name that instead"
+                )
+
+
+def _endings(modules: _Modules) -> set[str]:
+    """The names of modules, and what follows each of their dots."""
+    parts = [name.split(".") for name, _ in modules if name]
+    return {".".join(words[start:]) for words in parts for start in range(len(words))}
+
+
+def _examples(modules: _Modules, most: int = 4) -> str:
     names = [name for name, _ in modules]
     leaves = [name for name in names if name and not any(other.startswith(f"{name}.") for other in names)]
     return ", ".join(repr(name) for name in leaves[:most]) or "none (the model has no modules inside)"
@@ -283,5 +306,7 @@ def nothing_found(model: nn.Module, found: Selection, what: str, converted: str)
     seen = ", ".join(f"{count} {name}" for name, count in kinds.most_common()) or "no layer with a weight matrix"
     lines = [f"{what} found nothing to convert: it converts layers of class {converted}, and the model has {seen}"]
     if found.skipped:
-        lines.append(f"skipped as asked: {', '.join(found.skipped)}; pass skip=() to convert these too")
+        lines.append(
+            f"skipped as asked: {', '.join(found.skipped)}; pass skip=(), or recipes that mean these, to convert them"
+        )
     return "\n".join([*lines, *left_lines(found.left)])

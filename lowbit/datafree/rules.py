@@ -13,7 +13,7 @@ from lowbit.named import did_you_mean, spelled
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
 
-__all__ = ["RULES", "Rule", "default_rule", "find_rule"]
+__all__ = ["DEFAULT", "RULES", "Rule", "default_rule", "find_rule"]
 
 
 class Rule(NamedTuple):
@@ -65,8 +65,12 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
+#: What ``default_rule`` chooses, in words.
+DEFAULT = "magnitude for signed integers below 8 bits, mse for mxfp4 and nvfp4, else nearest"
+
+
 def default_rule(scheme: Scheme) -> Rule:
-    """The best known rule for weights of this scheme, by bench/results/calibrate."""
+    """The best known rule for weights of this scheme, by bench/results/calibrate; ``DEFAULT`` says it in words."""
     if _unsigned(scheme) is None and scheme.format.bits < 8:  # with 256 codes one more is worth nothing
         return RULES["magnitude"]
     coded = scheme.format.kind == "float" and scheme.format.bits == 4 and scheme.scale_format.dtype == "uint8"

@@ -27,7 +27,7 @@ from lowbit.observers import find_observer
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 
-__all__ = ["Cell", "Methods", "default_of", "plan", "read", "run"]
+__all__ = ["Cell", "Methods", "cells_of", "default_of", "read", "run"]
 
 #: The version of result files.
 FORMAT = 1
@@ -96,7 +96,7 @@ class Methods(NamedTuple):
     samples: int = 128
 
 
-def plan(
+def cells_of(
     model: Model,
     recipes: Iterable[str] | None,
     wanted: Wanted,

@@ -16,13 +16,20 @@ _NEAREST = ("nearest", None, 0, 0, None)
 
 
 def random_bits(rounding: str | Rounding, x: Tensor) -> tuple[Any, ...]:
-    """What ops take for rounding ``x``: the name, then ``rng``, stream, offset and pitch."""
+    """What ops take for rounding ``x``: the name, then ``rng``, stream, offset and pitch.
+
+    Raises TypeError for what is no rounding, and for a seed that is neither an integer, a tensor nor None.
+    """
     if rounding == "nearest":
         return _NEAREST
     if rounding == "stochastic":
         rounding = Rounding()
-    if not isinstance(rounding, Rounding):
+    if isinstance(rounding, str):
         return rounding, *_NEAREST[1:]
+    if not isinstance(rounding, Rounding):
+        raise TypeError(
+            f"rounding must be 'nearest', 'stochastic' or a lowbit.Rounding(seed), got {type(rounding).__name__}"
+        )
     seed = rounding.seed
     if isinstance(seed, int):
         rng = torch.tensor(rounding.seed_and_step(), device=x.device)
@@ -32,8 +39,12 @@ def random_bits(rounding: str | Rounding, x: Tensor) -> tuple[Any, ...]:
             rng = torch.zeros(2, dtype=torch.int64, device=x.device)
         else:
             rng = torch.randint(-(1 << 63), (1 << 63) - 1, (2,), device=x.device)
-    else:
+    elif isinstance(seed, Tensor):
         rng = seed
+    else:
+        raise TypeError(
+            f"Rounding: a seed is an integer, an int64 tensor [seed, step] or None, got {type(seed).__name__}"
+        )
     return "stochastic", rng, *rounding.place()
 
 

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["batches_in", "copied", "feed", "mask_of", "tokens_of"]
+__all__ = ["batches_in", "copied", "feed", "kinds", "mask_of", "tokens_of"]
 
 Tree = TypeVar("Tree")
 
@@ -37,6 +37,16 @@ def _is_numbers(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_numbers, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def kinds(batches: Iterable[Any]) -> list[int]:
+    """The number of the first batch of each kind: with the same arguments, of the same types and numbers of axes."""
+    first: dict[tuple[Any, ...], int] = {}
+    for number, batch in enumerate(batches):
+        leaves, structure = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+        axes = (leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves)
+        first.setdefault((str(structure), *map(type, leaves), *axes), number)
+    return list(first.values())
 
 
 def feed(model: nn.Module, batch: Any) -> Any:

@@ -160,17 +160,17 @@ class Chain:
         for number in range(len(self.hidden)):
             self.hidden[number] = self.run(index, number)
 
-    def whole(self, model: nn.Module, batch: Any) -> Tensor | None:
-        """What the last block returns in one call of ``model`` with ``batch``, the first one, in which all blocks
-        compute; None where blocks are given what the chain does not give them: what earlier ones have computed, or
-        leave behind in what they are given.
+    def whole(self, model: nn.Module, batch: Any, number: int) -> Tensor | None:
+        """What the last block returns in one call of ``model`` with ``batch``, which has this number, in which all
+        blocks compute; None where blocks are given what the chain does not give them: what earlier ones have computed,
+        or leave behind in what they are given.
         """
-        last = self.hidden[0]
+        last = self.hidden[number]
 
         def called(index: int, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal last
             hidden, call = _Call.split(args, kwargs)
-            if not same((hidden, tuple(call)), (last, tuple(self.calls[0][index]))):
+            if not same((hidden, tuple(call)), (last, tuple(self.calls[number][index]))):
                 raise _NotAChain
             output = forward(*args, **kwargs)
             last = _hidden(output).clone()

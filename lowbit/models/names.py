@@ -11,20 +11,20 @@ A pattern is a name, a shell pattern, a regular expression or a function:
   alone.
 
 Where patterns lead to different things, the last that matches wins. Paths are those of ``named_modules`` without what
-torch.compile adds (``plain_name``).
+torch.compile adds (``plain_name``), which names and shell patterns may have too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from torch import nn
 
-from lowbit.recipes import Pattern
+from lowbit.recipes import Pattern, require_pattern
 
 __all__ = [
     "exact", "is_inside", "last_match", "matches", "named", "patterns_in", "plain_name", "shown", "spells", "unmatched",
@@ -37,17 +37,20 @@ Meaning = TypeVar("Meaning")
 
 
 def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
-    """Whether ``pattern`` means ``module``, whose path is ``path``. Raises ValueError for no regular expression."""
+    """Whether ``pattern`` means ``module``, whose path is ``path``.
+
+    Raises ValueError for no regular expression, and for a function that raises.
+    """
     if not isinstance(pattern, str):
-        return bool(pattern(module, path))
-    return _means(pattern, path)
+        return _answer(pattern, path, module)
+    return _means(plain_name(pattern), path)
 
 
 def named(pattern: Pattern, path: str, module: nn.Module) -> bool:
     """Whether ``pattern`` means the module itself, not just one that it is inside of."""
     if not isinstance(pattern, str) or pattern.startswith(_REGULAR):
         return matches(pattern, path, module)
-    return _names(pattern, path.split("."))
+    return _names(plain_name(pattern), path.split("."))
 
 
 def last_match(rows: Iterable[tuple[Pattern, Meaning]], path: str, module: nn.Module) -> Meaning | None:
@@ -80,25 +83,13 @@ def patterns_in(given: Any, what: str) -> tuple[Pattern, ...]:
 
     Raises TypeError for what is no pattern.
     """
-    if isinstance(given, str) or (callable(given) and not isinstance(given, type | nn.Module)):
-        return (given,)
-    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
-        raise TypeError(
-            f"{what} must be a pattern of names or several, got {type(given).__name__}; {what}=() leaves nothing out"
-        )
-    patterns = given if isinstance(given, tuple) else tuple(given)
+    if given is None:
+        raise TypeError(f"{what}: expected a pattern or several, got None; {what}=() leaves nothing out")
+    one = isinstance(given, str | type | nn.Module) or callable(given) or not isinstance(given, Iterable)
+    patterns = (given,) if one else given if isinstance(given, tuple) else tuple(given)
     for pattern in patterns:
-        _require_pattern(pattern, what)
+        require_pattern(pattern, what)
     return patterns
-
-
-def _require_pattern(pattern: Any, what: str) -> None:
-    """Raises TypeError for what is no pattern."""
-    if isinstance(pattern, str) or (callable(pattern) and not isinstance(pattern, type | nn.Module)):
-        return
-    name = pattern.__name__ if isinstance(pattern, type) else type(pattern).__name__
-    remedy = "; write lambda module, path: isinstance(module, ...)" if isinstance(pattern, type) else ""
-    raise TypeError(f"{what} must hold patterns of names, or functions of module and path, got {name}{remedy}")
 
 
 def written(patterns: Iterable[Pattern], what: str) -> list[str]:
@@ -127,6 +118,17 @@ def is_inside(path: str, above: str) -> bool:
 def plain_name(path: str) -> str:
     """A module's path without what torch.compile adds for each compiled module on the way."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def _answer(function: Callable[[Any, str], bool], path: str, module: nn.Module) -> bool:
+    """What a function answers. Raises ValueError where it raises."""
+    try:
+        return bool(function(module, path))
+    except Exception as error:
+        raise ValueError(
+            f"the function {shown(function)} raised {type(error).__name__} for the {type(module).__name__} {path!r}: "
+            f"{error}. It is called with a module and its path, and is asked of layers of every class"
+        ) from error
 
 
 def _means(pattern: str, path: str) -> bool:

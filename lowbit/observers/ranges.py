@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.functional.quantize import quantize
-from lowbit.observers.processes import gathered, processes
+from lowbit.processes import gathered, processes
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Scales
 

@@ -18,8 +18,8 @@ from lowbit.calibrate.choice import Choice, planned
 from lowbit.calibrate.losses import Loss
 from lowbit.calibrate.methods import Method
 from lowbit.calibrate.resume import Finished, run_of
-from lowbit.convert.maker import Allocated, Ruled, Source, decibel
-from lowbit.convert.quantize import Calibrated, quantize_from
+from lowbit.convert.maker import Allocated, Calibrated, Ruled, Source, decibel
+from lowbit.convert.quantize import quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip
 from lowbit.files import resumable, write_json

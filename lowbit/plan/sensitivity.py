@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.calibrate.losses import Loss, next_token
+from lowbit.calibrate.losses import Loss, predicted, token_loss
 from lowbit.calibrate.recording import Journal, Observed, observed, observed_layers
 from lowbit.convert.engine import uncompiled
 from lowbit.convert.maker import Ruled, Source, decibel
-from lowbit.convert.select import DEFAULT_SKIP, Skip
+from lowbit.convert.select import DEFAULT_SKIP, Skip, check_model
 from lowbit.datafree import find_rule
 from lowbit.functional import fake_quantize
-from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
+from lowbit.models.batches import batches_in, feed, mask_of
 from lowbit.models.names import exact, patterns_in
 from lowbit.models.ties import model_bytes
 from lowbit.models.writes import despite_writes
@@ -25,7 +25,7 @@ from lowbit.notice import warn
 from lowbit.ops.conv import spans_tensor
 from lowbit.plan.bits import FLOAT, Score, Sensitivity
 from lowbit.progress import Progress, reporting
-from lowbit.recipes import Recipe, plan, refuse_beyond
+from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.recipes import recipe as find_recipe
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import Quantized
@@ -49,8 +49,8 @@ def sensitivity(
     with quantized weight and input and L is the loss (the diagonal of the empirical Fisher information, as TensorRT
     Model Optimizer's ``auto_quantize`` takes it). Where there is no loss it is the energy of y_q - y over that of y.
     ``recipes``: those to choose from; None leaves a layer in high precision. ``batches``, ``skip``: as for
-    ``calibrate``. ``method``: of weights, as for ``quantize_``. ``loss(output, batch)``: None: the sum over tokens of
-    the cross entropy of the next one, for models that answer ``.logits`` to ``input_ids`` [B, T]; no loss for others.
+    ``calibrate``. ``method``: of weights, as for ``quantize_``. ``loss(output, batch)``: None: the
+    cross-entropy of the next token where the model answers with logits of token ids; no loss for others.
     ``progress(what, done, total)`` is called before each batch. None: a bar where standard error is a terminal; False:
     nothing.
     Holds the activations of one batch, and the codes of each recipe.
@@ -59,6 +59,12 @@ def sensitivity(
     or Inf in a loss. TypeError for batches of other types.
     Warns of layers that not all of the recipes quantize, which are left out, and of those that no batch reaches.
     """
+    check_model(model)
+    if isinstance(recipes, str | Recipe | Plan | Mapping):
+        raise TypeError(
+            f"sensitivity: recipes are several to choose from, ['int4-weight-only', 'int8'], got one "
+            f"{type(recipes).__name__}"
+        )
     table = {FLOAT if r is None else find_recipe(r).name: None if r is None else find_recipe(r) for r in recipes}
     quantizing = [recipe for recipe in table.values() if recipe is not None]
     if not quantizing:
@@ -123,7 +129,7 @@ class _Run:
         despite_writes(run)
 
     def _run(self, batch: Any, loss: Loss | None) -> None:
-        wanted = loss is not None or tokens_of(batch) is not None
+        wanted = loss is not None or predicted(batch)[0] is not None
         self.mask = mask_of(batch)
         while True:
             self.leaves, self.journal = [], Journal(self.copies)
@@ -131,7 +137,9 @@ class _Run:
                 layer.journal = self.journal
             with torch.set_grad_enabled(wanted):
                 output = feed(self.work, batch)
-                value = loss(output, batch) if loss is not None else _next_token(output, batch) if wanted else None
+                value = (loss or token_loss)(output, batch) if wanted else None
+            if loss is None and value is not None and not value.requires_grad:
+                value = None
             if all(self.journal.unchanged):
                 break
             self.copies = True  # the model writes to what layers were given
@@ -286,11 +294,3 @@ def _energy(x: Tensor) -> float:
 def _module(name: str) -> str:
     """The module that a weight belongs to; further weights of one are ``name#1`` and so on."""
     return name.partition("#")[0]
-
-
-def _next_token(output: Any, batch: Any) -> Tensor | None:
-    """The sum over tokens of the cross entropy of the next one; None for a model that answers something else."""
-    logits, tokens = getattr(output, "logits", None), tokens_of(batch)
-    if tokens is None or not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape or logits.dim() != 3:
-        return None
-    return next_token(logits, tokens, mask_of(batch))

@@ -28,8 +28,8 @@ _EVERY = Adapter(lambda layer, make: layer, lambda layer, made, plain: None, lam
 def prepare_(
     model: nn.Module,
     recipe: str | Recipe | Plan | Mapping[Any, str | Recipe | None],
-    learn_scale: bool = False,
     *,
+    learn_scale: bool = False,
     skip: Skip = DEFAULT_SKIP,
     observe: int | None = None,
 ) -> Report:

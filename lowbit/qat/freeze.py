@@ -26,8 +26,12 @@ def freeze_observers_(model: nn.Module) -> Report:
             "qat.freeze_observers_: no layer of the model observes its inputs; layers whose recipe has static input "
             "scales do, such as int8-static, after lowbit.qat.prepare_(model, recipe)"
         )
-    for layer in found.values():
-        _ = layer.input_scales  # raises where there are none
+    unseen = [name for name, layer in found.items() if bool(layer.input_range.isnan().any())]
+    if unseen:
+        raise RuntimeError(
+            f"qat.freeze_observers_: {unseen[0] or 'the model'} has seen no finite input to make scales of; run the "
+            f"model on batches in training mode first"
+        )
     for layer in found.values():
         layer.observations_left.zero_()
     return report_on("qat.freeze_observers_", model, found, "frozen")

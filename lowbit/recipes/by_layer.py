@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lowbit.recipes.definition import Recipe
 from lowbit.recipes.parse import recipe
 
-__all__ = ["Pattern", "Plan", "plan"]
+__all__ = ["Pattern", "Plan", "plan", "require_pattern"]
 
 #: Which modules are meant, in the language of ``lowbit.models.names``: a string, or a function of module and path.
 Pattern = str | Callable[[Any, str], bool]
@@ -71,16 +72,29 @@ def plan(recipes: str | Recipe | Plan | Mapping[Any, str | Recipe | None]) -> Pl
         return recipes
     if not isinstance(recipes, Mapping):
         return Plan((("*", recipe(recipes)),))
-    wrong = [
-        pattern
-        for pattern in recipes
-        if not isinstance(pattern, str) and (isinstance(pattern, type) or not callable(pattern))
-    ]
-    if wrong:
-        raise TypeError(
-            f"recipes by layer: a pattern is a string such as 'down_proj', or a function of module and path; got "
-            f"{wrong[0]!r}"
-        )
     if not recipes:
         raise ValueError("recipes by layer: no pattern is given; write for instance {'*': 'int8', 'lm_head': None}")
+    for pattern, row in recipes.items():
+        require_pattern(pattern, "recipes by layer")
+        if not isinstance(row, str | Recipe | None):
+            raise TypeError(
+                f"recipes by layer: expected a recipe for {pattern!r}, or None to leave such layers as they are; got "
+                f"{type(row).__name__}"
+            )
     return Plan(tuple((pattern, None if row is None else recipe(row)) for pattern, row in recipes.items()))
+
+
+def require_pattern(pattern: Any, what: str) -> None:
+    """Raises TypeError for what is no pattern; classes and modules, which are callable, are none."""
+    if isinstance(pattern, type):
+        remedy = f"; write lambda module, path: isinstance(module, {pattern.__name__})"
+    elif hasattr(pattern, "named_modules"):
+        remedy = "; give the module's name, as named_modules has it"
+    elif isinstance(pattern, str) or callable(pattern):
+        return
+    else:
+        remedy = f"; write {'re:' + pattern.pattern!r}" if isinstance(pattern, re.Pattern) else ""
+    name = pattern.__name__ if isinstance(pattern, type) else type(pattern).__name__
+    raise TypeError(
+        f"{what}: a pattern is a string such as 'down_proj', or a function of module and path; got {name}{remedy}"
+    )

@@ -66,17 +66,17 @@ def normal_scale(amount: Tensor, divisor: float) -> Tensor:
     return scale.clamp(2.0**-126, torch.finfo(torch.float32).max).where(amount > 0, 1.0)
 
 
-def make_inner_scale(amax: Tensor, global_scale: Tensor, scheme: Scheme) -> Tensor:
+def make_block_scale(amax: Tensor, global_scale: Tensor, scheme: Scheme) -> Tensor:
     """Below a global scale: the block's E4M3 code, of amax / divisor / global_scale."""
-    inner = quotient(
+    ratio = quotient(
         amax / torch.tensor(scheme.amax_divisor, device=amax.device), global_scale.expand(amax.shape[0], 1)
     )
     format = find(scheme.scale_format.name)
     if scheme.rounding == "nearest":
-        return encode_magnitude(to_bits(inner), format, saturate=True).to(torch.uint8)
-    code = round_up(inner.abs().nan_to_num(nan=0.0), format)
-    code = code.where(~inner.isnan(), format.nan_code)
-    return (code | (to_bits(inner) >> 31 << 7)).to(torch.uint8)
+        return encode_magnitude(to_bits(ratio), format, saturate=True).to(torch.uint8)
+    code = round_up(ratio.abs().nan_to_num(nan=0.0), format)
+    code = code.where(~ratio.isnan(), format.nan_code)
+    return (code | (to_bits(ratio) >> 31 << 7)).to(torch.uint8)
 
 
 def negated_where(scale: Tensor, where: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def block_scales(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tupl
     broken = amax_bits >= F32_INF
     amax = from_bits(amax_bits.where(~broken, 0))
     if not scheme.affine:
-        scale = make_scale(amax, scheme) if global_scale is None else make_inner_scale(amax, global_scale, scheme)
+        scale = make_scale(amax, scheme) if global_scale is None else make_block_scale(amax, global_scale, scheme)
         if scheme.full:
             low, high = block_range(x, scheme)
             scale = negated_where(scale, high > -low)

@@ -60,6 +60,8 @@ def load_model(directory: str | Path, model: nn.Module | None = None, prepack: b
     differences), or non-persistent buffers on the meta device; ImportError where transformers is missing; another
     OSError where a file cannot be read.
     """
+    if isinstance(directory, nn.Module):
+        raise TypeError("load_model: the directory comes first, then the model: load_model(directory, model)")
     saved = _read(Path(directory))
     built = model is None
     if model is None:

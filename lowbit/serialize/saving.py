@@ -48,6 +48,8 @@ def save_model(model: nn.Module, directory: str | Path) -> None:
     ``lowbit.json``, or a damaged one; TypeError for state that is no plain dense tensor (sharded tensors: gather them
     first; extra state); OSError where the directory cannot be written.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save_model: the model comes first, then the directory; the model is a {type(model).__name__}")
     prepared = [name for name, layer in model.named_modules() if kind(layer) == "qat"]
     if prepared:
         raise ValueError(

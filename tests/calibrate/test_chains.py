@@ -152,6 +152,24 @@ def test_what_passes_beside_the_hidden_state_is_seen(
     assert _equal(seen, _codes(model, recipe, method))
 
 
+class Optional(Model):
+    """A chain, but with ``gated``, where blocks are given the states before the last as well."""
+
+    def forward(self, x: Tensor, gated: bool = False) -> Tensor:
+        self.body = _the_state_before if gated else _plain
+        return super().forward(x)
+
+
+def test_each_kind_of_batch_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    batches = [{"x": torch.randn(2, 6, 8)}, {"x": torch.randn(2, 6, 8)}, {"x": torch.randn(2, 6, 8), "gated": True}]
+    model, recipe = Optional(_plain), CASES[0][0]
+    seen = lb.calibrate(model, recipe, batches, "gptq", skip=())
+    monkeypatch.setattr(blockwise, "_blocks", lambda model: [])
+    whole = lb.calibrate(model, recipe, batches, "gptq", skip=())
+    assert all(torch.equal(q.codes, whole.weights[name].codes) for name, q in seen.weights.items())
+
+
 def test_a_chain_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(_plain)
     seen = _codes(model, *CASES[1])

@@ -81,6 +81,8 @@ VALUES = {
     "dataclass": lambda: Options(1.0), "another dataclass": lambda: Options(2.0),
     "numbers": lambda: (1, 12), "other numbers": lambda: (11, 2),
     "named": lambda: {"x": 11}, "another named": lambda: {"x1": 1},
+    "one and none": lambda: ({"x": 1, "y": 2}, {}), "two": lambda: ({"x": 1}, {"y": 2}),
+    "a number's name": lambda: {1: 2}, "a string's": lambda: {"1": 2},
     "set": lambda: {"ab", "cd", "ef"}, "another set": lambda: {"ab", "cd"},
     "array": lambda: np.arange(2000.0),
     "another array": lambda: np.where(np.arange(2000) == 1000, 0, np.arange(2000.0)),
@@ -112,7 +114,7 @@ def test_digests_differ_and_are_the_same_in_another_process():
 def test_the_digest_of_a_weight_is_the_one_that_saved_calibrations_have():
     weight = torch.arange(6.0).reshape(2, 3)
     assert digest(weight.t()) == hashlib.sha256(b"torch.float32 [3, 2]" + weight.t().numpy().tobytes()).hexdigest()
-    whole = b"2" + b"torch.float32 [2, 3]" + weight.numpy().tobytes() + b"maskNone"
+    whole = b"2" + b"torch.float32 [2, 3]" + weight.numpy().tobytes() + b"map 1" + b"2'mask'None"
     assert digest((weight, {"mask": None})) == hashlib.sha256(whole).hexdigest()
 
 

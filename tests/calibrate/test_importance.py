@@ -173,6 +173,20 @@ class Detached(Stack):
         return super().forward(tokens).detach()
 
 
+class Into(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        return torch.add(x, y, out=torch.empty_like(x))
+
+
+@pytest.mark.parametrize("method", ["guided-gptq", "signround"])
+def test_what_torch_cannot_differentiate_is_said_with_what_to_do(method):
+    model = Stack()
+    model.blocks = nn.ModuleList(Into(32) for _ in range(2))
+    with pytest.raises(RuntimeError, match=f"{method} takes gradients of the model.*out=.*; method='gptq' takes none"):
+        lb.calibrate(model, RECIPE, batches(), method, skip=())
+
+
 def test_without_a_gradient_the_default_is_gptq():
     torch.manual_seed(0)
     model = Detached()

@@ -144,7 +144,7 @@ def test_one_batch_is_not_taken_for_a_recipe():
     model, one = nn.Sequential(nn.Linear(24, 4)), {"input": torch.ones(2, 24)}
     with pytest.raises(TypeError, match=r"expected several of them, got one dict; write \[batch\]"):
         lb.calibrate(model, {"*": "int8"}, one)
-    with pytest.raises(TypeError, match="a recipe is a Recipe or one of"):
+    with pytest.raises(TypeError, match=r"expected a recipe for .input., or None .*got Tensor"):
         lb.calibrate(model, one, "int8")
 
 
@@ -389,7 +389,11 @@ def test_numbers_that_are_none_are_refused_by_layer_and_batch():
 def test_what_cannot_be_calibrated_is_refused():
     model = Stack()
     with pytest.raises(ValueError, match="method 'gptq' needs data; give batches, or one of nearest"):
-        lb.calibrate(model, "int8", [], "gptq")
+        lb.calibrate(model, "int8", None, "gptq")
+    with pytest.raises(ValueError, match=r"there are no batches \(an iterator gives them once\)"):
+        lb.calibrate(model, "int8", iter([]))
+    with pytest.raises(TypeError, match=r"the model must be an nn.Module, got str"):
+        lb.calibrate("int8", model, tokens())
     with pytest.raises(ValueError, match=r"method 'hqq' cannot serve it: nf4.* is not of integers"):
         lb.calibrate(model, "nf4", tokens(), "hqq")
     with pytest.raises(TypeError, match=r"a batch is a tensor, a tuple.*got str"):

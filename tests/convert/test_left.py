@@ -241,7 +241,7 @@ def test_a_layer_compiled_in_place_is_refused():
 
 
 def test_skip_that_is_no_collection():
-    with pytest.raises(TypeError, match="skip must be a pattern of names or several, got NoneType"):
+    with pytest.raises(TypeError, match="skip: expected a pattern or several, got None"):
         lb.quantize_(nn.Sequential(nn.Linear(4, 4)), "int8", skip=None)
 
 

@@ -126,6 +126,10 @@ def broken(change) -> Nested:
     return model
 
 
+def attention() -> nn.Module:
+    return nn.Sequential(nn.MultiheadAttention(8, 2))
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "message"),
     [
@@ -133,8 +137,10 @@ def broken(change) -> Nested:
         (nn.Sequential(nn.ReLU()), {}, ValueError, "no layer with a weight matrix"),
         (nn.Sequential(nn.Linear(4, 4)), {"skip": ("0",)}, ValueError, r"skipped as asked: 0; pass skip=\(\)"),
         (nn.Linear(4, 4), {}, ValueError, r"the model itself is a Linear.*nn.Sequential\(model\)"),
-        (Nested(), {"skip": ("boddy",)}, ValueError, "'boddy' matches no module; names are such as 'body.0'"),
-        (Nested(), {"skip": "boddy"}, ValueError, "'boddy' matches no module"),
+        (Nested(), {"skip": ("boddy",)}, ValueError, r"'boddy' .*\(did you mean body\?\); names are such as 'body.0'"),
+        (Nested(), {"skip": "boddy.1"}, ValueError, r"'boddy.1' matches no module \(did you mean body.1\?\)"),
+        (attention(), {"skip": "out_proj"}, ValueError, "'0.out_proj', a part of the .*, which is one layer"),
+        (attention(), {"recipe": {"*": "int8", "0.out_proj": None}}, ValueError, "a part of the .* '0'"),
         (Nested(), {"skip": "re:lm_(head"}, ValueError, r"'re:lm_\(head' is no regular expression"),
         (Nested(), {"skip": (nn.Linear,)}, TypeError, "got Linear; write lambda module, path: isinstance"),
         (Nested(), {"recipe": {nn.Linear: "int8"}}, TypeError, r"a pattern is a string such as .*or a function"),

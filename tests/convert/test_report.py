@@ -112,6 +112,12 @@ def test_it_prints_as_a_table_with_a_row_for_each_layer_and_the_reasons():
     assert any(line.startswith("left lm_head: an output layer stays in high precision") for line in lines)
 
 
+def test_a_report_of_nothing_has_no_table():
+    model = nn.Sequential(nn.Linear(4, 4))
+    lb.quantize_(model, "int8")
+    assert str(lb.unprepack_(model)) == "unprepack_: 0 layers converted, 48 B -> 48 B in all\nleft 0: not packed"
+
+
 def test_long_models_print_a_row_for_layers_that_came_out_alike():
     report = lb.quantize_(Model(30), "int8")
     rows = [line for line in str(report).splitlines() if line.startswith("│")]

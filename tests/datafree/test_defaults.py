@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.datafree import RULES, default_rule
+from lowbit.datafree import DEFAULT, RULES, default_rule
 from lowbit.models import stems
 from lowbit.nn.linear import QuantLinear
 
@@ -39,6 +41,13 @@ def test_one_default_in_memory_calibrated_and_by_name(recipe):
     for model in (named, calibrated):
         for name, part in silent.state_dict().items():
             assert torch.equal(model.state_dict()[name], part), name
+
+
+def test_the_readme_says_the_default_as_the_rules_do():
+    words = re.findall(r"[a-z]+", DEFAULT)
+    assert set(EXPECTED.values()) <= set(words)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert DEFAULT in readme.replace("`", "")
 
 
 def test_the_defaults_lose_less_than_nearest():

@@ -68,7 +68,7 @@ def invoke(*arguments: object):
 
 
 def cells_of(llama: Path, text: Path, out: Path, *recipes: str) -> list[run.Cell]:
-    return run.plan(models.find(str(llama)), recipes, Wanted(text, 3, 8), out, "fp32")
+    return run.cells_of(models.find(str(llama)), recipes, Wanted(text, 3, 8), out, "fp32")
 
 
 def in_process(cells: list[run.Cell]) -> list[run.Cell]:
@@ -220,7 +220,7 @@ def test_peers_are_measured_like_recipes(llama, text, tmp_path, monkeypatch):
 
     monkeypatch.setitem(peers.PEERS, "half", peers.Peer("half", "half of each weight", (), halve))
     monkeypatch.setitem(peers.PEERS, "gone", peers.Peer("gone", "", ("no_such_package",), halve))
-    cells = run.plan(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["half"])
+    cells = run.cells_of(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["half"])
     whole, _, half = in_process(cells)
     assert half.request.recipe == "half" and half.result["bytes"] == whole.result["bytes"]
     model = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
@@ -236,7 +236,7 @@ def test_peers_are_measured_like_recipes(llama, text, tmp_path, monkeypatch):
     ]
     assert half.result["values"]["loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ImportError, match="gone is not installed; get it with: pip install no_such_package"):
-        run.plan(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["gone"])
+        run.cells_of(models.find(str(llama)), [], Wanted(text, 3, 8), tmp_path, "fp32", peers=["gone"])
 
 
 def normed(path: Path, wanted: Wanted) -> loaders.Loaded:
@@ -261,7 +261,7 @@ def test_batchnorm_is_folded_before_and_biases_are_corrected_after(tmp_path, mon
     monkeypatch.setattr(models.Model, "location", lambda self: tmp_path)
     methods = run.Methods(("nearest", "fold+nearest", "fold+nearest+mse", "fold+nearest+bias"), None, 3)
     row = models.MODELS["normed"] = dataclasses.replace(row, module="normed")
-    cells = run.plan(row, ["int8", "int8-static:tensor"], Wanted(None, 3, 8), tmp_path, methods=methods)
+    cells = run.cells_of(row, ["int8", "int8-static:tensor"], Wanted(None, 3, 8), tmp_path, methods=methods)
     assert [(one.request.recipe, one.request.method) for one in cells[2:]] == [
         ("int8", None), ("int8", "fold+nearest"), ("int8", "fold+nearest+bias"),
         *(("int8-static:tensor", method) for method in methods.names),
@@ -336,7 +336,7 @@ def test_a_quantized_directory_is_measured_as_it_is_and_decoded(llama, text, tmp
     lb.quantize_(model, {"*self_attn*": "int8", "*mlp*": "int4-weight-only:group32"})
     model.save_pretrained(saved) if writer == "save_pretrained" else lb.save_model(model, saved)
     row = models.find(str(saved))
-    cells = run.plan(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32")
+    cells = run.cells_of(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32")
     assert [(one.request.recipe, one.request.layout) for one in cells] == [
         ("fp32", "plain"), ("bf16", "plain"),
         ("int8 + int4-weight-only:group32", "plain"), ("int8 + int4-weight-only:group32", "packed"),
@@ -367,7 +367,7 @@ def test_a_quantized_encoder_is_measured_without_its_head(llama, tmp_path):
     for name, save in (("pretrained", model.save_pretrained), ("own", lambda path: lb.save_model(model, path))):
         transformers.AutoTokenizer.from_pretrained(llama, pad_token="<unk>").save_pretrained(tmp_path / name)
         save(tmp_path / name)
-        cells = run.plan(models.find(str(tmp_path / name)), None, Wanted(None, 2, 8), tmp_path / "out")
+        cells = run.cells_of(models.find(str(tmp_path / name)), None, Wanted(None, 2, 8), tmp_path / "out")
         found.append([one.result["values"]["cosine"] for one in in_process(cells[:3])])
     assert found[0] == found[1] and all(0.99 < value < 1 for value in found[0][2])
 
@@ -379,7 +379,7 @@ def test_the_demos_gpt_is_measured_as_it_was_quantized(tmp_path, text):
     experiment.save(model, trained, tmp_path / "small")
     row = models.find(str(tmp_path / "small"))
     assert row.recipe == "int4-weight-only:group32"
-    own = in_process(run.plan(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32"))[2]
+    own = in_process(run.cells_of(row, None, Wanted(text, 3, 8), tmp_path / "out", "fp32"))[2]
     tokens = torch.tensor(trained.encode(text.read_text()).ids[: 3 * 16]).view(3, 16)
     with torch.no_grad():
         logits = model(tokens)[:, :-1].double()
@@ -393,7 +393,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(llama, text, tmp_path):
     tensors = safetensors.torch.load_file(broken / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     safetensors.torch.save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    cells = run.plan(models.find(str(broken)), ["int8"], Wanted(text, 3, 8), tmp_path / "out")
+    cells = run.cells_of(models.find(str(broken)), ["int8"], Wanted(text, 3, 8), tmp_path / "out")
     with pytest.raises(ValueError, match=r"lacks 1 tensors of a LlamaForCausalLM.*up_proj"):
         cell.measure(cells[0].request)
 
@@ -465,7 +465,7 @@ def test_bad_arguments(llama, text, arguments, message):
 def test_a_text_that_does_not_serve(llama, tmp_path, content, message):
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    cells = run.plan(models.find(str(llama)), (), Wanted(path, 1, 1), tmp_path)
+    cells = run.cells_of(models.find(str(llama)), (), Wanted(path, 1, 1), tmp_path)
     with pytest.raises(ValueError, match=message):
         cell.measure(cells[0].request)
 

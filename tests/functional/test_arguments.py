@@ -1,5 +1,7 @@
 """What the public functions ask of their arguments, refuse or differentiate: seeds, scales, zero points, outputs."""
 
+import zlib
+
 import pytest
 import torch
 from support.bits import assert_same_bits
@@ -30,6 +32,35 @@ def test_words_of_the_random_bits_are_signed_or_unsigned_and_never_wrap(name, bi
             ValueError, match=rf"{name}: expected an integer of {bits} bits, got {word}; take it modulo"
         ):
             code(word)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "message"),
+    [
+        (lambda: 3, r"'nearest', 'stochastic' or a lowbit.Rounding\(seed\), got int"),
+        (lambda: None, "got NoneType"),
+        (lambda: lb.Rounding, "got type"),
+        (lambda: lb.Rounding(3.5), "a seed is an integer, an int64 tensor .* or None, got float"),
+        (lambda: lb.Rounding(torch.Generator()), "got Generator"),
+        (lambda: lb.Rounding(1, step=2.0), "step: expected an integer, got float"),
+        (lambda: lb.Rounding(1, step="2"), "step: expected an integer, got str"),
+        (lambda: lb.Rounding(1, stream=None), "stream: expected an integer, got NoneType"),
+    ],
+)
+def test_what_is_no_rounding_is_refused(rounding, message):
+    with pytest.raises(TypeError, match=message):
+        lb.quantize(torch.randn(4, 32), "int8:row", rounding=rounding())
+
+
+@pytest.mark.parametrize("stream", ["w/input", "\u00e9", ""])
+def test_a_stream_named_by_text_is_its_crc_and_compiles(stream):
+    def compute(x: Tensor) -> Tensor:
+        return lb.encode(x, "fp4_e2m1", lb.Rounding(1, stream=stream))
+
+    x = torch.randn(4, 32)
+    expected = lb.encode(x, "fp4_e2m1", lb.Rounding(1, stream=zlib.crc32(stream.encode())))
+    assert_same_bits(compute(x), expected)
+    assert_same_bits(torch.compile(compute, fullgraph=True, backend="eager")(x), expected)
 
 
 # -- second derivatives, and what has no gradient ----------------------------------------------------------------------

@@ -46,6 +46,12 @@ def test_checkpointing_needs_blocks():
     with pytest.raises(ValueError, match=r"Linear has no ModuleList or Sequential .*pass blocks=\[\.\.\.\]"):
         checkpoint_blocks_(nn.Linear(2, 2))
     assert checkpoint_blocks_(nn.Linear(2, 2), []).converted == ()
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="blocks are modules, got str '0'; write"):
+        checkpoint_blocks_(model, [model[0], "0"])
+    with pytest.raises(ValueError, match="a Linear of blocks is no module of the model"):
+        checkpoint_blocks_(model, [model[0], nn.Linear(2, 2)])
+    assert "forward" not in vars(model[0])
 
 
 def test_a_chain_gives_each_block_what_the_one_before_returned():

@@ -84,6 +84,7 @@ def test_a_regular_expression_is_of_the_whole_path(first, second):
         ("re:(?!.*lm_head).*", "model.lm_head", False),
         ("re:(?!.*lm_head).*", "model.up", True),
         ("UP", "up", False),
+        ("_orig_mod.model._orig_mod.up", "model.up", True),
     ],
 )
 def test_examples(pattern, path, means):
@@ -168,18 +169,25 @@ def test_one_pattern_or_several():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (3, "got int; skip=\\(\\) leaves nothing out"),
-        (None, "got NoneType"),
-        (LAYER, "got Linear"),
-        ([LAYER], "got Linear"),
+        (3, "got int"),
+        (None, r"got None; skip=\(\) leaves nothing out"),
+        (LAYER, "got Linear; give the module's name"),
+        ([LAYER], "got Linear; give the module's name"),
         (["a", 3], "got int"),
-        ([nn.Linear], "got Linear; write lambda module, path: isinstance"),
-        (nn.Linear, "got type"),
+        ([nn.Linear], r"got Linear; write lambda module, path: isinstance\(module, Linear\)"),
+        (nn.Linear, r"got Linear; write lambda module, path: isinstance\(module, Linear\)"),
+        (re.compile("up"), "got Pattern; write 're:up'"),
     ],
 )
 def test_what_is_no_pattern_is_refused(given, words):
-    with pytest.raises(TypeError, match=f"skip must .*{words}"):
+    with pytest.raises(TypeError, match=f"skip: .*{words}"):
         patterns_in(given, "skip")
+
+
+@pytest.mark.parametrize("function", [lambda module: True, lambda path, module: "up" in path])
+def test_a_function_that_raises_is_named_with_the_module(function):
+    with pytest.raises(ValueError, match=r"<lambda> raised TypeError for the Linear 'a.up': .*a module and its path"):
+        matches(function, "a.up", LAYER)
 
 
 def test_what_is_no_regular_expression_is_refused():

@@ -97,6 +97,39 @@ def test_scores_are_those_of_the_definition():
             assert (score.loss, score.weight, score.input, score.output) == pytest.approx(values, rel=1e-3)
 
 
+class Bare(Language):
+    """Answers with the logits alone."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = super().forward(input_ids).logits
+        return logits
+
+
+class Decoder(Language):
+    """Is given as many ids that its logits are not of."""
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> SimpleNamespace:  # type: ignore[override]
+        return super().forward(decoder_input_ids)
+
+
+class Silent(Bare):
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids).detach()
+
+
+def test_the_loss_is_that_of_calibrate():
+    model, tokens = Language(), torch.randint(20, (2, 9))
+    found = lb.sensitivity(model, RECIPES, [tokens])
+    for other, batch in (
+        (Bare(), tokens),
+        (Decoder(), {"input_ids": torch.zeros_like(tokens), "decoder_input_ids": tokens}),
+    ):
+        other.load_state_dict(model.state_dict())
+        assert lb.sensitivity(other, RECIPES, [batch]).scores == found.scores
+    assert found.by == "loss"
+    assert lb.sensitivity(Silent(), RECIPES, [tokens]).by == "output"
+
+
 @pytest.mark.parametrize(
     "recipe", ["int8", "int8-weight-only", "fp8-tensor", "int8:tensor", "uint4-weight-only:group32"]
 )
@@ -221,6 +254,12 @@ def test_padding_counts_for_nothing():
     for name in LAYERS:
         a, b = plain.scores[name]["int8"], masked.scores[name]["int8"]
         assert (a.loss, a.input, a.output) == pytest.approx((b.loss, b.input, b.output), rel=1e-4)
+
+
+@pytest.mark.parametrize("recipes", ["int8", {"*": "int8"}, lb.recipe("int8")])
+def test_one_recipe_is_no_choice(recipes):
+    with pytest.raises(TypeError, match=r"recipes are several to choose from.*got one"):
+        lb.sensitivity(nn.Sequential(nn.Linear(4, 4)), recipes, [torch.randn(2, 4)])
 
 
 def test_without_a_loss_the_errors_of_outputs_count_and_a_loss_can_be_given():

@@ -40,7 +40,7 @@ def seen(model: nn.Module, x: Tensor) -> nn.Module:
 def test_the_prepared_model_computes_the_bits_of_the_converted_one(recipe, learn_scale):
     x = torch.randn(17, 40)
     prepared = net()
-    lb.qat.prepare_(prepared, recipe, learn_scale)
+    lb.qat.prepare_(prepared, recipe, learn_scale=learn_scale)
     seen(prepared, x)
     with torch.no_grad():  # as after some training
         for name, p in prepared.named_parameters():
@@ -71,8 +71,8 @@ def test_gradients_go_through_the_hadamard_transform(recipe, learn_scale):
     rotated, by_hand = nn.Sequential(nn.Linear(64, 24)), nn.Sequential(nn.Linear(64, 24))
     by_hand.load_state_dict(rotated.state_dict())
     by_hand[0].weight.data = lb.hadamard(by_hand[0].weight.data, block)
-    lb.qat.prepare_(rotated, recipe, learn_scale)
-    lb.qat.prepare_(by_hand, plain, learn_scale)
+    lb.qat.prepare_(rotated, recipe, learn_scale=learn_scale)
+    lb.qat.prepare_(by_hand, plain, learn_scale=learn_scale)
     x, other = (torch.randn(9, 64).requires_grad_() for _ in range(2))
     other.data = lb.hadamard(x.detach(), block)
     y, same = rotated(x), by_hand(other)
@@ -217,7 +217,7 @@ def test_training_recovers_what_rounding_lost(weight, learn_scale):
     rounded = copy.deepcopy(teacher)
     lb.quantize_(rounded, recipe, method="nearest")
     student = copy.deepcopy(teacher).train()
-    lb.qat.prepare_(student, recipe, learn_scale)
+    lb.qat.prepare_(student, recipe, learn_scale=learn_scale)
     optimizer = torch.optim.Adam(student.parameters())
     for step in range(100):
         optimizer.param_groups[0]["lr"] = 5e-4 * (1 - step / 100)
@@ -254,6 +254,10 @@ def test_observers_average_and_are_frozen():
     lb.qat.prepare_(model, "int8-static")
     with pytest.raises(RuntimeError, match="has seen no finite input"):
         model.eval()(x)
+    with pytest.raises(RuntimeError, match="freeze_observers_: 0 has seen no finite input"):
+        lb.qat.freeze_observers_(model)
+    with pytest.raises(RuntimeError, match=r"layer '0': .*has seen no finite input"):
+        lb.qat.convert_(model)
     for value in (1.0, 3.0):
         seen(model, value * x)
     expected = 1 + 0.01 * (3 - 1)
@@ -268,7 +272,7 @@ def test_observers_average_and_are_frozen():
 def test_a_layer_that_is_called_twice_before_backward(recipe, learn_scale):
     """Each call's gradients are those of the scales that it was computed with, though the second call moves them."""
     model, xs = net().train(), [torch.randn(8, 40), 3 * torch.randn(8, 40)]
-    lb.qat.prepare_(model, recipe, learn_scale)
+    lb.qat.prepare_(model, recipe, learn_scale=learn_scale)
     alone = []
     for index, x in enumerate(xs):
         copied = copy.deepcopy(model)
@@ -373,7 +377,7 @@ def test_distillation_refuses_what_is_no_pair():
 def trained(recipe: str, learn_scale: bool) -> nn.Module:
     """A prepared network as after some training."""
     model = net()
-    lb.qat.prepare_(model, recipe, learn_scale)
+    lb.qat.prepare_(model, recipe, learn_scale=learn_scale)
     seen(model, torch.randn(9, 40))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -398,7 +402,7 @@ def test_a_checkpoint_has_the_learned_scales(tmp_path, recipe, learn_scale, shar
     x = torch.randn(9, 40)
     for checkpoint in (tmp_path, str(tmp_path), state):
         again = net()
-        lb.qat.prepare_(again, recipe, learn_scale)
+        lb.qat.prepare_(again, recipe, learn_scale=learn_scale)
         assert lb.qat.load_(again, checkpoint).done == "loaded"
         assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
         lb.qat.convert_(again)
@@ -416,7 +420,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_the_model_untouched():
         (True, other, r"does not have, \['3.weight'\]; 1 that the model has in other shapes, \['0.weight_scale'\]"),
     ):
         model = net()
-        lb.qat.prepare_(model, "int4-weight-only:group8", learn_scale)
+        lb.qat.prepare_(model, "int4-weight-only:group8", learn_scale=learn_scale)
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(ValueError, match=message):
             lb.qat.load_(model, checkpoint)
@@ -432,7 +436,7 @@ def test_names_that_share_a_parameter_need_be_there_once():
     model.append(nn.Linear(24, 64, bias=False))
     model.append(nn.Linear(64, 24, bias=False))
     model[4] = model[3]
-    lb.qat.prepare_(model, "int8", True)
+    lb.qat.prepare_(model, "int8", learn_scale=True)
     state = {name: value + 1 for name, value in model.state_dict().items() if not name.startswith("4.")}
     lb.qat.load_(model, state)
     assert model[4].weight is model[3].weight and torch.equal(model[4].weight, state["3.weight"])

@@ -246,7 +246,8 @@ def test_the_last_pattern_that_matches_decides():
         ({}, ValueError, "no pattern is given"),
         ({3: "int8"}, TypeError, "a pattern is a string"),
         ({"*": "int9"}, ValueError, "unknown recipe 'int9'"),
-        ({"*": 3}, TypeError, "a recipe is a Recipe or one of .*int8"),
+        ({"*": 3}, TypeError, r"expected a recipe for '\*', or None .*got int"),
+        ({nn.Linear(1, 1): "int8"}, TypeError, "got Linear; give the module's name"),
         (None, TypeError, "a recipe is a Recipe or one of .*int8"),
     ],
 )

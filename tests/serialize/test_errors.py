@@ -56,6 +56,14 @@ def test_a_damaged_config_is_not_called_another_programs(saved, text):
     lb.save_model(gpt(), saved)
 
 
+def test_model_and_directory_in_the_other_order(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match=r"load_model\(directory, model\)"):
+        lb.load_model(model, tmp_path)
+    with pytest.raises(TypeError, match="the model comes first, then the directory"):
+        lb.save_model(tmp_path, model)
+
+
 @pytest.mark.parametrize("where", ["weights", "config"])
 def test_a_full_disk_names_the_directory(saved, monkeypatch, where):
     def full(*args, **kwargs):

@@ -47,15 +47,15 @@ struct ScaleCodes {
           outside(splat(global_scale ? *global_scale : 1.0f)),
           limit(splat(bits_of(divisor_of(global_scale ? *global_scale : 1.0f)) & kMagnitude)),
           global_scale_sign(splat(bits_of(global_scale ? *global_scale : 1.0f) & kSign)),
-          encode(inner_encoder()),
-          decode(inner_decoder()) {}
+          encode(e4m3_encoder()),
+          decode(e4m3_decoder()) {}
 
-    static const Encoder& inner_encoder() {
-        static const Encoder encoder = make_encoder(inner_format(), true, false);
+    static const Encoder& e4m3_encoder() {
+        static const Encoder encoder = make_encoder(e4m3_format(), true, false);
         return encoder;
     }
-    static const Decoder& inner_decoder() {
-        static const Decoder decoder(inner_format());
+    static const Decoder& e4m3_decoder() {
+        static const Decoder decoder(e4m3_format());
         return decoder;
     }
 

@@ -60,8 +60,8 @@ def _without_data(rule: Rule) -> Method:
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
-        *map(_without_data, RULES.values()),
-        _without_data(RULES["search"])._replace(solve=_search, uses="squares"),
+        *(_without_data(rule) for rule in RULES.values() if rule.name != "search"),
+        Method("search", RULES["search"].about, _search, uses="squares"),
         Method(
             "gptq", "columns one after the other, each making up for the errors before it (arXiv 2210.17323)",
             gptq.solve, "gram", "gram",

@@ -1,4 +1,4 @@
-"""The processes of ``torch.distributed`` that observe together."""
+"""The processes of ``torch.distributed`` that look at data together."""
 
 from __future__ import annotations
 
