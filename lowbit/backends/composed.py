@@ -167,7 +167,7 @@ def _multiply_patches(parts: dict[str, Impl], out: Tensor, call: convolution.Con
 
 def _source(parts: dict[str, Impl], call: convolution.Conv) -> tuple[Tensor, Scales]:
     """What patches are made of, and the scales that span it: floats, or codes, a byte each, where one scale does."""
-    given = convolution.given_scales(call)
+    given = given_scales(call)
     if given is not None and call.x.dtype == torch.uint8:
         return convolution.coded_pixels(call, given), given
     source = convolution.pixels(call.x)

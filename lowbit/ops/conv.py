@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowbit import reference, scaling
 from lowbit.ops import matmul
-from lowbit.ops.linear import Scales
+from lowbit.ops.linear import Scales, given_scales
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.spec import (
     FLOATS,
@@ -249,13 +249,6 @@ def _by_row(weight: Weight, scheme: Scheme) -> Weight:
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------
-def given_scales(call: Conv) -> Scales | None:
-    """The scales by which x is quantized, where they are given."""
-    if call.input_scale is None:
-        return None
-    return Scales(call.input_scale, call.input_zero_point, call.input_global_scale)
-
-
 def product(call: Conv, group: int, a: Tensor, scales: Scales, out_dtype: torch.dtype) -> ScaledMM:
     """The product of some patches of a group, floats or codes with these scales, with the weight."""
     w = group_weight(call, group)

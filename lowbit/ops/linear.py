@@ -6,7 +6,7 @@ Source: docs/numerics.md sections 3, 5 and 9.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,8 +81,8 @@ def product(call: Linear, a: Tensor, scales: Scales = _NONE) -> ScaledMM:
     )  # fmt: skip
 
 
-def given_scales(call: Linear) -> Scales | None:
-    """The scales by which x is quantized, where they are given."""
+def given_scales(call: Any) -> Scales | None:
+    """The scales by which ``x`` of a linear layer or a convolution is quantized, where they are given."""
     if call.input_scale is None:
         return None
     return Scales(call.input_scale, call.input_zero_point, call.input_global_scale)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.functional.quantize import quantize
+from lowbit.notice import warn
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
@@ -80,6 +81,7 @@ class State(nn.Module):
         self._steps: dict[str, int] = {}
         self._begun: list[tuple[int, Tensor]] = []
         self._attached: RemovableHandle | None = None
+        self._warned = self._draws = False
         self._restart()
 
     # -- what moves it ---------------------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ class State(nn.Module):
         """Of a layer at ``path``, by role, what its operands have here; makes the histories that they need."""
         streams = {role: f"{path}/{role}" for role in casts}
         self._steps |= {streams[role]: cast.history for role, cast in casts.items() if cast.scale == "delayed"}
+        self._draws |= any(cast.rounding == "stochastic" for cast in casts.values())
         rows = {stream: row for row, stream in enumerate(self._steps)}
         amax = self.amax.new_zeros(len(rows), max(self._steps.values(), default=0))
         amax[: len(self.amax), : self.amax.shape[-1]] = self.amax
@@ -204,6 +207,8 @@ class State(nn.Module):
     def view(self, places: Mapping[str, Place], device: torch.device) -> View:
         """What a call of a layer on ``device`` sees."""
         keys, amax = self.keys, self.amax
+        if not torch.compiler.is_compiling() and self._draws and not self._begun and not self._warned:
+            self._warn_uncounted()
         if _recomputes() and self._begun:  # a checkpoint recomputes: of which micro-batch, the node's number tells
             begun = [number for number, _ in self._begun]
             keys = self._begun[max(bisect_right(begun, _node_number()) - 1, 0)][1]
@@ -233,7 +238,7 @@ class State(nn.Module):
                 args[-1].append(
                     f"{prefix}amax: expected the histories of this model's operands in their order, but the checkpoint "
                     f"has others, not of {', '.join(lacks[:3])}{', ...' if lacks[3:] else ''}; prepare the model as "
-                    f"the one that was saved, or take the keys {prefix}* out of the checkpoint, to begin without histories"
+                    f"the one that was saved, or take the keys {prefix}* out of the checkpoint, to begin without any"
                 )
                 self.streams = own.to(self.streams.device)
             self.micro_batch.fill_(-1)
@@ -266,7 +271,27 @@ class State(nn.Module):
         """Note the keys of the micro-batch that begins, for a recomputation after the next one has begun."""
         if not torch.compiler.is_compiling():
             self._begun.append((torch._C._autograd._get_sequence_nr(), self.keys.clone()))
-            del self._begun[:-_WAITING]
+            if len(self._begun) > _WAITING:
+                del self._begun[0]
+                self._warn(
+                    f"more than {_WAITING} micro-batches began in step {self.step} of the training, whose random bits "
+                    f"and scales move on with the optimizer's steps; call lowbit.train.state(model).attach(optimizer)"
+                )
+
+    def _warn_uncounted(self) -> None:
+        """Where a layer is at work, but neither a forward of the model nor the caller has begun a micro-batch."""
+        if torch.is_grad_enabled() and self.micro_batch < 0:
+            self._warn(
+                "a layer ran in training, but not by a forward of the model that train.prepare_ was given (a part of "
+                "it ran, or all of it in a reentrant checkpoint), so all micro-batches of a step draw the same random "
+                "bits; call lowbit.train.state(model).next_micro_batch() before each forward"
+            )
+
+    def _warn(self, message: str) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
+            warn(f"lowbit.train: {message}")
 
 
 @dataclass(frozen=True)

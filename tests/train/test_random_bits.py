@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -150,6 +151,29 @@ def test_evaluation_and_recomputation_take_no_micro_batch():
         assert same_bits(model(x, None), model(x, None)) and int(state.micro_batch) == -1
     checkpoint(model, x.requires_grad_(), None, use_reentrant=False).sum().backward()
     assert int(state.micro_batch) == 0
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_forwards_that_nothing_counts_are_told_of(reentrant):
+    """A part of the model, and the whole of it in a reentrant checkpoint."""
+    model, x = Blocks(), torch.randn(6, 20, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"same random bits; call lowbit.train.state\(model\).next_micro_batch\(\)"):
+        y = model.first(x) if reentrant is None else checkpoint(model, x, None, use_reentrant=True)
+        y.sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.first(x).sum().backward()  # once
+        model = Blocks()
+        lb.train.state(model).next_micro_batch()
+        model.first(x).sum().backward()
+
+
+def test_a_training_that_takes_no_step_is_told_of():
+    model = Blocks()
+    state = lb.train.state(model)
+    with pytest.warns(UserWarning, match=r"more than 1024 micro-batches began in step 0 .*attach\(optimizer\)"):
+        for _ in range(1025):
+            state.next_micro_batch()
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "blocks"])
