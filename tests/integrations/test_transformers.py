@@ -452,7 +452,7 @@ def test_configs_are_checked_when_they_are_made(plain):
     assert LowbitConfig("int8", modules_to_not_convert=None).to_dict() == LowbitConfig("int8").to_dict()
     with pytest.raises(ValueError, match="give one of them"):
         LowbitConfig("int8", skip=names, modules_to_not_convert=names)
-    with pytest.raises(ValueError, match="skip pattern 'nothing' matches no module"):
+    with pytest.raises(ValueError, match="skip: the pattern 'nothing' matches no module"):
         told = LowbitConfig("int8", skip=("nothing",))
         transformers.LlamaForCausalLM.from_pretrained(plain, quantization_config=told)
     model = build("llama")
