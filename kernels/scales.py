@@ -109,7 +109,7 @@ def _make_e4m3(extent, non_finite, global_scale, SCALE: tl.constexpr):
 
 @triton.jit
 def _round_up_e4m3(magnitude):
-    """The E4M3 code of fp32 bits without sign, rounded up; 448 at most. Zero and NaN stay what they are."""
+    """The E4M3 code of fp32 bits without sign, rounded up; at most the largest value. Zero and NaN stay."""
     binade = tl.maximum(magnitude >> 23, 121)
     shift = tl.minimum(binade - (magnitude >> 23) + 20, 30)
     kept = (((magnitude & 0x7FFFFF) | 0x800000) + ((1 << shift) - 1)) >> shift

@@ -22,7 +22,12 @@ from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
 
-__all__ = ["backend_now", "on_backend"]
+__all__ = ["backend_now", "in_backward", "on_backend"]
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs this: a layer that is called there is recomputed by a checkpoint."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def backend_now() -> str | None:

@@ -16,7 +16,7 @@ class Rounding:
     """Stochastic rounding with the random bits that ``(seed, step, stream)`` and an element's place decide.
 
     ``seed``: an integer; or an int64 tensor ``[2]`` of seed and step, on the device of what is rounded, which compiled
-    code reads anew in each call; or None: each call draws one from torch's generator of that device.
+    code reads in each call; or None: each call draws one from torch's generator of that device.
     ``stream``: an integer, or text, which stands for the CRC-32 of its UTF-8 bytes.
     ``seed``, ``offset`` and ``pitch`` are integers of 64 bits, ``step`` and ``stream`` of 32, each signed or unsigned.
     An element's place is ``offset + row * pitch + col``; for a slice, give the whole tensor's offset and pitch (its

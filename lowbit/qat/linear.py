@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.autograd import in_backward
 from lowbit.calls import call
 from lowbit.datafree.scales import search
 from lowbit.functional import hadamard
@@ -168,7 +169,7 @@ class FakeQuantLinear(nn.Module):
         if recipe.rotation is not None:
             x = hadamard(x, recipe.rotation)
         if recipe.static:
-            if self.training and not _recomputing() and int(self.observations_left):
+            if self.training and not in_backward() and int(self.observations_left):
                 self._observe(x.detach())
             self._require_range()
         of_weight = self._operand("weight", recipe.weight)
@@ -202,8 +203,3 @@ class FakeQuantLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"recipe={self.recipe.name}, learn_scale={self.learns_scale}"
         )
-
-
-def _recomputing() -> bool:
-    """Whether backward is running, which calls the layer again where it is checkpointed: that batch has been seen."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -11,9 +11,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from lowbit.autograd import in_backward
 from lowbit.reference import philox4x32
 
-__all__ = ["DATA", "WEIGHT", "advance_", "derive_", "in_backward", "next_micro_batch_", "record_", "record_eagerly"]
+__all__ = ["DATA", "WEIGHT", "advance_", "derive_", "next_micro_batch_", "record_", "record_eagerly"]
 
 #: The rows of ``keys``: for activations and gradients, and for the weight.
 DATA, WEIGHT = 0, 1
@@ -76,11 +77,6 @@ def record_eagerly(pending: Tensor, magnitudes: Tensor, row: int) -> None:
     """For code that is neither compiled nor transformed by torch.func, which refuses to change what it captured."""
     held = pending[row]
     held.copy_(torch.maximum(held, torch.where(magnitudes.isfinite(), magnitudes, 0.0).max()))
-
-
-def in_backward() -> bool:
-    """Whether a backward pass runs this."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _derive(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:

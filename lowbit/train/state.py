@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lowbit.autograd import in_backward
 from lowbit.functional.quantize import quantize
 from lowbit.notice import warn
+from lowbit.processes import processes
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
-from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, in_backward, next_micro_batch_, record_, record_eagerly
+from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_, record_, record_eagerly
 
 __all__ = ["Place", "State", "View"]
 
@@ -51,7 +53,7 @@ class State(nn.Module):
     These are buffers, with the same numbers on every rank, so DDP may broadcast them, and distributed checkpoints
     may save those of any rank. The rest is of one process and one step, and no buffer: DDP would overwrite it before
     each forward. It is ``keys`` (of the micro-batch under way), ``micro_batch`` (-1 before the first), ``pending``
-    (the magnitudes of the step under way) and ``replica``. Save between steps; loading begins the step anew.
+    (the magnitudes of the step under way) and ``replica``. Save between steps; loading begins the step again.
 
     The State is the child ``lowbit_state`` of the first layer that needs it, so one copy is saved, under keys such as
     ``blocks.0.up.lowbit_state.rng``. It is no child of the model, because containers call theirs. A model whose recipes
@@ -143,7 +145,7 @@ class State(nn.Module):
         None: the default group. Every rank calls it, and it is one all-reduce. Without a process group, and without
         delayed scaling, it does nothing.
         """
-        if len(self.pending) and _distributed():
+        if len(self.pending) and processes() > 1:
             dist.all_reduce(self.pending, dist.ReduceOp.MAX, group)
 
     # -- what it says ----------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class State(nn.Module):
         """The data-parallel replica of this process."""
         if self._replica is not None:
             return self._replica
-        return dist.get_rank() if _distributed() else 0
+        return dist.get_rank() if processes() > 1 else 0
 
     @property
     def histories(self) -> dict[str, Tensor]:
@@ -338,10 +340,6 @@ def _signed(seed: int) -> int:
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"train.State: the seed is an integer of 64 bits, got {seed}; take it modulo 2**64")
     return seed - (1 << 64) if seed >= 1 << 63 else seed
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _recomputes() -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.layers import DYNAMIC
+from support.models import same_state
 from torch import nn
 
 import lowbit as lb
@@ -32,11 +33,6 @@ def gpt(recipe: str | None = None, seed: int = 1, config: GPTConfig = TINY) -> G
     if recipe:
         lb.quantize_(model, recipe)
     return model
-
-
-def same_state(a: nn.Module, b: nn.Module) -> bool:
-    left, right = a.state_dict(), b.state_dict()
-    return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
 
 
 def weights_of(directory: Path) -> Path:

@@ -19,8 +19,7 @@ import safetensors.torch as library
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.bits import same_bits
-from torch import nn
+from support.models import same_state
 
 import lowbit as lb
 from lowbit import files
@@ -35,11 +34,6 @@ def gpt(recipe: str | None = "int8") -> GPT:
     if recipe:
         lb.quantize_(model, recipe)
     return model
-
-
-def same_state(a: nn.Module, b: nn.Module) -> bool:
-    left, right = a.state_dict(), b.state_dict()
-    return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
 
 
 @pytest.fixture(scope="module")

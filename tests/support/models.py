@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from support.bits import same_bits
 from torch import nn
 
 import lowbit as lb
@@ -43,3 +44,9 @@ def gpt(dtype: torch.dtype = torch.float32) -> GPT:
             block.norm1.weight[::7] *= 20
             block.norm2.weight[3] *= 50
     return model
+
+
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    """Whether all tensors of both states are there under the same names, in every bit."""
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
