@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from bisect import bisect_left
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -155,6 +156,12 @@ def largest(f: Format) -> Fraction:
     return max(v for code in range(1 << f.bits) if isinstance(v := value_of(f, code), Fraction))
 
 
+@cache
+def middles(f: Format) -> tuple[Fraction, ...]:
+    """Halfway between neighbouring entries of a codebook."""
+    return tuple((low + high) / 2 for low, high in pairwise(Fraction(v) for v in f.codebook))
+
+
 def limits(f: Format) -> tuple[int, int]:
     """qmin and qmax of an integer format."""
     return (-(1 << (f.bits - 1)), (1 << (f.bits - 1)) - 1) if f.signed else (0, (1 << f.bits) - 1)
@@ -179,8 +186,7 @@ def encode(f: Format, bits: int, saturate: bool = True, zero_point: int = 0, noi
     if isinstance(x, float) and math.isnan(x):
         return nan_code(f, negative)
     if f.kind == "codebook":
-        entries = [value_of(f, code) for code in range(1 << f.bits)]
-        return sum(x > (low + high) / 2 for low, high in pairwise(entries))
+        return bisect_left(middles(f), x)  # how many of them are less than x
     sign = negative << (f.bits - 1)
     if not math.isinf(x):
         a = abs(Fraction(x))
