@@ -11,12 +11,12 @@ struct Random {
     Rng rng;
 };
 
-// Nothing for a rounding that there is not, or that the format has not. `cols`: the pitch where none is given.
-inline std::optional<Random> random_of(const entry::Text& rounding, const FormatParams& format, int64_t cols,
+// Nothing for a rounding that there is not. `cols`: the pitch where none is given.
+inline std::optional<Random> random_of(const entry::Text& rounding, const FormatParams&, int64_t cols,
                                        const MaybeTensor& rng, int64_t stream, int64_t offset,
                                        std::optional<int64_t> pitch) {
     if (rounding.view() == "nearest") return Random{kNearest, {}};
-    if (rounding.view() != "stochastic" || format.kind == kKindCodebook) return std::nullopt;
+    if (rounding.view() != "stochastic") return std::nullopt;
     STD_TORCH_CHECK(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2,
                     "stochastic rounding takes rng, int64 [seed, step]");
     const Tensor key = dense(*rng);

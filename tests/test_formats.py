@@ -324,6 +324,7 @@ def test_the_generated_table_equals_this_one():
         assert row["params"] == f.params()
         assert tuple(row["values"]) == f.bits_table
         assert tuple(row["thresholds"]) == (f.thresholds if f.codebook else ())
+        assert tuple(row["weights"]) == (f.weights if f.codebook else ())
         assert row["zero_code"] == f.zero_code
 
 

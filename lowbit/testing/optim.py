@@ -50,9 +50,8 @@ def _samples(device: str) -> Iterator[AdamW]:
             given = param.to(device, kind), grad.to(device, grad_kind)
             call = AdamW(*given, m, m_scale, r, r_scale, scheme, rms_scheme)
             yield call._replace(step=1 + 40 * index, weight_decay=0.1 * index)
-            if "nf4" not in scheme:
-                yield call._replace(**stochastic)
-                yield call._replace(**{**stochastic, "pitch": None})
+            yield call._replace(**stochastic)
+            yield call._replace(**{**stochastic, "pitch": None})
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -186,7 +186,9 @@ def encode(f: Format, bits: int, saturate: bool = True, zero_point: int = 0, noi
     if isinstance(x, float) and math.isnan(x):
         return nan_code(f, negative)
     if f.kind == "codebook":
-        return bisect_left(middles(f), x)  # how many of them are less than x
+        if noise is None:
+            return bisect_left(middles(f), x)  # how many of them are less than x
+        return _noisy_entry(f.codebook, x, noise)
     sign = negative << (f.bits - 1)
     if not math.isinf(x):
         a = abs(Fraction(x))
@@ -207,6 +209,16 @@ def _noisy(a: Fraction, mantissa: int, emin: int, noise: int) -> Fraction:
     below = a // quantum
     first16 = int((a / quantum - below) * 65536)
     return (below + (first16 + noise >> 16)) * quantum
+
+
+def _noisy_entry(book: tuple[float, ...], x: Number, noise: int) -> int:
+    """The entry at or below x, or the next with the probability of the distance; each operation rounded to fp32."""
+    if not book[0] <= x < book[-1]:
+        return 0 if x < book[0] else len(book) - 1
+    code = bisect_right(book, x) - 1
+    low, high = Fraction(book[code]), Fraction(book[code + 1])
+    units = fp32(fp32(Fraction(x) - low) * fp32(65536 / (high - low)))
+    return code + (min(math.floor(units), 65535) + noise >> 16)
 
 
 def _encode_integer(f: Format, x: Number, zero_point: int, noise: int | None) -> int:
