@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lowbit.bench.timing import Case, usable
-from lowbit.ops.optim import AdamW
+from lowbit.ops.optim import OptimizerStep
 
 #: Elements above which bitsandbytes' and torchao's steps on a CPU take seconds each.
 _MOST = 1 << 25
 
 
-def of(call: AdamW) -> Iterator[Case]:
-    if call.rounding != "nearest":
+def of(call: OptimizerStep) -> Iterator[Case]:
+    if call.rule != "adamw" or call.rounding != "nearest":
         return
     yield from usable(lambda: _case("torch fused, fp32 moments", call, lambda p: torch.optim.AdamW(p, fused=True)))
     if call.param.numel() <= _MOST:
@@ -23,7 +23,7 @@ def of(call: AdamW) -> Iterator[Case]:
         yield from usable(lambda: _case("bitsandbytes 8-bit", call, _bitsandbytes))
 
 
-def _case(who: str, call: AdamW, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Case:
+def _case(who: str, call: OptimizerStep, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Case:
     param = call.param.clone().requires_grad_()
     param.grad = call.grad.clone()
     optimizer = make([param])

@@ -189,5 +189,5 @@ OFFERS: dict[str, Callable[[Any], Iterator[Case]]] = {
     ),
     "scaled_mm": multipliers,
     "linear": layer_peers.of,
-    "adamw": optimizer_peers.of,
+    "optimizer_step": optimizer_peers.of,
 }

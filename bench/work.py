@@ -64,7 +64,8 @@ def isas() -> list[str]:
 def _outs(spec: OpSpec, call: Any) -> dict[str, Tensor]:
     """Memory to fill: the call's own tensors where an op works in place."""
     made = {n: torch.empty(s, dtype=d) for n, (s, d) in zip(spec.returns, spec.outputs(call), strict=True)}
-    return made | {name: getattr(call, argument) for name, argument in spec.in_place.items()}
+    given = {name: getattr(call, argument) for name, argument in spec.in_place.items()}
+    return made | {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 #: Operations above which the scalar kernels, which are there as proof, would take minutes.

@@ -1,5 +1,5 @@
 // The CPU kernels of optimizers: checks, then cpu/optim.
-#include <cmath>
+#include <vector>
 
 #include "cpu/optim/adamw.h"
 #include "ops_params.h"
@@ -21,41 +21,29 @@ cpu::Moment moment(const Tensor& codes, const Tensor& scale, const Tensor& new_c
             static_cast<uint8_t*>(new_codes.mutable_data_ptr()), new_scale.mutable_data_ptr()};
 }
 
-// As lowbit/ops/optim.py has them: in double precision, and each rounded once.
-AdamWFactors factors_of(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay) {
-    const auto steps = static_cast<double>(step);
-    const double exact[] = {1 - lr * weight_decay,
-                            1 - beta1,
-                            beta2,
-                            1 - beta2,
-                            std::pow(1 - std::pow(beta2, steps), -0.5),
-                            eps,
-                            lr / (1 - std::pow(beta1, steps))};
-    const auto at = [&](int i) { return static_cast<float>(exact[i]); };
-    return {at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
-}
-
-bool adamw(const Tensor& given_param, const Tensor& given_grad, const Tensor& exp_avg, const Tensor& exp_avg_scale,
-           const Tensor& exp_avg_sq_root, const Tensor& exp_avg_sq_root_scale, const Text& scheme,
-           const Text& rms_scheme, const Text& rounding, int64_t step, const MaybeTensor& rng, int64_t stream,
-           int64_t offset, MaybeInt pitch, double lr, double beta1, double beta2, double eps, double weight_decay,
-           const Tensor& new_param, const Tensor& new_exp_avg, const Tensor& new_exp_avg_scale,
-           const Tensor& new_exp_avg_sq_root, const Tensor& new_exp_avg_sq_root_scale) {
+bool optimizer_step(const Tensor& given_param, const Tensor& given_grad, const MaybeTensor&, const MaybeTensor& first,
+                    const MaybeTensor& first_scale, const MaybeTensor& second, const MaybeTensor& second_scale,
+                    const Text& rule, const std::vector<double>& given_factors, const Text& scheme,
+                    const Text& rms_scheme, const Text& rounding, const Text&, const MaybeTensor& rng, int64_t stream,
+                    int64_t offset, MaybeInt pitch, const Tensor& new_param, const Tensor&, const Tensor& new_first,
+                    const Tensor& new_first_scale, const Tensor& new_second, const Tensor& new_second_scale) {
     const Tensor param = in_rows(given_param), grad = in_rows(given_grad);
     const cpu::Shape shape = shape_of(param, "param");
     STD_TORCH_CHECK(new_param.scalar_type() == param.scalar_type(), "new_param must have param's dtype");
+    if (rule.view() != "adamw" || given_factors.size() != 7) return false;
     const auto s = named_scheme(scheme.view(), shape.rows, shape.cols),
                rms_s = named_scheme(rms_scheme.view(), shape.rows, shape.cols);
     if (!s || !rms_s) return false;
     const auto random = random_of(rounding, s->format, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
-    const Tensor avg = dense(exp_avg), avg_scale = dense(exp_avg_scale), rms = dense(exp_avg_sq_root),
-                 rms_scale = dense(exp_avg_sq_root_scale);
+    const Tensor avg = dense(*first), avg_scale = dense(*first_scale), rms = dense(*second),
+                 rms_scale = dense(*second_scale);
     results_of(grad, "grad", shape);
+    const auto at = [&](size_t i) { return static_cast<float>(given_factors[i]); };
     cpu::adamw(values_of(param, "param"), values_of(grad, "grad"), shape,
-               moment(avg, avg_scale, new_exp_avg, new_exp_avg_scale, shape, *s),
-               moment(rms, rms_scale, new_exp_avg_sq_root, new_exp_avg_sq_root_scale, shape, *rms_s),
-               factors_of(step, lr, beta1, beta2, eps, weight_decay), random->rounding, random->rng,
+               moment(avg, avg_scale, new_first, new_first_scale, shape, *s),
+               moment(rms, rms_scale, new_second, new_second_scale, shape, *rms_s),
+               {at(0), at(1), at(2), at(3), at(4), at(5), at(6)}, random->rounding, random->rng,
                results_of(new_param, "new_param", shape));
     return true;
 }
@@ -63,4 +51,4 @@ bool adamw(const Tensor& given_param, const Tensor& given_grad, const Tensor& ex
 }  // namespace
 }  // namespace lowbit
 
-LOWBIT_KERNEL(adamw, &lowbit::adamw, CPU)
+LOWBIT_KERNEL(optimizer_step, &lowbit::optimizer_step, CPU)

@@ -27,7 +27,7 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
-from lowbit.ops.optim import STATE_SCHEME, Factors
+from lowbit.ops.optim import RULES, STATE_SCHEME
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 from lowbit.testing.inputs import element_formats, schemes
 
@@ -158,7 +158,7 @@ def _step_cases() -> Iterator[Case]:
         moment = launch.Moment(scheme, codes, scale, codes, scale)
         param, grad = (_meta(64, 4096, dtype=kinds[(index + j) % 3]) for j in (0, 1))
         made = launch.adamw(
-            param, grad, [moment, moment], dict.fromkeys(Factors._fields, 0.5), param, _rounding(index % 2 == 1)
+            param, grad, [moment, moment], dict.fromkeys(RULES["adamw"].factors, 0.5), param, _rounding(index % 2 == 1)
         )
         yield Case(f"adamw {scheme}", made, index < 2)
 

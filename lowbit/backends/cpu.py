@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from lowbit.backends import composed, cpu_mm, native, native_ops
+from lowbit.ops import optim
 
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
-_ROWS = tuple(replace(row, supports=cpu_mm.no_conv) if row.op == "conv" else row for row in native_ops.rows("cpu", 10))
+#: What kernels serve not every call of their op.
+_SUPPORTS: dict[str, Callable[[Any], str | None]] = {
+    "conv": cpu_mm.no_conv,
+    "optimizer_step": optim.only_quantized_adamw,
+}
+_ROWS = tuple(
+    replace(row, supports=_SUPPORTS[row.op]) if row.op in _SUPPORTS else row for row in native_ops.rows("cpu", 10)
+)
 #: ``cpu_patches``: convolutions of schemes that the native one leaves out.
 IMPLS = (
     *_ROWS,

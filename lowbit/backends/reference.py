@@ -109,24 +109,34 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     outs[0].copy_(reference.scaled_mm(a, b, call.bias, call.out_dtype))
 
 
-def _adamw(outs: tuple[Tensor, ...], call: optim.AdamW) -> None:
+def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
     param = as_rows(call.param)
-
-    def moment(text: str, codes: Tensor, scale: Tensor) -> reference.Moment:
-        scheme = scaling.scheme(text)
-        return reference.Moment(reference.unpack(as_rows(codes), scheme, param.shape[1]), scale, scheme)
-
-    made, *moments = reference.adamw(
+    kept = []
+    for moment in optim.moments(call):
+        scheme = None if moment.scheme in optim.FLOAT_STATES else scaling.scheme(moment.scheme)
+        codes = as_rows(moment.codes)
+        codes = codes if scheme is None else reference.unpack(codes, scheme, param.shape[1])
+        kept.append(reference.Moment(codes, moment.scale, scheme))
+    rng = None if call.rng is None else _rng(call._replace(rounding="stochastic"))
+    new_param, new_master, moments = reference.optimizer_step(
         param,
         as_rows(call.grad),
-        moment(call.scheme, call.exp_avg, call.exp_avg_scale),
-        moment(call.rms_scheme, call.exp_avg_sq_root, call.exp_avg_sq_root_scale),
-        optim.factors(call),
-        _rng(call),
+        None if call.master is None else as_rows(call.master),
+        kept,
+        call.rule,
+        optim.fp32_factors(call),
+        rng if call.rounding == "stochastic" else None,
+        rng._replace(stream=rng.stream + 1) if rng and call.param_rounding == "stochastic" else None,
     )
-    outs[0].copy_(made.reshape(outs[0].shape))
-    for new, codes, scale in zip(moments, outs[1::2], outs[2::2], strict=True):
+    outs[0].copy_(new_param.reshape(outs[0].shape))
+    if new_master is not None:
+        outs[1].copy_(new_master.reshape(outs[1].shape))
+    for new, codes, scale in zip(moments, outs[2::2], outs[3::2], strict=False):
+        if new.scheme is None:
+            codes.copy_(new.codes.reshape(codes.shape))
+            continue
         _store(codes, new.codes, new.scheme)
+        assert new.scale is not None
         scale.copy_(new.scale)
 
 
@@ -143,7 +153,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "fake_quantize": _fake_quantize,
     "fake_quantize_backward": _fake_quantize_backward,
     "scaled_mm": _scaled_mm,
-    "adamw": _adamw,
+    "optimizer_step": _optimizer_step,
 }
 
 _ROWS = tuple(

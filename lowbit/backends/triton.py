@@ -132,15 +132,14 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     _start(_launch().scaled_mm(*operands, call.bias, outs[0], call.cols), outs[0].device)
 
 
-def _adamw(outs: tuple[Tensor, ...], call: optim.AdamW) -> None:
-    param, made, avg, avg_scale, rms, rms_scale = (as_rows(t) for t in (call.param, *outs))
+def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
+    param, made, _, *new = (as_rows(t) for t in (call.param, *outs))
     moments = [
-        _launch().Moment(scaling.scheme(call.scheme), as_rows(call.exp_avg), call.exp_avg_scale, avg, avg_scale),
-        _launch().Moment(
-            scaling.scheme(call.rms_scheme), as_rows(call.exp_avg_sq_root), call.exp_avg_sq_root_scale, rms, rms_scale
-        ),
+        _launch().Moment(scaling.scheme(moment.scheme), as_rows(moment.codes), moment.scale, *new[2 * i : 2 * i + 2])
+        for i, moment in enumerate(optim.moments(call))
     ]
-    launches = _launch().adamw(param, as_rows(call.grad), moments, optim.factors(call)._asdict(), made, _rounding(call))
+    factors = dict(zip(optim.RULES[call.rule].factors, optim.fp32_factors(call), strict=True))
+    launches = _launch().adamw(param, as_rows(call.grad), moments, factors, made, _rounding(call))
     _start(launches, param.device)
 
 
@@ -157,6 +156,10 @@ def _fits_first(call: Any) -> str | None:
 
 def _fits_cols(call: Any) -> str | None:
     return _fits(call[0]) or _fits(call[0].new_empty((1, call.cols), device="meta"))
+
+
+def _supports_step(call: optim.OptimizerStep) -> str | None:
+    return _fits_first(call) or optim.only_quantized_adamw(call)
 
 
 def _supports_mm(call: matmul.ScaledMM) -> str | None:
@@ -189,7 +192,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "fake_quantize": (_fake_quantize, _fits_first),
     "fake_quantize_backward": (_fake_quantize_backward, _fits_first),
     "scaled_mm": (_scaled_mm, _supports_mm),
-    "adamw": (_adamw, _fits_first),
+    "optimizer_step": (_optimizer_step, _supports_step),
 }
 
 _NUMERICS = Numerics("bf16", "fp32")

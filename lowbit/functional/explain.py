@@ -35,5 +35,5 @@ _EXPLAINED: dict[str, tuple[Any, ...]] = {
     "fake_quantize": (fake_quantize,),
     "scaled_mm": (scaled_mm,),
     "linear": (linear,),
-    "adamw": (adamw_,),
+    "optimizer_step": (adamw_,),
 }

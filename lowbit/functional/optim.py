@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lowbit.calls import fill
 from lowbit.functional.arguments import random_bits
-from lowbit.ops import OPS
-from lowbit.ops.optim import STATE_SCHEME, state_refusal
+from lowbit.ops.optim import REPLACED, STATE_SCHEME, adamw_factors, state_refusal
+from lowbit.ops.optim import OptimizerStep as StepArguments
+from lowbit.ops.spec import require
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
 
@@ -56,10 +57,29 @@ def adamw_(
         rounding = replace(rounding, step=step)
     word, *random = random_bits(rounding, param)
     matrix, slope = (t.detach() if t.dim() else t.detach().reshape(1) for t in (param, grad))
-    parts = (exp_avg.codes, exp_avg.scale, exp_avg_sq_root.codes, exp_avg_sq_root.scale)
-    outs = dict(zip(OPS["adamw"].returns, (matrix, *parts), strict=True))
-    fill(
-        "adamw", matrix, slope, *parts, exp_avg.scheme.name, exp_avg_sq_root.scheme.name, word, step, *random,
-        lr, *betas, eps, weight_decay, **outs,
+    require_numbers(step, lr, betas, eps, weight_decay)
+    step_(
+        StepArguments(
+            matrix, slope, None, exp_avg.codes, exp_avg.scale, exp_avg_sq_root.codes, exp_avg_sq_root.scale, "adamw",
+            adamw_factors(step, float(lr), *betas, eps, weight_decay),
+            exp_avg.scheme.name, exp_avg_sq_root.scheme.name, word, "nearest", *random,
+        )
     )  # fmt: skip
     torch.autograd.graph.increment_version(param)
+
+
+def step_(call: StepArguments) -> None:
+    """The op ``optimizer_step`` in place of its own arguments."""
+    outs = {
+        f"new_{name}": call[0].new_empty(0, dtype=torch.uint8) if tensor is None else tensor
+        for name, tensor in ((name, getattr(call, name)) for name in REPLACED)
+    }
+    fill("optimizer_step", *call, **outs)
+
+
+def require_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raises ValueError for hyperparameters out of their range."""
+    require(step >= 1, f"adamw_: step counts from 1, got {step}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        require(value >= 0, f"adamw_: {name} must be 0 or more, got {value}")
+    require(all(0 <= beta < 1 for beta in betas), f"adamw_: betas must be in [0, 1), got {betas}")

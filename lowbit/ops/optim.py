@@ -1,15 +1,17 @@
-"""adamw: one step of AdamW whose two moments are kept as codes with scales.
+"""optimizer_step: one step of a rule on a tensor, whose moments are kept as codes with scales or as floats.
 
-Stored are the first moment and the *root* of the second one: a root spans half the binades, so that 8 bits of floating
-point hold what a block's gradients differ by.  Source: docs/numerics.md section 11.
+A rule is a row of ``RULES``: which moments it keeps, and the factors that it multiplies with.
+Source: docs/numerics.md section 11.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
@@ -25,71 +27,117 @@ from lowbit.ops.spec import (
     require_scales,
 )
 
-#: What the moments are kept in unless another scheme is asked for.
+#: What the moments of ``adamw_`` are kept in unless another scheme is asked for.
 STATE_SCHEME = "fp8_e4m3:group256"
 
 #: Elements that kernels hold at once at most: whole blocks of both moments, and whole bytes of their codes.
 MAX_RUN = 2048
 
+#: Formats that moments may be kept in without scales.
+FLOAT_STATES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-class AdamW(NamedTuple):
-    """``param`` and ``grad`` float, of one shape; the moments: packed codes and scales of that shape in their schemes.
+#: What a master weight is kept as, beside a parameter of 16 bits: all of it, or the 8 bits that bf16 lacks of 24.
+MASTERS: dict[str, torch.dtype] = {"fp32": torch.float32, "residual": torch.int8}
 
-    ``step`` counts from 1. With stochastic rounding both moments share their random bits.
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of update: the names of its moments, at most two, and of its factors, in the order of section 11."""
+
+    name: str
+    moments: tuple[str, ...]
+    factors: tuple[str, ...]
+
+
+#: Every rule, by name.
+RULES: dict[str, Rule] = {
+    row.name: row
+    for row in (
+        Rule(
+            "adamw",
+            ("exp_avg", "exp_avg_sq_root"),
+            ("decay", "mix", "keep", "mix_square", "correction", "eps", "rate"),
+        ),
+        Rule("lion", ("exp_avg",), ("decay", "mix", "mix_kept", "rate")),
+        Rule("sgd", (), ("decay", "l2", "rate")),
+        Rule("momentum", ("momentum_buffer",), ("l2", "keep", "mix", "grad_share", "momentum_share", "rate")),
+        Rule("nesterov", ("momentum_buffer",), ("mix", "share")),
+    )
+}
+
+
+class OptimizerStep(NamedTuple):
+    """``param`` and ``grad`` float, of one shape, and the moments that ``rule`` keeps.
+
+    ``master``: fp32, the weight that ``param`` is rounded from; or int8, what a bf16 ``param`` lacks of 24 bits.
+    A moment is packed codes and scales of that shape in its scheme, or a float tensor of the format that stands in
+    place of the scheme. With stochastic rounding both moments share their random bits; ``param_rounding`` draws others.
+    ``factors``: those of the rule, in its order; each is rounded to fp32 once.
     """
 
     param: Tensor
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_scale: Tensor
-    exp_avg_sq_root: Tensor
-    exp_avg_sq_root_scale: Tensor
-    scheme: str = STATE_SCHEME
-    rms_scheme: str = STATE_SCHEME
+    master: Tensor | None
+    first: Tensor | None
+    first_scale: Tensor | None
+    second: Tensor | None
+    second_scale: Tensor | None
+    rule: str
+    factors: Sequence[float]
+    first_scheme: str = STATE_SCHEME
+    second_scheme: str = STATE_SCHEME
     rounding: str = "nearest"
-    step: int = 1
+    param_rounding: str = "nearest"
     rng: Tensor | None = None
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
 
 
-class Factors(NamedTuple):
-    """What a step multiplies with, each rounded to fp32 once."""
-
-    decay: float
-    mix: float
-    keep: float
-    mix_square: float
-    correction: float
-    eps: float
-    rate: float
+#: The tensors of a call that a step replaces, in the order of its outputs.
+REPLACED = ("param", "master", "first", "first_scale", "second", "second_scale")
 
 
-def factors(call: AdamW) -> Factors:
-    """From the hyperparameters and the step, in double precision."""
-    return _factors(call.step, call.lr, call.beta1, call.beta2, call.eps, call.weight_decay)
+class Kept(NamedTuple):
+    """A moment of a call: its name, what it is kept in, its codes (or numbers) and scales."""
+
+    name: str
+    scheme: str
+    codes: Tensor
+    scale: Tensor | None
 
 
-@lru_cache
-def _factors(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Factors:
-    exact = (
+def moments(call: OptimizerStep) -> list[Kept]:
+    """The moments that the call's rule keeps, in its order."""
+    given = ((call.first_scheme, call.first, call.first_scale), (call.second_scheme, call.second, call.second_scale))
+    return [
+        Kept(name, scheme, codes, scale)
+        for name, (scheme, codes, scale) in zip(RULES[call.rule].moments, given, strict=False)
+        if codes is not None
+    ]
+
+
+def only_quantized_adamw(call: OptimizerStep) -> str | None:
+    """Why a kernel for AdamW on quantized moments, without a master weight, does not serve; None where it does."""
+    if call.rule != "adamw" or call.master is not None or call.param_rounding != "nearest":
+        return f"its kernel is for adamw without master weights, rounded to nearest, got {call.rule}"
+    if any(moment.scheme in FLOAT_STATES for moment in moments(call)):
+        return "its kernel is for quantized moments"
+    return None
+
+
+def adamw_factors(
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> tuple[float, ...]:
+    """The factors of the rule ``adamw``, in double precision; ``step`` counts from 1."""
+    return (
         1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, eps, lr / (1 - beta1**step)
     )  # fmt: skip
-    return Factors(*(formats.fp32_value(formats.fp32_bits(value)) for value in exact))
 
 
-def _check_numbers(call: AdamW) -> None:
-    require(call.step >= 1, f"lowbit.adamw: step counts from 1, got {call.step}")
-    for name in ("lr", "eps", "weight_decay"):
-        require(getattr(call, name) >= 0, f"lowbit.adamw: {name} must be 0 or more, got {getattr(call, name)}")
-    betas = (call.beta1, call.beta2)
-    require(all(0 <= beta < 1 for beta in betas), f"lowbit.adamw: betas must be in [0, 1), got {betas}")
+def fp32_factors(call: OptimizerStep) -> tuple[float, ...]:
+    """The call's factors, each rounded to fp32."""
+    return tuple(formats.fp32_value(formats.fp32_bits(float(value))) for value in call.factors)
 
 
 def state_refusal(scheme: scaling.Scheme) -> str | None:
@@ -102,55 +150,107 @@ def state_refusal(scheme: scaling.Scheme) -> str | None:
     return None
 
 
-def _check(call: AdamW) -> None:
-    _check_numbers(call)
-    require_float("adamw", "param", call.param)
-    require_float("adamw", "grad", call.grad)
+def _check_rule(call: OptimizerStep) -> Rule:
+    rule = RULES.get(call.rule)
+    require(rule is not None, f"lowbit.optimizer_step: rule must be one of {', '.join(RULES)}, got {call.rule!r}")
+    assert rule is not None
+    require(
+        len(call.factors) == len(rule.factors),
+        f"lowbit.optimizer_step: {rule.name} takes the factors {', '.join(rule.factors)}, got {len(call.factors)}",
+    )
+    given = [t is not None for t in (call.first, call.second)]
+    require(
+        sum(given) == len(rule.moments) and given == sorted(given, reverse=True),
+        f"lowbit.optimizer_step: {rule.name} keeps {', '.join(rule.moments) or 'no moment'}, got {sum(given)} moments",
+    )
+    return rule
+
+
+def _check_master(call: OptimizerStep) -> None:
+    if call.param_rounding != "nearest":
+        require(
+            call.param_rounding == "stochastic" and call.param.dtype == torch.bfloat16 and call.master is None,
+            "lowbit.optimizer_step: param_rounding is 'nearest', or 'stochastic' for a bfloat16 param without master; "
+            f"got {call.param_rounding!r} for {call.param.dtype} with{'out' if call.master is None else ''} master",
+        )
+    master = call.master
+    if master is None:
+        return
+    fits = (master.dtype == torch.float32 and call.param.dtype != torch.float32) or (
+        master.dtype == torch.int8 and call.param.dtype == torch.bfloat16
+    )
+    require(
+        fits and master.shape == call.param.shape,
+        "lowbit.optimizer_step: master is float32 beside a param of 16 bits, or int8 beside a bfloat16 param, of its "
+        f"shape; got {master.dtype} {list(master.shape)} beside {call.param.dtype} {list(call.param.shape)}",
+    )
+
+
+def _check_scheme(call: OptimizerStep, moment: Kept) -> int:
+    """Checks a moment; answers after how many elements its blocks and whole bytes meet."""
+    op, shape = "lowbit.optimizer_step", call.param.shape
+    dtype = FLOAT_STATES.get(moment.scheme)
+    if dtype is not None:
+        require(
+            moment.codes.dtype == dtype and moment.codes.shape == shape and moment.scale is None,
+            f"{op}: {moment.name} in {moment.scheme} is a {dtype} tensor {list(shape)} without scales, "
+            f"got {moment.codes.dtype} {list(moment.codes.shape)}",
+        )
+        return 1
+    scheme = scaling.scheme(moment.scheme)
+    refusal = state_refusal(scheme)
+    require(refusal is None, f"{op}: {moment.name} cannot be {scheme}: {refusal}; use {STATE_SCHEME}")
+    require_rounding("optimizer_step", call, scheme.format)
+    require_codes("optimizer_step", moment.name, moment.codes)
+    expected = (*shape[:-1], scheme.packed_cols(shape[-1]))
+    require(
+        tuple(moment.codes.shape) == expected,
+        f"{op}: {moment.name} of param {list(shape)} takes codes {list(expected)} in {scheme}, "
+        f"got {list(moment.codes.shape)}",
+    )
+    require(moment.scale is not None, f"{op}: {moment.name} in {scheme} has scales, got None")
+    assert moment.scale is not None
+    require_scales("optimizer_step", scheme, *matrix_shape(call.param), moment.scale, None, None)
+    return lcm(scheme.block[1] or 1, 8 if scheme.format.bits < 8 else 1)
+
+
+def _check(call: OptimizerStep) -> None:
+    _check_rule(call)
+    require_float("optimizer_step", "param", call.param)
+    require_float("optimizer_step", "grad", call.grad)
     require(
         call.grad.shape == call.param.shape,
-        f"lowbit.adamw: grad is {list(call.grad.shape)}, param is {list(call.param.shape)}",
+        f"lowbit.optimizer_step: grad is {list(call.grad.shape)}, param is {list(call.param.shape)}",
     )
-    require(call.param.dim() >= 1, "lowbit.adamw: param needs at least one axis; give a scalar as param.reshape(1)")
-    moments = (
-        ("exp_avg", call.scheme, call.exp_avg, call.exp_avg_scale),
-        ("exp_avg_sq_root", call.rms_scheme, call.exp_avg_sq_root, call.exp_avg_sq_root_scale),
+    require(
+        call.param.dim() >= 1, "lowbit.optimizer_step: param needs at least one axis; give a scalar as param.reshape(1)"
     )
-    for name, text, codes, scale in moments:
-        scheme = scaling.scheme(text)
-        refusal = state_refusal(scheme)
-        require(refusal is None, f"lowbit.adamw: {name} cannot be {scheme}: {refusal}; use {STATE_SCHEME}")
-        require_rounding("adamw", call, scheme.format)
-        require_codes("adamw", name, codes)
-        expected = (*call.param.shape[:-1], scheme.packed_cols(call.param.shape[-1]))
-        require(
-            tuple(codes.shape) == expected,
-            f"lowbit.adamw: {name} of param {list(call.param.shape)} takes codes {list(expected)} in {scheme}, "
-            f"got {list(codes.shape)}",
-        )
-        require_scales("adamw", scheme, *matrix_shape(call.param), scale, None, None)
-    schemes = [scaling.scheme(text) for text in (call.scheme, call.rms_scheme)]
-    together = lcm(*(s.block[1] or 1 for s in schemes), 8 if min(s.format.bits for s in schemes) < 8 else 1)
+    _check_master(call)
+    if call.param_rounding != "nearest" or call.rounding != "nearest":
+        word = call.param_rounding if call.rounding == "nearest" else call.rounding
+        require_rounding("optimizer_step", call._replace(rounding=word), formats.find("bf16"))
+    kept = moments(call)
+    together = lcm(*(_check_scheme(call, moment) for moment in kept))
     require(
         together <= MAX_RUN,
-        f"lowbit.adamw: blocks of {call.scheme} and {call.rms_scheme}, and whole bytes, meet after {together} "
-        f"elements, which may be {MAX_RUN} at most; use blocks of powers of two",
+        f"lowbit.optimizer_step: blocks of {' and '.join(m.scheme for m in kept)}, and whole bytes, meet after "
+        f"{together} elements, which may be {MAX_RUN} at most; use blocks of powers of two",
     )
 
 
-def _outputs(call: AdamW) -> list[Out]:
-    return [(tuple(t.shape), t.dtype) for t in (call.param, *call[2:6])]
+def _outputs(call: OptimizerStep) -> list[Out]:
+    given = (getattr(call, name) for name in REPLACED)
+    return [((0,), torch.uint8) if t is None else (tuple(t.shape), t.dtype) for t in given]
 
 
-def _cost(call: AdamW) -> Cost:
-    sizes = [t.numel() * t.element_size() for t in call[:6]]
-    return Cost(0, 2 * sum(sizes) - sizes[1])
+def _cost(call: OptimizerStep) -> Cost:
+    replaced = sum(t.nbytes for t in (getattr(call, name) for name in REPLACED) if t is not None)
+    return Cost(0, 2 * replaced + call.grad.nbytes)
 
 
 SPECS = (
     OpSpec(
-        "adamw", AdamW,
-        ("new_param", "new_exp_avg", "new_exp_avg_scale", "new_exp_avg_sq_root", "new_exp_avg_sq_root_scale"),
-        _outputs, _check, _cost,
-        in_place={f"new_{name}": name for name in ("param", *AdamW._fields[2:6])},
+        "optimizer_step", OptimizerStep, tuple(f"new_{name}" for name in REPLACED), _outputs, _check, _cost,
+        in_place={f"new_{name}": name for name in REPLACED},
     ),
 )  # fmt: skip

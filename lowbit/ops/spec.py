@@ -30,6 +30,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",
     int | None: "SymInt?",
     Sequence[int]: "int[]",
+    Sequence[float]: "float[]",
     bool: "bool",
     float: "float",
     torch.dtype: "ScalarType",

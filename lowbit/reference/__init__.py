@@ -21,7 +21,7 @@ from lowbit.reference.codec import (
     unpack,
 )
 from lowbit.reference.matmul import SEGMENT, Operand, integer_segments, scaled_mm
-from lowbit.reference.optim import Moment, adamw
+from lowbit.reference.optim import Moment, optimizer_step, split24
 from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
 from lowbit.reference.scales import (
     block_amax,
@@ -39,7 +39,6 @@ __all__ = [
     "Moment",
     "Operand",
     "Rng",
-    "adamw",
     "block_amax",
     "block_range",
     "block_scales",
@@ -55,12 +54,14 @@ __all__ = [
     "global_scale",
     "in_blocks",
     "integer_segments",
+    "optimizer_step",
     "philox4x32",
     "quantize",
     "quantize_static",
     "require_subnormals",
     "scale_value",
     "scaled_mm",
+    "split24",
     "spread",
     "to_bits",
     "unpack",

@@ -1,36 +1,93 @@
-"""The step of an optimizer whose state is codes (section 11)."""
+"""The step of an optimizer whose state is codes or floats, and whose weights may have a master (section 11)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.reference.codec import Rng, cast, require_subnormals
+from lowbit.formats import FORMATS
+from lowbit.reference.codec import F32_INF, F32_MAGNITUDE, F32_NAN, Rng, cast, noise16, require_subnormals, to_bits
+from lowbit.reference.codec import from_bits as _numbers_of
 from lowbit.reference.quantize import dequantize, quantize
 from lowbit.scaling import Scheme
 
 
 class Moment(NamedTuple):
-    """Codes ``[rows, cols]`` (one a byte) and scales of a moment, and what they are kept in."""
+    """Codes ``[rows, cols]`` (one a byte) and scales of a moment in a scheme; or numbers, without the other two."""
 
     codes: Tensor
-    scale: Tensor
-    scheme: Scheme
+    scale: Tensor | None
+    scheme: Scheme | None
 
 
-def adamw(
-    param: Tensor, grad: Tensor, avg: Moment, rms: Moment, factors: tuple[float, ...], rng: Rng | None
-) -> tuple[Tensor, Moment, Moment]:
-    """The next parameter, in its dtype, and moments; ``param, grad: [rows, cols]``."""
+#: From the parameter, the gradient and the moments as fp32 numbers, and the factors: the next parameter and moments.
+Update = Callable[[Tensor, Tensor, list[Tensor], Sequence[float]], tuple[Tensor, list[Tensor]]]
+
+
+def _adamw(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]) -> tuple[Tensor, list[Tensor]]:
     decay, mix, keep, mix_square, correction, eps, rate = factors
-    require_subnormals(param)
-    g, (m, r) = grad.float(), (_numbers(moment) for moment in (avg, rms))
+    m, r = moments
     m = m + (g - m) * mix
     r = _root((r * r) * keep + (g * g) * mix_square)
-    p = param.float() * decay - (m / (r * correction + eps)) * rate
-    return cast(p, param.dtype), _stored(m, avg.scheme, rng), _stored(r, rms.scheme, rng)
+    return p * decay - (m / (r * correction + eps)) * rate, [m, r]
+
+
+def _lion(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]) -> tuple[Tensor, list[Tensor]]:
+    decay, mix, mix_kept, rate = factors
+    (m,) = moments
+    toward = m + (g - m) * mix
+    signs = torch.where(toward > 0, 1.0, torch.where(toward < 0, -1.0, toward))
+    return p * decay - signs * rate, [m + (g - m) * mix_kept]
+
+
+def _sgd(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]) -> tuple[Tensor, list[Tensor]]:
+    decay, l2, rate = factors
+    return p * decay - (g + p * l2) * rate, []
+
+
+def _momentum(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]) -> tuple[Tensor, list[Tensor]]:
+    l2, keep, mix, grad_share, momentum_share, rate = factors
+    g = g + p * l2
+    m = moments[0] * keep + g * mix
+    return p - (g * grad_share + m * momentum_share) * rate, [m]
+
+
+def _nesterov(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]) -> tuple[Tensor, list[Tensor]]:
+    mix, share = factors
+    m = moments[0] + (g - moments[0]) * mix
+    return g + (m - g) * share, [m]
+
+
+#: The arithmetic of every rule of lowbit/ops/optim.py.
+UPDATES: dict[str, Update] = {
+    "adamw": _adamw, "lion": _lion, "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov,
+}  # fmt: skip
+
+
+def optimizer_step(
+    param: Tensor,
+    grad: Tensor,
+    master: Tensor | None,
+    moments: list[Moment],
+    rule: str,
+    factors: Sequence[float],
+    rng: Rng | None,
+    param_rng: Rng | None,
+) -> tuple[Tensor, Tensor | None, list[Moment]]:
+    """The next parameter, master and moments, in what they are kept in; ``param, grad, master: [rows, cols]``."""
+    require_subnormals(param)
+    p, numbers = UPDATES[rule](weight(param, master), grad.float(), [_numbers(m) for m in moments], factors)
+    stored = [_stored(number, moment, rng) for number, moment in zip(numbers, moments, strict=True)]
+    if master is not None and master.dtype == torch.int8:
+        return *split24(p), stored
+    return (
+        cast(p, param.dtype) if param_rng is None else bf16_stochastic(p, param_rng),
+        None if master is None else cast(p, torch.float32),
+        stored,
+    )
 
 
 def _root(x: Tensor) -> Tensor:
@@ -39,9 +96,50 @@ def _root(x: Tensor) -> Tensor:
 
 
 def _numbers(moment: Moment) -> Tensor:
+    if moment.scheme is None:
+        return moment.codes.float()
+    assert moment.scale is not None
     return dequantize(moment.codes, moment.scheme, moment.scale, None, None, torch.float32)
 
 
-def _stored(x: Tensor, scheme: Scheme, rng: Rng | None) -> Moment:
-    codes, scale, _ = quantize(x, scheme, None, rng)
-    return Moment(codes, scale, scheme)
+def _stored(x: Tensor, before: Moment, rng: Rng | None) -> Moment:
+    if before.scheme is not None:
+        codes, scale, _ = quantize(x, before.scheme, None, rng)
+        return Moment(codes, scale, before.scheme)
+    if before.codes.dtype == torch.bfloat16 and rng is not None:
+        return Moment(bf16_stochastic(x, rng), None, None)
+    return Moment(cast(x, before.codes.dtype), None, None)
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+def weight(param: Tensor, master: Tensor | None) -> Tensor:
+    """The fp32 number of a parameter, or of its master: all of it, or the 8 bits below bf16."""
+    if master is None or master.dtype != torch.int8:
+        return (param if master is None else master).float()
+    bits = to_bits(param)
+    magnitude = ((bits & F32_MAGNITUDE) + (master.long() << 8)).clamp(min=0)
+    return _numbers_of(magnitude | (bits & ~F32_MAGNITUDE))
+
+
+def split24(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 rounded to 24 bits, as the bf16 number nearest that and the difference of the two patterns, int8."""
+    bits = to_bits(x)
+    magnitude = bits & F32_MAGNITUDE
+    magnitude = torch.where(magnitude > F32_INF, F32_NAN, magnitude)
+    short = (magnitude + 0x7F + ((magnitude >> 8) & 1)) >> 8
+    high = (short + 128) >> 8
+    negative = (bits > F32_MAGNITUDE) & (magnitude <= F32_INF)
+    return _bf16(high | (negative.long() << 15)), (short - (high << 8)).to(torch.int8)
+
+
+def bf16_stochastic(x: Tensor, rng: Rng) -> Tensor:
+    """fp32 ``[rows, cols]`` to bf16 by section 7: up with the probability of what is cut off; Inf beyond the range."""
+    bits = to_bits(x)
+    magnitude = bits & F32_MAGNITUDE
+    high = ((magnitude + noise16(x.shape[0], x.shape[1], rng, x.device)) >> 16).clamp(max=FORMATS["bf16"].inf_code)
+    high = high | ((bits > F32_MAGNITUDE).long() << 15)
+    return _bf16(torch.where(magnitude > F32_INF, F32_NAN >> 16, torch.where(magnitude == F32_INF, bits >> 16, high)))
+
+
+def _bf16(pattern: Tensor) -> Tensor:
+    return pattern.where(pattern < 1 << 15, pattern - (1 << 16)).to(torch.int16).view(torch.bfloat16)

@@ -13,7 +13,7 @@ from support.bits import assert_same_bits
 from support.variants import ALL
 
 import lowbit as lb
-from lowbit.ops.optim import STATE_SCHEME
+from lowbit.ops.optim import STATE_SCHEME, adamw_factors
 
 everywhere = pytest.mark.parametrize("variant", [p for p in ALL if not p.values[0].interpreted])
 
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused():
     odd = lb.quantize(param, "fp8_e4m3:group2047")
     refused(ValueError, "meet after .* elements", param, grad, avg, odd)
     lb.adamw_(param.clone(), grad, odd, odd.map(torch.clone), step=1)
-    refused(ValueError, "new_exp_avg shares memory with exp_avg_sq_root", param, grad, avg, avg)
+    refused(ValueError, "new_first shares memory with second", param, grad, avg, avg)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -238,14 +238,18 @@ def test_outputs_may_be_the_inputs_that_they_replace_and_no_others():
     param, grad = torch.randn(4, 64), torch.randn(4, 64)
     avg, rms = moments(param)
     state = (avg.codes, avg.scale, rms.codes, rms.scale)
-    names = ("new_exp_avg", "new_exp_avg_scale", "new_exp_avg_sq_root", "new_exp_avg_sq_root_scale")
-    outs = dict(zip(names, state, strict=True))
-    expected = torch.ops.lowbit.adamw(param, grad, *state)
+    names = ("new_first", "new_first_scale", "new_second", "new_second_scale")
+    none = torch.empty(0, dtype=torch.uint8)
+    outs = dict(zip(names, state, strict=True)) | {"new_master": none}
+    rule = ("adamw", adamw_factors(1, 1e-3, 0.9, 0.999, 1e-8, 0.01))
+    expected = torch.ops.lowbit.optimizer_step(param, grad, None, *state, *rule)
     with pytest.raises(ValueError, match="new_param shares memory with grad"):
-        torch.ops.lowbit.adamw_out(param, grad, *state, new_param=grad, **outs)
+        torch.ops.lowbit.optimizer_step_out(param, grad, None, *state, *rule, new_param=grad, **outs)
     with pytest.raises(ValueError, match="new_param shares memory with param"):
-        torch.ops.lowbit.adamw_out(param[:2], grad[:2], *(t[:2] for t in state), new_param=param[1:3],
-                                   **{n: t[:2].clone() for n, t in outs.items()})  # fmt: skip
-    torch.ops.lowbit.adamw_out(param, grad, *state, new_param=param, **outs)
-    for made, kept in zip(expected, (param, *state), strict=True):
+        torch.ops.lowbit.optimizer_step_out(
+            param[:2], grad[:2], None, *(t[:2] for t in state), *rule, new_param=param[1:3],
+            **{n: t[:2].clone() for n, t in outs.items()},
+        )  # fmt: skip
+    torch.ops.lowbit.optimizer_step_out(param, grad, None, *state, *rule, new_param=param, **outs)
+    for made, kept in zip(expected, (param, none, *state), strict=True):
         assert_same_bits(kept, made)
