@@ -62,6 +62,7 @@ def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
         int(scheme.affine), GLOBAL_SCALE_SPANS.index(scheme.global_scale),
         divisor, math.frexp(divisor)[1] - 1, int(scheme.full),
         fp32_value(fp32_bits(scheme.global_scale_divisor)) if scheme.global_scale else 1.0,
+        fp32_bits(scheme.zero_scale),
     )  # fmt: skip
 
 

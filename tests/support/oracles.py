@@ -323,6 +323,8 @@ def block_scale(patterns: list[int], scheme: Scheme, global_scale: Fraction | No
         divisor = Fraction(qmax - qmin)
     else:
         amount, divisor = max(-low, high), divisor_of(scheme)
+    if amount == 0 and f.codebook and 0 not in f.codebook and kind != "fp8_e4m3":
+        return Block(0, 0, False)  # 0, or of E8M0 the least power
     stored = _store(amount, divisor, scheme, global_scale)
     if scheme.full and high > -low:  # where both are as large, the scale is positive
         stored ^= {"fp32": 1 << 31, "bf16": 1 << 15, "fp16": 1 << 15, "fp8_e4m3": 1 << 7}[kind]
