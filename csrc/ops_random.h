@@ -11,17 +11,24 @@ struct Random {
     Rng rng;
 };
 
-// Nothing for a rounding that there is not, or that the format has not. `cols`: the pitch where none is given.
-inline std::optional<Random> random_of(const entry::Text& rounding, const FormatParams& format, int64_t cols,
-                                       const MaybeTensor& rng, int64_t stream, int64_t offset,
-                                       std::optional<int64_t> pitch) {
+// Nothing for a rounding that there is not. `cols`: the pitch where none is given.
+inline std::optional<Random> random_of(const entry::Text& rounding, int64_t cols, const MaybeTensor& rng,
+                                       int64_t stream, int64_t offset, std::optional<int64_t> pitch) {
     if (rounding.view() == "nearest") return Random{kNearest, {}};
-    if (rounding.view() != "stochastic" || format.kind == kKindCodebook) return std::nullopt;
+    if (rounding.view() != "stochastic") return std::nullopt;
     STD_TORCH_CHECK(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2,
                     "stochastic rounding takes rng, int64 [seed, step]");
     const Tensor key = dense(*rng);
     const int64_t place[] = {stream, offset, pitch.value_or(cols)};
     return Random{kStochastic, rng_params(static_cast<const int64_t*>(key.const_data_ptr()), place)};
+}
+
+// The same for codes of a format; nothing for a rounding that the format has not.
+inline std::optional<Random> random_of(const entry::Text& rounding, const FormatParams& format, int64_t cols,
+                                       const MaybeTensor& rng, int64_t stream, int64_t offset,
+                                       std::optional<int64_t> pitch) {
+    if (rounding.view() == "stochastic" && format.kind == kKindCodebook) return std::nullopt;
+    return random_of(rounding, cols, rng, stream, offset, pitch);
 }
 
 }  // namespace lowbit
