@@ -12,9 +12,8 @@ struct Random {
 };
 
 // Nothing for a rounding that there is not. `cols`: the pitch where none is given.
-inline std::optional<Random> random_of(const entry::Text& rounding, const FormatParams&, int64_t cols,
-                                       const MaybeTensor& rng, int64_t stream, int64_t offset,
-                                       std::optional<int64_t> pitch) {
+inline std::optional<Random> random_of(const entry::Text& rounding, int64_t cols, const MaybeTensor& rng,
+                                       int64_t stream, int64_t offset, std::optional<int64_t> pitch) {
     if (rounding.view() == "nearest") return Random{kNearest, {}};
     if (rounding.view() != "stochastic") return std::nullopt;
     STD_TORCH_CHECK(rng && rng->scalar_type() == ScalarType::Long && rng->numel() == 2,

@@ -36,7 +36,7 @@ LAYERS = [
     {"nn"},
     {"convert"},
     {"serialize"},
-    {"train", "memory", "progress"},
+    {"train", "optim", "memory", "progress"},
     {"observers"},
     {"calibrate"},
     {"plan", "out_of_core"},

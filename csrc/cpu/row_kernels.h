@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "common/adamw.h"
+#include "common/optim.h"
 #include "common/params.h"
 #include "common/scales.h"
 #include "cpu/codec/book.h"
@@ -86,15 +86,29 @@ inline bool has_inverse(const ScaleRule& rule, const float* global_scale) {
     return rule.scale_format == kScaleE8m0 && global_scale == nullptr;
 }
 
-// A moment of AdamW on some elements: its codes come, its numbers and their maxima go.
+// A moment of an optimizer on some elements: its codes come, or its numbers; its numbers go.
 struct MomentRow {
-    const Decoder& decoder;
-    const uint8_t* codes;
-    Factors factors;
-    int64_t block;  // elements that share a maximum (and a factor, unless each has its own)
-    float* numbers;
-    uint32_t* high;        // raised as block_stats() does
-    const uint8_t* ahead;  // codes that are prefetched
+    const Decoder* decoder;  // of codes; null: numbers come
+    const float* from;       // those numbers
+    float* numbers;          // what goes; may be `from`
+    // Of codes alone:
+    const uint8_t* codes = nullptr;
+    Factors factors = {};
+    int64_t block = 0;               // elements that share a maximum (and a factor, unless each has its own)
+    uint32_t* high = nullptr;        // maxima, raised as block_stats() does
+    const uint8_t* ahead = nullptr;  // codes that are prefetched
+};
+
+// The elements of a step, and as many moments as its rule has. grad_dtype: dtype, or fp32.
+struct StepRow {
+    const void* param;
+    Dtype dtype;
+    const void* grad;
+    Dtype grad_dtype;
+    int64_t n;
+    void* new_param;    // may be param
+    const void* ahead;  // parameters that are prefetched
+    MomentRow moments[kMaxMoments];
 };
 
 struct RowKernels {
@@ -133,9 +147,14 @@ struct RowKernels {
                         const float* global_scale, const ScaleRow& row);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
-    // One step on n elements. new_param may be param; `ahead`: parameters that are prefetched.
-    void (*adamw)(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype,
-                  int64_t n, const MomentRow& avg, const MomentRow& rms, void* new_param, const void* ahead);
+    // One step of an optimizer.
+    void (*step)(const StepRule& rule, const StepRow& row);
+    // Numbers of 16 bits in fp32, and back: to nearest, or to bf16 with 16 random bits an element (`noise` not null).
+    void (*widen)(const void* x, Dtype dtype, int64_t n, float* out);
+    void (*narrow)(const float* x, Dtype dtype, int64_t n, const uint16_t* noise, void* out);
+    // Weights of 24 bits (common/optim.h) in fp32, and back.
+    void (*join24)(const uint16_t* high, const int8_t* low, int64_t n, float* out);
+    void (*split24)(const float* x, int64_t n, uint16_t* high, int8_t* low);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);

@@ -103,8 +103,9 @@ inline auto dispatch(Dtype dtype, Function function) {
 #include "cpu/quantize/gradient.inl"
 #include "cpu/quantize/scales.inl"
 #include "cpu/quantize/stats.inl"
-// And this one in terms of them.
-#include "cpu/optim/adamw.inl"
+// And these in terms of them.
+#include "cpu/optim/step.inl"
+#include "cpu/optim/weights.inl"
 
 // -- noise (section 7)
 // -------------------------------------------------------------------------------------------------
@@ -193,5 +194,6 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     row_kernels_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr RowKernels kTable{encode,      in_range,    quotients,   slopes, decode, block_stats, column_stats,
-                            finite_amax, make_scales, read_scales, noise,  adamw,  pack,        unpack};
+constexpr RowKernels kTable{encode,       in_range,    quotients,   slopes,      decode, block_stats,
+                            column_stats, finite_amax, make_scales, read_scales, noise,  step,
+                            widen,        narrow,      join24,      split24,     pack,   unpack};

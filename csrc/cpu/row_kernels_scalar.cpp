@@ -1,4 +1,6 @@
 // Row kernels, one element at a time: the specification (common/numerics.h) without vectors.
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "common/numerics.h"
@@ -7,6 +9,14 @@
 
 namespace lowbit::cpu {
 namespace {
+
+// What the rules of optimizers are written on.
+#define LOWBIT_INLINE
+using F = float;
+inline F splat(float x) { return x; }
+inline F root(F x) { return std::sqrt(x); }
+inline F one_nan(F x) { return x == x ? x : float_of(kNan); }
+#include "cpu/optim/rules.inl"
 
 // Calls f(read), where read(i) is the fp32 bits of element i.
 template <class F>
@@ -194,22 +204,61 @@ void noise(uint64_t block, int64_t count, const Rng& rng, uint16_t* out) {
     }
 }
 
-void adamw(const AdamWFactors& factors, const void* param, Dtype dtype, const void* grad, Dtype grad_dtype, int64_t n,
-           const MomentRow& avg, const MomentRow& rms, void* new_param, const void*) {
-    for (const MomentRow* m : {&avg, &rms}) decode(m->decoder, m->codes, n, m->factors, m->numbers, Dtype::kFloat32);
-    with_reader(param, dtype, [&](auto params) {
-        with_reader(grad, grad_dtype, [&](auto grads) {
-            with_writer(new_param, dtype, [&](auto write) {
-                for (int64_t i = 0; i < n; ++i) {
-                    const float next =
-                        adamw_element(factors, float_of(params(i)), float_of(grads(i)), avg.numbers[i], rms.numbers[i]);
-                    write(i, is_nan(bits_of(next)) ? kNan : bits_of(next));
-                }
+void step(const StepRule& rule, const StepRow& row) {
+    with_rule(rule, [&](const auto& rule) {
+        constexpr int kMoments = std::decay_t<decltype(rule)>::kMoments;
+        const float* from[kMaxMoments] = {};
+        for (int k = 0; k < kMoments; ++k) {
+            const MomentRow& m = row.moments[k];
+            if (m.decoder) decode(*m.decoder, m.codes, row.n, m.factors, m.numbers, Dtype::kFloat32);
+            from[k] = m.decoder ? m.numbers : m.from;
+        }
+        with_reader(row.param, row.dtype, [&](auto params) {
+            with_reader(row.grad, row.grad_dtype, [&](auto grads) {
+                with_writer(row.new_param, row.dtype, [&](auto write) {
+                    for (int64_t i = 0; i < row.n; ++i) {
+                        float m[kMaxMoments] = {};
+                        for (int k = 0; k < kMoments; ++k) m[k] = from[k][i];
+                        write(i, bits_of(one_nan(rule.step(float_of(params(i)), float_of(grads(i)), m))));
+                        for (int k = 0; k < kMoments; ++k) row.moments[k].numbers[i] = one_nan(m[k]);
+                    }
+                });
             });
         });
+        for (int k = 0; k < kMoments; ++k) {
+            const MomentRow& m = row.moments[k];
+            if (m.decoder) block_stats(m.numbers, Dtype::kFloat32, row.n, m.block, false, m.high, nullptr);
+        }
     });
-    for (const MomentRow* m : {&avg, &rms})
-        block_stats(m->numbers, Dtype::kFloat32, n, m->block, false, m->high, nullptr);
+}
+
+void widen(const void* x, Dtype dtype, int64_t n, float* out) {
+    with_reader(x, dtype, [&](auto read) {
+        for (int64_t i = 0; i < n; ++i) out[i] = float_of(read(i));
+    });
+}
+
+void narrow(const float* x, Dtype dtype, int64_t n, const uint16_t* noise, void* out) {
+    if (noise) {
+        for (int64_t i = 0; i < n; ++i) {
+            static_cast<uint16_t*>(out)[i] = narrow_bf16_stochastic(bits_of(x[i]), noise[i]);
+        }
+        return;
+    }
+    with_writer(out, dtype, [&](auto write) {
+        for (int64_t i = 0; i < n; ++i) write(i, bits_of(one_nan(x[i])));
+    });
+}
+
+void join24(const uint16_t* high, const int8_t* low, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = float_of(lowbit::join24(high[i], low[i]));
+}
+
+void split24(const float* x, int64_t n, uint16_t* high, int8_t* low) {
+    for (int64_t i = 0; i < n; ++i) {
+        const Split s = lowbit::split24(bits_of(x[i]));
+        high[i] = s.high, low[i] = s.low;
+    }
 }
 
 void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* out) {
@@ -233,8 +282,9 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const RowKernels& row_kernels_scalar() {
-    static constexpr RowKernels table{encode,      in_range,    quotients,   slopes, decode, block_stats, column_stats,
-                                      finite_amax, make_scales, read_scales, noise,  adamw,  pack,        unpack};
+    static constexpr RowKernels table{encode,       in_range,    quotients,   slopes,      decode, block_stats,
+                                      column_stats, finite_amax, make_scales, read_scales, noise,  step,
+                                      widen,        narrow,      join24,      split24,     pack,   unpack};
     return table;
 }
 

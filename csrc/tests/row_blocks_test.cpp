@@ -135,59 +135,146 @@ void test_noise_and_packing(const char* isa, const RowKernels& kernels) {
     }
 }
 
-// Parameters of one input with gradients of another, moments of every code; NaN of moments need not have the same bits.
-void test_adamw(const char* isa, const RowKernels& kernels, const Input& params, const Input& grads) {
-    const AdamWFactors step{0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f};
-    const Decoder decoders[] = {Decoder(kFormats[kIndex_fp8_e4m3].params), Decoder(kFormats[kIndex_fp8_e5m2].params),
-                                Decoder(kFormats[kIndex_int8].params)};
+namespace {
+
+// Moments of a step: any codes of two formats, or numbers.
+struct Moments {
+    Decoder decoders[2];
+    int64_t block[2];
+    bool coded;
+};
+
+// What a step leaves, of one instruction set.
+struct Stepped {
+    std::vector<uint32_t> params, high[2];
+    std::vector<float> numbers[2];  // of NaN any
+
+    bool operator==(const Stepped& b) const {
+        bool same = params == b.params;
+        for (int k = 0; k < 2; ++k) {
+            for (size_t i = 0; i < numbers[k].size(); ++i) {
+                const uint32_t x = bits_of(numbers[k][i]), y = bits_of(b.numbers[k][i]);
+                same &= x == y || (is_nan(x) && is_nan(y));
+                same &= high[k][i] == b.high[k][i] || (is_nan(high[k][i]) && is_nan(b.high[k][i]));
+            }
+        }
+        return same;
+    }
+};
+
+// In parts of every small size, then the rest at once. `codes` and `from`: of both moments, one after the other.
+Stepped stepped(const RowKernels& kernels, const StepRule& rule, const Input& params, const Input& grads, int64_t count,
+                const Moments& moments, const std::vector<uint8_t>& codes, const std::vector<float>& each,
+                const std::vector<float>& from) {
+    const size_t size = static_cast<size_t>(count);
+    Stepped made{std::vector<uint32_t>(size), {}, {}};
+    for (int k = 0; k < 2; ++k) made.high[k].resize(size), made.numbers[k].resize(size);
+    for (int64_t at = 0, n = 1; at < count; at += n, n = n < 70 ? n + 1 : count - at) {
+        const void* x = advance(params.words.data(), at, params.dtype);
+        StepRow row{x,
+                    params.dtype,
+                    advance(grads.words.data(), at, grads.dtype),
+                    grads.dtype,
+                    n,
+                    advance(made.params.data(), at, params.dtype),
+                    x,
+                    {}};
+        for (int k = 0; k < 2; ++k) {
+            const int64_t width = moments.block[k], first = k * count + at;
+            MomentRow& m = row.moments[k];
+            m = {nullptr, from.data() + first, made.numbers[k].data() + at};
+            if (!moments.coded) continue;
+            const bool whole = width % kAlign == 0;
+            m.decoder = &moments.decoders[k], m.from = nullptr;
+            m.codes = m.ahead = codes.data() + first;
+            m.factors = {whole ? Factors::kBlocks : Factors::kEach, each.data() + first, nullptr, width, width};
+            m.block = width, m.high = made.high[k].data() + at;
+        }
+        kernels.step(rule, row);
+    }
+    return made;
+}
+
+}  // namespace
+
+// Parameters of one input with gradients of another, by every rule, and moments of every code, or numbers.
+void test_step(const char* isa, const RowKernels& kernels, const Input& params, const Input& grads) {
+    if (grads.dtype != params.dtype && grads.dtype != Dtype::kFloat32) return;
     const int64_t count = std::min(params.count, grads.count) / 4;
     const size_t size = static_cast<size_t>(count);
     std::vector<uint8_t> codes(2 * size);
-    std::vector<float> factors[2];  // any, and those that leave room above up to its limit; some are 0
+    std::vector<float> numbers(2 * size), factors[2];  // any, and those that leave room above up to its limit; some 0
     for (size_t i = 0; i < 2 * size; ++i) {
         codes[i] = static_cast<uint8_t>(random_bits());
+        numbers[i] = float_of(static_cast<uint32_t>(random_bits()));
         const uint32_t any = static_cast<uint32_t>(random_bits() % 0x7f900000u);
         factors[0].push_back(float_of(i % 17 == 0 ? 0 : any));
         factors[1].push_back(float_of(i % 19 == 0 ? 0 : i % 5 == 0 ? 0x7b7fffffu : 1u + any % 0x7b7fffffu));
     }
-    // Blocks of whole vectors, of others, one; of both moments the same or not.
-    const int64_t blocks[][2] = {{256, 256}, {64, 32}, {48, 256}, {1 << 20, 1 << 20}, {20, 64}};
-    for (int which = 0; which < 10; ++which) {
-        const auto& block = blocks[which / 2];
-        const std::vector<float>& each = factors[which % 2];
-        std::vector<uint32_t> made[2], high[2];
-        std::vector<float> moments[2];
-        const Decoder &avg = decoders[which / 2 % 2], &rms = decoders[which / 2 == 4 ? 2 : 0];
-        for (size_t k = 0; k < 2; ++k) {
-            made[k].resize(size), high[k].resize(2 * size), moments[k].resize(2 * size);
-            const RowKernels& by = k == 0 ? kernels : row_kernels_scalar();
-            for (int64_t at = 0, n = 1; at < count; at += n, n = n < 70 ? n + 1 : count - at) {
-                const auto kernels = [&](const Decoder& decoder, int64_t from, int64_t width) {
-                    const bool whole = width % kAlign == 0;
-                    const Factors by_block{whole ? Factors::kBlocks : Factors::kEach, each.data() + from, nullptr,
-                                           width, width};
-                    return MomentRow{decoder,
-                                     codes.data() + from,
-                                     by_block,
-                                     width,
-                                     moments[k].data() + from,
-                                     high[k].data() + from,
-                                     codes.data() + from};
+    const FormatParams &e4m3 = kFormats[kIndex_fp8_e4m3].params, &e5m2 = kFormats[kIndex_fp8_e5m2].params,
+                       &int8 = kFormats[kIndex_int8].params;
+    // Blocks of whole vectors, of others, one; of both moments the same or not. Numbers.
+    const Moments all[] = {
+        {{Decoder(e4m3), Decoder(e4m3)}, {256, 256}, true}, {{Decoder(e5m2), Decoder(e4m3)}, {64, 32}, true},
+        {{Decoder(e4m3), Decoder(e4m3)}, {48, 256}, true},  {{Decoder(e5m2), Decoder(e4m3)}, {1 << 20, 1 << 20}, true},
+        {{Decoder(e4m3), Decoder(int8)}, {20, 64}, true},   {{Decoder(e4m3), Decoder(e4m3)}, {1, 1}, false},
+    };
+    const StepRule rules[] = {{RuleId::adamw, {0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f}},
+                              {RuleId::lion, {0.999f, 0.1f, 0.01f, 1e-3f}},
+                              {RuleId::sgd, {0.999f, 0.01f, 0.1f}},
+                              {RuleId::momentum, {0.01f, 0.9f, 0.7f, 0.3f, 0.9f, 0.1f}},
+                              {RuleId::nesterov, {0.05f, 0.95f}}};
+    for (const StepRule& rule : rules) {
+        for (const Moments& moments : all) {
+            for (const std::vector<float>& each : factors) {
+                const auto by = [&](const RowKernels& k) {
+                    return stepped(k, rule, params, grads, count, moments, codes, each, numbers);
                 };
-                const void* x = advance(params.words.data(), at, params.dtype);
-                by.adamw(step, x, params.dtype, advance(grads.words.data(), at, grads.dtype), grads.dtype, n,
-                         kernels(avg, at, block[0]), kernels(rms, count + at, block[1]),
-                         advance(made[k].data(), at, params.dtype), x);
+                expect(by(kernels) == by(row_kernels_scalar()), isa, "step", {}, params.dtype,
+                       10 * static_cast<int>(rule.id) + static_cast<int>(&moments - all));
             }
         }
-        bool same = made[0] == made[1];
-        for (size_t i = 0; i < 2 * size; ++i) {
-            const uint32_t a = bits_of(moments[0][i]), b = bits_of(moments[1][i]);
-            same &= a == b || (is_nan(a) && is_nan(b));
-            same &= high[0][i] == high[1][i] || (is_nan(high[0][i]) && is_nan(high[1][i]));
-        }
-        expect(same, isa, "adamw", {}, params.dtype, 10 * static_cast<int>(grads.dtype) + which);
     }
+}
+
+// Every pattern to 24 bits and back, and to 16 bits, in parts of every small size.
+void test_weights(const char* isa, const RowKernels& kernels, const Input& in) {
+    const size_t size = static_cast<size_t>(in.count);
+    std::vector<uint16_t> noise(size);
+    std::vector<int8_t> low(size);
+    for (size_t i = 0; i < size; ++i)
+        noise[i] = static_cast<uint16_t>(random_bits()), low[i] = static_cast<int8_t>(noise[i]);
+    struct Kept {
+        std::vector<float> wide, joined;
+        std::vector<uint16_t> nearest, random, high;
+        std::vector<int8_t> low;
+        explicit Kept(size_t n) : wide(n), joined(n), nearest(n), random(n), high(n), low(n) {}
+    };
+    const auto by = [&](const RowKernels& k) {
+        Kept kept(size);
+        for (int64_t at = 0, n = 1; at < in.count; at += n, n = n < 40 ? n + 1 : in.count - at) {
+            float* wide = kept.wide.data() + at;
+            k.widen(advance(in.words.data(), at, in.dtype), in.dtype, n, wide);
+            k.narrow(wide, in.dtype == Dtype::kFloat16 ? Dtype::kFloat16 : Dtype::kBFloat16, n, nullptr,
+                     kept.nearest.data() + at);
+            k.narrow(wide, Dtype::kBFloat16, n, noise.data() + at, kept.random.data() + at);
+            k.split24(wide, n, kept.high.data() + at, kept.low.data() + at);
+            k.join24(kept.nearest.data() + at, low.data() + at, n, kept.joined.data() + at);
+        }
+        return kept;
+    };
+    const Kept got = by(kernels), wanted = by(row_kernels_scalar());
+    const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+        for (size_t i = 0; i < a.size(); ++i) {
+            if (bits_of(a[i]) != bits_of(b[i]) && !(is_nan(bits_of(a[i])) && is_nan(bits_of(b[i])))) return false;
+        }
+        return true;
+    };
+    expect(same(got.wide, wanted.wide), isa, "widen", {}, in.dtype, 0);
+    expect(got.nearest == wanted.nearest, isa, "narrow", {}, in.dtype, 0);
+    expect(got.random == wanted.random, isa, "narrow", {}, in.dtype, 1);
+    expect(got.high == wanted.high && got.low == wanted.low, isa, "split24", {}, in.dtype, 0);
+    expect(same(got.joined, wanted.joined), isa, "join24", {}, in.dtype, 0);
 }
 
 }  // namespace lowbit::cpu::test

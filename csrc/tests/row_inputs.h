@@ -68,10 +68,11 @@ inline void expect(bool same, const char* isa, const char* what, const FormatPar
 }
 
 // Of blocks and whole runs (row_blocks_test.cpp), for one instruction set: maxima; scales; random bits and packing;
-// AdamW's step on parameters of one input with gradients of another.
+// weights; steps of optimizers on parameters of one input with gradients of another.
 void test_stats(const char* isa, const RowKernels& kernels, const Input& in);
 void test_scales(const char* isa, const RowKernels& kernels);
 void test_noise_and_packing(const char* isa, const RowKernels& kernels);
-void test_adamw(const char* isa, const RowKernels& kernels, const Input& params, const Input& grads);
+void test_step(const char* isa, const RowKernels& kernels, const Input& params, const Input& grads);
+void test_weights(const char* isa, const RowKernels& kernels, const Input& in);
 
 }  // namespace lowbit::cpu::test

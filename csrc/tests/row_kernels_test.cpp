@@ -243,8 +243,9 @@ int main(int argc, char** argv) {
             }
         }
         for (const Input& in : inputs) test_stats(name.c_str(), kernels, in);
+        for (const Input& in : inputs) test_weights(name.c_str(), kernels, in);
         for (const Input& params : inputs) {
-            for (const Input& grads : inputs) test_adamw(name.c_str(), kernels, params, grads);
+            for (const Input& grads : inputs) test_step(name.c_str(), kernels, params, grads);
         }
         test_reciprocals(name.c_str(), kernels, share);
         test_scales(name.c_str(), kernels);

@@ -11,16 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from lowbit.backends import composed, cpu_mm, native, native_ops
-from lowbit.ops import optim
 
 __all__ = ["IMPLS", "isa", "isas", "processor", "unavailable"]
 
 
 #: What kernels serve not every call of their op.
-_SUPPORTS: dict[str, Callable[[Any], str | None]] = {
-    "conv": cpu_mm.no_conv,
-    "optimizer_step": optim.only_quantized_adamw,
-}
+_SUPPORTS: dict[str, Callable[[Any], str | None]] = {"conv": cpu_mm.no_conv}
 _ROWS = tuple(
     replace(row, supports=_SUPPORTS[row.op]) if row.op in _SUPPORTS else row for row in native_ops.rows("cpu", 10)
 )

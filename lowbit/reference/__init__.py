@@ -21,7 +21,7 @@ from lowbit.reference.codec import (
     unpack,
 )
 from lowbit.reference.matmul import SEGMENT, Operand, integer_segments, scaled_mm
-from lowbit.reference.optim import Moment, optimizer_step, split24
+from lowbit.reference.optim import Moment, optimizer_step, split24, weight
 from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
 from lowbit.reference.scales import (
     block_amax,
@@ -65,4 +65,5 @@ __all__ = [
     "spread",
     "to_bits",
     "unpack",
+    "weight",
 ]  # fmt: skip
