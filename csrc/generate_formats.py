@@ -25,6 +25,7 @@ struct FormatRow {
     FormatParams params;
     const uint32_t* values;      // fp32 bits of every code's value, 2^bits of them
     const uint32_t* thresholds;  // codebooks: fp32 bits; code = how many of them lie below x
+    const uint32_t* weights;     // codebooks: fp32 bits, one a value; 2^16 over the distance to the next one
     int32_t num_thresholds;
     int32_t zero_code;  // the code nearest to zero: what NaN becomes in a codebook
 };
@@ -55,7 +56,11 @@ def load(path: Path) -> ModuleType:
 
 def words(bits: tuple[int, ...]) -> str:
     lines = [", ".join(f"0x{b:08x}u" for b in bits[i : i + 8]) for i in range(0, len(bits), 8)]
-    return ", \\\n    ".join(lines)
+    return ",\n    ".join(lines)
+
+
+def array(name: str, bits: tuple[int, ...]) -> str:
+    return f"static constexpr uint32_t {name}[] = {{\n    {words(bits)}}};"
 
 
 def generate(formats: ModuleType) -> str:
@@ -67,17 +72,14 @@ def generate(formats: ModuleType) -> str:
     for name, number in formats.KINDS.items():
         out.append(f"constexpr int32_t kKind{name.capitalize()} = {number};")
     for f in rows:
-        # Macros, so that CUDA can put the same numbers into its own memory.
-        out.append(f"\n#define LOWBIT_VALUES_{f.name} \\\n    {words(f.bits_table)}")
-        out.append(f"static constexpr uint32_t kValues_{f.name}[] = {{LOWBIT_VALUES_{f.name}}};")
+        out.append("\n" + array(f"kValues_{f.name}", f.bits_table))
         if f.kind == "codebook":
-            out.append(f"#define LOWBIT_THRESHOLDS_{f.name} \\\n    {words(f.thresholds)}")
-            out.append(f"static constexpr uint32_t kThresholds_{f.name}[] = {{LOWBIT_THRESHOLDS_{f.name}}};")
+            out += [array(f"kThresholds_{f.name}", f.thresholds), array(f"kWeights_{f.name}", f.weights)]
     out.append("\nstatic constexpr FormatRow kFormats[] = {")
     for f in rows:
         params = ", ".join(map(str, f.params()))
-        steps = f"kThresholds_{f.name}, {len(f.thresholds)}" if f.kind == "codebook" else "nullptr, 0"
-        out.append(f'    {{"{f.name}", {{{params}}}, kValues_{f.name}, {steps}, {f.zero_code}}},')
+        book = f"kThresholds_{f.name}, kWeights_{f.name}" if f.kind == "codebook" else "nullptr, nullptr"
+        out.append(f'    {{"{f.name}", {{{params}}}, kValues_{f.name}, {book}, {len(f.thresholds)}, {f.zero_code}}},')
     out.append(f"}};\nconstexpr int kNumFormats = {len(rows)};\n")
     for index, f in enumerate(rows):
         out.append(f"constexpr int kIndex_{f.name} = {index};")

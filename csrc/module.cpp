@@ -24,6 +24,8 @@ py::list format_table() {
                                          p.max_code, p.inf_code, p.nan_code, p.qmin,     p.qmax, p.codebook};
         row["values"] = std::vector<uint32_t>(f.values, f.values + (1 << p.bits));
         row["thresholds"] = std::vector<uint32_t>(f.thresholds, f.thresholds + f.num_thresholds);
+        row["weights"] =
+            f.weights ? std::vector<uint32_t>(f.weights, f.weights + f.num_thresholds + 1) : std::vector<uint32_t>{};
         row["zero_code"] = f.zero_code;
         rows.append(row);
     }

@@ -24,7 +24,7 @@ bool encode(const Tensor& given, const Text& format, const Text& rounding, bool 
     if (!f || f->kind == kKindExponent) return false;
     const Tensor x = in_rows(given);
     const cpu::Shape shape = shape_of(x, "x");
-    const auto random = random_of(rounding, *f, shape.cols, rng, stream, offset, pitch);
+    const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
     cpu::encode(values_of(x, "x"), shape, *f, random->rounding, saturate, random->rng,
                 new_bytes_of(out, shape.rows, shape.cols, "out"));

@@ -46,15 +46,15 @@ struct MomentTensors {
     const Tensor &new_codes, &new_scale;
 };
 
-// Nothing for a scheme that there is not, or that is not rounded so. `codes` and `scale`: the tensors, dense.
+// Nothing for a scheme that there is not. `codes` and `scale`: the tensors, dense.
 std::optional<cpu::Moment> moment(const MomentTensors& given, const Tensor& codes, const MaybeTensor& scale,
-                                  cpu::Shape shape, bool stochastic) {
+                                  cpu::Shape shape) {
     if (codes.scalar_type() != ScalarType::Byte) {
         check_numbers(codes, given.new_codes, shape, "moment");
         return cpu::FloatMoment{dtype_of(codes, "moment"), codes.const_data_ptr(), given.new_codes.mutable_data_ptr()};
     }
     const auto s = named_scheme(given.scheme.view(), shape.rows, shape.cols);
-    if (!s || !scale || (stochastic && s->format.kind == kKindCodebook)) return std::nullopt;
+    if (!s || !scale) return std::nullopt;
     for (const Tensor& t : {codes, given.new_codes}) {
         check_bytes(t, shape.rows, cpu::packed_cols(shape.cols, s->format.bits), "moment");
     }
@@ -107,7 +107,7 @@ bool optimizer_step(const Tensor& given_param, const Tensor& given_grad, const M
     for (int k = 0; k < row->moments; ++k) {
         if (!given[k].codes) return false;
         codes[k] = dense(given[k].codes), scales[k] = dense(given[k].scale);
-        const auto made = moment(given[k], *codes[k], scales[k], shape, random->rounding == kStochastic);
+        const auto made = moment(given[k], *codes[k], scales[k], shape);
         if (!made) return false;
         moments[k] = *made;
     }

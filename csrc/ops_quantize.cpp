@@ -100,7 +100,7 @@ bool quantize(const Tensor& given, const Text& scheme, const MaybeTensor& global
     const cpu::Shape shape = shape_of(x, "x");
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
-    const auto random = random_of(rounding, s->format, shape.cols, rng, stream, offset, pitch);
+    const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
     const MaybeTensor above = dense(global_scale);
     check_scale(scale, shape, *s, false);
@@ -126,7 +126,7 @@ bool quantize_static(const Tensor& given, const Text& scheme, const Tensor& scal
     const cpu::Shape shape = shape_of(x, "x");
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
-    const auto random = random_of(rounding, s->format, shape.cols, rng, stream, offset, pitch);
+    const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
     const Given scales(scale, zero_point, global_scale, shape, *s);
     cpu::quantize_static(values_of(x, "x"), shape, *s, scales, random->rounding, random->rng,
@@ -166,7 +166,7 @@ bool fake_quantize(const Tensor& given, const Text& scheme, const MaybeTensor& s
     const cpu::Shape shape = shape_of(x, "x");
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
-    const auto random = random_of(rounding, s->format, shape.cols, rng, stream, offset, pitch);
+    const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
     const Given scales(scale, zero_point, global_scale, shape, *s);
     cpu::fake_quantize(values_of(x, "x"), shape, *s, scales, random->rounding, random->rng,

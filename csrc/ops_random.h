@@ -23,12 +23,4 @@ inline std::optional<Random> random_of(const entry::Text& rounding, int64_t cols
     return Random{kStochastic, rng_params(static_cast<const int64_t*>(key.const_data_ptr()), place)};
 }
 
-// The same for codes of a format; nothing for a rounding that the format has not.
-inline std::optional<Random> random_of(const entry::Text& rounding, const FormatParams& format, int64_t cols,
-                                       const MaybeTensor& rng, int64_t stream, int64_t offset,
-                                       std::optional<int64_t> pitch) {
-    if (rounding.view() == "stochastic" && format.kind == kKindCodebook) return std::nullopt;
-    return random_of(rounding, cols, rng, stream, offset, pitch);
-}
-
 }  // namespace lowbit

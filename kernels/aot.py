@@ -77,9 +77,8 @@ def _codec_cases() -> Iterator[Case]:
         dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
         yield Case(f"encode {name}", launch.encode(x.to(dtype), codes, format, True, _rounding(False)), index < 6)
         yield Case(f"decode {name}", launch.decode(codes, _meta(64, 4096, dtype=dtype), format), index < 6)
-        if format.kind != "codebook":
-            made = launch.encode(x.t().to(dtype).t(), codes, format, False, _rounding(True))
-            yield Case(f"encode {name} stochastic", made, index in (1, 5))
+        made = launch.encode(x.t().to(dtype).t(), codes, format, False, _rounding(True))
+        yield Case(f"encode {name} stochastic", made, index in (1, 5) or name == "nf4")
     yield Case("decode e8m0", launch.decode(codes, x, formats.find("e8m0")), True)
     for bits in (3, 4, 6):
         packed = _meta(64, 4096 * bits // 8)
@@ -100,7 +99,7 @@ def _scheme_cases() -> Iterator[Case]:
         global_scale = (
             _meta(*scheme.global_scale_shape(x.shape[0]), dtype=torch.float32) if scheme.global_scale else None
         )
-        near, some = _rounding(False), _rounding(scheme.format.kind != "codebook")
+        near, some = _rounding(False), _rounding(True)
         fast = index < len(QUICK_SCHEMES)
         yield Case(
             f"quantize {name}", launch.quantize_dynamic(x, scheme, global_scale, packed, scale, zero, near), fast

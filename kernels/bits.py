@@ -125,12 +125,46 @@ def encode_integer(sign, magnitude, random, zero_point, FMT: tl.constexpr, STOCH
 
 
 @triton.jit
-def encode_codebook(sign, magnitude, FMT: tl.constexpr):
-    """Codes of a codebook: how many thresholds lie below the number; NaN takes the entry nearest zero."""
+def constants(NUMBERS: tl.constexpr):
+    """A power of two of fp32 constants as a tensor, for ``look_up``: compares and selections of so many a tile.
+
+    Of each element instead, they would be as many more, which compilers take a minute for.
+    """
+    place = tl.arange(0, len(NUMBERS))
+    table = tl.full(place.shape, NUMBERS[0], tl.float32)
+    for k in tl.static_range(1, len(NUMBERS)):
+        table = tl.where(place == k, NUMBERS[k], table)
+    return table
+
+
+@triton.jit
+def look_up(table, index):
+    """The entries of a one-dimensional table at ``index``, of any shape."""
+    return tl.reshape(tl.gather(table, tl.ravel(index), 0), index.shape)
+
+
+@triton.jit
+def encode_codebook(sign, magnitude, random, FMT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes of a codebook: how many thresholds lie below the number; NaN takes the entry nearest zero.
+
+    Stochastic: the largest entry at or below the number, or the next one. Either is found by bisection.
+    """
     value = (magnitude | (sign << 31)).to(tl.float32, bitcast=True)
     code = tl.zeros_like(magnitude)
-    for k in tl.static_range(len(FMT[13])):
-        code += (value > FMT[13][k]).to(tl.int32)
+    if STOCHASTIC:
+        value = tl.minimum(tl.maximum(value, FMT[14][0]), FMT[14][-1])
+        entries = constants(FMT[14])
+    else:
+        cuts = constants(FMT[13])
+    for k in tl.static_range(FMT[1]):
+        above = code + (1 << (FMT[1] - 1 - k))
+        if STOCHASTIC:
+            code = tl.where(value >= look_up(entries, above), above, code)
+        else:
+            code = tl.where(value > look_up(cuts, above), above, code)
+    if STOCHASTIC:
+        part = (value - look_up(entries, code)) * look_up(constants(FMT[15]), code)
+        code += (tl.minimum(part.to(tl.int32), 65535) + random) >> 16
     return tl.where(magnitude > 0x7F800000, FMT[12], code)
 
 
@@ -142,7 +176,7 @@ def encode(sign, magnitude, random, zero_point, FMT: tl.constexpr, SATURATE: tl.
     elif FMT[0] == 1:
         return encode_integer(sign, magnitude, random, zero_point, FMT, STOCHASTIC)
     else:
-        return encode_codebook(sign, magnitude, FMT)
+        return encode_codebook(sign, magnitude, random, FMT, STOCHASTIC)
 
 
 @triton.jit
@@ -172,10 +206,7 @@ def decode(code, zero_point, FMT: tl.constexpr):
             q = (code << (32 - BITS)) >> (32 - BITS)
         return (q - zero_point).to(tl.float32).to(tl.int32, bitcast=True)
     elif FMT[0] == 2:
-        value = tl.full(code.shape, FMT[14][0], tl.float32)
-        for k in tl.static_range(1, len(FMT[14])):
-            value = tl.where(code == k, FMT[14][k], value)
-        return value.to(tl.int32, bitcast=True)
+        return look_up(constants(FMT[14]), code).to(tl.int32, bitcast=True)
     else:
         bits = tl.where(code == 0, 0x00400000, code << 23)
         return tl.where(code == 255, 0x7FC00000, bits)

@@ -1,8 +1,9 @@
 """Device functions: a block's extremes to its stored scale, and stored scales to fp32.
 
 Scales travel as fp32 bit patterns (int32). ``SCALE`` is ``spec.scale_spec``: ``(id, rounding, affine, global_scale,
-divisor, floor_log2(divisor), full, global_scale divisor)``. ``rounding``: of E8M0 the fraction of an amount above which
-the exponent is one more; of E4M3 whether codes are rounded up. ``global_scale``: 0 none, 1 one a tensor, 2 one a row.
+divisor, floor_log2(divisor), full, global_scale divisor, zero_scale)``. ``rounding``: of E8M0 the fraction of an amount
+above which the exponent is one more; of E4M3 whether codes are rounded up. ``global_scale``: 0 none, 1 one a tensor, 2
+one a row. ``zero_scale``: fp32 bits of the scale of a block of zeros, 0 or those of 1.
 
 Source: docs/numerics.md section 5.
 """
@@ -58,17 +59,17 @@ def make(high, low, global_scale, FMT: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def _make_float(extent, non_finite, SCALE: tl.constexpr):
     scale = tl.div_rn(extent.to(tl.float32, bitcast=True), SCALE[4]).to(tl.int32, bitcast=True)
-    scale = tl.where(extent == 0, 0x3F800000, tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
+    scale = tl.where(extent == 0, SCALE[8], tl.minimum(tl.maximum(scale, 0x00800000), 0x7F7FFFFF))
     if SCALE[0] == 1:
         raw = tl.minimum((scale + 0xFFFF) >> 16, 0x7F7F)
         scale = raw << 16
         raw = tl.where(non_finite, 0x7FC0, raw)
     elif SCALE[0] == 2:
-        # Upwards onto fp16's grid; the scale is a normal fp32 number.
+        # Upwards onto fp16's grid; the scale is a normal fp32 number or 0.
         exponent = (scale >> 23) - 127
         shift = tl.minimum(13 + tl.maximum(-14 - exponent, 0), 24)
         n = (((scale & 0x7FFFFF) | 0x800000) + ((1 << shift) - 1)) >> shift
-        raw = tl.minimum(((tl.maximum(exponent, -14) + 14) << 10) + n, 0x7BFF)
+        raw = tl.where(scale == 0, 0, tl.minimum(((tl.maximum(exponent, -14) + 14) << 10) + n, 0x7BFF))
         scale = raw.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
         raw = tl.where(non_finite, 0x7E00, raw)
     else:
@@ -85,7 +86,7 @@ def _make_e8m0(extent, non_finite, SCALE: tl.constexpr):
     code = tl.where(normal, code, code - 149)
     code += ((tl.where(normal, extent, small) & 0x7FFFFF) > SCALE[1]).to(tl.int32)
     # The biased exponent of 2**e is the code; numerics.md's e is code - 127.
-    code = tl.where(extent == 0, 127, tl.minimum(tl.maximum(code, 0), 254))
+    code = tl.where(extent == 0, SCALE[8] >> 23, tl.minimum(tl.maximum(code, 0), 254))
     code = tl.where(non_finite, 255, code)
     return code, tl.where(non_finite, 0x7FC00000, tl.where(code == 0, 0x00400000, code << 23))
 

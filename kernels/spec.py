@@ -42,10 +42,14 @@ SECTOR = 32
 
 @cache
 def format_spec(format: Format) -> tuple[Any, ...]:
-    """``Format.params()``, then the code nearest zero, thresholds and values of a codebook: ``FMT`` in kernels."""
-    cuts = tuple(fp32_value(bits) for bits in format.thresholds)
+    """``Format.params()``, then a codebook's code nearest zero, what lies below each entry, entries, weights: ``FMT``.
+
+    Below an entry lies the threshold between it and the one before; below the first nothing does, and 0 stands there.
+    """
+    cuts = (0.0, *(fp32_value(bits) for bits in format.thresholds))
     values = tuple(fp32_value(fp32_bits(value)) for value in format.codebook)
-    return (*format.params(), format.zero_code, cuts, values)
+    weights = tuple(fp32_value(bits) for bits in format.weights)
+    return (*format.params(), format.zero_code, cuts, values, weights)
 
 
 @cache
@@ -58,6 +62,7 @@ def scale_spec(scheme: Scheme) -> tuple[Any, ...]:
         int(scheme.affine), GLOBAL_SCALE_SPANS.index(scheme.global_scale),
         divisor, math.frexp(divisor)[1] - 1, int(scheme.full),
         fp32_value(fp32_bits(scheme.global_scale_divisor)) if scheme.global_scale else 1.0,
+        fp32_bits(scheme.zero_scale),
     )  # fmt: skip
 
 

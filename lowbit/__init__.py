@@ -9,7 +9,7 @@ of names with what adds a row to them. Submodules have the rest: ``nn`` layers, 
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
-from lowbit import convert, memory, nn, qat, train
+from lowbit import convert, memory, nn, optim, qat, train
 from lowbit import integrations as _integrations  # noqa: F401  (models of transformers learn that they are quantized)
 from lowbit._version import __version__
 from lowbit.backends.registry import BackendError, impls, use_backend
@@ -72,6 +72,7 @@ __all__ = [
     "load_model",
     "memory",
     "nn",
+    "optim",
     "pack",
     "prepack_",
     "qat",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -37,6 +37,12 @@ def power_of_two(value: float) -> int | None:
 def fp32_value(bits: int) -> float:
     """The number that 32 ``bits`` of fp32 stand for."""
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def _nearest_bits(exact: Fraction) -> int:
+    """The 32 bits of a positive number rounded to fp32 once: by way of a double it could round twice."""
+    bits = fp32_bits(float(exact))
+    return min((bits - 1, bits, bits + 1), key=lambda near: (abs(Fraction(fp32_value(near)) - exact), near & 1))
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,12 @@ class Format:
             found.append(bits)
         return tuple(found)
 
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Codebooks: fp32 bits of the number nearest 2**16 over the distance to the next entry; 0 of the last."""
+        gaps = (Fraction(high) - Fraction(low) for low, high in zip(self.codebook, self.codebook[1:], strict=False))
+        return (*(_nearest_bits(65536 / gap) for gap in gaps), 0)
+
     # -- range ---------------------------------------------------------------------------------------------------
     @property
     def qmin(self) -> int:
@@ -252,6 +264,35 @@ _NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
+
+def _codebook(name: str, values: Iterable[Fraction | float], source: str) -> Format:
+    """The format whose entries are these values, in order and each rounded to fp32."""
+    entries = tuple(sorted(fp32_value(fp32_bits(float(value))) for value in values))
+    bits = (len(entries) - 1).bit_length()
+    return Format(name, "codebook", bits, signed=entries[0] < 0, codebook=entries, source=source)
+
+
+def _dynamic(bits: int, signed: bool) -> list[Fraction]:
+    """A dynamic tree: 0, 1, and below it ``bits - 1`` decades, each with twice as many values as the one below.
+
+    A decade's values are the middles of equal steps from a tenth of its end to the end.
+    """
+    values = [Fraction(0), Fraction(1)]
+    for decade in range(bits - 1):
+        end, steps = Fraction(1, 10 ** (bits - 2 - decade)), 2 ** (decade + (not signed))
+        for step in range(steps):
+            middle = end * (Fraction(1, 10) + Fraction(9, 10) * Fraction(2 * step + 1, 2 * steps))
+            values += [middle, -middle] if signed else [middle]
+    return values
+
+
+def _expanded(y: Fraction) -> Fraction:
+    """What the compander ``y = 2x / (1 + |x|)`` makes ``y`` of."""
+    return y / (2 - abs(y))
+
+
+_TREE, _COMPANDER = "dynamic tree, arXiv 2110.02861", "compander of arXiv 2602.23349"
+
 #: Every named format. Names are API.
 FORMATS: dict[str, Format] = {
     row.name: row
@@ -270,7 +311,13 @@ FORMATS: dict[str, Format] = {
         _integer(3, False),
         _integer(2, True),
         _integer(2, False),
-        Format("nf4", "codebook", 4, codebook=_NF4, source="QLoRA, arXiv 2305.14314, appendix E"),
+        _codebook("nf4", _NF4, "QLoRA, arXiv 2305.14314, appendix E"),
+        _codebook("dynamic8", _dynamic(8, signed=True), _TREE),
+        _codebook("udynamic8", _dynamic(8, signed=False), _TREE),
+        _codebook("dynamic4", _dynamic(4, signed=True), f"{_TREE}; 4 bits as in arXiv 2309.01507"),
+        _codebook("ulog4", (2.0 ** ((k - 15) / 2) for k in range(16)), "powers of the square root of 2, up to 1"),
+        _codebook("compand8", (_expanded(Fraction(k, 127 + (k < 0))) for k in range(-128, 128)), _COMPANDER),
+        _codebook("ucompand8", (_expanded(Fraction(k, 256)) for k in range(1, 257)), _COMPANDER),
         _float("fp16", 5, 10, 15, "ieee", torch_dtype="float16", source="IEEE 754 binary16"),
         _float("bf16", 8, 7, 127, "ieee", torch_dtype="bfloat16", source="Google Brain bfloat16"),
         _float("tf32", 8, 10, 127, "ieee", source="NVIDIA A100 whitepaper"),

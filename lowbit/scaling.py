@@ -150,6 +150,11 @@ class Scheme:
         return self.amax_divisor * formats.find(self.scale_format.name).max
 
     @property
+    def zero_scale(self) -> float:
+        """The scale of a block of zeros: 0 where no code of the format is zero, so that all of them decode to zero."""
+        return 0.0 if self.format.value(self.format.zero_code) else 1.0
+
+    @property
     def raise_above(self) -> int:
         """E8M0: the fraction (23 bits) of an amount in fp32 above which the floored exponent is raised by one."""
         if self.rounding == "floor":

@@ -89,6 +89,90 @@ def test_nf4_is_the_table_of_qlora():
         assert found <= middle < above
 
 
+def dynamic_tree(bits, signed):
+    """By the data type of arXiv 2110.02861, figure 2: a sign, zeros that count decades, a 1, the rest a fraction.
+
+    The fraction's codes cut [0.1, 1] into equal parts, whose middles are the values. Without a sign, the first bit is
+    one more of the fraction. The two codes without a 1 are 0 and 1.
+    """
+    found = {Fraction(0), Fraction(1)}
+    for zeros in range(bits - 1):
+        width = bits - 1 - zeros - 1 + (not signed)
+        for code in range(2**width):
+            middle = Fraction(1, 10) + Fraction(9, 10) * (code + Fraction(1, 2)) / 2**width
+            found |= {sign * middle / 10**zeros for sign in ((1, -1) if signed else (1,))}
+    return found
+
+
+def companded(f):
+    """By arXiv 2602.23349: equal steps of the compressed number, expanded again, that is solved for x."""
+    codes = range(-128, 128) if f.signed else range(1, 257)
+    levels = [Fraction(k, 256 if not f.signed else 128 if k < 0 else 127) for k in codes]
+    found = {y / (2 - abs(y)) for y in levels}
+    assert {2 * x / (1 + abs(x)) for x in found} == set(levels)
+    return found
+
+
+BOOKS = {
+    "dynamic8": lambda f: dynamic_tree(8, True),
+    "udynamic8": lambda f: dynamic_tree(8, False),
+    "dynamic4": lambda f: dynamic_tree(4, True),
+    "compand8": companded,
+    "ucompand8": companded,
+}
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_codebooks_are_the_published_numbers_rounded_once(name):
+    f = find(name)
+    assert f.codebook == tuple(oracles.fp32(v) for v in sorted(BOOKS[name](f))) and len(f.codebook) == 1 << f.bits
+
+
+def bitsandbytes_map(signed, decades, bits):
+    """``bitsandbytes.functional.create_dynamic_map``, from its source: the same numbers in fp32 arithmetic."""
+    values = [0.0, 1.0]
+    for i in range(decades):
+        edges = torch.linspace(0.1, 1, 2 ** (i + bits - 1 - decades + (not signed)) + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - decades + 1)
+        values += [*middles.tolist(), *(-middles if signed else middles[:0]).tolist()]
+    return sorted(values)
+
+
+@pytest.mark.parametrize("name", ["dynamic8", "udynamic8", "dynamic4"])
+def test_dynamic_trees_are_those_of_bitsandbytes(name):
+    """Within what rounds in its fp32 arithmetic: ends, a middle and a product, each half a unit in the last place."""
+    f = find(name)
+    theirs = bitsandbytes_map(f.signed, f.bits - 1, f.bits)
+    assert f.codebook == pytest.approx(theirs, rel=2.0**-22, abs=0)
+
+
+def test_the_logarithmic_book_halves_every_two_steps():
+    ulog4 = find("ulog4")
+    assert ulog4.codebook[1::2] == tuple(2.0**-k for k in range(7, -1, -1))
+    for value, k in zip(ulog4.codebook[::2], range(7, -1, -1), strict=True):
+        assert oracles.to_bits(Fraction(value)) == oracles.to_bits(Fraction(math.isqrt(2 << 200), (1 << 100 + k) * 2))
+
+
+@pytest.mark.parametrize(
+    "name, signed, least, zero_code",
+    [
+        ("nf4", True, -1.0, 7), ("dynamic8", True, -0.99296875, 127), ("udynamic8", False, 0.0, 0),
+        ("dynamic4", True, -0.8875, 7), ("ulog4", False, 2.0**-7.5, 0), ("compand8", True, -1.0, 128),
+        ("ucompand8", False, 1 / 511, 0),
+    ],
+)  # fmt: skip
+def test_ends_of_codebooks(name, signed, least, zero_code):
+    f = find(name)
+    assert (f.signed, f.value(0), f.max, f.zero_code) == (signed, np.float32(least), 1.0, zero_code)
+    assert f.signed == (0.0 in f.codebook) or name == "udynamic8"
+
+
+@named([f for f in FORMATS.values() if f.kind == "codebook"])
+def test_weights_are_the_nearest_numbers(f):
+    gaps = [high - low for low, high in zip(map(Fraction, f.codebook), map(Fraction, f.codebook[1:]), strict=False)]
+    assert f.weights == (*(oracles.to_bits(65536 / gap) for gap in gaps), 0)
+
+
 # -- derived properties ------------------------------------------------------------------------------------------------
 @named(CODED)
 def test_values_are_the_rationals(f):
@@ -98,7 +182,7 @@ def test_values_are_the_rationals(f):
             assert math.isnan(value)
         else:
             assert value == expected
-            assert value == np.float32(value) or f.kind == "codebook", "every value is an fp32 number"
+            assert value == np.float32(value), "every value is an fp32 number"
         bits = oracles.to_bits(expected, negative=f.signed and f.kind == "float" and bool(code >> (f.bits - 1)))
         assert f.bits_table[code] == bits
 
@@ -240,6 +324,7 @@ def test_the_generated_table_equals_this_one():
         assert row["params"] == f.params()
         assert tuple(row["values"]) == f.bits_table
         assert tuple(row["thresholds"]) == (f.thresholds if f.codebook else ())
+        assert tuple(row["weights"]) == (f.weights if f.codebook else ())
         assert row["zero_code"] == f.zero_code
 
 

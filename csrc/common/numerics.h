@@ -138,7 +138,7 @@ LOWBIT_HD uint32_t decode_float(uint32_t code, const FormatParams& f) {
     return sign | grid_value(magnitude, grid_of(f));
 }
 
-// -- integers and codebooks (sections 3 and 4) ------------------------------------------------------------------------
+// -- integers and codebooks (sections 3, 4 and 7) ---------------------------------------------------------------------
 
 LOWBIT_HD float decode_integer(uint32_t code, const FormatParams& f) {
     const uint32_t sign = f.is_signed ? 1u << (f.bits - 1) : 0u;
@@ -170,11 +170,20 @@ LOWBIT_HD bool integer_in_range(float v, const FormatParams& f, float zero_point
     return q >= static_cast<float>(f.qmin) && q <= static_cast<float>(f.qmax);
 }
 
-LOWBIT_HD uint32_t encode_codebook(float v, const uint32_t* thresholds, int count, uint32_t zero_code) {
-    if (is_nan(bits_of(v))) return zero_code;
+// Book: thresholds, values and weights of a FormatRow (format_table.h), and their numbers.
+template <class Book>
+LOWBIT_HD uint32_t encode_codebook(float v, const Book& book, bool stochastic, uint32_t noise) {
+    if (is_nan(bits_of(v))) return static_cast<uint32_t>(book.zero_code);
     uint32_t code = 0;
-    for (int k = 0; k < count; ++k) code += v > float_of(thresholds[k]);
-    return code;
+    if (!stochastic) {
+        for (int k = 0; k < book.num_thresholds; ++k) code += v > float_of(book.thresholds[k]);
+        return code;
+    }
+    v = clamp(v, float_of(book.values[0]), float_of(book.values[book.num_thresholds]));
+    for (int k = 1; k <= book.num_thresholds; ++k) code += v >= float_of(book.values[k]);
+    const float above = v - float_of(book.values[code]);
+    const uint32_t fraction = static_cast<uint32_t>(above * float_of(book.weights[code]));
+    return code + (((fraction < 65535u ? fraction : 65535u) + noise) >> 16);
 }
 
 // -- 16-bit floats ----------------------------------------------------------------------------------------------------

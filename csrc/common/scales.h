@@ -10,6 +10,7 @@ namespace lowbit {
 struct ScaleRule {
     uint32_t divisor, global_scale_divisor;               // fp32 bits of Scheme.amax_divisor and global_scale_divisor
     uint32_t raise_above;                                 // Scheme.raise_above, of E8M0 scales
+    uint32_t zero_scale;                                  // fp32 bits of Scheme.zero_scale
     float qmin, qmax;                                     // of zero points
     int32_t scale_format, ceil, affine, full, is_signed;  // `ceil`: of E4M3 scales
     int32_t both_ends;  // made from the largest positive and the largest negative magnitude, not from the amax alone
@@ -25,6 +26,12 @@ struct BlockScale {
 LOWBIT_HD FormatParams e4m3_format() {
     constexpr FormatParams format = kFormats[kIndex_fp8_e4m3].params;
     return format;
+}
+
+// fp32 bits of the value nearest zero.
+static inline uint32_t least_value(const FormatParams& f) {
+    const FormatRow* row = f.kind == kKindCodebook ? find_format(f) : nullptr;
+    return row ? row->values[row->zero_code] : 0u;
 }
 
 // The largest finite value of a format for elements.
@@ -47,6 +54,7 @@ static inline ScaleRule scale_rule(const SchemeParams& s) {
     r.raise_above = s.scale_rounding == kScaleFloor  ? kNever
                     : s.scale_rounding == kScaleCeil ? r.divisor & 0x7fffffu
                                                      : kSevenAndAQuarter;
+    r.zero_scale = least_value(f) == 0 ? kOne : 0u;
     r.qmin = qmin;
     r.qmax = qmax;
     r.scale_format = s.scale_format;
@@ -87,10 +95,10 @@ LOWBIT_HD float scale_value(uint32_t stored, int32_t scale_format, const float* 
     return float_of((bits_of(float_of(bits) * *global_scale) & kMagnitude) | sign);
 }
 
-// fp32 bits of a quotient as a scale: a normal number, and 1 for a block of zeros.
-LOWBIT_HD uint32_t normal_scale(uint32_t amount, uint32_t divisor) {
+// fp32 bits of a quotient as a scale: a normal number, and `zero_scale` for a block of zeros.
+LOWBIT_HD uint32_t normal_scale(uint32_t amount, uint32_t divisor, uint32_t zero_scale) {
     const uint32_t scale = bits_of(divide(float_of(amount), float_of(divisor)));
-    return amount == 0 ? kOne : scale < kMinScale ? kMinScale : scale > kMaxFinite ? kMaxFinite : scale;
+    return amount == 0 ? zero_scale : scale < kMinScale ? kMinScale : scale > kMaxFinite ? kMaxFinite : scale;
 }
 
 // The E4M3 code of a block's scale below a global one.
@@ -107,13 +115,15 @@ LOWBIT_HD uint32_t scale_sign(int32_t scale_format) {
 
 // The stored scale of an amount (amax, or range of affine blocks): fp32 bits, positive or zero, finite.
 LOWBIT_HD uint32_t stored_scale(uint32_t amount, const ScaleRule& r, const float* global_scale) {
-    if (r.scale_format == kScaleE8m0) return amount == 0 ? 127u : e8m0_code(amount, r.divisor, r.raise_above);
+    if (r.scale_format == kScaleE8m0) {
+        return amount == 0 ? r.zero_scale >> 23 : e8m0_code(amount, r.divisor, r.raise_above);
+    }
     if (r.scale_format == kScaleE4m3) {
         const float ratio = divide(float_of(amount), float_of(r.divisor));
         return e4m3_code(bits_of(global_scale == nullptr ? ratio : quotient(ratio, divisor_of(*global_scale))),
                          r.ceil != 0);
     }
-    const uint32_t scale = normal_scale(amount, r.divisor);
+    const uint32_t scale = normal_scale(amount, r.divisor, r.zero_scale);
     if (r.scale_format == kScaleBf16) return round_up_bf16(scale);
     return r.scale_format == kScaleFp16 ? round_up_fp16(scale) : scale;
 }
@@ -136,7 +146,7 @@ LOWBIT_HD BlockScale make_scale(uint32_t high, uint32_t low, const ScaleRule& r,
 
 // fp32 bits of a global scale, for the largest finite magnitude of what it spans.
 LOWBIT_HD uint32_t make_global_scale(uint32_t amax, const ScaleRule& r) {
-    return normal_scale(amax, r.global_scale_divisor);
+    return normal_scale(amax, r.global_scale_divisor, kOne);
 }
 
 // -- memory ----------------------------------------------------------------------------------------------------------

@@ -12,14 +12,13 @@ Encoder make_encoder(const FormatParams& f, bool saturate, bool stochastic) {
     constexpr uint32_t kCoarse = 0x2f800000u, kHuge = 0x5f000000u;  // 2^-32, 2^63
     Encoder e{f, saturate, stochastic};
     if (f.kind == kKindCodebook) {
-        const FormatRow* row = find_format(f);
-        if (!row) throw std::invalid_argument("this build knows no codebook with these parameters; rebuild lowbit");
-        e.thresholds = row->thresholds;
-        e.num_thresholds = row->num_thresholds;
-        e.nan_code = e.canonical = static_cast<uint32_t>(row->zero_code);
-        e.limit = row->values[f.max_code];
-        e.vector = row->num_thresholds < 16;
-        for (int k = 0; k < e.num_thresholds; ++k) e.coarse &= (e.thresholds[k] & kMagnitude) >= kCoarse;
+        e.book = &book_index(f, stochastic);
+        e.nan_code = e.canonical = static_cast<uint32_t>(e.book->row->zero_code);
+        e.limit = e.book->row->values[f.max_code];
+        e.vector = e.book->few() || !e.book->cells.empty();
+        // Stochastic rounding tells the least number from the entry 0.
+        e.coarse = !stochastic;
+        for (uint32_t cut : e.book->cuts) e.coarse &= (cut & kMagnitude) >= kCoarse;
     } else if (f.kind == kKindFloat) {
         e.nan_code = e.canonical = static_cast<uint32_t>(f.nan_code >= 0 ? f.nan_code : f.max_code);
         // Where overflow is not the largest code it is the next one, which is the next value of the unbounded grid.

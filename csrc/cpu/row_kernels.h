@@ -10,6 +10,7 @@
 #include "common/optim.h"
 #include "common/params.h"
 #include "common/scales.h"
+#include "cpu/codec/book.h"
 #include "cpu/isa.h"
 
 namespace lowbit::cpu {
@@ -19,16 +20,15 @@ struct Encoder {
     FormatParams format;
     bool saturate;
     bool stochastic;
-    const uint32_t* thresholds = nullptr;  // codebooks
-    int32_t num_thresholds = 0;
-    uint32_t nan_code = 0;   // of a positive NaN
-    uint32_t canonical = 0;  // the code that fills a block with Inf or NaN
-    uint32_t limit = kInf;   // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
-                             // saturating, the largest value (not of integers)
-    bool vector = true;      // whether vector code can: not for formats that reach the ends of fp32's range, nor for
-                             // codebooks of more than 16 entries
-    bool coarse = true;      // whether quotients below 2^-33 are encoded like zero, and those from 2^63 on like Inf:
-                             // Factors::kReciprocal may serve
+    const BookIndex* book = nullptr;  // codebooks
+    uint32_t nan_code = 0;            // of a positive NaN
+    uint32_t canonical = 0;           // the code that fills a block with Inf or NaN
+    uint32_t limit = kInf;  // fp32 bits: magnitudes are clamped to it, after which overflow needs no care; where
+                            // saturating, the largest value (not of integers)
+    bool vector = true;     // whether vector code can: not for formats that reach the ends of fp32's range, nor for
+                            // codebooks of many entries without cells
+    bool coarse = true;     // whether quotients below 2^-33 are encoded like zero, and those from 2^63 on like Inf:
+                            // Factors::kReciprocal may serve
     // Floats of at most 16 binades (`looked_up`), by the low four bits of the exponent field: what is added to round,
     // and what is taken from the sum to leave the code.
     bool looked_up = false;

@@ -81,6 +81,9 @@ inline F lookup(const F (&table)[2], U index) {
     const __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)index);
     return (F)_mm256_blendv_ps(low, high, (__m256)(index << 28));
 }
+inline U gather(const uint32_t* table, U index) {
+    return (U)_mm256_i32gather_epi32((const int*)table, (__m256i)index, 4);
+}
 inline I evens(I a, I b) {
     const __m256 halves = _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
     return (I)_mm256_permute4x64_epi64(_mm256_castps_si256(halves), 0xd8);

@@ -67,6 +67,7 @@ inline U join_bytes(U a, U b, U c, U d, bool zipped) {
     return (U)_mm512_permutexvar_epi32(zipped ? pairs : whole, _mm512_packus_epi16(first, second));
 }
 inline F lookup(const F (&table)[1], U index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)table[0]); }
+inline U gather(const uint32_t* table, U index) { return (U)_mm512_i32gather_epi32((__m512i)index, table, 4); }
 inline I evens(I a, I b) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     return (I)_mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b);

@@ -73,6 +73,9 @@ inline F lookup(const F (&table)[4], U index) {
         {(uint8x16_t)table[0], (uint8x16_t)table[1], (uint8x16_t)table[2], (uint8x16_t)table[3]}};
     return (F)vqtbl4q_u8(bytes, (uint8x16_t)((index & 15u) * 0x04040404u + 0x03020100u));
 }
+inline U gather(const uint32_t* table, U index) {
+    return U{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+}
 inline I evens(I a, I b) { return (I)vuzp1q_s32((int32x4_t)a, (int32x4_t)b); }
 inline I odds(I a, I b) { return (I)vuzp2q_s32((int32x4_t)a, (int32x4_t)b); }
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) {

@@ -80,8 +80,9 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
         });
     }
     if (format.kind == kKindCodebook) {
-        return with_quotients(x, dtype, n, f, [&e, codes](int64_t i, uint32_t q, float) {
-            codes[i] = static_cast<uint8_t>(encode_codebook(float_of(q), e.thresholds, e.num_thresholds, e.nan_code));
+        const FormatRow book = *e.book->row;
+        return with_quotients(x, dtype, n, f, [=](int64_t i, uint32_t q, float) {
+            codes[i] = static_cast<uint8_t>(encode_codebook(float_of(q), book, stochastic, random(i)));
         });
     }
     with_quotients(x, dtype, n, f, [=](int64_t i, uint32_t q, float zero) {

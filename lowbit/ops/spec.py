@@ -139,13 +139,11 @@ def require_input(op: str, x: Tensor, input_scheme: str | None, scale: Tensor | 
 
 
 def require_rounding(op: str, call: Any, format: formats.Format) -> None:
-    """``call`` rounds in a way that the format has, and stochastic rounding has its seed and step, ``rng``."""
+    """``call`` rounds in a way that there is, and stochastic rounding has its seed and step, ``rng``."""
     if call.rounding not in ROUNDINGS:
         raise ValueError(f"lowbit.{op}: rounding must be 'nearest' or 'stochastic', got {call.rounding!r}")
     if call.rounding == "nearest":
         return
-    if format.kind == "codebook":
-        raise ValueError(f"lowbit.{op}: {format.name} is a codebook and rounds to nearest only; use rounding='nearest'")
     if call.rng is None or call.rng.dtype != torch.int64 or tuple(call.rng.shape) != (2,):
         got = "None" if call.rng is None else f"{call.rng.dtype} {list(call.rng.shape)}"
         raise ValueError(f"lowbit.{op}: stochastic rounding takes rng, an int64 tensor [seed, step], got {got}")

@@ -61,10 +61,6 @@ class Cast:
             raise ValueError(f"Cast: history counts training steps, an integer of at least 1, got {history!r}")
         found = find_scheme(scheme)
         set_fields(self, scheme=found, **values, history=history)
-        if rounding == "stochastic" and found.format.kind == "codebook":
-            raise ValueError(
-                f"Cast: {found} is of a codebook, which rounds to nearest alone; use a float or integer format"
-            )
         one_scale = found.block == (None, None) and found.scale_format.name == "fp32" and not found.affine
         if scale == "delayed" and not one_scale:
             raise ValueError(

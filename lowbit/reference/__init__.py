@@ -13,6 +13,7 @@ from lowbit.reference.codec import (
     cast,
     decode,
     encode,
+    encode_codebook,
     encode_magnitude,
     philox4x32,
     require_subnormals,
@@ -20,7 +21,7 @@ from lowbit.reference.codec import (
     unpack,
 )
 from lowbit.reference.matmul import SEGMENT, Operand, integer_segments, scaled_mm
-from lowbit.reference.optim import Moment, optimizer_step, split24
+from lowbit.reference.optim import Moment, optimizer_step, split24, weight
 from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
 from lowbit.reference.scales import (
     block_amax,
@@ -47,6 +48,7 @@ __all__ = [
     "divide",
     "e8m0_code",
     "encode",
+    "encode_codebook",
     "encode_magnitude",
     "fake_quantize_backward",
     "global_scale",
@@ -63,4 +65,5 @@ __all__ = [
     "spread",
     "to_bits",
     "unpack",
+    "weight",
 ]  # fmt: skip

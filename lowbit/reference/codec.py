@@ -139,13 +139,28 @@ def encode(
     if format.kind == "float":
         return encode_magnitude(bits, format, saturate, noise).to(torch.uint8)
     if format.kind == "codebook":
-        steps = from_bits(torch.tensor(format.thresholds, dtype=torch.int64, device=x.device))
-        count = (x.float()[..., None] > steps).sum(-1)
-        return count.masked_fill(x.isnan(), format.zero_code).to(torch.uint8)
+        return encode_codebook(x.float(), format, noise).to(torch.uint8)
     zero = torch.zeros((), device=x.device) if zero_point is None else zero_point.float()
     whole = x.float().round() if noise is None else integer_stochastic(x.float(), bits, noise)
     q = (whole + zero).clamp(format.qmin, format.qmax)
     return (q.where(~x.isnan(), zero).to(torch.int64) & ((1 << format.bits) - 1)).to(torch.uint8)
+
+
+def encode_codebook(x: Tensor, format: Format, noise: Tensor | None = None) -> Tensor:
+    """Codes (int64) of fp32 ``x`` in a codebook: the nearest entry, or one of two by ``noise`` (sections 4 and 7)."""
+
+    def table(bits: tuple[int, ...]) -> Tensor:
+        return from_bits(torch.tensor(bits, dtype=torch.int64, device=x.device))
+
+    if noise is None:
+        code = torch.bucketize(x, table(format.thresholds))  # how many of them are less than x
+    else:
+        entries, weights = table(format.bits_table), table(format.weights)
+        v = x.clamp(entries[0], entries[-1]).where(~x.isnan(), entries[0])
+        code = torch.bucketize(v, entries[1:], right=True)  # how many of them are at most v
+        fraction = ((v - entries[code]) * weights[code]).long().clamp(max=65535)
+        code = code + ((fraction + noise) >> 16)
+    return code.masked_fill(x.isnan(), format.zero_code)
 
 
 def integer_stochastic(x: Tensor, bits: Tensor, noise: Tensor) -> Tensor:

@@ -52,18 +52,18 @@ def make_scale(amount: Tensor, scheme: Scheme) -> Tensor:
     """Stored scales of blocks whose amax (affine: range) is ``amount``, fp32 and finite; ``global_scale`` excluded."""
     if scheme.scale_format.name == "e8m0":
         code = e8m0_code(amount.where(amount > 0, 1.0), scheme.amax_divisor, scheme.raise_above)
-        return code.where(amount > 0, 127).to(torch.uint8)
-    scale = normal_scale(amount, scheme.amax_divisor)
+        return code.where(amount > 0, 127 if scheme.zero_scale else 0).to(torch.uint8)
+    scale = normal_scale(amount, scheme.amax_divisor, scheme.zero_scale)
     if scheme.scale_format.name == "fp32":
         return scale
     code = round_up(scale, find(scheme.scale_format.name))
     return code.to(torch.int16).view(scale_dtype(scheme))
 
 
-def normal_scale(amount: Tensor, divisor: float) -> Tensor:
-    """``fp32(amount / divisor)``, a normal number; 1 for an amount of 0."""
+def normal_scale(amount: Tensor, divisor: float, zero_scale: float = 1.0) -> Tensor:
+    """``fp32(amount / divisor)``, a normal number; ``zero_scale`` for an amount of 0."""
     scale = amount / torch.tensor(divisor, device=amount.device)
-    return scale.clamp(2.0**-126, torch.finfo(torch.float32).max).where(amount > 0, 1.0)
+    return scale.clamp(2.0**-126, torch.finfo(torch.float32).max).where(amount > 0, zero_scale)
 
 
 def make_block_scale(amax: Tensor, global_scale: Tensor, scheme: Scheme) -> Tensor:

@@ -20,8 +20,7 @@ def _encode_samples(device: str) -> Iterator[Encode]:
     for x in sample_matrices(device):
         for format in element_formats():
             yield Encode(x, format.name)
-            if format.kind != "codebook":
-                yield Encode(x, format.name, "stochastic", False, rng, stream=11, offset=5, pitch=1000)
+            yield Encode(x, format.name, "stochastic", False, rng, stream=11, offset=5, pitch=1000)
 
 
 def _decode_samples(device: str) -> Iterator[Decode]:
@@ -48,9 +47,8 @@ def _encode_workloads(rows: int, cols: int) -> Iterator[Workload]:
     x = large_matrix(rows, cols)
     for format in element_formats():
         yield Workload("", format.name, partial(Encode, x, format.name))
-        if format.kind != "codebook":
-            drawn = partial(Encode, x, format.name, "stochastic", rng=torch.zeros(2, dtype=torch.int64))
-            yield Workload("stochastic", format.name, drawn)
+        drawn = partial(Encode, x, format.name, "stochastic", rng=torch.zeros(2, dtype=torch.int64))
+        yield Workload("stochastic", format.name, drawn)
 
 
 def _some_codes(rows: int, cols: int, bits: int) -> Tensor:

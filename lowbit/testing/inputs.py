@@ -37,15 +37,24 @@ def element_formats() -> list[Format]:
     return [*rows, float_format(2, 1, bias=3), float_format(3, 4, nan=True)]
 
 
+def distinct_formats() -> list[Format]:
+    """Of ``element_formats`` all but the codebooks that differ in their numbers alone: one of each width stays."""
+    widths = {f.bits: f for f in reversed(element_formats()) if f.kind == "codebook"}
+    return [f for f in element_formats() if f.kind != "codebook" or widths[f.bits] == f]
+
+
 def schemes() -> list[Scheme]:
     """Every format with every kind of scaling and every option, once each at least.
 
-    Integers of fewer than 4 bits have some scalings each: the code is that of the wider ones.
+    Integers of fewer than 4 bits and codebooks that are not distinct have some scalings each: the code is that of the
+    others.
     """
     plain, small = _scalings("fp32"), [f"{s}{turn}" for s in _scalings("e8m0", "fp8_e4m3") for turn in ("", ":T")]
-    elements = [f for f in element_formats() if f.kind != "integer" or f.bits >= 4]
+    distinct = distinct_formats()
+    elements = [f for f in distinct if f.kind != "integer" or f.bits >= 4]
     texts = [f"{f}:{s}" for f in elements if f.signed or f.kind != "integer" for s in (*plain, *small)]
     texts += [f"{f}:{s}:affine" for f in elements if f.kind == "integer" for s in plain]
+    texts += [f"{f}:{s}" for f in element_formats() if f not in distinct for s in ("row", "group7", "mx")]
     texts += _OPTIONS
     return list(dict.fromkeys(scheme(text) for text in texts))
 
@@ -61,6 +70,7 @@ _OPTIONS = [
     "int8:tensor:e8m0", "int4:row:e8m0:ceil", "fp8_e4m3:row:bf16", "fp8_e5m2:group32:fp16", "int8:group128:bf16",
     "int4:group32:fp16", "uint4:group32:affine:bf16", "uint8:row:affine:fp16", "int4:group32:affine:e8m0",
     "uint4:group16:affine:e8m0:ceil", "nf4:e4m3", "nf4:group32:bf16", "nf4:group128:e4m3", "nf4:group64:T",
+    "dynamic8:group256", "udynamic8:group128:bf16",
     "fp4_e2m1:group32:e8m0", "fp8_e4m3:block128x128", "int4:group32:e4m3", "fp4_e2m1:block16x16:e4m3",
     "nvfp4:global_row", "int8:row:e4m3:global_row", "nvfp4:ceil", "mxfp4:nearest", "mxfp4:nearest:T",
     "int4:group32:full", "int8:row:full", "int4:group7:bf16:full", "int8:group128:fp16:full",

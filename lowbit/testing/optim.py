@@ -78,9 +78,8 @@ def _samples(device: str) -> Iterator[OptimizerStep]:
                 given = [None if t is None else t.to(device) for t in tensors]
                 call = OptimizerStep._make((*given, rule.name, _FACTORS[rule.name], *schemes, *_REST))
                 yield call
-                if "nf4" not in schemes:
-                    yield call._replace(rounding="stochastic", **random)
-                    yield call._replace(rounding="stochastic", **{**random, "pitch": None})
+                yield call._replace(rounding="stochastic", **random)
+                yield call._replace(rounding="stochastic", **{**random, "pitch": None})
                 if weight.dtype == torch.bfloat16 and master is None:
                     yield call._replace(param_rounding="stochastic", **random)
 

@@ -50,9 +50,8 @@ def _quantize_samples(device: str) -> Iterator[Quantize]:
     for index, scheme in enumerate(schemes()):
         for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
             yield Quantize(x, scheme.name, _global_scale_of(x, scheme))
-            if scheme.format.kind != "codebook":
-                pitch = 4096 if index % 2 else None
-                yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", rng, 9, 1 << 33, pitch)
+            pitch = 4096 if index % 2 else None
+            yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", rng, 9, 1 << 33, pitch)
 
 
 def _static_samples(device: str) -> Iterator[QuantizeStatic]:

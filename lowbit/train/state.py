@@ -331,7 +331,7 @@ class View:
         past = self.amax[row, : cast.history].max()
         amax = torch.where(past > 0, past, now)
         scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)
-        scale = scale.clamp(min=2.0**-126).where(amax > 0, 1.0)
+        scale = scale.clamp(min=2.0**-126).where(amax > 0, cast.scheme.zero_scale)
         return scale.where(now.isfinite(), torch.nan).reshape(1, 1)
 
 

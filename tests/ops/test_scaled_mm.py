@@ -25,7 +25,7 @@ from lowbit.ops.matmul import ScaledMM
 from lowbit.scaling import SCALINGS as TABLE
 from lowbit.scaling import Scheme
 from lowbit.testing import SAMPLES
-from lowbit.testing.inputs import element_formats, random_matrix
+from lowbit.testing.inputs import distinct_formats, random_matrix
 from lowbit.testing.matmul import make_call
 
 SPEC = OPS["scaled_mm"]
@@ -34,7 +34,7 @@ everywhere = pytest.mark.parametrize("variant", ALL)
 
 
 # -- a pairwise covering array -----------------------------------------------------------------------------------------
-FORMATS = ["float32", "bfloat16", "float16", *(f.name for f in element_formats())]
+FORMATS = ["float32", "bfloat16", "float16", *(f.name for f in distinct_formats())]
 OPTIONS = ["mx:ceil:T", "row:bf16", "row:fp16", "tensor:e8m0", "row:affine", "group32:affine", "block64x1:e4m3",
            "nvfp4:global_row", "group32:full"]  # fmt: skip
 #: Every scaling of the table, families with blocks that vectors divide and ragged ones; and every option.
@@ -102,7 +102,7 @@ def test_the_array_covers_every_pair():
         (c.a_scheme and lb.scheme(c.a_scheme).format.name, c.b_scheme and lb.scheme(c.b_scheme).format.name)
         for c in calls
     }
-    formats = [None, *(f.name for f in element_formats())]
+    formats = [None, *(f.name for f in distinct_formats())]
     assert met == {(a, b) for a in formats for b in formats}
     for scheme in ([c.a_scheme for c in calls], [c.b_scheme for c in calls]):
         for scaling in SCALINGS:

@@ -6,6 +6,7 @@ Oracle: exact rationals (oracles.py), and onnxruntime for what ONNX defines.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -49,7 +50,16 @@ def expected_scales(name: str) -> np.ndarray:
 
 E8M0 = [f"{f}:{scaling}{option}" for f in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "nf4")
         for scaling, option in (("mx", ""), ("mx", ":ceil"))] + ["mxfp4:nearest"]  # fmt: skip
-ROUNDED = ["int8:group32:bf16", "int8:group32:fp16", "fp8_e4m3:group32:bf16", "nf4:group32:fp16", "int8:group32"]
+ROUNDED = [
+    "int8:group32:bf16",
+    "int8:group32:fp16",
+    "fp8_e4m3:group32:bf16",
+    "nf4:group32:fp16",
+    "int8:group32",
+    "ulog4:group32",
+    "ulog4:group32:bf16",
+    "ulog4:group32:fp16",
+]
 
 
 @everywhere
@@ -295,6 +305,47 @@ def test_damage_shows_and_only_in_its_block(variant: Variant, s):
         nan = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
         assert set(pattern(y)[hit].tolist()) == {nan}
         assert not y[~hit].isinf().any() or dtype == torch.float16
+
+
+BOOKS = [f for f in lb.FORMATS.values() if f.kind == "codebook"]
+
+
+@everywhere
+@pytest.mark.parametrize("f", BOOKS, ids=str)
+def test_blocks_of_zeros_are_zeros_beside_others(variant: Variant, f):
+    """In codebooks that have no entry 0 too, with scales of every format that has a 0."""
+    x = torch.zeros(3, 300, device=variant.device)
+    x[0, 3], x[1, 130:200], x[2, 299] = -0.0, torch.linspace(0.5, 8, 70), 1e-30
+    others = torch.zeros(3, 3, dtype=torch.bool, device=variant.device)
+    others[1, 1] = others[2, 2] = True
+    for options in ("group128", "group128:bf16", "group128:fp16", "group128:e4m3:global_row"):
+        name = f"{f}:{options}"
+        if reason := variant.refuses("quantize", x, name):
+            pytest.skip(reason)
+        for rounding in ("nearest", lb.Rounding(seed=3)):
+            with variant.use():
+                q = lb.quantize(x, name, rounding=rounding)
+                both = q.dequantize(), lb.fake_quantize(x, name, rounding=rounding)
+            for y in both:
+                zeros = ~others.repeat_interleave(128, 1)[:, :300]
+                assert not pattern(y)[zeros].any(), f"{name} on {variant}"
+                assert y[1, 199] == pytest.approx(8, rel=0.1), "the largest number of its block"
+            if options == "group128":
+                assert ((q.scale == 0) == (~others if 0 not in f.codebook else False)).all()
+
+
+@everywhere
+@pytest.mark.parametrize("f", BOOKS, ids=str)
+def test_states_begin_at_zero(variant: Variant, f):
+    """Codes nearest zero under scales of 0, as states of optimizers are before the first step."""
+    for options in ("group128", "group128:bf16"):
+        q = lb.quantize(torch.ones(2, 256, device=variant.device), f"{f}:{options}")
+        zero = f.zero_code * (17 if f.bits == 4 else 1)
+        start = replace(q, codes=torch.full_like(q.codes, zero), scale=torch.zeros_like(q.scale))
+        if reason := variant.refuses("dequantize", start):
+            pytest.skip(reason)
+        with variant.use():
+            assert not pattern(start.dequantize()).any(), f"{start.scheme} on {variant}"
 
 
 @everywhere

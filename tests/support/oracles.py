@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from bisect import bisect_left, bisect_right
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -155,6 +156,12 @@ def largest(f: Format) -> Fraction:
     return max(v for code in range(1 << f.bits) if isinstance(v := value_of(f, code), Fraction))
 
 
+@cache
+def middles(f: Format) -> tuple[Fraction, ...]:
+    """Halfway between neighbouring entries of a codebook."""
+    return tuple((low + high) / 2 for low, high in pairwise(Fraction(v) for v in f.codebook))
+
+
 def limits(f: Format) -> tuple[int, int]:
     """qmin and qmax of an integer format."""
     return (-(1 << (f.bits - 1)), (1 << (f.bits - 1)) - 1) if f.signed else (0, (1 << f.bits) - 1)
@@ -179,8 +186,9 @@ def encode(f: Format, bits: int, saturate: bool = True, zero_point: int = 0, noi
     if isinstance(x, float) and math.isnan(x):
         return nan_code(f, negative)
     if f.kind == "codebook":
-        entries = [value_of(f, code) for code in range(1 << f.bits)]
-        return sum(x > (low + high) / 2 for low, high in pairwise(entries))
+        if noise is None:
+            return bisect_left(middles(f), x)  # how many of them are less than x
+        return _noisy_entry(f.codebook, x, noise)
     sign = negative << (f.bits - 1)
     if not math.isinf(x):
         a = abs(Fraction(x))
@@ -201,6 +209,16 @@ def _noisy(a: Fraction, mantissa: int, emin: int, noise: int) -> Fraction:
     below = a // quantum
     first16 = int((a / quantum - below) * 65536)
     return (below + (first16 + noise >> 16)) * quantum
+
+
+def _noisy_entry(book: tuple[float, ...], x: Number, noise: int) -> int:
+    """The entry at or below x, or the next with the probability of the distance; each operation rounded to fp32."""
+    if not book[0] <= x < book[-1]:
+        return 0 if x < book[0] else len(book) - 1
+    code = bisect_right(book, x) - 1
+    low, high = Fraction(book[code]), Fraction(book[code + 1])
+    units = fp32(fp32(Fraction(x) - low) * fp32(65536 / (high - low)))
+    return code + (min(math.floor(units), 65535) + noise >> 16)
 
 
 def _encode_integer(f: Format, x: Number, zero_point: int, noise: int | None) -> int:
@@ -305,6 +323,8 @@ def block_scale(patterns: list[int], scheme: Scheme, global_scale: Fraction | No
         divisor = Fraction(qmax - qmin)
     else:
         amount, divisor = max(-low, high), divisor_of(scheme)
+    if amount == 0 and f.codebook and 0 not in f.codebook and kind != "fp8_e4m3":
+        return Block(0, 0, False)  # 0, or of E8M0 the least power
     stored = _store(amount, divisor, scheme, global_scale)
     if scheme.full and high > -low:  # where both are as large, the scale is positive
         stored ^= {"fp32": 1 << 31, "bf16": 1 << 15, "fp16": 1 << 15, "fp8_e4m3": 1 << 7}[kind]

@@ -8,7 +8,7 @@ LOWBIT_INLINE inline F scaled(F value, const Factor& factor, bool has_zeros) {
     return clean ? product : one_nan(product);
 }
 
-// What a code is in an output type: of values that are computed, every one in turn; all fit the output as they are.
+// What a code is in an output type: of values that are computed, every one in turn; kFits: all fit as they are.
 template <class Values>
 struct Computed {
     const Values value;
@@ -16,7 +16,7 @@ struct Computed {
     template <class Type, Factors::Mode mode, bool clean = false>
     LOWBIT_INLINE U bits(F number, const Factor& factor) const {
         const U bits = (U)scaled<mode, clean>(number, factor, Values::kZeros);
-        return mode == Factors::kNone ? bits : Type::round(bits);
+        return mode == Factors::kNone && Values::kFits ? bits : Type::round(bits);
     }
     template <class Type, Factors::Mode mode>
     LOWBIT_INLINE U at(U code, const Factor& factor) const {
@@ -49,14 +49,14 @@ struct Singles {
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
             v[k] = static_cast<const Values&>(*this)(widen(load<B>(codes + k * kLanes)));
-            if (clean && !Values::kZeros) v[k] = one_nan(v[k]);  // integers have none
+            if (clean && Values::kNans) v[k] = one_nan(v[k]);
         }
     }
     LOWBIT_INLINE F units(F factor) const { return factor; }
 };
 
 struct FloatValues : Singles<FloatValues> {
-    static constexpr bool kZeros = false;
+    static constexpr bool kZeros = false, kNans = true, kFits = true;
     const U magnitude, max_code, inf_code, rebias, normal, up, sign_up, sign, inf, nan;
     const F least;  // the least positive value
     const bool special;
@@ -153,11 +153,19 @@ struct ByteHalves : HalfValues {
 };
 
 struct IntegerValues : Singles<IntegerValues> {
-    static constexpr bool kZeros = true;
+    static constexpr bool kZeros = true, kNans = false, kFits = true;
     const U mask, sign;
     explicit IntegerValues(const Decoder& d)
         : mask(splat((1u << d.format.bits) - 1u)), sign(splat(d.format.is_signed ? 1u << (d.format.bits - 1) : 0u)) {}
     LOWBIT_INLINE F operator()(U code) const { return __builtin_convertvector((I)((code & mask) ^ sign) - (I)sign, F); }
+};
+
+struct BookValues : Singles<BookValues> {
+    static constexpr bool kZeros = false, kNans = false, kFits = false;
+    const U mask;
+    const uint32_t* table;
+    explicit BookValues(const Decoder& d) : mask(held((1u << d.format.bits) - 1u)), table(d.table) {}
+    LOWBIT_INLINE F operator()(U code) const { return (F)gather(table, code & mask); }
 };
 
 // Of 16 values at most: the table as a whole, once a block.
@@ -223,12 +231,12 @@ void decode_factors(const Decoder& d, const uint8_t* codes, int64_t n, const Fac
 }
 
 void decode(const Decoder& d, const uint8_t* codes, int64_t n, const Factors& f, void* out, Dtype dtype) {
-    const bool wide_book = d.format.kind == kKindCodebook && d.format.bits > 4;
-    if (d.format.kind == kKindExponent || wide_book) return row_kernels_scalar().decode(d, codes, n, f, out, dtype);
+    if (d.format.kind == kKindExponent) return row_kernels_scalar().decode(d, codes, n, f, out, dtype);
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
         if (d.format.bits <= 4) return decode_factors<Type, Tabulated>(d, codes, n, f, out);
         if (d.format.kind == kKindInteger) return decode_factors<Type, Computed<IntegerValues>>(d, codes, n, f, out);
+        if (d.format.kind == kKindCodebook) return decode_factors<Type, Computed<BookValues>>(d, codes, n, f, out);
         if (ByteHalves::serves(d.format)) return decode_factors<Type, Computed<ByteHalves>>(d, codes, n, f, out);
         if (PlainHalves::serves(d.format)) return decode_factors<Type, Computed<PlainHalves>>(d, codes, n, f, out);
         return decode_factors<Type, Computed<FloatValues>>(d, codes, n, f, out);

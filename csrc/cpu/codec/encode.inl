@@ -134,30 +134,92 @@ struct IntegerStochastic : IntegerCodes {
     }
 };
 
-// Up to 15 ascending thresholds: how many lie below, by four comparisons, each with the threshold in the middle of
-// those that are left. Missing ones are Inf, below which everything lies.
-struct CodebookNearest {
-    static constexpr bool kRandom = false;
-    Table by4, by2, by1;  // from entry 3, 1 and 0 on
+// Where numbers lie in a codebook (book.h), and the numbers there. Of few entries: by four comparisons, each with the
+// cut in the middle of those that are left. Missing cuts are Inf, below which everything lies.
+struct FewEntries {
+    Table by4, by2, by1;  // from cut 3, 1 and 0 on
+    Table values, weights;
     const F middle;
-    const I nan;
-    explicit CodebookNearest(const Encoder& e) : middle((F)held(threshold(e, 7))), nan((I)held(e.nan_code)) {
-        uint32_t t[16 + 3];
-        for (int k = 0; k < 19; ++k) t[k] = threshold(e, k);
-        __builtin_memcpy(by4, t + 3, sizeof by4);
-        __builtin_memcpy(by2, t + 1, sizeof by2);
-        __builtin_memcpy(by1, t, sizeof by1);
+    explicit FewEntries(const BookIndex& book) : middle((F)held(cut(book, 7))) {
+        uint32_t cuts[16 + 3], value[16] = {}, weight[16] = {};
+        for (size_t k = 0; k < 19; ++k) cuts[k] = cut(book, k);
+        for (size_t k = 0; k <= book.cuts.size(); ++k) value[k] = book.row->values[k], weight[k] = book.row->weights[k];
+        __builtin_memcpy(by4, cuts + 3, sizeof by4);
+        __builtin_memcpy(by2, cuts + 1, sizeof by2);
+        __builtin_memcpy(by1, cuts, sizeof by1);
+        __builtin_memcpy(values, value, sizeof values);
+        __builtin_memcpy(weights, weight, sizeof weights);
     }
-    static uint32_t threshold(const Encoder& e, int k) { return k < e.num_thresholds ? e.thresholds[k] : kInf; }
+    static uint32_t cut(const BookIndex& book, size_t k) { return k < book.cuts.size() ? book.cuts[k] : kInf; }
 
-    template <bool finite>
-    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
-        const F v = q.value;
+    LOWBIT_INLINE U place(F v) const {
         I code = v > middle ? I{} + 8 : I{};
         code = v > lookup(by4, (U)code) ? code + 4 : code;
         code = v > lookup(by2, (U)code) ? code + 2 : code;
-        code = v > lookup(by1, (U)code) ? code + 1 : code;
-        return finite ? (U)code : (U)(v == v ? code : nan);
+        return (U)(v > lookup(by1, (U)code) ? code + 1 : code);
+    }
+    LOWBIT_INLINE F value(U code) const { return lookup(values, code); }
+    LOWBIT_INLINE F weight(U code) const { return lookup(weights, code); }
+};
+
+// Of many: by their cells. The side is that of v < 0, so that -0 lies where 0 does.
+struct ManyEntries {
+    const U magnitude, least, most, low, side;
+    const int shift;
+    const uint32_t *cells, *values, *weights;
+    explicit ManyEntries(const BookIndex& book)
+        : magnitude(held(kMagnitude)),
+          least(held(book.least)),
+          most(held(book.most)),
+          low(held((1u << book.shift) - 1u)),
+          side(held(book.side)),
+          shift(book.shift),
+          cells(book.cells.data()),
+          values(book.row->values),
+          weights(book.row->weights) {}
+
+    LOWBIT_INLINE U place(F v) const {
+        const U negative = (U)(v < F{}), m = larger(smaller((U)v & magnitude, most), least) - least;
+        const U cell = gather(cells, (m >> shift) + (negative & side));
+        return (cell + (((m & low) ^ negative) - negative)) >> shift;
+    }
+    LOWBIT_INLINE F value(U code) const { return (F)gather(values, code); }
+    LOWBIT_INLINE F weight(U code) const { return (F)gather(weights, code); }
+};
+
+template <class Entries>
+struct BookNearest {
+    static constexpr bool kRandom = false;
+    const Entries entries;
+    const U nan;
+    explicit BookNearest(const Encoder& e) : entries(*e.book), nan(held(e.nan_code)) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U) const {
+        const U code = entries.place(q.value);
+        return finite ? code : q.value == q.value ? code : nan;
+    }
+};
+
+template <class Entries>
+struct BookStochastic {
+    static constexpr bool kRandom = true;
+    const Entries entries;
+    const F first, last;
+    const U nan;
+    explicit BookStochastic(const Encoder& e)
+        : entries(*e.book),
+          first((F)held(e.book->row->values[0])),
+          last((F)held(e.book->row->values[e.book->cuts.size()])),
+          nan(held(e.nan_code)) {}
+
+    template <bool finite>
+    LOWBIT_INLINE U codes(const Quotient& q, F, U random) const {
+        const F v = smaller(larger(q.value, first), last);
+        const U place = entries.place(v);
+        const I part = __builtin_convertvector((v - entries.value(place)) * entries.weight(place), I);
+        const U code = place + ((smaller((U)part, splat(65535u)) + random) >> 16);
+        return finite ? code : q.value == q.value ? code : nan;
     }
 };
 
@@ -257,8 +319,13 @@ void encode(const Encoder& e, const void* x, Dtype dtype, int64_t n, const Facto
     if (!e.vector) return row_kernels_scalar().encode(e, x, dtype, n, f, noise, ahead, codes);
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        if (e.format.kind == kKindCodebook)
-            return encode_factors<Type, CodebookNearest>(e, x, n, f, noise, ahead, codes);
+        if (e.format.kind == kKindCodebook) {
+            const auto few = e.stochastic ? encode_factors<Type, BookStochastic<FewEntries>>
+                                          : encode_factors<Type, BookNearest<FewEntries>>;
+            const auto many = e.stochastic ? encode_factors<Type, BookStochastic<ManyEntries>>
+                                           : encode_factors<Type, BookNearest<ManyEntries>>;
+            return (e.book->few() ? few : many)(e, x, n, f, noise, ahead, codes);
+        }
         if (e.format.kind == kKindInteger) {
             return e.stochastic ? encode_factors<Type, IntegerStochastic>(e, x, n, f, noise, ahead, codes)
                                 : encode_factors<Type, IntegerNearest>(e, x, n, f, noise, ahead, codes);

@@ -1,10 +1,10 @@
 // What elements add to the gradients of their scale and zero point: docs/numerics.md section 10. Part of
 // row_kernels_body.inl.
 
-// The numbers of codes that are looked up.
-struct BookValues {
+// The numbers of codes of a codebook of few entries.
+struct FewValues {
     Table table;
-    explicit BookValues(const Decoder& d) { __builtin_memcpy(table, d.table, sizeof table); }
+    explicit FewValues(const Decoder& d) { __builtin_memcpy(table, d.table, sizeof table); }
     LOWBIT_INLINE F operator()(U code) const { return lookup(table, code); }
 };
 
@@ -59,9 +59,10 @@ void slopes(const Encoder& e, const Decoder& d, const void* x, Dtype dtype, cons
     if (!e.vector) return row_kernels_scalar().slopes(e, d, x, dtype, grad, kept, n, f, slopes, outside);
     dispatch(dtype, [&](auto type) {
         using Type = decltype(type);
-        const auto run = e.format.kind == kKindCodebook  ? slope_factors<Type, CodebookNearest, BookValues>
-                         : e.format.kind == kKindInteger ? slope_factors<Type, IntegerNearest, IntegerValues>
-                                                         : slope_factors<Type, FloatNearest, FloatValues>;
+        const auto run = e.format.kind == kKindInteger ? slope_factors<Type, IntegerNearest, IntegerValues>
+                         : e.format.kind == kKindFloat ? slope_factors<Type, FloatNearest, FloatValues>
+                         : e.book->few()               ? slope_factors<Type, BookNearest<FewEntries>, FewValues>
+                                                       : slope_factors<Type, BookNearest<ManyEntries>, BookValues>;
         run(e, d, x, grad, kept, n, f, slopes, outside);
     });
 }

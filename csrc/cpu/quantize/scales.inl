@@ -9,11 +9,11 @@ inline U e8m0_codes(U amount, const ScaleRule& rule) {
     I e = (I)(bits >> 23) - (small ? I{} + 24 : I{}) - static_cast<int32_t>(rule.divisor >> 23);
     e -= (I)(bits & 0x7fffffu) > raise_above;
     e = e < -127 ? I{} - 127 : e > 127 ? I{} + 127 : e;
-    return amount == 0u ? splat(127u) : (U)(e + 127);
+    return amount == 0u ? splat(rule.zero_scale >> 23) : (U)(e + 127);
 }
 
-// A positive normal fp32 (or Inf) rounded towards +Inf to bf16, or to a format of fewer binades with `mantissa` bits,
-// whose least normal number has the exponent field `least`: `most` at most.
+// A zero, a positive normal fp32 or Inf rounded towards +Inf to bf16, or to a format of fewer binades with `mantissa`
+// bits, whose least normal number has the exponent field `least`: `most` at most.
 inline U round_up_to_bf16(U bits) { return smaller((bits + 0xffffu) >> 16, splat(0x7f7fu)); }
 template <uint32_t mantissa, uint32_t least, uint32_t most>
 inline U round_up_to(U bits) {
@@ -21,13 +21,13 @@ inline U round_up_to(U bits) {
     const U shift = smaller(binade - field + (23u - mantissa), splat(30u));
     const U one = splat(1u);
     const U code = ((binade - least) << mantissa) + ((significand + (one << shift) - 1u) >> shift);
-    return smaller(code, splat(most));
+    return bits == 0u ? U{} : smaller(code, splat(most));
 }
 inline U round_up_to_fp16(U bits) { return round_up_to<10, 127 - 14, 0x7bffu>(bits); }
 // Of any sign, and any fp32 number: zero and NaN stay what they are.
 inline U round_up_to_e4m3(U bits) {
     const U magnitude = bits & kMagnitude, sign = (bits >> 31) << 7;
-    const U code = magnitude == 0u ? U{} : round_up_to<3, 127 - 6, 0x7eu>(magnitude);
+    const U code = round_up_to<3, 127 - 6, 0x7eu>(magnitude);
     return (magnitude > kInf ? splat(0x7fu) : code) | sign;
 }
 
@@ -68,7 +68,7 @@ struct ScaleCodes {
             return encode.codes<false>({bits & kMagnitude, bits, F{}}, F{}, U{});
         }
         const U normal = smaller(larger(quotient, splat(kMinScale)), splat(kMaxFinite));
-        const U scale = amount == 0u ? splat(kOne) : normal;
+        const U scale = amount == 0u ? splat(rule.zero_scale) : normal;
         if (scale_format == kScaleBf16) return round_up_to_bf16(scale);
         return scale_format == kScaleFp16 ? round_up_to_fp16(scale) : scale;
     }

@@ -19,9 +19,9 @@ constexpr int kThreads = 256;
 // The entries of a codebook of at most 16, by value in a kernel's parameters.
 struct Codebook {
     uint32_t thresholds[15];
-    uint32_t values[16];
-    int32_t count;  // of thresholds
-    uint32_t zero_code;
+    uint32_t values[16], weights[16];
+    int32_t num_thresholds;
+    int32_t zero_code;
 };
 
 // A format as kernels take it.
@@ -39,9 +39,12 @@ inline const char* make_codec(const FormatParams& format, Codec* codec) {
                "backend";
     }
     for (int i = 0; i < row->num_thresholds; ++i) codec->book.thresholds[i] = row->thresholds[i];
-    for (int i = 0; i < (1 << format.bits); ++i) codec->book.values[i] = row->values[i];
-    codec->book.count = row->num_thresholds;
-    codec->book.zero_code = static_cast<uint32_t>(row->zero_code);
+    for (int i = 0; i <= row->num_thresholds; ++i) {
+        codec->book.values[i] = row->values[i];
+        codec->book.weights[i] = row->weights[i];
+    }
+    codec->book.num_thresholds = row->num_thresholds;
+    codec->book.zero_code = row->zero_code;
     return nullptr;
 }
 
@@ -52,7 +55,7 @@ template <int Kind, bool Stochastic>
 LOWBIT_HD uint32_t encode_element(float v, const Codec& codec, float zero_point, bool saturate, uint32_t noise) {
     if (Kind == kKindFloat) return encode_float(bits_of(v), codec.format, saturate, Stochastic, noise);
     if (Kind == kKindInteger) return encode_integer(v, codec.format, zero_point, Stochastic, noise);
-    return encode_codebook(v, codec.book.thresholds, codec.book.count, codec.book.zero_code);
+    return encode_codebook(v, codec.book, Stochastic, noise);
 }
 
 // fp32 bits of a code's value.
@@ -88,7 +91,7 @@ LOWBIT_HD bool in_range(float v, const Codec& codec, float zero_point, uint32_t 
 template <int Kind>
 LOWBIT_HD uint32_t canonical_code(const Codec& codec) {
     if (Kind == kKindInteger) return 0;
-    if (Kind == kKindCodebook) return codec.book.zero_code;
+    if (Kind == kKindCodebook) return static_cast<uint32_t>(codec.book.zero_code);
     return static_cast<uint32_t>(codec.format.nan_code >= 0 ? codec.format.nan_code : codec.format.max_code);
 }
 

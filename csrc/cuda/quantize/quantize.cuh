@@ -103,11 +103,7 @@ const char* for_kind(int kind, const Args&... args) {
     if (kind == kKindFloat) return Run<kKindFloat, Mode>::run(args...);
     if (kind == kKindInteger) return Run<kKindInteger, Mode>::run(args...);
     if (kind != kKindCodebook) return "lowbit: e8m0 holds scales, not elements";
-    if constexpr (Mode == kStochastic) {
-        return "lowbit: codebooks round to nearest only";
-    } else {
-        return Run<kKindCodebook, Mode>::run(args...);
-    }
+    return Run<kKindCodebook, Mode>::run(args...);
 }
 
 template <template <int, int> class Run, class... Args>

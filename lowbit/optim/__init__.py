@@ -1,0 +1,28 @@
+"""Optimizers whose states have few bits: ``torch.optim.Optimizer`` classes, the same in every bit on any sharding."""
+
+from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit
+from lowbit.optim.base import Optimizer
+from lowbit.optim.in_backward import in_backward_
+from lowbit.optim.lion import Lion, Lion4bit, Lion8bit
+from lowbit.optim.muon import Muon, Muon8bit
+from lowbit.optim.sgd import SGD, SGD8bit
+from lowbit.optim.states import STATES, States
+from lowbit.optim.watch import saturation
+
+__all__ = [
+    "SGD",
+    "STATES",
+    "AdamW",
+    "AdamW4bit",
+    "AdamW8bit",
+    "Lion",
+    "Lion4bit",
+    "Lion8bit",
+    "Muon",
+    "Muon8bit",
+    "Optimizer",
+    "SGD8bit",
+    "States",
+    "in_backward_",
+    "saturation",
+]

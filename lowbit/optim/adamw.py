@@ -1,0 +1,56 @@
+"""AdamW. Source: Loshchilov and Hutter, arXiv 1711.05101; Dettmers et al., arXiv 2110.02861."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lowbit.ops.optim import adamw_factors
+from lowbit.optim.base import Optimizer, Params
+
+__all__ = ["AdamW", "AdamW4bit", "AdamW8bit"]
+
+
+class AdamW(Optimizer):
+    """AdamW with decoupled weight decay, whose second moment is kept as its root.
+
+    ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``: as torch's. ``bits``, ``master``, ``rounding``,
+    ``seed``: see ``Optimizer``. States: ``exp_avg`` and ``exp_avg_sq_root``, each with ``_scale`` where it is codes.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        bits: int | str | None = None,
+        master: str | None = None,
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, bits, master, rounding, seed)
+
+    def rule(self, group: dict[str, Any], param: Tensor) -> str:
+        return "adamw"
+
+    def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return adamw_factors(step, float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"])
+
+
+class AdamW8bit(AdamW):
+    """``AdamW`` with ``bits=8``."""
+
+    BITS = 8
+
+
+class AdamW4bit(AdamW):
+    """``AdamW`` with ``bits=4``."""
+
+    BITS = 4

@@ -1,0 +1,265 @@
+"""The optimizer that those of lowbit share: groups, states, masters, and a step that is the same on every sharding.
+
+A subclass names the rules of lowbit/ops/optim.py that it steps by, and computes their factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from lowbit.ops.optim import MASTERS, RULES
+from lowbit.optim import load, masters, watch
+from lowbit.optim.shards import Part, gradient, local
+from lowbit.optim.states import FEW, Kept, find, zeros
+from lowbit.optim.step import Work, advance, advance_together
+
+__all__ = ["Optimizer"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDINGS = ("stochastic", "nearest")
+_INF = float("inf")
+
+#: The least value of a hyperparameter, and the one that it must stay below.
+_RANGES: dict[str, tuple[float, float]] = {
+    "lr": (0, _INF), "betas": (0, 1), "eps": (0, _INF), "weight_decay": (0, _INF), "momentum": (0, _INF),
+    "ns_steps": (1, 100),
+}  # fmt: skip
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose states have few bits.
+
+    ``bits``: what states are kept in, 32, 16, 8, 4 or a row of ``STATES``; tensors of fewer than 4096 elements keep
+    theirs in fp32. ``master``: of parameters of 16 bits, ``"fp32"`` or ``"residual"`` (the 8 bits that bf16 lacks of
+    24) keep what rounding cuts off; ``"stochastic"`` rounds bf16 stochastically, without more memory; None rounds to
+    nearest, as torch does. ``rounding``: of states, ``"stochastic"`` or ``"nearest"``. ``seed``: of all random bits.
+    Each may differ between groups, but the seed.
+
+    Parameters may be DTensors. Every bit of a step is that of the whole tensor, on any mesh.
+    Raises TypeError and ValueError for parameters and hyperparameters that do not fit.
+    """
+
+    #: Rules that see a parameter as a whole, so that small ones cannot step together.
+    ALONE: frozenset[str] = frozenset()
+    #: The width of a subclass that is one of fewer bits by its name.
+    BITS = 8
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        bits: int | str | None,
+        master: str | None,
+        rounding: str,
+        seed: int,
+    ) -> None:
+        own = {"bits": self.BITS if bits is None else bits, "master": master, "rounding": rounding, "seed": seed}
+        self.in_backward = False  # whether parameters step during the backward pass
+        self._watch = watch.Watch(type(self).__name__)
+        self._versions: dict[int, int] = {}
+        self._places: dict[Tensor, int] = {}
+        super().__init__(params, {**defaults, **own})
+
+    # -- what a subclass says ------------------------------------------------------------------------------------
+    def rule(self, group: dict[str, Any], param: Tensor) -> str:
+        """The name of the rule that a parameter steps by."""
+        raise NotImplementedError
+
+    def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
+        """The rule's factors at a step, which counts from 1."""
+        raise NotImplementedError
+
+    def apply(self, work: Work, factors: tuple[float, ...]) -> None:
+        """One parameter's step."""
+        advance(work, factors)
+
+    # -- groups --------------------------------------------------------------------------------------------------
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises TypeError and ValueError for parameters and hyperparameters that do not fit."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        for param in group["params"]:
+            self._places.setdefault(param, len(self._places))
+
+    def _check(self, group: dict[str, Any]) -> None:
+        who = type(self).__name__
+        find(group["bits"])
+        masters = (None, *MASTERS, "stochastic")
+        for name, allowed in (("master", masters), ("rounding", _ROUNDINGS)):
+            if group[name] not in allowed:
+                raise ValueError(f"{who}: {name} must be one of {', '.join(map(repr, allowed))}, got {group[name]!r}")
+        for name in _RANGES.keys() & group.keys():
+            least, most = _RANGES[name]
+            values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
+            if not all(value is None or least <= float(value) < most for value in values):
+                raise ValueError(f"{who}: {name} must be at least {least:g} and less than {most:g}, got {group[name]}")
+        if len(self.param_groups) > 1 and group["seed"] != self.param_groups[0]["seed"]:
+            raise ValueError(f"{who}: every group has one seed, {self.param_groups[0]['seed']}; got {group['seed']}")
+        for place, param in enumerate(group["params"]):
+            name = self.name_of(group, place)
+            if param.dtype not in _DTYPES:
+                raise TypeError(
+                    f"{who}: {name} is {param.dtype}; parameters are float32, bfloat16 or float16"
+                    + (": give a complex one as torch.view_as_real(param)" if param.is_complex() else "")
+                )
+            if group["master"] in ("residual", "stochastic") and param.dtype == torch.float16:
+                raise ValueError(
+                    f"{who}: master={group['master']!r} is for bfloat16 parameters, but {name} is float16; use 'fp32'"
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("in_backward", False)  # of a copy, whose parameters have no hooks
+        self._watch = watch.Watch(type(self).__name__)
+        self._versions = {}
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._places = {param: place for place, param in enumerate(params)}
+
+    # -- a step --------------------------------------------------------------------------------------------------
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every parameter that has a gradient; answers what ``closure`` does.
+
+        Raises, before anything has changed, RuntimeError for a sparse gradient, and ValueError for a sharding that
+        does not fit.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.advance((group, place) for group in self.param_groups for place in range(len(group["params"])))
+        return loss
+
+    @torch.no_grad()
+    def advance(self, places: Iterable[tuple[dict[str, Any], int]]) -> None:
+        """One step of those parameters, by their groups and places in them, that have a gradient."""
+        works = self._works(places)
+        if not works:
+            return
+        torch._foreach_add_([work.state["step"] for work in works], 1)
+        settings: dict[Any, tuple[Tensor, tuple[float, ...]]] = {}
+        together: dict[Any, list[Work]] = {}
+        for work in works:
+            step, device = int(work.state["step"]), work.param.device
+            key = (id(work.group), work.rule, step, device)
+            if key not in settings:
+                rng = torch.tensor([work.group["seed"], step], device=device)
+                settings[key] = rng, self.factors(work.group, work.rule, step)
+            work.rng, factors = settings[key]
+            if self._is_small(work):
+                together.setdefault((key, work.param.dtype, work.grad.dtype), []).append(work)
+                continue
+            with self._watch.moving(work), self._mastered(work):
+                self.apply(work, factors)
+        for (key, *_), small in together.items():
+            advance_together(small, settings[key][1])
+        for work in works:
+            torch.autograd.graph.increment_version(work.param)
+        self._watch.finite(works)
+
+    def _works(self, places: Iterable[tuple[dict[str, Any], int]]) -> list[Work]:
+        """What a step is to do; raises before anything has changed."""
+        works, begun = [], {}
+        for group, place in places:
+            param, name = group["params"][place], self.name_of(group, place)
+            if param.grad is None:
+                continue
+            self._refuse(param.grad, name)
+            grad = gradient(param)
+            rule, kept, part = self.rule(group, param), self.kept_as(group, param), Part.of(param, name)
+            state = self.state[param] if param in self.state else {}
+            if not state:
+                begun[param] = state = self._begun(group, param, name, part, kept)
+            stream = 2 * self._places[param]
+            grad = grad.neg() if group["maximize"] else grad
+            works.append(Work(name, rule, local(param), grad, part, state, group, kept, stream))
+        self.state.update(begun)
+        return works
+
+    def _refuse(self, grad: Tensor, name: str) -> None:
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}), and a step of low-bit "
+                "states moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            )
+
+    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Kept]:
+        """What each state of a parameter is kept as, by the state's name."""
+        row, shape = find(group["bits"]), tuple(param.shape) or (1,)
+        return {m: Kept.of(row, shape, not m.endswith("_root")) for m in RULES[self.rule(group, param)].moments}
+
+    def kept(self) -> Iterator[tuple[str, Tensor, dict[str, Kept]]]:
+        """Each parameter that has stepped: its name, itself, and what its states are kept as."""
+        for group in self.param_groups:
+            for place, param in enumerate(group["params"]):
+                if param in self.state:
+                    yield self.name_of(group, place), param, self.kept_as(group, param)
+
+    @staticmethod
+    def name_of(group: dict[str, Any], place: int) -> str:
+        """A parameter for messages: by its name where the optimizer was given names."""
+        names = group.get("param_names")
+        return str(names[place]) if names else f"parameter {place} {list(group['params'][place].shape)}"
+
+    def _begun(
+        self, group: dict[str, Any], param: Tensor, name: str, part: Part, moments: dict[str, Kept]
+    ) -> dict[str, Any]:
+        """The states before the first step: zeros, and the master."""
+        mine = local(param)
+        state: dict[str, Any] = {"step": torch.tensor(0.0)}
+        for moment, kept in moments.items():
+            made = zeros(part, kept, name, mine.device)
+            state[moment] = made.codes
+            if made.scale is not None:
+                state[f"{moment}_scale"] = made.scale
+        if group["master"] in MASTERS and param.dtype != torch.float32:
+            state["master"] = part.tensor(masters.MAKE[group["master"]](mine), param.shape)
+        return state
+
+    @contextmanager
+    def _mastered(self, work: Work) -> Iterator[None]:
+        """Around a step: an fp32 master takes over what something else has written to its parameter."""
+        master = work.master
+        if master is None or master.dtype != torch.float32:
+            yield
+            return
+        if self._versions.get(id(work.state)) != work.param._version:
+            masters.refresh_(work.param, master)
+        yield
+        self._versions[id(work.state)] = work.param._version + 1  # advance() raises it once more
+
+    def _is_small(self, work: Work) -> bool:
+        """Whether a step of several parameters at once does the same to this one."""
+        return (
+            prod(work.part.shape) < FEW
+            and work.rule not in self.ALONE
+            and work.master is None
+            and not work.rounds_weights
+            and work.param.is_contiguous()
+        )
+
+    # -- state on disk -------------------------------------------------------------------------------------------
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for states of any bits and those of torch's optimizer of this name.
+
+        What is kept otherwise here is converted, with a warning that says so; ``bits``, ``master`` and ``rounding``
+        stay this optimizer's own. Raises ValueError for states of another rule or shape, and changes nothing then.
+        """
+        load.into(self, state_dict)

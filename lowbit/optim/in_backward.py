@@ -1,0 +1,46 @@
+"""Steps during the backward pass, so that gradients of only a few parameters exist at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowbit.optim.base import Optimizer
+
+__all__ = ["in_backward_"]
+
+
+def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer], **options: Any) -> Optimizer:
+    """Makes each parameter of ``model`` step as soon as its gradient is complete, which is freed then.
+
+    ``optimizer``: an optimizer of ``lowbit.optim``, or its class, which is made of the model's parameters with
+    ``options``. It is returned: schedulers, ``state_dict`` and ``zero_grad`` work as before, and ``step()`` finds
+    nothing left to do. One backward pass is one step; what needs all gradients at once cannot be combined with it,
+    see docs/optimizers.md.
+
+    Raises TypeError for another optimizer; ValueError for a model in DistributedDataParallel, whose gradients are
+    reduced only after they are complete, and for an optimizer that steps in the backward pass already.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "in_backward_: DistributedDataParallel reduces gradients after they are complete, so a step would see one "
+            "process' gradients; shard the model with FSDP2 (fully_shard), whose gradients are complete when reduced"
+        )
+    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.named_parameters(), **options)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"in_backward_: expected an optimizer of lowbit.optim, got {type(made).__name__}")
+    if made.in_backward:
+        raise ValueError("in_backward_: this optimizer steps in the backward pass already")
+    made.in_backward = True
+    for index, group in enumerate(made.param_groups):
+        for place, param in enumerate(group["params"]):
+            param.register_post_accumulate_grad_hook(partial(_step, made, index, place))
+    return made
+
+
+def _step(optimizer: Optimizer, index: int, place: int, param: Tensor) -> None:
+    optimizer.advance([(optimizer.param_groups[index], place)])
+    param.grad = None

@@ -1,0 +1,180 @@
+"""States from a ``state_dict``, converted where they were kept otherwise.
+
+torch's ``load_state_dict`` casts every state to its parameter's dtype, codes and scales too. So here states pass it
+wrapped, and are taken over afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit import notice
+from lowbit.ops.optim import MASTERS
+from lowbit.optim import masters
+from lowbit.optim.shards import Part, local, whole
+from lowbit.optim.states import Kept, Moment, encoded, fill, find, zeros
+
+if TYPE_CHECKING:
+    from lowbit.optim.base import Optimizer
+
+__all__ = ["into"]
+
+#: Moments by the names that other optimizers give them, and what makes ours of theirs.
+_FOREIGN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {"exp_avg_sq_root": ("exp_avg_sq", torch.sqrt)}
+
+#: Settings of a group that stay the optimizer's own.
+_OWN = ("bits", "master", "rounding")
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """A state that torch's ``load_state_dict`` passes on as it is."""
+
+    value: Any
+
+
+def into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads ``state_dict`` into the optimizer; nothing is changed where it raises."""
+    before = [dict(group) for group in optimizer.param_groups]
+    states, groups = dict(optimizer.state), optimizer.param_groups
+
+    def wrap(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        kept = {k: {n: _Wrapped(v) for n, v in s.items()} for k, s in given["state"].items()}
+        return {**given, "state": kept}
+
+    def unwrap(self: Any) -> None:
+        _take(self, before)
+
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(wrap),  # after those of users, who see tensors
+        optimizer.register_load_state_dict_post_hook(unwrap, prepend=True),
+    )
+    try:
+        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+    except Exception:
+        optimizer.param_groups = groups
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _take(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Unwraps and converts what torch has loaded."""
+    said: dict[str, None] = {}
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        saved = {name: group.get(name) for name in _OWN}
+        params = group["params"]
+        for name in own:
+            if name in _OWN or name not in group:
+                group[name] = own[name]
+        group["params"] = params
+        for place, param in enumerate(params):
+            if param not in optimizer.state:
+                continue
+            name = optimizer.name_of(group, place)
+            given = {key: wrapped.value for key, wrapped in optimizer.state[param].items()}
+            optimizer.state[param] = _state(optimizer, group, saved, param, name, given, said)
+    if said:
+        notice.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
+
+
+def _state(
+    optimizer: Optimizer, group: dict[str, Any], saved: dict[str, Any], param: Tensor, name: str,
+    given: dict[str, Any], said: dict[str, None],
+) -> dict[str, Any]:  # fmt: skip
+    """A parameter's states as the optimizer keeps them."""
+    if "max_exp_avg_sq" in given:
+        raise ValueError(
+            f"{type(optimizer).__name__}: the state of {name} is AMSGrad's, which has no low-bit states; train on "
+            "with torch's optimizer, or drop its max_exp_avg_sq"
+        )
+    part, device = Part.of(param, name), local(param).device
+    step = given.get("step", 1.0)
+    state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").detach().clone()}
+    for moment, kept in optimizer.kept_as(group, param).items():
+        root = moment.endswith("_root")
+        before = Kept.of(find(saved["bits"] or 32), kept.shape, not root)
+        if before.kind != kept.kind:
+            said[f"states kept as {before.kind} are converted to {kept.kind}"] = None
+        elif moment in given:
+            made = zeros(part, kept, name, device)
+            for target, source in ((made.codes, given[moment]), (made.scale, given.get(f"{moment}_scale"))):
+                if target is not None:
+                    _copy(part, target, source, f"{moment} of {name}")
+            state.update(_entries(moment, made))
+            continue
+        numbers = _numbers(given, moment, before, name, said)
+        state.update(_entries(moment, encoded(part, kept, name, numbers.to(device))))
+    master = _master(group["master"], saved["master"], param, given.get("master"), part, said)
+    if master is not None:
+        state["master"] = master
+    return state
+
+
+def _entries(moment: str, made: Moment) -> dict[str, Tensor]:
+    return {moment: made.codes} | ({} if made.scale is None else {f"{moment}_scale": made.scale})
+
+
+def _copy(part: Part, target: Tensor, source: Any, what: str) -> None:
+    """Copies a saved tensor: whole, or placed as the target is, or this process' part of it."""
+    if not isinstance(source, Tensor):
+        raise ValueError(f"{what}: expected a tensor, got {type(source).__name__}")
+    mine = local(target)
+    alike = hasattr(source, "placements") and getattr(target, "placements", None) == source.placements
+    held = local(source) if alike else whole(source)
+    if tuple(source.shape) != tuple(target.shape) and held.shape != mine.shape:
+        raise ValueError(f"{what} is {list(target.shape)}, but the state has {list(source.shape)}")
+    if held.dtype != mine.dtype:
+        raise ValueError(f"{what} is {mine.dtype}, but the state has {held.dtype}; was it cast when it was loaded?")
+    if alike or held.shape == mine.shape:
+        mine.copy_(held)
+    else:
+        fill(part, target, held)
+
+
+def _numbers(given: dict[str, Any], moment: str, kept: Kept, name: str, said: dict[str, None]) -> Tensor:
+    """A moment of another kind as fp32 numbers of the whole tensor."""
+    other, change = _FOREIGN.get(moment, (moment, lambda x: x))
+    source, from_foreign = given.get(moment), moment not in given and other in given
+    if from_foreign:
+        source = given[other]
+        said[f"{other} is kept as {moment}"] = None
+    expected = kept.shape if kept.dtype is not None else kept.codes_shape()
+    if not isinstance(source, Tensor) or tuple(source.shape or (1,)) != tuple(expected):
+        there = ", ".join(f"{k} {list(v.shape)}" if isinstance(v, Tensor) else k for k, v in given.items())
+        raise ValueError(f"the state of {name} needs {moment} {list(expected)}, but has {there}")
+    scale = given.get(f"{moment}_scale")
+    if kept.dtype is None and scale is None:
+        raise ValueError(f"the state of {name} has codes of {kept.kind} for {moment}, but no {moment}_scale")
+    numbers = Moment(kept, source, None if kept.dtype is not None else scale).numbers().reshape(kept.shape)
+    return change(numbers) if from_foreign else numbers
+
+
+def _master(
+    kind: str | None, before: str | None, param: Tensor, saved: Any, part: Part, said: dict[str, None]
+) -> Tensor | None:
+    """The master of a parameter, from the saved one where there is one."""
+    if param.dtype == torch.float32 or kind not in MASTERS:
+        if saved is not None:
+            said[f"master weights ({before}) are dropped"] = None
+        return None
+    mine = local(param)
+    made = part.tensor(masters.MAKE[kind](mine), param.shape)
+    if saved is None:
+        said[f"master weights ({kind}) begin as their parameters are"] = None
+        return made
+    held = zeros(part, Kept("fp32", part.shape), "", mine.device).codes.to(saved.dtype)
+    _copy(part, held, saved, "a master")
+    if before != kind:
+        said[f"master weights kept as {before} are converted to {kind}"] = None
+        local(made).copy_(masters.stored(kind, masters.number(mine, local(held))))
+        return made
+    return held

@@ -1,0 +1,113 @@
+"""Muon. Source: Jordan et al., 2024; Liu et al., arXiv 2502.16982; with quantized momentum arXiv 2509.23106."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.ops.optim import adamw_factors
+from lowbit.optim.base import Optimizer, Params
+from lowbit.optim.shards import whole
+from lowbit.optim.step import Work, advance
+
+__all__ = ["Muon", "Muon8bit"]
+
+#: What the learning rate of a matrix of ``rows`` and ``cols`` is multiplied with.
+_ADJUST: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
+    "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
+}
+
+
+class Muon(Optimizer):
+    """Muon: momentum whose matrix is made orthogonal by Newton-Schulz iterations.
+
+    ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``,
+    ``adjust_lr_fn``: as torch's. A tensor of more axes is the matrix ``[D0, rest]``. Vectors, and groups with
+    ``muon=False`` (embeddings and heads), step by AdamW with ``betas`` and ``eps``; ``"match_rms_adamw"`` gives both
+    the same learning rate. ``bits``, ``master``, ``rounding``, ``seed``: see ``Optimizer``. States:
+    ``momentum_buffer``, or those of AdamW.
+
+    The iterations multiply in bf16 on GPUs, in fp32 elsewhere. A DTensor's matrix is gathered for them on each process.
+    """
+
+    ALONE = frozenset({"nesterov"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        muon: bool = True,
+        maximize: bool = False,
+        bits: int | str | None = None,
+        master: str | None = None,
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn or "original", "betas": betas, "muon": muon, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, bits, master, rounding, seed)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        if group["adjust_lr_fn"] not in _ADJUST:
+            raise ValueError(f"Muon: adjust_lr_fn must be one of {', '.join(_ADJUST)}, got {group['adjust_lr_fn']!r}")
+
+    def rule(self, group: dict[str, Any], param: Tensor) -> str:
+        return "nesterov" if group["muon"] and param.dim() > 1 else "adamw"
+
+    def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
+        lr, momentum = float(group["lr"]), float(group["momentum"])
+        if rule == "adamw":
+            beta1, beta2 = group["betas"]
+            return adamw_factors(step, lr, float(beta1), float(beta2), group["eps"], float(group["weight_decay"]))
+        return 1 - momentum, momentum if group["nesterov"] else 1.0
+
+    def apply(self, work: Work, factors: tuple[float, ...]) -> None:
+        if work.rule != "nesterov":
+            super().apply(work, factors)
+            return
+        group, part = work.group, work.part
+        update = work.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        advance(replace(work, param=update, state={k: v for k, v in work.state.items() if k != "master"}), factors)
+        matrix = whole(part.tensor(update, part.shape)).reshape(part.shape[0], -1)
+        moved = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])
+        lr = float(group["lr"])
+        rate = lr * _ADJUST[group["adjust_lr_fn"]](*matrix.shape)
+        grad = part.of_whole(moved.reshape(part.shape)).contiguous()
+        advance(replace(work, rule="sgd", grad=grad, moments={}), (1 - lr * float(group["weight_decay"]), 0.0, rate))
+
+
+class Muon8bit(Muon):
+    """``Muon`` with ``bits=8``."""
+
+    BITS = 8
+
+
+def orthogonal(matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
+    """A matrix with the singular vectors of ``matrix`` and singular values near 1, of its shape and dtype."""
+    a, b, c = coefficients
+    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    tall = x.shape[0] > x.shape[1]
+    x = x.t() if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.t() if tall else x).to(matrix.dtype)

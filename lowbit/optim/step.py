@@ -1,0 +1,163 @@
+"""The step of one parameter, or of many small ones at once, by the op ``optimizer_step``.
+
+Source: docs/numerics.md section 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.calls import call
+from lowbit.functional.optim import step_
+from lowbit.functional.quantize import quantize
+from lowbit.ops.optim import OptimizerStep
+from lowbit.optim.shards import Part, local
+from lowbit.optim.states import Kept, Moment, is_fused
+
+__all__ = ["Work", "advance", "advance_together"]
+
+
+@dataclass
+class Work:
+    """A parameter in a step: this process' parts of it and of its gradient, and its states.
+
+    ``rng``: int64 [seed, step]; ``stream``: of the random bits of its moments, the next one of its weights.
+    """
+
+    name: str
+    rule: str
+    param: Tensor
+    grad: Tensor
+    part: Part
+    state: dict[str, Any]
+    group: dict[str, Any]
+    moments: dict[str, Kept]
+    stream: int
+    rng: Tensor | None = None
+
+    @property
+    def master(self) -> Tensor | None:
+        master = self.state.get("master")
+        return None if master is None else local(master)
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether the parameter is rounded stochastically."""
+        return self.group["master"] == "stochastic" and self.param.dtype == torch.bfloat16
+
+
+def advance(work: Work, factors: Sequence[float]) -> None:
+    """One step of a parameter and its states by the work's rule, in place."""
+    part = work.part
+    kept = [Moment(kind, *_stored(work.state, name)) for name, kind in work.moments.items()]
+    if all(is_fused(part, moment.kept) for moment in kept):
+        _op(work, factors, kept)
+        return
+    numbers = [_decoded(part, m) for m in kept]
+    if part.numel:
+        floats = [Moment(Kept("fp32", m.kept.shape), n, None) for m, n in zip(kept, numbers, strict=True)]
+        _op(work, factors, floats)
+    for moment, number in zip(kept, numbers, strict=True):
+        _encode(work, moment, number)
+
+
+def advance_together(works: Sequence[Work], factors: Sequence[float]) -> None:
+    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op."""
+    names = list(works[0].moments)
+    params = [w.param.view(-1) for w in works]
+    states = [[local(w.state[name]).view(-1) for w in works] for name in names]
+    param, *moments = (torch.cat(parts) for parts in (params, *states))
+    grad = torch.cat([w.grad.reshape(-1) for w in works])
+    step_(_arguments(works[0], factors, param, grad, None, [("fp32", m, None) for m in moments]))
+    sizes = [p.numel() for p in params]
+    torch._foreach_copy_(
+        [part for parts in (params, *states) for part in parts],
+        [piece for flat in (param, *moments) for piece in flat.split(sizes)],
+    )
+
+
+def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:
+    scale = state.get(f"{name}_scale")
+    return local(state[name]), None if scale is None else local(scale)
+
+
+def _op(work: Work, factors: Sequence[float], kept: Sequence[Moment]) -> None:
+    part = work.part
+    if not part.numel:
+        return
+    rows, cols = part.rows, part.cols
+    given = [
+        (
+            m.kept.kind,
+            m.codes.view(rows, -1),
+            None if m.scale is None else m.scale.view(rows, -1),
+        )
+        for m in kept
+    ]
+    param = work.param if work.param.is_contiguous() else work.param.contiguous()
+    master = work.master
+    step_(
+        _arguments(
+            work, factors, param.view(rows, cols), work.grad.reshape(rows, cols),
+            None if master is None else master.view(rows, cols), given,
+        )
+    )  # fmt: skip
+    if param is not work.param:
+        work.param.copy_(param)
+
+
+def _arguments(
+    work: Work, factors: Sequence[float], param: Tensor, grad: Tensor, master: Tensor | None,
+    moments: Sequence[tuple[str, Tensor, Tensor | None]],
+) -> OptimizerStep:  # fmt: skip
+    first, second = (*moments, *((("fp32", None, None),) * 2))[:2]
+    rounding = work.group["rounding"] if any(m[0] != "fp32" for m in moments) else "nearest"
+    weights = "stochastic" if work.rounds_weights else "nearest"
+    random = (work.rng, work.stream, work.part.offset, work.part.pitch)
+    return OptimizerStep(
+        param, grad, master, first[1], first[2], second[1], second[2], work.rule, factors, first[0], second[0],
+        rounding, weights, *(random if "stochastic" in (rounding, weights) else (None, 0, 0, None)),
+    )  # fmt: skip
+
+
+# -- blocks that lie in several parts ----------------------------------------------------------------------------------
+def _each(kind: str) -> str:
+    """The scheme with a scale for every element, which the block that an element is of decides."""
+    format, _scaling, *options = kind.split(":")
+    return ":".join((format, "group1", *options))
+
+
+def _decoded(part: Part, moment: Moment) -> Tensor:
+    """The moment's numbers, fp32 [rows, cols], by scales of the whole tensor's blocks."""
+    assert moment.scale is not None  # floats have no blocks
+    if not part.numel:
+        return moment.scale.new_empty(part.rows, part.cols, dtype=torch.float32)
+    scale = moment.scale.view(-1)[part.places() // moment.kept.block]
+    codes = moment.codes.view(part.rows, -1)
+    numbers: Tensor = call("dequantize", codes, _each(moment.kept.kind), part.cols, scale, None, None, torch.float32)
+    return numbers
+
+
+def _encode(work: Work, moment: Moment, numbers: Tensor) -> None:
+    """Stores numbers as the moment is kept, with scales from the blocks of the whole tensor."""
+    part, kept = work.part, moment.kept
+    assert moment.scale is not None
+    blocks = part.places() // kept.block
+    bits = (numbers.view(torch.int32) & 0x7FFFFFFF).view(-1)
+    amax = bits.new_zeros(moment.scale.numel()).scatter_reduce_(0, blocks.view(-1), bits, "amax")
+    for group in part.groups:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)  # as integers, of which NaN is the largest
+    scales = quantize(amax.view(torch.float32)[:, None], _each(kept.kind)).scale
+    moment.scale.copy_(scales.view_as(moment.scale))
+    if not part.numel:
+        return
+    word = work.group["rounding"]
+    random = (work.rng, work.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
+    codes = call("quantize_static", numbers, _each(kept.kind), moment.scale.view(-1)[blocks], None, None, word, *random)
+    moment.codes.copy_(codes.view_as(moment.codes))

@@ -1,0 +1,108 @@
+"""What an optimizer warns of: parameters that do not move, states that are not finite; and counts of ends of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit import notice, scaling
+from lowbit.functional import decode, unpack
+from lowbit.optim.shards import local
+
+if TYPE_CHECKING:
+    from lowbit.optim.base import Optimizer
+    from lowbit.optim.step import Work
+
+__all__ = ["Watch", "saturation"]
+
+#: Elements of a parameter that are compared before and after a step, and the share that should have moved.
+_SAMPLE, _MOVED = 4096, 0.1
+
+
+class Watch:
+    """Warnings of one optimizer, each once a parameter.
+
+    Whether a parameter moves is looked at in steps 1, 10, 100 and so on; whether states are finite in each step on a
+    CPU, and in those steps on other devices, where looking waits for the device. Float states of large parameters are
+    looked at in those steps too.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._warned: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def moving(self, work: Work) -> Iterator[None]:
+        """Around a parameter's step: warns where rounding undoes most of it."""
+        short = work.param.dtype != torch.float32 and work.group["master"] is None
+        if not short or not _sparse(work) or not work.param.numel():
+            yield
+            return
+        before, grad = _sample(work.param).clone(), _sample(work.grad)
+        yield
+        asked = grad != 0
+        moved = int(((_sample(work.param) != before) & asked).sum())
+        if work.group["lr"] and moved < _MOVED * int(asked.sum()):
+            self._warn(
+                "still", work.name,
+                f"{self._who}: step {int(work.state['step'])} moved {moved} of {int(asked.sum())} elements looked at "
+                f"of {work.name} in {work.param.dtype}: updates are less than half of its last place; use "
+                "master='residual', 'stochastic' or 'fp32'",
+            )  # fmt: skip
+
+    def finite(self, works: Sequence[Work]) -> None:
+        """After a step: warns of parameters whose gradients made their states Inf or NaN."""
+        for work in works:
+            for name in work.moments:
+                looked = local(work.state.get(f"{name}_scale", work.state[name]))
+                cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 1 << 18)
+                if not (cheap or _sparse(work)) or bool(torch.isfinite(looked).all()):
+                    continue
+                self._warn(
+                    "finite", work.name,
+                    f"{self._who}: the gradient of {work.name} holds Inf or NaN at step {int(work.state['step'])}, and "
+                    "its states hold it from now on; skip such steps (torch.amp.GradScaler does), or go back to a "
+                    "checkpoint",
+                )  # fmt: skip
+                break
+
+    def _warn(self, kind: str, name: str, message: str) -> None:
+        if (kind, name) not in self._warned:
+            self._warned.add((kind, name))
+            notice.warn(message)
+
+
+def _sparse(work: Work) -> bool:
+    step = int(work.state["step"])
+    return str(step).strip("0") == "1"
+
+
+def _sample(x: Tensor) -> Tensor:
+    """At most about 4096 elements of a tensor, evenly chosen."""
+    flat = x.reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)]
+
+
+def saturation(optimizer: Optimizer) -> dict[str, dict[str, float]]:
+    """Of each parameter's quantized states, the share of codes whose magnitude is the largest of their format.
+
+    A block's largest element always has that code. Where much more have it, the states are too coarse: give the
+    parameter's group more ``bits``. The keys are names of parameters, then of states, such as ``"exp_avg"``.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, param, moments in optimizer.kept():
+        shares = {}
+        for moment, kept in moments.items():
+            if kept.dtype is not None or moment not in optimizer.state[param]:
+                continue
+            format = scaling.scheme(kept.kind).format
+            stored = local(optimizer.state[param][moment]).reshape(1, -1)
+            codes = unpack(stored, format.bits, (1, stored.numel() * 8 // format.bits))
+            shares[moment] = float((decode(codes, format).abs() == format.max).double().mean())
+        if shares:
+            found[name] = shares
+    return found
