@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import combinations, product
 from typing import Any
@@ -34,14 +34,24 @@ SCHEMES = (
 )  # fmt: skip
 
 #: Weights: what a parameter is, its master, and how it is rounded.
-WEIGHTS = (
+WEIGHTS: tuple[tuple[torch.dtype, str | None, str], ...] = (
     (torch.float32, None, "nearest"), (torch.bfloat16, None, "nearest"), (torch.float16, None, "nearest"),
     (torch.bfloat16, None, "stochastic"), (torch.bfloat16, "fp32", "nearest"), (torch.float16, "fp32", "nearest"),
     (torch.bfloat16, "residual", "nearest"),
 )  # fmt: skip
 
 #: One element, few, rows that nothing divides, rows longer than a run, a convolution's weight, and that flat.
-SHAPES = ((1, 1), (1,), (1, 5), (3, 130), (2, 2, 2100), (9, 512), (8, 5, 3, 3), (32 * 16 * 9,), (5000,))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (1, 1),
+    (1,),
+    (1, 5),
+    (3, 130),
+    (2, 2, 2100),
+    (9, 512),
+    (8, 5, 3, 3),
+    (32 * 16 * 9,),
+    (5000,),
+)
 
 #: How moments are rounded, and whether the pitch of the random bits is given.
 ROUNDED = (("nearest", 1000), ("stochastic", 1000), ("stochastic", None))
@@ -56,7 +66,7 @@ _FACTORS = {
 }
 
 #: What samples differ in: the rule, and a row of each table.
-AXES = (tuple(RULES), SCHEMES, WEIGHTS, FLOATS, SHAPES, ROUNDED)
+AXES: tuple[Sequence[Any], ...] = (tuple(RULES), SCHEMES, WEIGHTS, FLOATS, SHAPES, ROUNDED)
 
 #: The arguments after the schemes, as they are unless another is asked for.
 _REST = tuple(OptimizerStep._field_defaults[name] for name in OptimizerStep._fields[11:])
