@@ -179,7 +179,7 @@ def steps_table(contenders: Sequence[Contender], shapes: Sequence[tuple[int, ...
     )
     cells = []
     for contender in contenders:
-        cases = [case for case in usable(partial(_stepping, contender, shapes))]
+        cases = list(usable(partial(_stepping, contender, shapes)))
         if not cases:
             continue
         limit = (probe.copy_of(_moved(contender, count)),) if limits else ()
@@ -271,7 +271,7 @@ def run(directory: Path) -> Path:
         bytes_table(),
         "\n## A step\n",
         f"On one matrix of {SIDE} x {SIDE}, gradients in the parameter's dtype; each row is measured in turns with "
-        "torch's fused AdamW on the same shapes in fp32, and with a copy of as many bytes as its step reads and writes.\n",
+        "torch's fused AdamW on the same shapes in fp32, and with a copy of as many bytes as its step moves.\n",
         steps_table(STEPS, [(SIDE, SIDE)], True),
         f"\nOn {MANY:,} vectors of {FEW:,} elements:\n",
         steps_table(small, [(FEW,)] * MANY, False),

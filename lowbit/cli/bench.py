@@ -40,8 +40,8 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; convolutions; optimizers; or what quantization-aware training "
-            "brings back, of the demo's GPT and of a convolutional network."
+            "formats; codecs in the caches and what a call costs; convolutions; optimizers; or what quantization-aware "
+            "training brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[

@@ -146,7 +146,7 @@ def _pairs(values: dict[str, Any]) -> Table:
 def _table(rows: list[dict[str, Any]]) -> Text:
     """The table in plain text, so that it fits 80 columns and can be searched."""
     shown = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
-    cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "eps", "finite", "special"]]
+    cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "epsilon", "finite", "special"]]
     for row in rows:
         special = " ".join(what for what, there in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if there)
         cells.append([*(_cell(row[key]) for key in shown), special or "-"])
@@ -163,4 +163,4 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         text = number(value)
         return text if len(text) <= 8 else f"{value:.3g}"
-    return f"{value:.3g}" if isinstance(value, int) and value > 999999 else str(value)
+    return f"{value:.2g}" if isinstance(value, int) and value > 999999 else str(value)

@@ -51,7 +51,8 @@ SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
 class Settings:
     """All that a demo run depends on; precision, checkpointing and optimizer of ``train`` are set for each run.
 
-    ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. Raises: ValueError for an unknown recipe, or a precision that is no recipe that trains.
+    ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes.
+    Raises: ValueError for an unknown optimizer or recipe, or a precision that is no recipe that trains.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)

@@ -1,4 +1,4 @@
-"""The training loop: an optimizer, warm-up and cosine, clipping, and a state on disk from which a run goes on bit by bit.
+"""The training loop: warm-up and cosine, clipping, a step, and a state on disk from which a run goes on bit by bit.
 
 What a step does follows from ``(weights, optimizer state, random state, step)``, all of which ``Trainer.save`` writes;
 batches and learning rate are functions of the step. So stopping and resuming changes no bit of any later loss.

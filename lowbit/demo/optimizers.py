@@ -18,7 +18,7 @@ __all__ = ["OPTIMIZERS", "Named", "find", "state_bytes"]
 
 @dataclass(frozen=True)
 class Named:
-    """``make(groups, lr=...)``; ``factor`` times the learning rate of AdamW is its own, and ``decay`` times the decay."""
+    """``make(groups, lr=...)``. Its learning rate is ``factor`` times AdamW's, its weight decay ``decay`` times."""
 
     make: Callable[..., torch.optim.Optimizer]
     factor: float = 1.0

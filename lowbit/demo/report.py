@@ -171,8 +171,7 @@ def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
 
     precision = runs[0].config.precision
     head = ("run", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds", "peak memory")
-    head += ("optimizer", "its bytes a parameter")
-    return markdown(head, map(row, runs), numbers=[i for i, name in enumerate(head) if i and name != "optimizer"])
+    return markdown((*head, "optimizer", "its bytes a parameter"), map(row, runs), numbers=(*range(1, len(head)), 8))
 
 
 def _recipes(rows: list[Measurement], outside: str) -> str:

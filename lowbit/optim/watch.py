@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ class Watch:
             for name in work.moments:
                 looked = local(work.state.get(f"{name}_scale", work.state[name]))
                 cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 1 << 18)
-                if not (cheap or _sparse(work)) or bool(torch.isfinite(looked).all()):
+                if not (cheap or _sparse(work)) or _all_finite(looked):
                     continue
                 self._warn(
                     "finite", work.name,
@@ -74,6 +75,11 @@ class Watch:
         if (kind, name) not in self._warned:
             self._warned.add((kind, name))
             notice.warn(message)
+
+
+def _all_finite(x: Tensor) -> bool:
+    """A sum, which is one pass, tells of Inf and NaN; where it overflows itself, every element is asked."""
+    return math.isfinite(x.sum(dtype=torch.float32)) or bool(torch.isfinite(x).all())
 
 
 def _sparse(work: Work) -> bool:
