@@ -46,7 +46,7 @@ struct MomentTensors {
     const Tensor &new_codes, &new_scale;
 };
 
-// Nothing for a scheme that there is not, or that is not rounded so. `codes` and `scale`: the tensors, dense.
+// Nothing for a scheme that there is not. `codes` and `scale`: the tensors, dense.
 std::optional<cpu::Moment> moment(const MomentTensors& given, const Tensor& codes, const MaybeTensor& scale,
                                   cpu::Shape shape) {
     if (codes.scalar_type() != ScalarType::Byte) {

@@ -27,7 +27,7 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch
 from lowbit.kernels.spec import INTERPRETED, Launch
-from lowbit.ops.optim import RULES, STATE_SCHEME
+from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 from lowbit.testing.inputs import element_formats, schemes
 
@@ -147,20 +147,41 @@ def _product_cases() -> Iterator[Case]:
         )
 
 
+#: Steps to compile: the rule, what its moments are kept in, the parameter's dtype, its master's, and whether the
+#: parameter is rounded by random bits.
+STEPS: tuple[tuple[str, tuple[str, ...], torch.dtype, torch.dtype | None, bool], ...] = (
+    ("adamw", (STATE_SCHEME, STATE_SCHEME), torch.float32, None, False),
+    ("lion", (STATE_SCHEME,), torch.bfloat16, None, True),
+    ("adamw", ("fp8_e5m2:group32", "mxfp8"), torch.bfloat16, torch.int8, False),
+    ("adamw", ("fp32", "bf16"), torch.float16, torch.float32, False),
+    ("lion", ("int4:group32",), torch.float16, None, False),
+    ("momentum", ("bf16",), torch.bfloat16, torch.float32, False),
+    ("nesterov", ("mxfp4",), torch.float32, None, False),
+    ("sgd", (), torch.bfloat16, torch.int8, False),
+)
+
+
+def _step_moment(text: str) -> launch.Moment:
+    if text in FLOAT_STATES:
+        numbers = _meta(64, 4096, dtype=FLOAT_STATES[text])
+        return launch.Moment(None, numbers, None, numbers, None)
+    scheme = scaling.scheme(text)
+    codes = _meta(64, scheme.packed_cols(4096))
+    scale = _meta(*scheme.scale_shape(64, 4096), dtype=scale_dtype(scheme))
+    return launch.Moment(scheme, codes, scale, codes, scale)
+
+
 def _step_cases() -> Iterator[Case]:
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    for index, text in enumerate((STATE_SCHEME, "fp8_e5m2:group32", "mxfp8", "int4:group32")):
-        scheme = scaling.scheme(text)
-        codes, scale = (
-            _meta(64, scheme.packed_cols(4096)),
-            _meta(*scheme.scale_shape(64, 4096), dtype=scale_dtype(scheme)),
-        )
-        moment = launch.Moment(scheme, codes, scale, codes, scale)
-        param, grad = (_meta(64, 4096, dtype=kinds[(index + j) % 3]) for j in (0, 1))
-        made = launch.adamw(
-            param, grad, [moment, moment], dict.fromkeys(RULES["adamw"].factors, 0.5), param, _rounding(index % 2 == 1)
-        )
-        yield Case(f"adamw {scheme}", made, index < 2)
+    grads = (torch.float32, torch.bfloat16, torch.float16)
+    for index, (rule, moments, dtype, master_dtype, random) in enumerate(STEPS):
+        param, grad = _meta(64, 4096, dtype=dtype), _meta(64, 4096, dtype=grads[index % 3])
+        master = None if master_dtype is None else _meta(64, 4096, dtype=master_dtype)
+        stochastic = index % 2 == 1
+        made = launch.optimizer_step(
+            launch.Weight(param, master, param, master, random), grad, [_step_moment(text) for text in moments], rule,
+            [0.5] * len(RULES[rule].factors), _rounding(stochastic or random), stochastic,
+        )  # fmt: skip
+        yield Case(f"{rule} {' '.join(moments)}", made, index < 2)
 
 
 @cache

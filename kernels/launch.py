@@ -6,6 +6,7 @@ any strides, outputs contiguous. Scratch memory is allocated here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -71,13 +72,29 @@ def _input(x: Tensor) -> dict[str, Any]:
 
 
 class Moment(NamedTuple):
-    """A moment of an optimizer: packed codes and scales as they come, and where they go; these may be the same."""
+    """A moment of an optimizer as it comes, and where it goes; these may be the same.
 
-    scheme: Scheme
+    Packed codes and scales in a scheme; without one numbers, whose scales are None.
+    """
+
+    scheme: Scheme | None
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None
     new_codes: Tensor
-    new_scale: Tensor
+    new_scale: Tensor | None
+
+
+class Weight(NamedTuple):
+    """A parameter, and its master or None (fp32, or int8 of what bf16 lacks); then where they go.
+
+    ``stochastic``: whether the parameter, bf16, is rounded by random bits of the stream after that of the moments.
+    """
+
+    param: Tensor
+    master: Tensor | None
+    new_param: Tensor
+    new_master: Tensor | None
+    stochastic: bool
 
 
 class Rounding:
@@ -313,27 +330,57 @@ def fake_quantize_backward(
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
-def adamw(
-    param: Tensor, grad: Tensor, moments: list[Moment], factors: dict[str, float], out: Tensor, rounding: Rounding
-) -> list[Launch]:
-    """The next parameter into ``out``, and both moments; the matrices between are fp32 scratch."""
-    rows, cols = param.shape
-    numbers = [torch.empty((rows, cols), dtype=torch.float32, device=param.device) for _ in moments]
-    launches = []
-    for moment, x in zip(moments, numbers, strict=True):
-        launches += dequantize(moment.codes, moment.scheme, moment.scale, None, None, x)
+#: ``MASTER`` of the kernel.
+_MASTERS = {torch.float32: 1, torch.int8: 2}
+
+
+def optimizer_step(
+    weight: Weight, grad: Tensor, moments: list[Moment], rule: str, factors: Sequence[float], rounding: Rounding,
+    stochastic: bool,
+) -> list[Launch]:  # fmt: skip
+    """The next weight and moments; between its kernels moments that are codes are fp32 in scratch memory.
+
+    ``rounding`` has the random bits of both moments and parameter; ``stochastic``: whether moments are rounded by them.
+    """
+    rows, cols = weight.param.shape
+    nearest, before, after = Rounding(), [], []
+    numbers: list[tuple[Tensor | None, Tensor | None]] = []
+    for moment in moments:
+        if moment.scheme is None:
+            numbers.append((moment.codes.contiguous(), moment.new_codes))
+            continue
+        assert moment.scale is not None and moment.new_scale is not None
+        x = torch.empty((rows, cols), dtype=torch.float32, device=grad.device)
+        numbers.append((x, x))
+        before += dequantize(moment.codes, moment.scheme, moment.scale, None, None, x)
+        after += quantize_dynamic(
+            x, moment.scheme, None, moment.new_codes, moment.new_scale, None, rounding if stochastic else nearest
+        )
+    numbers += [(None, None)] * (2 - len(numbers))
+    (first, new_first), (second, new_second) = (tuple(map(_maybe_pattern, pair)) for pair in numbers)
     tiles, sizes = _plain(rows, cols)
+    random = rounding.arguments
     more = {
-        "param_ptr": _pattern(param), "stride_r": param.stride(0), "stride_c": param.stride(1),
+        "param_ptr": _pattern(weight.param), "stride_r": weight.param.stride(0), "stride_c": weight.param.stride(1),
         "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
-        "avg_ptr": numbers[0], "rms_ptr": numbers[1], "out_ptr": _pattern(out), "out_pitch": cols,
-        "DTYPE": _dtype(param), "GRAD_DTYPE": _dtype(grad),
+        "master_ptr": _maybe_pattern(_dense(weight.master)), "first_ptr": first, "second_ptr": second,
+        "out_ptr": _pattern(weight.new_param), "new_master_ptr": _maybe_pattern(weight.new_master),
+        "new_first_ptr": new_first, "new_second_ptr": new_second, "param_stream_id": random["stream_id"] + 1,
+        "RULE": rule, "DTYPE": _dtype(weight.param), "GRAD_DTYPE": _dtype(grad),
+        "MASTER": 0 if weight.master is None else _MASTERS[weight.master.dtype],
+        "FIRST": _moment_dtype(numbers[0][0]), "SECOND": _moment_dtype(numbers[1][0]),
+        "STOCHASTIC": stochastic, "PARAM_STOCHASTIC": weight.stochastic,
     }  # fmt: skip
-    arguments = more | sizes | factors
-    launches.append(Launch(optim.adamw, tiles.grid, arguments, tiles.warps))
-    for moment, x in zip(moments, numbers, strict=True):
-        launches += quantize_dynamic(x, moment.scheme, None, moment.new_codes, moment.new_scale, None, rounding)
-    return launches
+    named = {f"f{i}": value for i, value in enumerate([*factors, *[0.0] * (7 - len(factors))])}
+    return [*before, Launch(optim.step, tiles.grid, more | sizes | named | random, tiles.warps), *after]
+
+
+def _maybe_pattern(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _pattern(x)
+
+
+def _moment_dtype(x: Tensor | None) -> int:
+    return -1 if x is None else _dtype(x)
 
 
 # -- matrix product ----------------------------------------------------------------------------------------------------

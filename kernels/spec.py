@@ -30,8 +30,7 @@ class Target(NamedTuple):
 #: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
-    "stream_id", "offset", "pitch",
-    "decay", "mix", "keep", "mix_square", "correction", "eps", "rate",
+    "stream_id", "param_stream_id", "offset", "pitch", "f0", "f1", "f2", "f3", "f4", "f5", "f6",
 )  # fmt: skip
 
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)

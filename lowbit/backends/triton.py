@@ -133,13 +133,23 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
 
 
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
-    param, made, _, *new = (as_rows(t) for t in (call.param, *outs))
+    launch, param = _launch(), as_rows(call.param)
+    made, master, *new = (as_rows(t) for t in outs)
+    weight = launch.Weight(
+        param, None if call.master is None else as_rows(call.master), made, None if call.master is None else master,
+        call.param_rounding == "stochastic",
+    )  # fmt: skip
     moments = [
-        _launch().Moment(scaling.scheme(moment.scheme), as_rows(moment.codes), moment.scale, *new[2 * i : 2 * i + 2])
+        launch.Moment(
+            None if moment.scheme in optim.FLOAT_STATES else scaling.scheme(moment.scheme),
+            as_rows(moment.codes), moment.scale, *new[2 * i : 2 * i + 2],
+        )
         for i, moment in enumerate(optim.moments(call))
-    ]
-    factors = dict(zip(optim.RULES[call.rule].factors, optim.fp32_factors(call), strict=True))
-    launches = _launch().adamw(param, as_rows(call.grad), moments, factors, made, _rounding(call))
+    ]  # fmt: skip
+    stochastic = call.rounding == "stochastic"
+    random = _rounding(call._replace(rounding="stochastic") if weight.stochastic else call)
+    factors = optim.fp32_factors(call)
+    launches = launch.optimizer_step(weight, as_rows(call.grad), moments, call.rule, factors, random, stochastic)
     _start(launches, param.device)
 
 
@@ -156,10 +166,6 @@ def _fits_first(call: Any) -> str | None:
 
 def _fits_cols(call: Any) -> str | None:
     return _fits(call[0]) or _fits(call[0].new_empty((1, call.cols), device="meta"))
-
-
-def _supports_step(call: optim.OptimizerStep) -> str | None:
-    return _fits_first(call) or optim.only_quantized_adamw(call)
 
 
 def _supports_mm(call: matmul.ScaledMM) -> str | None:
@@ -192,7 +198,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "fake_quantize": (_fake_quantize, _fits_first),
     "fake_quantize_backward": (_fake_quantize_backward, _fits_first),
     "scaled_mm": (_scaled_mm, _supports_mm),
-    "optimizer_step": (_optimizer_step, _supports_step),
+    "optimizer_step": (_optimizer_step, _fits_first),
 }
 
 _NUMERICS = Numerics("bf16", "fp32")

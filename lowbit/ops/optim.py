@@ -117,15 +117,6 @@ def moments(call: OptimizerStep) -> list[Kept]:
     ]
 
 
-def only_quantized_adamw(call: OptimizerStep) -> str | None:
-    """Why a kernel for AdamW on quantized moments, without a master weight, does not serve; None where it does."""
-    if call.rule != "adamw" or call.master is not None or call.param_rounding != "nearest":
-        return f"its kernel is for adamw without master weights, rounded to nearest, got {call.rule}"
-    if any(moment.scheme in FLOAT_STATES for moment in moments(call)):
-        return "its kernel is for quantized moments"
-    return None
-
-
 def adamw_factors(
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> tuple[float, ...]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import cycle, product
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import combinations, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit import reference, scaling
-from lowbit.ops.optim import FLOAT_STATES, MASTERS, RULES, STATE_SCHEME, OptimizerStep
+from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME, OptimizerStep
 from lowbit.ops.spec import FLOATS, as_rows, dtype_name
 from lowbit.tensor import packing
 from lowbit.testing.inputs import Workload, large_matrix, random_matrix, specials
@@ -27,12 +27,35 @@ def _stored(moment: Tensor, text: str) -> tuple[Tensor, Tensor | None]:
 
 
 #: Schemes of both moments: narrow codes, codebooks, every format of scales, blocks that vectors do not divide, floats.
-_SAMPLED = (
+SCHEMES = (
     (STATE_SCHEME, STATE_SCHEME), ("fp8_e5m2:group32", "mxfp8"), ("int8:group64:bf16", "fp8_e4m3:group7"),
     ("mxfp4", "mxfp6:ceil"), ("fp6_e3m2:group96:fp16", "int4:group33"), ("nf4", "fp8_e4m3:group2048"),
     ("dynamic8:group256", "udynamic8:group64:bf16"), ("dynamic4:group128", "ulog4:group128"),
-    ("fp32", "fp32"), ("bf16", "bf16"), ("mxfp8", "bf16"),
+    ("fp32", "fp32"), ("bf16", "bf16"), ("mxfp8", "bf16"), ("fp8_e4m3:group128", "fp32"),
 )  # fmt: skip
+
+#: Weights: what a parameter is, its master, and how it is rounded.
+WEIGHTS: tuple[tuple[torch.dtype, str | None, str], ...] = (
+    (torch.float32, None, "nearest"), (torch.bfloat16, None, "nearest"), (torch.float16, None, "nearest"),
+    (torch.bfloat16, None, "stochastic"), (torch.bfloat16, "fp32", "nearest"), (torch.float16, "fp32", "nearest"),
+    (torch.bfloat16, "residual", "nearest"),
+)  # fmt: skip
+
+#: One element, few, rows that nothing divides, rows longer than a run, a convolution's weight, and that flat.
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (1, 1),
+    (1,),
+    (1, 5),
+    (3, 130),
+    (2, 2, 2100),
+    (9, 512),
+    (8, 5, 3, 3),
+    (32 * 16 * 9,),
+    (5000,),
+)
+
+#: How moments are rounded, and whether the pitch of the random bits is given.
+ROUNDED = (("nearest", 1000), ("stochastic", 1000), ("stochastic", None))
 
 #: Factors of every rule, in its order.
 _FACTORS = {
@@ -43,59 +66,109 @@ _FACTORS = {
     "nesterov": (0.05, 0.95),
 }
 
+#: What samples differ in: the rule, and a row of each table.
+AXES: tuple[Sequence[Any], ...] = (tuple(RULES), SCHEMES, WEIGHTS, FLOATS, SHAPES, ROUNDED)
 
 #: The arguments after the schemes, as they are unless another is asked for.
 _REST = tuple(OptimizerStep._field_defaults[name] for name in OptimizerStep._fields[11:])
 
 
+def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    """Every two positions of a row, each with its axis."""
+    return set(combinations(enumerate(row), 2))
+
+
+@cache
+def covering() -> tuple[tuple[int, ...], ...]:
+    """Rows of positions on ``AXES`` in which every two positions of different axes meet, found greedily."""
+    sizes = [len(axis) for axis in AXES]
+    places = [[(axis, at) for at in range(size)] for axis, size in enumerate(sizes)]
+    left = {pair for two in combinations(places, 2) for pair in product(*two)}
+    rows = []
+    while left:
+        (axis, at), (other, beside) = min(left)
+        row: dict[int, int] = {axis: at, other: beside}
+        for free in sorted(set(range(len(sizes))) - set(row), key=lambda i: -sizes[i]):
+            met = [
+                sum(tuple(sorted(((free, i), pair))) in left for pair in row.items()) for i in range(sizes[free])
+            ]  # fmt: skip
+            row[free] = met.index(max(met))
+        rows.append(tuple(row[i] for i in range(len(sizes))))
+        left -= _pairs(rows[-1])
+    return tuple(rows)
+
+
 def _master(param: Tensor, kind: str | None) -> tuple[Tensor, Tensor | None]:
-    """A parameter with the master of that kind."""
-    if kind is None or param.dtype == torch.float32:
+    """A parameter of 16 bits with the master of that kind."""
+    if kind is None:
         return param, None
     wide = param.float() * 1.001
-    if kind == "fp32":
-        return wide.to(param.dtype), wide
-    return reference.split24(wide) if param.dtype == torch.bfloat16 else (param, None)
+    return reference.split24(wide) if kind == "residual" else (wide.to(param.dtype), wide)
+
+
+def sample(rule: str, numbers: list[Tensor], schemes: tuple[str, str], weight: Any, grad_dtype: torch.dtype) -> Any:
+    """A call on a parameter, a gradient and a moment that are given as numbers; ``weight``: a row of ``WEIGHTS``."""
+    param, grad, avg = numbers
+    kind, master_kind, param_rounding = weight
+    param, master = _master(param.to(kind), master_kind)
+    kept = [_stored(m, s) for m, s in zip((avg, (avg * 1.5).abs()), schemes, strict=True)]
+    parts = [part for moment in kept[: len(RULES[rule].moments)] for part in moment] + [None] * 4
+    call = OptimizerStep._make(
+        (param, grad.to(grad_dtype), master, *parts[:4], rule, _FACTORS[rule], *schemes, *_REST)
+    )  # fmt: skip
+    return call._replace(param_rounding=param_rounding, rng=torch.tensor([7, 3]), stream=11, offset=5)
 
 
 def _samples(device: str) -> Iterator[OptimizerStep]:
-    dtypes, rules, masters = cycle(product(FLOATS, FLOATS)), cycle(RULES.values()), cycle((None, *MASTERS))
-    random: dict[str, Any] = {
-        "rng": torch.tensor([7, 3], device=device), "stream": 11, "offset": 5, "pitch": 1000,
-    }  # fmt: skip
-    for index, schemes in enumerate(_SAMPLED):
-        for shape in ((1, 5), (3, 130), (2, 2, 2100), (9, 512), (1, 1)):
-            rows = torch.Size(shape[:-1]).numel()
-            numbers = [random_matrix(rows, shape[-1], seed=10 * index + j).reshape(shape) for j in range(3)]
-            param, grad, avg = numbers
-            if shape == (3, 130):  # Inf and NaN show in its element of the parameter, and in its block of the moments
-                grad[1, : specials().numel()] = specials()[: shape[-1]]
-            kind, grad_kind = next(dtypes)
-            for rule in (RULES["adamw"], next(rules)):
-                weight, master = _master(param.to(kind), next(masters))
-                kept = [_stored(m, s) for m, s in zip((avg, (avg * 1.5).abs()), schemes, strict=True)]
-                parts = [part for moment in kept[: len(rule.moments)] for part in moment] + [None] * 4
-                tensors = [weight, grad.to(grad_kind), master, *parts[:4]]
-                given = [None if t is None else t.to(device) for t in tensors]
-                call = OptimizerStep._make((*given, rule.name, _FACTORS[rule.name], *schemes, *_REST))
-                yield call
-                yield call._replace(rounding="stochastic", **random)
-                yield call._replace(rounding="stochastic", **{**random, "pitch": None})
-                if weight.dtype == torch.bfloat16 and master is None:
-                    yield call._replace(param_rounding="stochastic", **random)
+    for seed, row in enumerate(covering()):
+        rule, schemes, weight, grad_dtype, shape, (rounding, pitch) = (
+            axis[i] for axis, i in zip(AXES, row, strict=True)
+        )  # fmt: skip
+        rows = torch.Size(shape[:-1]).numel()
+        numbers = [random_matrix(rows, shape[-1], seed=10 * seed + j).reshape(shape) for j in range(3)]
+        if shape == (3, 130):  # Inf and NaN show in its element of the parameter, and in its block of the moments
+            numbers[1][1, : specials().numel()] = specials()[: shape[-1]]
+        call = sample(rule, numbers, schemes, weight, grad_dtype)._replace(rounding=rounding, pitch=pitch)
+        yield OptimizerStep._make(x.to(device) if isinstance(x, Tensor) else x for x in call)
+
+
+#: What benchmarks measure: the rule, what both moments are kept in, how they are rounded, the weight.
+_MEASURED = (
+    *(("adamw", STATE_SCHEME, rounding, WEIGHTS[i]) for i in (0, 1) for rounding in ("nearest", "stochastic")),
+    ("adamw", "fp32", "nearest", WEIGHTS[0]), ("adamw", "bf16", "stochastic", WEIGHTS[0]),
+    ("adamw", STATE_SCHEME, "stochastic", WEIGHTS[3]), ("adamw", STATE_SCHEME, "stochastic", WEIGHTS[4]),
+    ("adamw", STATE_SCHEME, "stochastic", WEIGHTS[6]),
+    *((rule, STATE_SCHEME, "stochastic", WEIGHTS[0]) for rule in ("lion", "momentum", "nesterov")),
+    ("sgd", "fp32", "nearest", WEIGHTS[0]),
+)  # fmt: skip
+
+
+def _subject(rule: str, moments: str, weight: Any) -> str:
+    kind, master, rounding = weight
+    told = ("", f", master {master}")[master is not None] + ("", f", {rounding} param")[rounding != "nearest"]
+    return f"{rule} {dtype_name(kind)}" + (f", moments {moments}" if RULES[rule].moments else "") + told
 
 
 def _workloads(rows: int, cols: int) -> Iterator[Workload]:
-    def make(dtype: torch.dtype, rounding: str) -> OptimizerStep:
-        grad = large_matrix(rows, cols, dtype)
-        avg, rms = (torch.ops.lowbit.quantize(x, STATE_SCHEME)[:2] for x in (grad, grad.abs()))
-        given = (grad.clone(), grad, None, *avg, *rms, "adamw", _FACTORS["adamw"])
-        call = OptimizerStep._make((*given, STATE_SCHEME, STATE_SCHEME, *_REST))
-        return call._replace(rounding=rounding, rng=torch.tensor([7, 1]))
+    def make(rule: str, moments: str, rounding: str, weight: Any) -> OptimizerStep:
+        grad = large_matrix(rows, cols, torch.float32)
+        param, master = _master(grad.to(weight[0]), weight[1])
+        kept: list[Tensor | None] = []
+        for moment in (grad, grad.abs())[: len(RULES[rule].moments)]:
+            float_dtype = FLOAT_STATES.get(moments)
+            kept += [moment.to(float_dtype, copy=True), None] if float_dtype else _codes(moment, moments)
+        kept += [None] * (4 - len(kept))
+        grad = grad.to(weight[0], copy=True)
+        call = OptimizerStep._make((param, grad, master, *kept, rule, _FACTORS[rule], moments, moments, *_REST))
+        return call._replace(rounding=rounding, param_rounding=weight[2], rng=torch.tensor([7, 1]))
 
-    for dtype in (torch.float32, torch.bfloat16):
-        for rounding in ("nearest", "stochastic"):
-            yield Workload(rounding, f"{dtype_name(dtype)}, moments {STATE_SCHEME}", partial(make, dtype, rounding))
+    for rule, moments, rounding, weight in _MEASURED:
+        yield Workload(rounding, _subject(rule, moments, weight), partial(make, rule, moments, rounding, weight))
+
+
+def _codes(moment: Tensor, scheme: str) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = torch.ops.lowbit.quantize(moment, scheme)[:2]
+    return made
 
 
 SAMPLES = {"optimizer_step": _samples}

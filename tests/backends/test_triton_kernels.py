@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from support.bits import assert_same_bits
+from support.bits import assert_same_bits, describe
 
 import lowbit as lb
 from lowbit import reference, scaling
 from lowbit.kernels import launch, rng, scales, spec
 from lowbit.ops import OPS, matmul
+from lowbit.ops.optim import RULES
 from lowbit.tensor import packing
+from lowbit.testing import SAMPLES
 from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
@@ -271,3 +273,25 @@ def test_products_refuse_with_a_reason(a, b, k, reason):
     call = make_call(torch.ones(1, k, device=DEVICE), torch.ones(2, k, device=DEVICE), a, b)
     with lb.use_backend("triton"), pytest.raises(RuntimeError, match=reason):
         torch.ops.lowbit.scaled_mm(*call)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+def test_steps_on_every_storage_and_weight_equal_the_reference():
+    """Every sample but those of long rows, where test_kernels.py takes a few of the interpreted ones."""
+    triton_kernel, by_reference = (
+        next(impl for impl in lb.impls("optimizer_step", DEVICE) if impl.name == name)
+        for name in ("triton", "reference")
+    )
+    calls = [call for call in SAMPLES["optimizer_step"](DEVICE) if call.param.numel() < 3000]
+    assert {call.rule for call in calls} == set(RULES)
+    for call in calls:
+        got, wanted = (
+            tuple(
+                torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in OPS["optimizer_step"].outputs(call)
+            )
+            for _ in range(2)
+        )
+        triton_kernel.run(got, call)
+        by_reference.run(wanted, call)
+        for name, a, b in zip(OPS["optimizer_step"].returns, got, wanted, strict=True):
+            assert_same_bits(a, b, f"{name} of {describe(call)}")

@@ -6,7 +6,7 @@
 
 // Moments that are numbers, of which `moments` come and go.
 template <class Rule, class Type, class Grad>
-void step_numbers(const Rule& rule, const typename Type::Element* param, const typename Grad::Element* grad, int64_t n,
+void step_numbers(Rule rule, const typename Type::Element* param, const typename Grad::Element* grad, int64_t n,
                   const float* const* from, float* const* to, typename Type::Element* out) {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
@@ -89,7 +89,7 @@ LOWBIT_INLINE inline void prefetch_quad(const Element* ahead) {
 
 // Whole quads; how many elements that were.
 template <class Rule, class Type, class Grad>
-int64_t step_fused(const Rule& rule, const typename Type::Element* param, const typename Grad::Element* grad, int64_t n,
+LOWBIT_INLINE inline int64_t step_fused(Rule rule, const typename Type::Element* param, const typename Grad::Element* grad, int64_t n,
                    FusedMoment& m, typename Type::Element* out, const typename Type::Element* ahead) {
     const int64_t whole = n / kQuad * kQuad;
     for (int64_t i = 0; i < whole;) {
@@ -115,7 +115,7 @@ int64_t step_fused(const Rule& rule, const typename Type::Element* param, const 
 // waits for it: roots are taken of one quad, quotients of that before, and parameters made of the one before that, in
 // turns. The divider always has work, and what waits for it is not next in line.
 template <class Rule, class Type, class Grad>
-int64_t step_in_turns(const Rule& rule, const typename Type::Element* param, const typename Grad::Element* grad,
+LOWBIT_INLINE inline int64_t step_in_turns(Rule rule, const typename Type::Element* param, const typename Grad::Element* grad,
                       int64_t n, FusedMoment& m, FusedMoment& r, typename Type::Element* out,
                       const typename Type::Element* ahead) {
     const int64_t last = n / kQuad * kQuad - kQuad;
@@ -155,7 +155,7 @@ int64_t step_in_turns(const Rule& rule, const typename Type::Element* param, con
 }
 
 template <class Rule, class Type, class Grad>
-void step_row(const Rule& rule, const StepRow& row) {
+void step_row(Rule rule, const StepRow& row) {
     constexpr int kMoments = Rule::kMoments;
     const auto* param = static_cast<const typename Type::Element*>(row.param);
     const auto* grad = static_cast<const typename Grad::Element*>(row.grad);
