@@ -30,6 +30,7 @@ def _stored(moment: Tensor, text: str) -> tuple[Tensor, Tensor | None]:
 SCHEMES = (
     (STATE_SCHEME, STATE_SCHEME), ("fp8_e5m2:group32", "mxfp8"), ("int8:group64:bf16", "fp8_e4m3:group7"),
     ("mxfp4", "mxfp6:ceil"), ("fp6_e3m2:group96:fp16", "int4:group33"), ("nf4", "fp8_e4m3:group2048"),
+    ("dynamic8:group256", "udynamic8:group64:bf16"), ("dynamic4:group128", "ulog4:group128"),
     ("fp32", "fp32"), ("bf16", "bf16"), ("mxfp8", "bf16"), ("fp8_e4m3:group128", "fp32"),
 )  # fmt: skip
 
