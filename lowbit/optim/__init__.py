@@ -1,5 +1,6 @@
 """Optimizers whose states have few bits: ``torch.optim.Optimizer`` classes, the same in every bit on any sharding."""
 
+from lowbit.optim.adafactor import Adafactor
 from lowbit.optim.adamw import AdamW, AdamW4bit, AdamW8bit
 from lowbit.optim.base import Optimizer
 from lowbit.optim.in_backward import in_backward_
@@ -12,6 +13,7 @@ from lowbit.optim.watch import saturation
 __all__ = [
     "SGD",
     "STATES",
+    "Adafactor",
     "AdamW",
     "AdamW4bit",
     "AdamW8bit",

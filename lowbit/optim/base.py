@@ -30,7 +30,7 @@ _INF = float("inf")
 #: The least value of a hyperparameter, and the one that it must stay below.
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, _INF), "betas": (0, 1), "eps": (0, _INF), "weight_decay": (0, _INF), "momentum": (0, _INF),
-    "ns_steps": (1, 100),
+    "ns_steps": (1, 100), "beta1": (0, 1), "beta2_decay": (-_INF, 0), "d": (0, _INF),
 }  # fmt: skip
 
 
@@ -205,6 +205,10 @@ class Optimizer(torch.optim.Optimizer):
         row, shape = find(group["bits"]), tuple(param.shape) or (1,)
         return {m: Kept.of(row, shape, not m.endswith("_root")) for m in RULES[self.rule(group, param)].moments}
 
+    def everywhere(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+        """The shapes of states in fp32 that each process holds whole, by name."""
+        return {}
+
     def kept(self) -> Iterator[tuple[str, Tensor, dict[str, Kept]]]:
         """Each parameter that has stepped: its name, itself, and what its states are kept as."""
         for group in self.param_groups:
@@ -229,6 +233,8 @@ class Optimizer(torch.optim.Optimizer):
             state[moment] = made.codes
             if made.scale is not None:
                 state[f"{moment}_scale"] = made.scale
+        for whole, shape in self.everywhere(param).items():
+            state[whole] = torch.zeros(shape, device=mine.device)
         if group["master"] in MASTERS and param.dtype != torch.float32:
             state["master"] = part.tensor(masters.MAKE[group["master"]](mine), param.shape)
         return state

@@ -80,10 +80,15 @@ def _take(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
             if param not in optimizer.state:
                 continue
             name = optimizer.name_of(group, place)
-            given = {key: wrapped.value for key, wrapped in optimizer.state[param].items()}
+            given = {key: _with_axes(wrapped.value) for key, wrapped in optimizer.state[param].items()}
             optimizer.state[param] = _state(optimizer, group, saved, param, name, given, said)
     if said:
         notice.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
+
+
+def _with_axes(value: Any) -> Any:
+    """A state of a scalar parameter as lowbit keeps it, with an axis."""
+    return value.reshape(1) if isinstance(value, Tensor) and not value.dim() else value
 
 
 def _state(
@@ -98,7 +103,7 @@ def _state(
         )
     part, device = Part.of(param, name), local(param).device
     step = given.get("step", 1.0)
-    state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").detach().clone()}
+    state: dict[str, Any] = {"step": torch.tensor(float(step))}
     for moment, kept in optimizer.kept_as(group, param).items():
         root = moment.endswith("_root")
         before = Kept.of(find(saved["bits"] or 32), kept.shape, not root)
@@ -113,6 +118,11 @@ def _state(
             continue
         numbers = _numbers(given, moment, before, name, said)
         state.update(_entries(moment, encoded(part, kept, name, numbers.to(device))))
+    for whole_name, shape in optimizer.everywhere(param).items():
+        held = given.get(whole_name)
+        if not isinstance(held, Tensor) or held.numel() != torch.Size(shape).numel():
+            raise ValueError(f"the state of {name} needs {whole_name} {list(shape)}, but has {', '.join(given)}")
+        state[whole_name] = whole(held).to(device, torch.float32, copy=True).reshape(shape)
     master = _master(group["master"], saved["master"], param, given.get("master"), part, said)
     if master is not None:
         state["master"] = master
@@ -148,7 +158,7 @@ def _numbers(given: dict[str, Any], moment: str, kept: Kept, name: str, said: di
         source = given[other]
         said[f"{other} is kept as {moment}"] = None
     expected = kept.shape if kept.dtype is not None else kept.codes_shape()
-    if not isinstance(source, Tensor) or tuple(source.shape or (1,)) != tuple(expected):
+    if not isinstance(source, Tensor) or tuple(source.shape) != tuple(expected):
         there = ", ".join(f"{k} {list(v.shape)}" if isinstance(v, Tensor) else k for k, v in given.items())
         raise ValueError(f"the state of {name} needs {moment} {list(expected)}, but has {there}")
     scale = given.get(f"{moment}_scale")

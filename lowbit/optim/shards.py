@@ -84,6 +84,11 @@ class Part:
         return cls(shape, prod(held[:last]), prod(held[last:]), offset, pitch, cuts, groups, mesh, placements)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether the whole tensor has more than one axis."""
+        return len(self.shape) > 1
+
+    @property
     def numel(self) -> int:
         """Elements that this process holds."""
         return self.rows * self.cols

@@ -41,10 +41,13 @@ class Work:
     stream: int
     rng: Tensor | None = None
 
+    def local(self, name: str) -> Tensor:
+        """What this process holds of a state."""
+        return local(self.state[name])
+
     @property
     def master(self) -> Tensor | None:
-        master = self.state.get("master")
-        return None if master is None else local(master)
+        return self.local("master") if "master" in self.state else None
 
     @property
     def rounds_weights(self) -> bool:

@@ -52,6 +52,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (lb.optim.Lion, {"bits": "dynamic8", "master": "stochastic"}),
     (lb.optim.SGD, {"bits": "compand8", "momentum": 0.9, "master": "fp32"}),
     (lb.optim.Muon, {"bits": 8, "master": "stochastic"}),
+    (lb.optim.Adafactor, {"bits": 8, "beta1": 0.9, "master": "residual"}),
 ]
 
 

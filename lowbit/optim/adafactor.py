@@ -1,0 +1,103 @@
+"""Adafactor. Source: Shazeer and Stern, arXiv 1804.04235."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.optim import masters
+from lowbit.optim.base import Optimizer, Params
+from lowbit.optim.states import Kept
+from lowbit.optim.step import Work, advance
+from lowbit.optim.sums import Matrix
+
+__all__ = ["Adafactor"]
+
+
+class Adafactor(Optimizer):
+    """Adafactor: second moments of a matrix as those of its rows and columns, and steps relative to the weights' size.
+
+    ``lr``, ``beta2_decay``, ``d``, ``weight_decay``: as torch's. ``eps``: the paper's, added to squared gradients, and
+    the least size of weights. ``beta1``: of a mean of updates, kept as ``bits`` says; None keeps none. A tensor of more
+    axes is the matrix ``[D0, rest]``. ``master``, ``rounding``, ``seed``: see ``Optimizer``. States: ``row_var`` and
+    ``col_var`` in fp32, of vectors ``variance``; ``momentum_buffer`` with ``beta1``.
+    """
+
+    ALONE = frozenset({"sgd", "nesterov"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        beta1: float | None = None,
+        maximize: bool = False,
+        bits: int | str | None = None,
+        master: str | None = None,
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay, "beta1": beta1,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, bits, master, rounding, seed)
+
+    def rule(self, group: dict[str, Any], param: Tensor) -> str:
+        return "sgd" if group["beta1"] is None else "nesterov"
+
+    def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
+        return () if rule == "sgd" else (1 - float(group["beta1"]), 1.0)
+
+    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Kept]:
+        own = {} if param.dim() > 1 else {"variance": Kept("fp32", tuple(param.shape) or (1,))}
+        return {**own, **super().kept_as(group, param)}
+
+    def everywhere(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+        if param.dim() < 2:
+            return {}
+        return {"row_var": (param.shape[0],), "col_var": (torch.Size(param.shape[1:]).numel(),)}
+
+    def apply(self, work: Work, factors: tuple[float, ...]) -> None:
+        group, step, state = work.group, float(work.state["step"]), work.state
+        matrix, new = Matrix(work.part), step ** group["beta2_decay"]
+        grad = matrix.of(work.grad).float()
+        tiny = group["eps"][0] or 0.0  # None in a state of torch's
+        update = _of_matrix(matrix, grad, state, tiny, new) if work.part.is_matrix else _of_vector(work, tiny, new)
+        count = torch.Size(work.part.shape).numel()
+        size = float(matrix.squares(update, (0,))[0].sum() / count) ** 0.5
+        update /= max(1.0, size / group["d"])
+        weights = work.param if work.master is None else masters.number(work.param, work.master)
+        weight = float(matrix.squares(matrix.of(weights), (0,))[0].sum() / count) ** 0.5
+        lr = float(group["lr"])
+        rate = max(group["eps"][1], weight) * min(lr, step**-0.5)
+        moments = {name: kept for name, kept in work.moments.items() if name != "variance"}
+        if factors:
+            alone = {name: value for name, value in state.items() if name != "master"}
+            advance(replace(work, param=update, grad=update.clone(), state=alone, moments=moments), factors)
+        grad = update.view(work.param.shape)
+        advance(replace(work, rule="sgd", grad=grad, moments={}), (1 - lr * float(group["weight_decay"]), 0.0, rate))
+
+
+def _of_matrix(matrix: Matrix, grad: Tensor, state: dict[str, Any], eps: float, new: float) -> Tensor:
+    """The gradient over the root of its second moment, which is the product of a row's and a column's."""
+    rows, cols = matrix.squares(grad)
+    for name, total, size in (("row_var", rows, matrix.cols), ("col_var", cols, matrix.rows)):
+        state[name].lerp_((total / size + eps).float(), new)
+    row, col = state["row_var"].double(), state["col_var"].double()
+    by_row, by_col = (row / row.mean()).rsqrt().float(), col.rsqrt().float()
+    return grad * matrix.here(by_row, 0)[:, None] * matrix.here(by_col, 1)
+
+
+def _of_vector(work: Work, eps: float, new: float) -> Tensor:
+    grad = work.grad.float()
+    variance = work.local("variance")
+    variance.lerp_(grad.square().add_(eps), new)
+    return (grad * variance.rsqrt()).view(-1, 1)
