@@ -84,6 +84,14 @@ inline F lookup(const F (&table)[2], U index) {
 inline U gather(const uint32_t* table, U index) {
     return (U)_mm256_i32gather_epi32((const int*)table, (__m256i)index, 4);
 }
+// By single loads: some processors take longer for gathers of 64-bit words.
+inline void gather_pairs(const uint64_t* table, U index, U (&pairs)[2]) {
+    uint32_t i[8];
+    _mm256_storeu_si256((__m256i*)i, (__m256i)index);
+    const auto word = [&](int k) { return static_cast<long long>(table[i[k]]); };
+    pairs[0] = (U)_mm256_set_epi64x(word(3), word(2), word(1), word(0));
+    pairs[1] = (U)_mm256_set_epi64x(word(7), word(6), word(5), word(4));
+}
 inline I evens(I a, I b) {
     const __m256 halves = _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
     return (I)_mm256_permute4x64_epi64(_mm256_castps_si256(halves), 0xd8);

@@ -68,6 +68,14 @@ inline U join_bytes(U a, U b, U c, U d, bool zipped) {
 }
 inline F lookup(const F (&table)[1], U index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)table[0]); }
 inline U gather(const uint32_t* table, U index) { return (U)_mm512_i32gather_epi32((__m512i)index, table, 4); }
+// By single loads: some processors take longer for gathers of 64-bit words.
+inline void gather_pairs(const uint64_t* table, U index, U (&pairs)[2]) {
+    uint32_t i[16];
+    _mm512_storeu_si512(i, (__m512i)index);
+    const auto word = [&](int k) { return static_cast<long long>(table[i[k]]); };
+    pairs[0] = (U)_mm512_set_epi64(word(7), word(6), word(5), word(4), word(3), word(2), word(1), word(0));
+    pairs[1] = (U)_mm512_set_epi64(word(15), word(14), word(13), word(12), word(11), word(10), word(9), word(8));
+}
 inline I evens(I a, I b) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     return (I)_mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b);

@@ -3,7 +3,7 @@
 //   lanes, W (uint64_t, kLanes / 2 lanes); F widen_half(H), H narrow_half(F); int32_t largest(I); I evens(I, I) and
 //   odds(I, I) of the lanes of two vectors; F root(F); F fused(a, b, c), which is a * b + c rounded once; W multiply(W,
 //   W) of the low 32 bits of each lane; F lookup(Table, U index) in 16 entries, of whose index the low four bits count;
-//   U gather(words, U index);
+//   U gather(words, U index); gather_pairs(uint64_t words, U index, U (&pairs)[2]), in order;
 //   pack_group(), unpack_group() of eight codes; I rounded(F) to nearest even; F larger(F, F), smaller(F, F), the
 //   second where the first is NaN, or NaN; U zip_low(U, U), zip_high(U, U) of 16-bit words, in each 16 bytes; U
 //   join_bytes(U, U, U, U, zipped) of lanes below 256, in order, or in that in which zip_low(v, 0) and zip_high(v, 0)

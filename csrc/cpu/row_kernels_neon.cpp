@@ -76,6 +76,10 @@ inline F lookup(const F (&table)[4], U index) {
 inline U gather(const uint32_t* table, U index) {
     return U{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
+inline void gather_pairs(const uint64_t* table, U index, U (&pairs)[2]) {
+    pairs[0] = (U)uint64x2_t{table[index[0]], table[index[1]]};
+    pairs[1] = (U)uint64x2_t{table[index[2]], table[index[3]]};
+}
 inline I evens(I a, I b) { return (I)vuzp1q_s32((int32x4_t)a, (int32x4_t)b); }
 inline I odds(I a, I b) { return (I)vuzp2q_s32((int32x4_t)a, (int32x4_t)b); }
 inline uint64_t pack_group(uint64_t codes, uint64_t mask) {

@@ -58,6 +58,7 @@ void test_encode(const char* isa, const RowKernels& kernels, const Input& in, co
     for (const Factors& factor : factors(f, each, zeros)) {
         for (int flags = 0; flags < 4; ++flags, ++mode) {
             const Encoder e = make_encoder(f, flags & 2, flags & 1);
+            if (f.kind == kKindCodebook) expect(e.vector, isa, "no vector code", f, in.dtype, mode);
             // From an odd start with every small count in turn, then the rest at once.
             int64_t at = 0;
             for (int64_t n = 1; at < in.count; at += n, n = n < 40 ? n + 1 : in.count - at) {

@@ -32,6 +32,7 @@ class Suite(str, Enum):
     qat = "qat"
     qat_conv = "qat-conv"
     conv = "conv"
+    optimizers = "optimizers"
 
 
 def bench(
@@ -39,7 +40,7 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; convolutions; or what quantization-aware training "
+            "formats; codecs in the caches and what a call costs; convolutions; optimizers; or what quantization-aware training "
             "brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,

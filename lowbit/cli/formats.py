@@ -146,7 +146,7 @@ def _pairs(values: dict[str, Any]) -> Table:
 def _table(rows: list[dict[str, Any]]) -> Text:
     """The table in plain text, so that it fits 80 columns and can be searched."""
     shown = ("name", "bits", "layout", "bias", "max", "min_normal", "min_subnormal", "epsilon", "finite")
-    cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "epsilon", "finite", "special"]]
+    cells = [["name", "bits", "layout", "bias", "max", "normal", "least", "eps", "finite", "special"]]
     for row in rows:
         special = " ".join(what for what, there in (("Inf", row["inf"]), ("NaN", row["nan"] != "none")) if there)
         cells.append([*(_cell(row[key]) for key in shown), special or "-"])

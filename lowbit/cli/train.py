@@ -28,6 +28,8 @@ EPILOG = """
 
 `lowbit train --data book.txt --steps 2000` — on a text of one's own
 
+`lowbit train --optimizer lion4bit` — states of 4 bits; adamw8bit, sgd8bit, muon8bit and so on
+
 `lowbit train --precision fp8-block --recipe mxfp4 --recipe nf4` — other number formats
 
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
@@ -35,6 +37,7 @@ EPILOG = """
 
 _MODEL, _TRAIN = GPTConfig(), TrainConfig()
 _PRECISION = "fp32, bf16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
+_OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and adamw8bit for recipes."
 
 
 def train(
@@ -42,6 +45,7 @@ def train(
     directory: Annotated[Path, typer.Option("--out", help="Where everything goes.")] = Path("out/demo"),
     data: Annotated[Path | None, typer.Option(help="UTF-8 text to train on instead of Python's documentation.")] = None,
     precision: Annotated[list[str] | None, typer.Option(help=_PRECISION)] = None,
+    optimizer: Annotated[str | None, typer.Option(help=_OPTIMIZER)] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="Recipe to quantize with; repeat. All by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = _TRAIN.steps,
     batch: Annotated[int, typer.Option(help="Sequences in a step.")] = _TRAIN.batch,
@@ -73,6 +77,7 @@ def train(
         ),
         precisions=precisions,
         recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),
+        optimizer=optimizer,
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
     settings = _resumed(context, settings, directory) if resume else settings
@@ -163,7 +168,8 @@ def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path
 
 def _flat(settings: experiment.Settings) -> dict[str, Any]:
     values = asdict(settings)
-    return {**values["model"], **values["train"], **{k: values[k] for k in ("precisions", "recipes", "data")}}
+    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data")}
+    return {**values["model"], **values["train"], **own}
 
 
 def _train(settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool) -> list[Trainer]:

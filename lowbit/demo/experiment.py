@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowbit.convert import model_bytes, prepack_, quantize_
-from lowbit.demo import tokenizer
+from lowbit.demo import optimizers, tokenizer
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
@@ -49,20 +49,23 @@ SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a demo run depends on; ``train.precision`` and ``train.checkpointing`` are set for each run.
+    """All that a demo run depends on; precision, checkpointing and optimizer of ``train`` are set for each run.
 
-    Raises: ValueError for an unknown recipe, or a precision that is no recipe that trains.
+    ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. Raises: ValueError for an unknown recipe, or a precision that is no recipe that trains.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     precisions: tuple[str, ...] = ("bf16", "fp8")
     recipes: tuple[str, ...] = INFERENCE_RECIPES
+    optimizer: str | None = None
     data: str | None = None
 
     def __post_init__(self) -> None:
         if not (self.data is None or isinstance(self.data, str)):
             raise TypeError(f"data must be a path or None, got {shown(self.data)}")
+        if self.optimizer is not None:
+            optimizers.find(self.optimizer)
         for name in self.recipes:
             find_recipe(name)
         for name in self.precisions:
@@ -85,6 +88,7 @@ class Settings:
                 train=TrainConfig(**saved["train"]),
                 precisions=tuple(saved["precisions"]),
                 recipes=tuple(saved["recipes"]),
+                optimizer=saved["optimizer"],
                 data=saved["data"],
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -96,8 +100,10 @@ class Settings:
         return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
 
     def of(self, precision: str) -> TrainConfig:
-        """A run's configuration: the same seed and batches; low precision comes with checkpointing."""
-        return replace(self.train, precision=precision, checkpointing=precision not in FLOATS)
+        """A run's configuration: the same seed and batches; low precision comes with checkpointing and 8-bit states."""
+        low = precision not in FLOATS
+        optimizer = self.optimizer or ("adamw8bit" if low else "adamw")
+        return replace(self.train, precision=precision, checkpointing=low, optimizer=optimizer)
 
 
 def state_path(directory: Path, precision: str) -> Path:

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, warm-up and cosine, clipping, and a state on disk from which a run goes on bit by bit.
+"""The training loop: an optimizer, warm-up and cosine, clipping, and a state on disk from which a run goes on bit by bit.
 
 What a step does follows from ``(weights, optimizer state, random state, step)``, all of which ``Trainer.save`` writes;
 batches and learning rate are functions of the step. So stopping and resuming changes no bit of any later loss.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
+from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
@@ -43,11 +44,13 @@ STATE = "checkpoint.pt"
 class TrainConfig:
     """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``.
 
-    ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``.
+    ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``. ``optimizer``: a name
+    of ``OPTIMIZERS``; ``lr`` and ``weight_decay`` are AdamW's, and others take their share of them.
     """
 
     precision: str = "bf16"
     outside: str = "bf16"
+    optimizer: str = "adamw"
     steps: int = 450
     batch: int = 4
     context: int = 256
@@ -72,6 +75,7 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        find(self.optimizer)
         if self.outside not in FLOATS:
             raise ValueError(f"outside must be one of {', '.join(FLOATS)}, got {self.outside!r}")
 
@@ -164,8 +168,12 @@ class Trainer:
             checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        named = find(config.optimizer)
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay * named.decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = named.make(groups, lr=config.lr * named.factor)
         if config.recipe is not None:
             state(model).attach(self.optimizer)
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
@@ -201,7 +209,7 @@ class Trainer:
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr_at(self.step)
+            group["lr"] = config.lr_at(self.step) * find(config.optimizer).factor
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.history.train.append(loss.item())

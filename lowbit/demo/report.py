@@ -14,6 +14,7 @@ from lowbit.backends.cpu import processor
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Measurement, Settings, as_json
 from lowbit.demo.loop import FLOATS, Trainer
+from lowbit.demo.optimizers import state_bytes
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.tables import markdown
@@ -85,7 +86,8 @@ def _markdown(
         _runs(corpus, runs),
         "",
         "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
-        "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing).",
+        "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing). "
+        "Bytes of an optimizer are those of its states; weights and gradients take 4 each.",
         "",
         f"## The {runs[0].config.precision} run, quantized",
         "",
@@ -157,17 +159,20 @@ def change(row: Measurement, base: Measurement) -> float:
 
 def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
     base = runs[0].history.held_out[-1][1]
+    parameters = sum(p.numel() for p in runs[0].model.parameters())
 
     def row(run: Trainer) -> tuple[str, ...]:
         loss, history = run.history.held_out[-1][1], run.history
         return (
             run.config.precision, f"{loss:.4f}", f"{loss / base - 1:+.2%}", f"{bits_per_byte(loss, corpus):.3f}",
             f"{run.tokens_per_second:,.0f}", f"{history.seconds:.1f}", f"{history.peak_bytes / 2**20:,.0f} MiB",
+            run.config.optimizer, f"{state_bytes(run.optimizer) / parameters:.2f}",
         )  # fmt: skip
 
     precision = runs[0].config.precision
     head = ("run", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds", "peak memory")
-    return markdown(head, map(row, runs), numbers=range(1, len(head)))
+    head += ("optimizer", "its bytes a parameter")
+    return markdown(head, map(row, runs), numbers=[i for i, name in enumerate(head) if i and name != "optimizer"])
 
 
 def _recipes(rows: list[Measurement], outside: str) -> str:

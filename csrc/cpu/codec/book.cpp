@@ -60,9 +60,11 @@ bool add_cells(BookIndex& index) {
 }
 
 BookIndex made(const FormatRow& row, bool stochastic) {
-    BookIndex index{&row, {}, {}};
+    BookIndex index{&row, {}, {}, {}};
     for (int k = 0; k < row.num_thresholds; ++k)
         index.cuts.push_back(stochastic ? just_below(row.values[k + 1]) : row.thresholds[k]);
+    for (int k = 0; k <= row.num_thresholds; ++k)
+        index.entries.push_back(uint64_t{row.weights[k]} << 32 | row.values[k]);
     constexpr int kLargest = 22, kLeast = 14;  // of so many cells for each power of two: 2 to 512
     if (index.few()) return index;
     for (index.shift = kLargest; index.shift >= kLeast; --index.shift) {

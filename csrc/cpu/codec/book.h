@@ -21,8 +21,9 @@ namespace lowbit::cpu {
 // negative numbers, which follow the `side` of the others, (cell - low) >> shift.
 struct BookIndex {
     const FormatRow* row;
-    std::vector<uint32_t> cuts;   // fp32 bits, ascending numbers
-    std::vector<uint32_t> cells;  // empty of few(), and where one would hold several cuts however small it is
+    std::vector<uint32_t> cuts;     // fp32 bits, ascending numbers
+    std::vector<uint32_t> cells;    // empty of few(), and where one would hold several cuts however small it is
+    std::vector<uint64_t> entries;  // fp32 bits: the low half is a value, the high half its weight
     int shift = 0;
     uint32_t least = 0, most = 0, side = 0;
 

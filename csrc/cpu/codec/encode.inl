@@ -134,6 +134,11 @@ struct IntegerStochastic : IntegerCodes {
     }
 };
 
+// The entry at a place, and its weight.
+struct Entry {
+    F value, weight;
+};
+
 // Where numbers lie in a codebook (book.h), and the numbers there. Of few entries: by four comparisons, each with the
 // cut in the middle of those that are left. Missing cuts are Inf, below which everything lies.
 struct FewEntries {
@@ -158,15 +163,15 @@ struct FewEntries {
         code = v > lookup(by2, (U)code) ? code + 2 : code;
         return (U)(v > lookup(by1, (U)code) ? code + 1 : code);
     }
-    LOWBIT_INLINE F value(U code) const { return lookup(values, code); }
-    LOWBIT_INLINE F weight(U code) const { return lookup(weights, code); }
+    LOWBIT_INLINE Entry entry(U place) const { return {lookup(values, place), lookup(weights, place)}; }
 };
 
 // Of many: by their cells. The side is that of v < 0, so that -0 lies where 0 does.
 struct ManyEntries {
     const U magnitude, least, most, low, side;
     const int shift;
-    const uint32_t *cells, *values, *weights;
+    const uint32_t* cells;
+    const uint64_t* entries;
     explicit ManyEntries(const BookIndex& book)
         : magnitude(held(kMagnitude)),
           least(held(book.least)),
@@ -175,16 +180,18 @@ struct ManyEntries {
           side(held(book.side)),
           shift(book.shift),
           cells(book.cells.data()),
-          values(book.row->values),
-          weights(book.row->weights) {}
+          entries(book.entries.data()) {}
 
     LOWBIT_INLINE U place(F v) const {
         const U negative = (U)(v < F{}), m = larger(smaller((U)v & magnitude, most), least) - least;
         const U cell = gather(cells, (m >> shift) + (negative & side));
         return (cell + (((m & low) ^ negative) - negative)) >> shift;
     }
-    LOWBIT_INLINE F value(U code) const { return (F)gather(values, code); }
-    LOWBIT_INLINE F weight(U code) const { return (F)gather(weights, code); }
+    LOWBIT_INLINE Entry entry(U place) const {
+        U found[2];
+        gather_pairs(entries, place, found);
+        return {(F)evens((I)found[0], (I)found[1]), (F)odds((I)found[0], (I)found[1])};
+    }
 };
 
 template <class Entries>
@@ -217,7 +224,8 @@ struct BookStochastic {
     LOWBIT_INLINE U codes(const Quotient& q, F, U random) const {
         const F v = smaller(larger(q.value, first), last);
         const U place = entries.place(v);
-        const I part = __builtin_convertvector((v - entries.value(place)) * entries.weight(place), I);
+        const Entry at = entries.entry(place);
+        const I part = __builtin_convertvector((v - at.value) * at.weight, I);
         const U code = place + ((smaller((U)part, splat(65535u)) + random) >> 16);
         return finite ? code : q.value == q.value ? code : nan;
     }

@@ -1,0 +1,286 @@
+"""Optimizers of few bits beside torch's, torchao's and bitsandbytes': bytes, time of a step, and where training ends.
+
+``lowbit bench optimizers`` writes optimizers.md. Training runs are kept one file each below ``optimizers/`` beside it,
+and not repeated where their file is there; without them the suite takes minutes, with them hours.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.bench import probe
+from lowbit.bench.timing import Budget, Case, Group, measure, usable
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.loop import TrainConfig, Trainer
+from lowbit.demo.optimizers import state_bytes
+from lowbit.machine import provenance
+from lowbit.tables import markdown
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+# -- bytes and time of a step ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer on parameters of ``dtype``; ``release``: gradients are freed during the backward pass."""
+
+    name: str
+    make: Make
+    dtype: torch.dtype = torch.float32
+    release: bool = False
+
+
+def _torchao(name: str, **options: Any) -> Make:
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import torchao.optim
+
+        made: torch.optim.Optimizer = getattr(torchao.optim, name)(params, **options)
+        return made
+
+    return make
+
+
+def _bitsandbytes(name: str, **options: Any) -> Make:
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import bitsandbytes.optim
+
+        made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(params, **options)
+        return made
+
+    return make
+
+
+_BF16 = torch.bfloat16
+
+#: Whose bytes are compared: with masters where parameters are bf16, so that training does not stand still.
+BYTES = (
+    Contender("torch AdamW, fp32", torch.optim.AdamW),
+    Contender("torch AdamW, bf16 without master", torch.optim.AdamW, _BF16),
+    Contender("torchao AdamW8bit, fp32", _torchao("AdamW8bit")),
+    Contender("torchao AdamW8bit, bf16, stochastic", _torchao("AdamW8bit", bf16_stochastic_round=True), _BF16),
+    Contender("torchao AdamW4bit, fp32", _torchao("AdamW4bit")),
+    Contender("bitsandbytes AdamW8bit, fp32", _bitsandbytes("AdamW8bit")),
+    Contender("lowbit AdamW8bit, fp32", lb.optim.AdamW8bit),
+    Contender("lowbit AdamW8bit, bf16, fp32 master", partial(lb.optim.AdamW8bit, master="fp32"), _BF16),
+    Contender("lowbit AdamW8bit, bf16, residual master", partial(lb.optim.AdamW8bit, master="residual"), _BF16),
+    Contender(
+        "lowbit AdamW8bit, bf16, residual master, in backward",
+        partial(lb.optim.AdamW8bit, master="residual"),
+        _BF16,
+        True,
+    ),
+    Contender("lowbit AdamW8bit, bf16, stochastic", partial(lb.optim.AdamW8bit, master="stochastic"), _BF16),
+    Contender("lowbit AdamW4bit, bf16, stochastic", partial(lb.optim.AdamW4bit, master="stochastic"), _BF16),
+    Contender("lowbit Lion8bit, bf16, stochastic", partial(lb.optim.Lion8bit, master="stochastic"), _BF16),
+    Contender("lowbit Lion4bit, bf16, stochastic", partial(lb.optim.Lion4bit, master="stochastic"), _BF16),
+)
+
+#: Whose steps are timed, on one tensor of SIDE x SIDE in fp32.
+STEPS = (
+    Contender("torch AdamW, fused", partial(torch.optim.AdamW, fused=True)),
+    Contender("torchao AdamW8bit", _torchao("AdamW8bit")),
+    Contender("bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit")),
+    Contender("lowbit AdamW8bit", lb.optim.AdamW8bit),
+    Contender("lowbit AdamW8bit, nearest", partial(lb.optim.AdamW8bit, rounding="nearest")),
+    Contender("lowbit AdamW, dynamic8", partial(lb.optim.AdamW, bits="dynamic8")),
+    Contender("lowbit AdamW4bit", lb.optim.AdamW4bit),
+    Contender("lowbit AdamW, 16 bits", partial(lb.optim.AdamW, bits=16)),
+    Contender("lowbit AdamW, 32 bits", partial(lb.optim.AdamW, bits=32)),
+    Contender("lowbit Lion8bit", lb.optim.Lion8bit),
+    Contender("lowbit SGD8bit, momentum", partial(lb.optim.SGD8bit, momentum=0.9)),
+    Contender("lowbit SGD", lb.optim.SGD),
+    Contender("lowbit AdamW8bit, bf16, residual master", partial(lb.optim.AdamW8bit, master="residual"), _BF16),
+    Contender("lowbit AdamW8bit, bf16, stochastic", partial(lb.optim.AdamW8bit, master="stochastic"), _BF16),
+)
+SIDE, MANY, FEW = 4096, 1000, 1000
+
+
+def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    for param in made:
+        param.grad = torch.randn(param.shape).to(dtype)
+    return made
+
+
+def _held(contender: Contender, side: int = 1024) -> dict[str, float] | None:
+    """Bytes a parameter after a step: of weights, gradients, states and masters."""
+    params = _parameters([(side, side)], contender.dtype)
+    try:
+        optimizer = contender.make(params)
+        optimizer.step()
+    except (ImportError, RuntimeError, NotImplementedError):
+        return None
+    count = params[0].numel()
+    master = optimizer.state[params[0]].get("master")
+    masters = 0 if master is None else master.nbytes
+    return {
+        "weights": params[0].nbytes / count,
+        "gradients": 0.0 if contender.release else params[0].grad.nbytes / count,  # type: ignore[union-attr]
+        "states": (_bytes(optimizer) - masters) / count,
+        "masters": masters / count,
+    }
+
+
+def _bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of every tensor in the states, those inside of tensor subclasses too."""
+    if isinstance(optimizer, lb.optim.Optimizer):
+        return state_bytes(optimizer)
+    total = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                inner = getattr(value, "__tensor_flatten__", None)
+                names = inner()[0] if inner and type(value) is not nn.Parameter else []
+                total += sum(getattr(value, name).nbytes for name in names) if names else value.nbytes
+    return total
+
+
+def bytes_table() -> str:
+    head = ("optimizer", "weights", "gradients", "states", "masters", "in all")
+    cells = []
+    for contender in BYTES:
+        held = _held(contender)
+        if held is not None:
+            numbers = [f"{value:.2f}" for value in (*held.values(), sum(held.values()))]
+            cells.append((contender.name, *numbers))
+    return markdown(head, cells, numbers=range(1, len(head)))
+
+
+def _stepping(contender: Contender, shapes: Sequence[tuple[int, ...]]) -> Case:
+    optimizer = contender.make(_parameters(shapes, contender.dtype))
+    return Case(contender.name, lambda: optimizer.step())
+
+
+def _moved(contender: Contender, count: int) -> int:
+    """Bytes that a step reads and writes: gradients once, all else twice."""
+    held = _held(contender)
+    assert held is not None
+    return round(count * (2 * sum(held.values()) - held["gradients"]))
+
+
+def steps_table(contenders: Sequence[Contender], shapes: Sequence[tuple[int, ...]], limits: bool) -> str:
+    """Medians of steps that take turns with torch's, and with a copy of as many bytes."""
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    baseline = STEPS[0]
+    head = (
+        ("optimizer", "ms", "of torch's fused", "of copying its bytes") if limits else ("optimizer", "ms", "of torch's")
+    )
+    cells = []
+    for contender in contenders:
+        cases = [case for case in usable(partial(_stepping, contender, shapes))]
+        if not cases:
+            continue
+        limit = (probe.copy_of(_moved(contender, count)),) if limits else ()
+        beside = () if contender is baseline else (_stepping(baseline, shapes),)
+        taken = measure(Group("optimizers", "step", contender.name, 0, 0, (*cases, *beside), limit), Budget(seconds=6))
+        mine, theirs = taken[contender.name], taken[baseline.name]
+        row = [contender.name, f"{1e3 * mine:.2f}", f"{mine / theirs:.2f}"]
+        cells.append((*row, f"{taken['copy'] / mine:.0%}") if limits else tuple(row))
+    return markdown(head, cells, numbers=range(1, len(head)))
+
+
+# -- where training ends -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Run:
+    """A training run of the demo's GPT; ``short``: in bf16 throughout, without autocast."""
+
+    name: str
+    optimizer: str
+    settings: tuple[tuple[str, str], ...] = ()
+    short: bool = False
+
+
+RUNS = (
+    Run("torch AdamW, fp32 states", "adamw"),
+    Run("AdamW, 8 bits", "adamw8bit"),
+    Run("AdamW, dynamic8", "adamw8bit", (("bits", "dynamic8"),)),
+    Run("AdamW, 4 bits", "adamw4bit"),
+    Run("AdamW, 8 bits, bf16 weights, residual", "adamw8bit", (("master", "residual"),), True),
+    Run("AdamW, 8 bits, bf16 weights, stochastic", "adamw8bit", (("master", "stochastic"),), True),
+    Run("Lion, 32 bits", "lion32bit"),
+    Run("Lion, 8 bits", "lion8bit"),
+    Run("Lion, 4 bits", "lion4bit"),
+)
+SEEDS, LENGTH, BATCH = (0, 1, 2), 1000, 2
+
+
+def _cell(run: Run, seed: int, directory: Path) -> float:
+    """Held-out loss at the end of a run, from its file where there is one."""
+    name = "".join(c if c.isalnum() else "-" for c in run.name.lower())
+    path = directory / f"{name}-{seed}.json".replace("--", "-")
+    if not path.exists():
+        corpus = Corpus.load(None, GPTConfig().vocab)
+        model = GPT(GPTConfig(vocab=corpus.tokenizer.get_vocab_size()), seed=seed)
+        config = TrainConfig(
+            precision="fp32" if run.short else "bf16", optimizer=run.optimizer, steps=LENGTH, batch=BATCH, seed=seed,
+            warmup=100, eval_every=200, save_every=LENGTH + 1,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            trainer = Trainer(model.to(_BF16) if run.short else model, corpus, config, Path(scratch))
+            for group in trainer.optimizer.param_groups:
+                group.update(run.settings)
+            trainer.run()
+        made = {"run": run.name, "seed": seed, "held_out": trainer.history.held_out, "seconds": trainer.history.seconds}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(made) + "\n")
+    return float(json.loads(path.read_text())["held_out"][-1][1])
+
+
+def _rows(directory: Path) -> Iterator[tuple[str, list[float]]]:
+    for run in RUNS:
+        yield run.name, [_cell(run, seed, directory) for seed in SEEDS]
+
+
+def losses_table(rows: Sequence[tuple[str, list[float]]]) -> str:
+    base = rows[0][1]
+    middle, spread = statistics.mean(base), statistics.stdev(base)
+    head = ("run", *(f"seed {seed}" for seed in SEEDS), "mean", "change", "standard deviations")
+    cells = []
+    for name, losses in rows:
+        mean = statistics.mean(losses)
+        cells.append(
+            (name, *(f"{loss:.4f}" for loss in losses), f"{mean:.4f}", f"{mean / middle - 1:+.2%}",
+             f"{(mean - middle) / spread:+.1f}")
+        )  # fmt: skip
+    return markdown(head, cells, numbers=range(1, len(head)))
+
+
+def run(directory: Path) -> Path:
+    """Measure, and write ``optimizers.md``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = list(_rows(directory / "optimizers"))
+    about = provenance(packages=("torchao", "bitsandbytes"))
+    small = [c for c in STEPS if c.name in ("torch AdamW, fused", "bitsandbytes AdamW8bit", "lowbit AdamW8bit")]
+    text = [
+        "# Optimizers of few bits\n",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        "\n## Bytes a parameter\n",
+        "After one step on a matrix of 1024 x 1024. In backward: gradients are freed as they come.\n",
+        bytes_table(),
+        "\n## A step\n",
+        f"On one matrix of {SIDE} x {SIDE}, gradients in the parameter's dtype; each row is measured in turns with "
+        "torch's fused AdamW on the same shapes in fp32, and with a copy of as many bytes as its step reads and writes.\n",
+        steps_table(STEPS, [(SIDE, SIDE)], True),
+        f"\nOn {MANY:,} vectors of {FEW:,} elements:\n",
+        steps_table(small, [(FEW,)] * MANY, False),
+        "\n## Where training ends\n",
+        f"The demo's GPT, {LENGTH:,} steps of {BATCH} x {GPTConfig().context} tokens, held-out loss in nats a token. "
+        "Standard deviations are those of the first row over its seeds. bf16 weights: the whole model is bf16, without "
+        "autocast; else weights are fp32 under bf16 autocast.\n",
+        losses_table(rows),
+    ]
+    path = directory / "optimizers.md"
+    path.write_text("\n".join(text) + "\n")
+    return path
