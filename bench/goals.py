@@ -13,7 +13,8 @@ _GOALS: tuple[tuple[str, int], ...] = (
     (r"^(quantize|quantize_static|fake_quantize|fake_quantize_backward) ", 80),
     (r"^dequantize ", 90),
     # 0.65 times the time of torch's fused step on fp32 moments, which moves 28 bytes an element where this moves 16.
-    (r"^adamw nearest fp32", 88),
+    (r"^optimizer_step \w+ adamw fp32", 88),
+    (r"^optimizer_step ", 70),
     # A product is bound by memory up to a few rows; 91% of the limit is 1.1 times its time.
     (r"^(linear|scaled_mm) (1|4|16)x", 91),
     (r" (fp32|bf16|fp16) x ", 88),

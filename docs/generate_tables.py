@@ -102,7 +102,7 @@ SHOWN = (
     ("encode", "fp8_e4m3"), ("quantize fp32", "mxfp8"), ("linear 1x4096x4096", "bf16 x int4:group128"),
     ("linear 16x4096x4096", "fp32 -> int8:row x int8:row"), ("linear 512x4096x4096", "fp32 -> int8:row x int8:row"),
     ("linear 512x4096x4096", "bf16 -> fp8_e4m3:row x fp8_e4m3:row"),
-    ("adamw nearest", "fp32, moments fp8_e4m3:group256"),
+    ("optimizer_step nearest", "adamw fp32, moments fp8_e4m3:group256"),
 )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ void test_scales(const char* isa, const RowKernels& kernels) {
                 ScaleRule rule = {};
                 rule.divisor = bits_of(affine ? 255.0f : flags & 8 ? 0.25f : 28.0f);
                 rule.global_scale_divisor = bits_of(90000.0f);
+                rule.zero_scale = affine || is_signed ? kOne : 0u;  // integers have a zero, and so never 0
                 rule.raise_above = ceil ? rule.divisor & 0x7fffffu : is_signed ? 0x680000u : 0x7fffffu;
                 rule.zero_scale = affine || is_signed ? kOne : 0u;  // formats with zero points have a zero
                 rule.qmin = is_signed ? -128.0f : 0.0f;

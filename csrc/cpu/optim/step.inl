@@ -1,7 +1,7 @@
 // One step of an optimizer: docs/numerics.md section 11. Part of row_kernels_body.inl.
 //
 // Moments that are 8-bit floats in blocks are decoded, stepped and searched for maxima in one loop (step_fused); others
-// are decoded before and searched after, and so are those of a rule with several that does not divide.
+// are decoded before and searched after.
 #include "cpu/optim/rules.inl"
 
 // Moments that are numbers, of which `moments` come and go.
@@ -89,35 +89,46 @@ LOWBIT_INLINE inline void prefetch_quad(const Element* ahead) {
 
 // Whole quads; how many elements that were.
 template <class Rule, class Type, class Grad>
-LOWBIT_INLINE inline int64_t step_fused(Rule rule, const typename Type::Element* param, const typename Grad::Element* grad, int64_t n,
-                   FusedMoment& m, typename Type::Element* out, const typename Type::Element* ahead) {
+LOWBIT_INLINE inline int64_t step_fused(Rule rule, const typename Type::Element* param,
+                                        const typename Grad::Element* grad, int64_t n, FusedMoment* m,
+                                        typename Type::Element* out, const typename Type::Element* ahead) {
+    constexpr int kMoments = Rule::kMoments;
     const int64_t whole = n / kQuad * kQuad;
     for (int64_t i = 0; i < whole;) {
-        m.open(i);
-        for (const int64_t end = std::min(m.stop, whole); i < end; i += kQuad) {
+        int64_t end = whole;
+        for (int k = 0; k < kMoments; ++k) m[k].open(i), end = std::min(end, m[k].stop);
+        for (; i < end; i += kQuad) {
             prefetch_quad(ahead + i);
-            m.decode(i);
+            F moments[kMoments][4];
+            for (int k = 0; k < kMoments; ++k) {
+                __builtin_prefetch(m[k].ahead + i);
+                m[k].values.template quad<true>(m[k].codes + i, moments[k]);
+            }
 #pragma GCC unroll 4
-            for (int64_t j = i; j < i + kQuad; j += kLanes) {
-                F moment = m.read(j);
-                const F next = rule.step((F)Type::read(param + j), (F)Grad::read(grad + j), &moment);
-                m.template write<Rule::kPositive[0]>(j, moment);
+            for (int q = 0; q < 4; ++q) {
+                const int64_t j = i + q * kLanes;
+                F both[kMaxMoments];
+                for (int k = 0; k < kMoments; ++k) both[k] = moments[k][q] * m[k].by;
+                const F next = rule.step((F)Type::read(param + j), (F)Grad::read(grad + j), both);
+                m[0].template write<Rule::kPositive[0]>(j, both[0]);
+                if constexpr (kMoments > 1) m[1].template write<Rule::kPositive[1]>(j, both[1]);
                 Type::put(out + j, Type::round((U)one_nan(next)));
             }
         }
-        m.close();
+        for (int k = 0; k < kMoments; ++k) m[k].close();
     }
     return whole;
 }
 
-// The same for a rule that divides, with two moments. Of 16 elements decoding takes about 5 instructions a moment, the
-// step 19, the maxima 3; the root and the division keep the divider busy for 22 cycles of Cascade Lake. So no element
-// waits for it: roots are taken of one quad, quotients of that before, and parameters made of the one before that, in
-// turns. The divider always has work, and what waits for it is not next in line.
+// The same for a rule that divides and has two moments. Of 16 elements decoding takes about 5 instructions a moment,
+// the step 19, the maxima 3; the root and the division keep the divider busy for 22 cycles of Cascade Lake. So no
+// element waits for it: roots are taken of one quad, quotients of that before, and parameters made of the one before
+// that, in turns. The divider always has work, and what waits for it is not next in line.
 template <class Rule, class Type, class Grad>
-LOWBIT_INLINE inline int64_t step_in_turns(Rule rule, const typename Type::Element* param, const typename Grad::Element* grad,
-                      int64_t n, FusedMoment& m, FusedMoment& r, typename Type::Element* out,
-                      const typename Type::Element* ahead) {
+LOWBIT_INLINE inline int64_t step_in_turns(Rule rule, const typename Type::Element* param,
+                                           const typename Grad::Element* grad, int64_t n, FusedMoment& m,
+                                           FusedMoment& r, typename Type::Element* out,
+                                           const typename Type::Element* ahead) {
     const int64_t last = n / kQuad * kQuad - kQuad;
     F quotients[4];
     const auto divide = [&](int64_t i, int k) LOWBIT_INLINE {
@@ -161,23 +172,21 @@ void step_row(Rule rule, const StepRow& row) {
     const auto* grad = static_cast<const typename Grad::Element*>(row.grad);
     const auto* ahead = static_cast<const typename Type::Element*>(row.ahead);
     auto* out = static_cast<typename Type::Element*>(row.new_param);
-    if constexpr (kMoments == 1 || Rule::kDivides) {
+    if constexpr (kMoments > 0) {
         bool fused = row.n >= kQuad;
         for (int k = 0; k < kMoments; ++k) fused = fused && FusedMoment::serves(row.moments[k], row.n);
         if (fused) {
             StepRow rest = row;
             int64_t i;
-            FusedMoment m(row.moments[0]);
+            FusedMoment m[] = {FusedMoment(row.moments[0]), FusedMoment(row.moments[kMoments - 1])};
             if constexpr (Rule::kDivides) {
-                FusedMoment r(row.moments[1]);
-                i = step_in_turns<Rule, Type, Grad>(rule, param, grad, row.n, m, r, out, ahead);
-                rest.moments[1] = r.rest(i);
+                i = step_in_turns<Rule, Type, Grad>(rule, param, grad, row.n, m[0], m[1], out, ahead);
             } else {
                 i = step_fused<Rule, Type, Grad>(rule, param, grad, row.n, m, out, ahead);
             }
             if (i == row.n) return;
             rest.param = param + i, rest.grad = grad + i, rest.new_param = out + i, rest.n -= i;
-            rest.moments[0] = m.rest(i);
+            for (int k = 0; k < kMoments; ++k) rest.moments[k] = m[k].rest(i);
             return step_row<Rule, Type, Grad>(rule, rest);
         }
     }
