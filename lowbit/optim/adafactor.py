@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class Adafactor(Optimizer):
         return {"row_var": (param.shape[0],), "col_var": (torch.Size(param.shape[1:]).numel(),)}
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
-        group, step, state = work.group, float(work.state["step"]), work.state
+        group, step, state = work.group, float(work.step), work.state
         matrix, new = Matrix(work.part), step ** group["beta2_decay"]
         grad = matrix.of(work.grad).float()
         tiny = group["eps"][0] or 0.0  # None in a state of torch's
@@ -78,12 +77,12 @@ class Adafactor(Optimizer):
         weight = float(matrix.squares(matrix.of(weights), (0,))[0].sum() / count) ** 0.5
         lr = float(group["lr"])
         rate = max(group["eps"][1], weight) * min(lr, step**-0.5)
-        moments = {name: kept for name, kept in work.moments.items() if name != "variance"}
+        moments = {name: kept for name, kept in work.plan.moments.items() if name != "variance"}
         if factors:
             alone = {name: value for name, value in state.items() if name != "master"}
-            advance(replace(work, param=update, grad=update.clone(), state=alone, moments=moments), factors)
+            advance(work.other("nesterov", moments, param=update, grad=update.clone(), state=alone), factors)
         grad = update.view(work.param.shape)
-        advance(replace(work, rule="sgd", grad=grad, moments={}), (1 - lr * float(group["weight_decay"]), 0.0, rate))
+        advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 
 
 def _of_matrix(matrix: Matrix, grad: Tensor, state: dict[str, Any], eps: float, new: float) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any, overload
 
 import torch
@@ -17,7 +16,7 @@ from lowbit.ops.optim import MASTERS, RULES
 from lowbit.optim import load, masters, watch
 from lowbit.optim.shards import Part, gradient, local
 from lowbit.optim.states import FEW, Kept, find, zeros
-from lowbit.optim.step import Work, advance, advance_together
+from lowbit.optim.step import Plan, Work, advance, advance_together
 
 __all__ = ["Optimizer"]
 
@@ -66,6 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self._watch = watch.Watch(type(self).__name__)
         self._versions: dict[int, int] = {}
         self._places: dict[Tensor, int] = {}
+        self._plans: dict[Tensor, tuple[tuple[Any, ...], Plan]] = {}
         super().__init__(params, {**defaults, **own})
 
     # -- what a subclass says ------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("in_backward", False)  # of a copy, whose parameters have no hooks
         self._watch = watch.Watch(type(self).__name__)
-        self._versions = {}
+        self._versions, self._plans = {}, {}
         params = [param for group in self.param_groups for param in group["params"]]
         self._places = {param: place for place, param in enumerate(params)}
 
@@ -157,48 +157,63 @@ class Optimizer(torch.optim.Optimizer):
         settings: dict[Any, tuple[Tensor, tuple[float, ...]]] = {}
         together: dict[Any, list[Work]] = {}
         for work in works:
-            step, device = int(work.state["step"]), work.param.device
-            key = (id(work.group), work.rule, step, device)
+            work.step = int(work.state["step"])
+            key = (id(work.group), work.plan.rule, work.step, work.param.device)
             if key not in settings:
-                rng = torch.tensor([work.group["seed"], step], device=device)
-                settings[key] = rng, self.factors(work.group, work.rule, step)
+                rng = torch.tensor([work.group["seed"], work.step], device=work.param.device)
+                settings[key] = rng, self.factors(work.group, work.plan.rule, work.step)
             work.rng, factors = settings[key]
             if self._is_small(work):
                 together.setdefault((key, work.param.dtype, work.grad.dtype), []).append(work)
                 continue
             with self._watch.moving(work), self._mastered(work):
                 self.apply(work, factors)
+            self._watch.finite(work)
         for (key, *_), small in together.items():
-            advance_together(small, settings[key][1])
-        for work in works:
-            torch.autograd.graph.increment_version(work.param)
-        self._watch.finite(works)
+            if not advance_together(small, settings[key][1]):
+                for work in small:
+                    self._watch.finite(work)
 
     def _works(self, places: Iterable[tuple[dict[str, Any], int]]) -> list[Work]:
         """What a step is to do; raises before anything has changed."""
         works, begun = [], {}
         for group, place in places:
-            param, name = group["params"][place], self.name_of(group, place)
+            param = group["params"][place]
             if param.grad is None:
                 continue
-            self._refuse(param.grad, name)
-            grad = gradient(param)
-            rule, kept, part = self.rule(group, param), self.kept_as(group, param), Part.of(param, name)
-            state = self.state[param] if param in self.state else {}
+            if param.grad.layout is not torch.strided:
+                self._refuse_sparse(param.grad, self.name_of(group, place))
+            plan = self._plan(group, place, param)
+            state = self.state.get(param)
             if not state:
-                begun[param] = state = self._begun(group, param, name, part, kept)
-            stream = 2 * self._places[param]
-            grad = grad.neg() if group["maximize"] else grad
-            works.append(Work(name, rule, local(param), grad, part, state, group, kept, stream))
+                begun[param] = state = self._begun(group, param, plan)
+            plain = plan.part.mesh is None
+            mine, grad = (param.detach(), param.grad) if plain else (local(param), gradient(param))
+            works.append(Work(plan, mine, grad.neg() if group["maximize"] else grad, state, group))
         self.state.update(begun)
         return works
 
-    def _refuse(self, grad: Tensor, name: str) -> None:
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}), and a step of low-bit "
-                "states moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
-            )
+    def _plan(self, group: dict[str, Any], place: int, param: Tensor) -> Plan:
+        """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
+        rule = self.rule(group, param)
+        settings = (rule, group["bits"])
+        before, plan = self._plans.get(param, (None, None))
+        if plan is None or before != settings:
+            name, kept = self.name_of(group, place), self.kept_as(group, param)
+            if plan is not None and plan.moments != kept and self.state.get(param):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} has states of {before}, and its group now says {settings}; make "
+                    "another optimizer and load this one's state_dict, which converts them"
+                )
+            plan = Plan(name, rule, Part.of(param, name), kept, 2 * self._places[param], param.numel() < FEW)
+            self._plans[param] = settings, plan
+        return plan
+
+    def _refuse_sparse(self, grad: Tensor, name: str) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__}: the gradient of {name} is sparse ({grad.layout}), and a step of low-bit states "
+            "moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
+        )
 
     def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Kept]:
         """What each state of a parameter is kept as, by the state's name."""
@@ -222,21 +237,19 @@ class Optimizer(torch.optim.Optimizer):
         names = group.get("param_names")
         return str(names[place]) if names else f"parameter {place} {list(group['params'][place].shape)}"
 
-    def _begun(
-        self, group: dict[str, Any], param: Tensor, name: str, part: Part, moments: dict[str, Kept]
-    ) -> dict[str, Any]:
+    def _begun(self, group: dict[str, Any], param: Tensor, plan: Plan) -> dict[str, Any]:
         """The states before the first step: zeros, and the master."""
         mine = local(param)
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
-        for moment, kept in moments.items():
-            made = zeros(part, kept, name, mine.device)
+        for moment, kept in plan.moments.items():
+            made = zeros(plan.part, kept, plan.name, mine.device)
             state[moment] = made.codes
             if made.scale is not None:
                 state[f"{moment}_scale"] = made.scale
         for whole, shape in self.everywhere(param).items():
             state[whole] = torch.zeros(shape, device=mine.device)
         if group["master"] in MASTERS and param.dtype != torch.float32:
-            state["master"] = part.tensor(masters.MAKE[group["master"]](mine), param.shape)
+            state["master"] = plan.part.tensor(masters.MAKE[group["master"]](mine), param.shape)
         return state
 
     @contextmanager
@@ -249,14 +262,14 @@ class Optimizer(torch.optim.Optimizer):
         if self._versions.get(id(work.state)) != work.param._version:
             masters.refresh_(work.param, master)
         yield
-        self._versions[id(work.state)] = work.param._version + 1  # advance() raises it once more
+        self._versions[id(work.state)] = work.param._version
 
     def _is_small(self, work: Work) -> bool:
         """Whether a step of several parameters at once does the same to this one."""
         return (
-            prod(work.part.shape) < FEW
-            and work.rule not in self.ALONE
-            and work.master is None
+            work.plan.few
+            and work.plan.rule not in self.ALONE
+            and "master" not in work.state
             and not work.rounds_weights
             and work.param.is_contiguous()
         )

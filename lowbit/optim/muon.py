@@ -80,7 +80,7 @@ class Muon(Optimizer):
         return 1 - momentum, momentum if group["nesterov"] else 1.0
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
-        if work.rule != "nesterov":
+        if work.plan.rule != "nesterov":
             super().apply(work, factors)
             return
         group, part = work.group, work.part
@@ -91,7 +91,7 @@ class Muon(Optimizer):
         lr = float(group["lr"])
         rate = lr * _ADJUST[group["adjust_lr_fn"]](*matrix.shape)
         grad = part.of_whole(moved.reshape(part.shape)).contiguous()
-        advance(replace(work, rule="sgd", grad=grad, moments={}), (1 - lr * float(group["weight_decay"]), 0.0, rate))
+        advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 
 
 class Muon8bit(Muon):

@@ -5,8 +5,9 @@ Source: docs/numerics.md section 11.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,30 +21,45 @@ from lowbit.ops.optim import OptimizerStep
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import Kept, Moment, is_fused
 
-__all__ = ["Work", "advance", "advance_together"]
+__all__ = ["Plan", "Work", "advance", "advance_together"]
 
 
-@dataclass
-class Work:
-    """A parameter in a step: this process' parts of it and of its gradient, and its states.
+@dataclass(frozen=True)
+class Plan:
+    """What stays of a parameter from step to step: its name and part, its rule, what its states are kept as.
 
-    ``rng``: int64 [seed, step]; ``stream``: of the random bits of its moments, the next one of its weights.
+    ``stream``: of the random bits of its moments; the next one is of its weights. ``few``: of elements in all, so that
+    its states are in fp32.
     """
 
     name: str
     rule: str
-    param: Tensor
-    grad: Tensor
     part: Part
-    state: dict[str, Any]
-    group: dict[str, Any]
     moments: dict[str, Kept]
     stream: int
+    few: bool
+
+
+@dataclass
+class Work:
+    """A parameter in a step: this process' parts of it and of its gradient, and its states; ``rng``: [seed, step]."""
+
+    plan: Plan
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    group: dict[str, Any]
+    step: int = 0
     rng: Tensor | None = None
+
+    @property
+    def part(self) -> Part:
+        return self.plan.part
 
     def local(self, name: str) -> Tensor:
         """What this process holds of a state."""
-        return local(self.state[name])
+        state: Tensor = self.state[name]
+        return state if self.plan.part.mesh is None else local(state)
 
     @property
     def master(self) -> Tensor | None:
@@ -54,11 +70,15 @@ class Work:
         """Whether the parameter is rounded stochastically."""
         return self.group["master"] == "stochastic" and self.param.dtype == torch.bfloat16
 
+    def other(self, rule: str, moments: dict[str, Kept], **changes: Any) -> Work:
+        """The same parameter in another rule's step."""
+        return replace(self, plan=replace(self.plan, rule=rule, moments=moments), **changes)
+
 
 def advance(work: Work, factors: Sequence[float]) -> None:
     """One step of a parameter and its states by the work's rule, in place."""
     part = work.part
-    kept = [Moment(kind, *_stored(work.state, name)) for name, kind in work.moments.items()]
+    kept = [Moment(kind, *_stored(work.state, name)) for name, kind in work.plan.moments.items()]
     if all(is_fused(part, moment.kept) for moment in kept):
         _op(work, factors, kept)
         return
@@ -70,19 +90,22 @@ def advance(work: Work, factors: Sequence[float]) -> None:
         _encode(work, moment, number)
 
 
-def advance_together(works: Sequence[Work], factors: Sequence[float]) -> None:
-    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op."""
-    names = list(works[0].moments)
-    params = [w.param.view(-1) for w in works]
-    states = [[local(w.state[name]).view(-1) for w in works] for name in names]
+def advance_together(works: Sequence[Work], factors: Sequence[float]) -> bool:
+    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op.
+
+    Answers whether their moments are finite.
+    """
+    params = [work.param.view(-1) for work in works]
+    states = [[work.local(name).view(-1) for work in works] for name in works[0].plan.moments]
     param, *moments = (torch.cat(parts) for parts in (params, *states))
-    grad = torch.cat([w.grad.reshape(-1) for w in works])
-    step_(_arguments(works[0], factors, param, grad, None, [("fp32", m, None) for m in moments]))
+    grad = torch.cat([work.grad.reshape(-1) for work in works])
+    step_(_arguments(works[0], factors, param, grad, None, [("fp32", moment, None) for moment in moments]))
     sizes = [p.numel() for p in params]
     torch._foreach_copy_(
         [part for parts in (params, *states) for part in parts],
         [piece for flat in (param, *moments) for piece in flat.split(sizes)],
     )
+    return all(math.isfinite(moment.sum()) for moment in moments)
 
 
 def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:
@@ -122,9 +145,9 @@ def _arguments(
     first, second = (*moments, *((("fp32", None, None),) * 2))[:2]
     rounding = work.group["rounding"] if any(m[0] != "fp32" for m in moments) else "nearest"
     weights = "stochastic" if work.rounds_weights else "nearest"
-    random = (work.rng, work.stream, work.part.offset, work.part.pitch)
+    random = (work.rng, work.plan.stream, work.part.offset, work.part.pitch)
     return OptimizerStep(
-        param, grad, master, first[1], first[2], second[1], second[2], work.rule, factors, first[0], second[0],
+        param, grad, master, first[1], first[2], second[1], second[2], work.plan.rule, factors, first[0], second[0],
         rounding, weights, *(random if "stochastic" in (rounding, weights) else (None, 0, 0, None)),
     )  # fmt: skip
 
@@ -161,6 +184,6 @@ def _encode(work: Work, moment: Moment, numbers: Tensor) -> None:
     if not part.numel:
         return
     word = work.group["rounding"]
-    random = (work.rng, work.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
+    random = (work.rng, work.plan.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
     codes = call("quantize_static", numbers, _each(kept.kind), moment.scale.view(-1)[blocks], None, None, word, *random)
     moment.codes.copy_(codes.view_as(moment.codes))

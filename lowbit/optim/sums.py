@@ -51,7 +51,7 @@ class Matrix:
         tops = [self._reduced(_amax(mine, axis), axis, dist.ReduceOp.MAX) for axis in axes]
         exponents = [torch.frexp(top)[1] for top in tops]
         sums = [torch.zeros(len(self._places[axis]), dtype=torch.int64, device=mine.device) for axis in axes]
-        scales = [torch.ldexp(torch.ones((), dtype=torch.float64, device=mine.device), -e) for e in exponents]
+        scales = [torch.ldexp(torch.ones_like(e, dtype=torch.float64), -e) for e in exponents]
         step = max(1, _RUN // max(mine.shape[1], 1))
         for start in range(0, mine.shape[0], step):
             rows = mine[start : start + step].double()

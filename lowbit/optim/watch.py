@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -49,27 +49,25 @@ class Watch:
         moved = int(((_sample(work.param) != before) & asked).sum())
         if work.group["lr"] and moved < _MOVED * int(asked.sum()):
             self._warn(
-                "still", work.name,
-                f"{self._who}: step {int(work.state['step'])} moved {moved} of {int(asked.sum())} elements looked at "
-                f"of {work.name} in {work.param.dtype}: updates are less than half of its last place; use "
+                "still", work.plan.name,
+                f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at "
+                f"of {work.plan.name} in {work.param.dtype}: updates are less than half of its last place; use "
                 "master='residual', 'stochastic' or 'fp32'",
             )  # fmt: skip
 
-    def finite(self, works: Sequence[Work]) -> None:
-        """After a step: warns of parameters whose gradients made their states Inf or NaN."""
-        for work in works:
-            for name in work.moments:
-                looked = local(work.state.get(f"{name}_scale", work.state[name]))
-                cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 1 << 18)
-                if not (cheap or _sparse(work)) or _all_finite(looked):
-                    continue
+    def finite(self, work: Work) -> None:
+        """After a parameter's step: warns where its gradient made its states Inf or NaN."""
+        for name in work.plan.moments:
+            scale = f"{name}_scale"
+            looked = work.local(scale if scale in work.state else name)
+            cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 1 << 18)
+            if (cheap or _sparse(work)) and not _all_finite(looked):
                 self._warn(
-                    "finite", work.name,
-                    f"{self._who}: the gradient of {work.name} holds Inf or NaN at step {int(work.state['step'])}, and "
-                    "its states hold it from now on; skip such steps (torch.amp.GradScaler does), or go back to a "
-                    "checkpoint",
+                    "finite", work.plan.name,
+                    f"{self._who}: the gradient of {work.plan.name} holds Inf or NaN at step {work.step}, and its "
+                    "states hold it from now on; skip such steps (torch.amp.GradScaler does), or go back to a checkpoint",
                 )  # fmt: skip
-                break
+                return
 
     def _warn(self, kind: str, name: str, message: str) -> None:
         if (kind, name) not in self._warned:
@@ -83,8 +81,7 @@ def _all_finite(x: Tensor) -> bool:
 
 
 def _sparse(work: Work) -> bool:
-    step = int(work.state["step"])
-    return str(step).strip("0") == "1"
+    return str(work.step).strip("0") == "1"
 
 
 def _sample(x: Tensor) -> Tensor:

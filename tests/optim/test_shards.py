@@ -110,7 +110,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """The same batch on every process, so that the mean of gradients is what one process has: a power of two of them."""
+    """The same batch on every process: the mean of a power of two of gradients is what one process has."""
     for step in steps:
         optimizer.zero_grad()
         model(number((8, 72), 100 + step)).square().mean().backward()
