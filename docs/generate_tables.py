@@ -21,12 +21,14 @@ from lowbit.evaluate.report import rows
 from lowbit.evaluate.run import Cell, default_of
 from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
+from lowbit.ops.optim import FLOAT_STATES
+from lowbit.optim import STATES, States
 from lowbit.recipes import RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md", "bench/results/calibrate/README.md")
+FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md", "docs/optimizers.md", "bench/results/calibrate/README.md")
 
 
 def _number(value: float) -> str:
@@ -356,6 +358,27 @@ def others() -> str:
     )
 
 
+def states() -> str:
+    """Rows of lb.optim, with the bytes that they take a parameter of AdamW."""
+
+    def row(states: States) -> tuple[object, ...]:
+        moments = [_state_bits(kind) for kind in (states.signed, states.root)]
+        first = next(other for other in STATES.values() if other.bits == states.bits) is states
+        width = states.bits if first else ""
+        kinds = (f"`{states.signed}`", f"`{states.root}`")
+        return f"`{states.name}`", width, *kinds, states.rounding, f"{sum(moments) / 8:.2f}"
+
+    head = ("row", "bits", "first moment", "root of the second", "rounding", "bytes of both, a parameter")
+    return markdown(head, map(row, STATES.values()), numbers=(5,))
+
+
+def _state_bits(kind: str) -> float:
+    if kind in FLOAT_STATES:
+        return 8.0 * FLOAT_STATES[kind].itemsize
+    made = scheme(kind)
+    return made.format.bits + made.scale_bits / (made.block[1] or 1)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -371,6 +394,7 @@ TABLES: dict[str, Callable[[], str]] = {
         confirm,
         others,
         methods,
+        states,
     )
 }
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -40,7 +40,7 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         bits: int | str | None = None,
         master: str | None = None,
-        rounding: str = "stochastic",
+        rounding: str | None = None,
         seed: int = 0,
     ) -> None:
         defaults = {

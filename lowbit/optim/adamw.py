@@ -30,7 +30,7 @@ class AdamW(Optimizer):
         maximize: bool = False,
         bits: int | str | None = None,
         master: str | None = None,
-        rounding: str = "stochastic",
+        rounding: str | None = None,
         seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}

@@ -23,7 +23,7 @@ __all__ = ["Optimizer"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROUNDINGS = ("stochastic", "nearest")
+_ROUNDINGS = (None, "stochastic", "nearest")
 _INF = float("inf")
 
 #: The least value of a hyperparameter, and the one that it must stay below.
@@ -39,7 +39,8 @@ class Optimizer(torch.optim.Optimizer):
     ``bits``: what states are kept in, 32, 16, 8, 4 or a row of ``STATES``; tensors of fewer than 4096 elements keep
     theirs in fp32. ``master``: of parameters of 16 bits, ``"fp32"`` or ``"residual"`` (the 8 bits that bf16 lacks of
     24) keep what rounding cuts off; ``"stochastic"`` rounds bf16 stochastically, without more memory; None rounds to
-    nearest, as torch does. ``rounding``: of states, ``"stochastic"`` or ``"nearest"``. ``seed``: of all random bits.
+    nearest, as torch does. ``rounding``: of states, ``"stochastic"`` or ``"nearest"``; None is what the row of
+    ``STATES`` says. ``seed``: of all random bits.
     Each may differ between groups, but the seed.
 
     Parameters may be DTensors. Every bit of a step is that of the whole tensor, on any mesh.
@@ -57,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         bits: int | str | None,
         master: str | None,
-        rounding: str,
+        rounding: str | None,
         seed: int,
     ) -> None:
         own = {"bits": self.BITS if bits is None else bits, "master": master, "rounding": rounding, "seed": seed}
@@ -196,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
     def _plan(self, group: dict[str, Any], place: int, param: Tensor) -> Plan:
         """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
         rule = self.rule(group, param)
-        settings = (rule, group["bits"])
+        settings = (rule, group["bits"], group["rounding"])
         before, plan = self._plans.get(param, (None, None))
         if plan is None or before != settings:
             name, kept = self.name_of(group, place), self.kept_as(group, param)
@@ -205,7 +206,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}: {name} has states of {before}, and its group now says {settings}; make "
                     "another optimizer and load this one's state_dict, which converts them"
                 )
-            plan = Plan(name, rule, Part.of(param, name), kept, 2 * self._places[param], param.numel() < FEW)
+            rounding = group["rounding"] or find(group["bits"]).rounding
+            stream = 2 * self._places[param]
+            plan = Plan(name, rule, Part.of(param, name), kept, rounding, stream, param.numel() < FEW)
             self._plans[param] = settings, plan
         return plan
 

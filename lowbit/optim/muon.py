@@ -54,7 +54,7 @@ class Muon(Optimizer):
         maximize: bool = False,
         bits: int | str | None = None,
         master: str | None = None,
-        rounding: str = "stochastic",
+        rounding: str | None = None,
         seed: int = 0,
     ) -> None:
         defaults = {

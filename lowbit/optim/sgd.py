@@ -30,7 +30,7 @@ class SGD(Optimizer):
         maximize: bool = False,
         bits: int | str | None = None,
         master: str | None = None,
-        rounding: str = "stochastic",
+        rounding: str | None = None,
         seed: int = 0,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):

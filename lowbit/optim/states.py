@@ -29,12 +29,17 @@ FEW = 4096
 
 @dataclass(frozen=True)
 class States:
-    """What the states of ``bits`` are kept in: ``signed`` a first moment, ``root`` the root of a second one."""
+    """What the states of ``bits`` are kept in: ``signed`` a first moment, ``root`` the root of a second one.
+
+    ``rounding``: unless another is asked for. Of 8 bits or more, stochastic rounding keeps a slow mean moving; of 4, its
+    noise costs more than it saves (docs/optimizers.md).
+    """
 
     name: str
     bits: int
     signed: str
     root: str
+    rounding: str = "stochastic"
 
 
 #: Every way to keep states. The first row of a width is what the width's number stands for.
@@ -46,7 +51,7 @@ STATES: dict[str, States] = {
         States("fp8", 8, STATE_SCHEME, STATE_SCHEME),
         States("dynamic8", 8, "dynamic8:group256", "udynamic8:group256"),
         States("compand8", 8, "compand8:group32:fp16", "ucompand8:group32:fp16"),
-        States("dynamic4", 4, "dynamic4:group128", "ulog4:group128"),
+        States("dynamic4", 4, "dynamic4:group128", "ulog4:group128", "nearest"),
     )
 }
 

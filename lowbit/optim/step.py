@@ -28,7 +28,7 @@ __all__ = ["Plan", "Work", "advance", "advance_together"]
 class Plan:
     """What stays of a parameter from step to step: its name and part, its rule, what its states are kept as.
 
-    ``stream``: of the random bits of its moments; the next one is of its weights. ``few``: of elements in all, so that
+    ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights. ``few``: of elements in all, so that
     its states are in fp32.
     """
 
@@ -36,6 +36,7 @@ class Plan:
     rule: str
     part: Part
     moments: dict[str, Kept]
+    rounding: str
     stream: int
     few: bool
 
@@ -95,10 +96,10 @@ def advance_together(works: Sequence[Work], factors: Sequence[float]) -> bool:
 
     Answers whether their moments are finite.
     """
-    params = [work.param.view(-1) for work in works]
-    states = [[work.local(name).view(-1) for work in works] for name in works[0].plan.moments]
+    params = [_flat(work.param) for work in works]
+    states = [[_flat(work.local(name)) for work in works] for name in works[0].plan.moments]
     param, *moments = (torch.cat(parts) for parts in (params, *states))
-    grad = torch.cat([work.grad.reshape(-1) for work in works])
+    grad = torch.cat([_flat(work.grad) for work in works])
     step_(_arguments(works[0], factors, param, grad, None, [("fp32", moment, None) for moment in moments]))
     sizes = [p.numel() for p in params]
     torch._foreach_copy_(
@@ -106,6 +107,10 @@ def advance_together(works: Sequence[Work], factors: Sequence[float]) -> bool:
         [piece for flat in (param, *moments) for piece in flat.split(sizes)],
     )
     return all(math.isfinite(moment.sum()) for moment in moments)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)
 
 
 def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +148,7 @@ def _arguments(
     moments: Sequence[tuple[str, Tensor, Tensor | None]],
 ) -> OptimizerStep:  # fmt: skip
     first, second = (*moments, *((("fp32", None, None),) * 2))[:2]
-    rounding = work.group["rounding"] if any(m[0] != "fp32" for m in moments) else "nearest"
+    rounding = work.plan.rounding if any(m[0] != "fp32" for m in moments) else "nearest"
     weights = "stochastic" if work.rounds_weights else "nearest"
     random = (work.rng, work.plan.stream, work.part.offset, work.part.pitch)
     return OptimizerStep(
@@ -183,7 +188,7 @@ def _encode(work: Work, moment: Moment, numbers: Tensor) -> None:
     moment.scale.copy_(scales.view_as(moment.scale))
     if not part.numel:
         return
-    word = work.group["rounding"]
+    word = work.plan.rounding
     random = (work.rng, work.plan.stream, part.offset, part.pitch) if word == "stochastic" else (None, 0, 0, None)
     codes = call("quantize_static", numbers, _each(kept.kind), moment.scale.view(-1)[blocks], None, None, word, *random)
     moment.codes.copy_(codes.view_as(moment.codes))

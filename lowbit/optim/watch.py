@@ -65,7 +65,8 @@ class Watch:
                 self._warn(
                     "finite", work.plan.name,
                     f"{self._who}: the gradient of {work.plan.name} holds Inf or NaN at step {work.step}, and its "
-                    "states hold it from now on; skip such steps (torch.amp.GradScaler does), or go back to a checkpoint",
+                    "states hold it from now on; skip such steps (torch.amp.GradScaler does), or go back to a "
+                    "checkpoint",
                 )  # fmt: skip
                 return
 

@@ -186,7 +186,7 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_moves():
         ([torch.ones(3)], {"betas": (0.9, 1.0)}, ValueError, "betas must be at least 0 and less than 1"),
         ([torch.ones(3)], {"bits": "fp9"}, ValueError, "fp8"),
         ([torch.ones(3)], {"master": "bf16"}, ValueError, "'fp32', 'residual', 'stochastic'"),
-        ([torch.ones(3)], {"rounding": "up"}, ValueError, "'stochastic', 'nearest'"),
+        ([torch.ones(3)], {"rounding": "up"}, ValueError, "None, 'stochastic', 'nearest'"),
         ([torch.ones(3, dtype=torch.float16)], {"master": "residual"}, ValueError, "use 'fp32'"),
     ],
 )
