@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.optim import masters
 from lowbit.optim.base import Optimizer, Params
-from lowbit.optim.states import Kept
+from lowbit.optim.states import Storage
 from lowbit.optim.step import Work, advance
 from lowbit.optim.sums import Matrix
 
@@ -25,7 +25,7 @@ class Adafactor(Optimizer):
     ``col_var`` in fp32, of vectors ``variance``; ``momentum_buffer`` with ``beta1``.
     """
 
-    ALONE = frozenset({"sgd", "nesterov"})
+    ONE_BY_ONE = frozenset({"sgd", "nesterov"})
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Adafactor(Optimizer):
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
         return () if rule == "sgd" else (1 - float(group["beta1"]), 1.0)
 
-    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Kept]:
-        own = {} if param.dim() > 1 else {"variance": Kept("fp32", tuple(param.shape) or (1,))}
+    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
+        own = {} if param.dim() > 1 else {"variance": Storage("fp32", tuple(param.shape) or (1,))}
         return {**own, **super().kept_as(group, param)}
 
-    def everywhere(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+    def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         if param.dim() < 2:
             return {}
         return {"row_var": (param.shape[0],), "col_var": (torch.Size(param.shape[1:]).numel(),)}
@@ -68,7 +68,7 @@ class Adafactor(Optimizer):
         group, step, state = work.group, float(work.step), work.state
         matrix, new = Matrix(work.part), step ** group["beta2_decay"]
         grad = matrix.of(work.grad).float()
-        tiny = group["eps"][0] or 0.0  # None in a state of torch's
+        tiny = max(group["eps"][0] or 0.0, 1e-30)  # None in a state of torch's; without any, 0 would be divided by 0
         update = _of_matrix(matrix, grad, state, tiny, new) if work.part.is_matrix else _of_vector(work, tiny, new)
         count = torch.Size(work.part.shape).numel()
         size = float(matrix.squares(update, (0,))[0].sum() / count) ** 0.5

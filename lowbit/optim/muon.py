@@ -17,7 +17,8 @@ from lowbit.optim.step import Work, advance
 __all__ = ["Muon", "Muon8bit"]
 
 #: What the learning rate of a matrix of ``rows`` and ``cols`` is multiplied with.
-_ADJUST: dict[str, Callable[[int, int], float]] = {
+_ADJUST: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, cols: max(1.0, rows / cols) ** 0.5,
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
     "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
 }
@@ -35,7 +36,7 @@ class Muon(Optimizer):
     The iterations multiply in bf16 on GPUs, in fp32 elsewhere. A DTensor's matrix is gathered for them on each process.
     """
 
-    ALONE = frozenset({"nesterov"})
+    ONE_BY_ONE = frozenset({"nesterov"})
 
     def __init__(
         self,
@@ -60,14 +61,16 @@ class Muon(Optimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn or "original", "betas": betas, "muon": muon, "maximize": maximize,
+            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "muon": muon, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, bits, master, rounding, seed)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
         if group["adjust_lr_fn"] not in _ADJUST:
-            raise ValueError(f"Muon: adjust_lr_fn must be one of {', '.join(_ADJUST)}, got {group['adjust_lr_fn']!r}")
+            raise ValueError(
+                f"Muon: adjust_lr_fn must be one of {', '.join(map(repr, _ADJUST))}, got {group['adjust_lr_fn']!r}"
+            )
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
         return "nesterov" if group["muon"] and param.dim() > 1 else "adamw"
