@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit.optim import masters
 from lowbit.optim.base import Optimizer, Params
 from lowbit.optim.states import Storage
-from lowbit.optim.step import Work, advance
+from lowbit.optim.step import Work, advance, direction, mean_of
 from lowbit.optim.sums import Matrix
 
 __all__ = ["Adafactor"]
@@ -25,7 +25,7 @@ class Adafactor(Optimizer):
     ``col_var`` in fp32, of vectors ``variance``; ``momentum_buffer`` with ``beta1``.
     """
 
-    ONE_BY_ONE = frozenset({"sgd", "nesterov"})
+    ONE_BY_ONE = frozenset({"sgd", "momentum"})
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Adafactor(Optimizer):
         super().__init__(params, defaults, bits, master, rounding, seed)
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
-        return "sgd" if group["beta1"] is None else "nesterov"
+        return "sgd" if group["beta1"] is None else "momentum"
 
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
-        return () if rule == "sgd" else (1 - float(group["beta1"]), 1.0)
+        return () if rule == "sgd" else mean_of(float(group["beta1"]))
 
     def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
         own = {} if param.dim() > 1 else {"variance": Storage("fp32", tuple(param.shape) or (1,))}
@@ -79,8 +79,7 @@ class Adafactor(Optimizer):
         rate = max(group["eps"][1], weight) * min(lr, step**-0.5)
         moments = {name: kept for name, kept in work.plan.moments.items() if name != "variance"}
         if factors:
-            alone = {name: value for name, value in state.items() if name != "master"}
-            advance(work.other("nesterov", moments, param=update, grad=update.clone(), state=alone), factors)
+            update = direction(work, update, moments, factors)
         grad = update.view(work.param.shape)
         advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 

@@ -20,7 +20,7 @@ from lowbit.ops.optim import OptimizerStep
 from lowbit.optim.shards import Part, local
 from lowbit.optim.states import Storage, Stored, is_aligned
 
-__all__ = ["Plan", "Work", "advance", "advance_together"]
+__all__ = ["Plan", "Work", "advance", "advance_together", "direction", "mean_of"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,20 @@ def advance(work: Work, factors: Sequence[float]) -> None:
         _op(work, factors, floats)
     for moment, number in zip(kept, numbers, strict=True):
         _encode(work, moment, number)
+
+
+def direction(work: Work, grad: Tensor, moments: dict[str, Storage], factors: Sequence[float]) -> Tensor:
+    """What the rule ``momentum`` makes of ``grad`` instead of a step: fp32, of this process' part."""
+    made = torch.zeros(grad.shape, device=grad.device)
+    state = {name: value for name, value in work.state.items() if name != "master"}
+    advance(work.other("momentum", moments, param=made, grad=grad, state=state), factors)
+    return made
+
+
+def mean_of(keep: float, nesterov: bool = False) -> tuple[float, ...]:
+    """The factors by which a direction is the mean of gradients, or with Nesterov's look ahead."""
+    shares = (1 - keep, keep) if nesterov else (0.0, 1.0)
+    return 0.0, keep, 1 - keep, *shares, -1.0
 
 
 def advance_together(works: Sequence[Work], factors: Sequence[float]) -> None:
