@@ -6,7 +6,6 @@ add exactly, so each process adds its own and their sums are those of the whole 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,9 @@ from lowbit.ops.optim import SQUARE_BITS
 from lowbit.optim.shards import Part
 
 __all__ = ["Matrix"]
+
+#: Schemes whose blocks are the rows (0) or columns (1) of a matrix.
+_LINES = ("int8:row", "int8:col")
 
 
 class Matrix:
@@ -70,4 +72,9 @@ def _amax(mine: Tensor, axis: int) -> Tensor:
     """The largest magnitude of each row (0) or column (1); Inf where NaN is among them, whose maximum gloo loses."""
     if not mine.numel():
         return mine.new_zeros(mine.shape[axis], dtype=torch.float32)
-    return torch.linalg.vector_norm(mine, math.inf, 1 - axis).float().nan_to_num(torch.inf, torch.inf)
+    if mine.shape[1 - axis] == 1:
+        tops = mine.abs().float()
+    else:
+        low, high = call("block_range", mine, _LINES[axis])
+        tops = torch.maximum(high, -low)
+    return tops.reshape(-1).nan_to_num(torch.inf, torch.inf)
