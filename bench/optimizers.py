@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import TrainConfig, Trainer
 from lowbit.demo.optimizers import state_bytes
 from lowbit.machine import provenance
+from lowbit.optim.states import find
 from lowbit.tables import markdown
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -104,7 +105,7 @@ STEPS = (
     Contender("lowbit AdamW8bit, bf16, residual master", partial(lb.optim.AdamW8bit, master="residual"), _BF16),
     Contender("lowbit AdamW8bit, bf16, stochastic", partial(lb.optim.AdamW8bit, master="stochastic"), _BF16),
 )
-SIDE, MANY, FEW = 4096, 1000, 1000
+SIDE, MANY, SMALL = 4096, 1000, 1000
 
 
 def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -121,13 +122,18 @@ def _held(contender: Contender, side: int = 1024) -> dict[str, float] | None:
         optimizer = contender.make(params)
         optimizer.step()
     except (ImportError, RuntimeError, NotImplementedError):
+        if contender.name.startswith("lowbit"):
+            raise
         return None
+    if contender.release:
+        lb.optim.in_backward_(nn.ParameterList(params), optimizer)
+        params[0].sum().backward()
     count = params[0].numel()
     master = optimizer.state[params[0]].get("master")
     masters = 0 if master is None else master.nbytes
     return {
         "weights": params[0].nbytes / count,
-        "gradients": 0.0 if contender.release else params[0].grad.nbytes / count,  # type: ignore[union-attr]
+        "gradients": 0.0 if params[0].grad is None else params[0].grad.nbytes / count,
         "states": (_bytes(optimizer) - masters) / count,
         "masters": masters / count,
     }
@@ -220,7 +226,8 @@ def _cell(run: Run, seed: int, directory: Path) -> float:
     """Held-out loss at the end of a run, from its file where there is one."""
     name = "".join(c if c.isalnum() else "-" for c in run.name.lower())
     path = directory / f"{name}-{seed}.json".replace("--", "-")
-    if not path.exists():
+    about = _about(run, seed)
+    if not path.exists() or json.loads(path.read_text())["about"] != about:
         corpus = Corpus.load(None, GPTConfig().vocab)
         model = GPT(GPTConfig(vocab=corpus.tokenizer.get_vocab_size()), seed=seed)
         config = TrainConfig(
@@ -232,10 +239,18 @@ def _cell(run: Run, seed: int, directory: Path) -> float:
             for group in trainer.optimizer.param_groups:
                 group.update(run.settings)
             trainer.run()
-        made = {"run": run.name, "seed": seed, "held_out": trainer.history.held_out, "seconds": trainer.history.seconds}
+        made = {"about": about, "held_out": trainer.history.held_out, "seconds": trainer.history.seconds}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(made) + "\n")
     return float(json.loads(path.read_text())["held_out"][-1][1])
+
+
+def _about(run: Run, seed: int) -> dict[str, Any]:
+    """What decides the bits of a run, as JSON has it; a file of another is made anew."""
+    settings = dict(run.settings)
+    bits = settings.get("bits", "".join(c for c in run.optimizer if c.isdigit()))
+    states = asdict(find(int(bits) if bits.isdigit() else bits)) if bits else None
+    return {**asdict(run), "settings": settings, "states": states, "seed": seed, "steps": LENGTH, "batch": BATCH}
 
 
 def _rows(directory: Path) -> Iterator[tuple[str, list[float]]]:
@@ -273,8 +288,8 @@ def run(directory: Path) -> Path:
         f"On one matrix of {SIDE} x {SIDE}, gradients in the parameter's dtype; each row is measured in turns with "
         "torch's fused AdamW on the same shapes in fp32, and with a copy of as many bytes as its step moves.\n",
         steps_table(STEPS, [(SIDE, SIDE)], True),
-        f"\nOn {MANY:,} vectors of {FEW:,} elements:\n",
-        steps_table(small, [(FEW,)] * MANY, False),
+        f"\nOn {MANY:,} vectors of {SMALL:,} elements:\n",
+        steps_table(small, [(SMALL,)] * MANY, False),
         "\n## Where training ends\n",
         f"The demo's GPT, {LENGTH:,} steps of {BATCH} x {GPTConfig().context} tokens, held-out loss in nats a token. "
         "Standard deviations are those of the first row over its seeds. bf16 weights: the whole model is bf16, without "

@@ -156,7 +156,7 @@ STEPS: tuple[tuple[str, tuple[str, ...], torch.dtype, torch.dtype | None, bool],
     ("adamw", ("fp32", "bf16"), torch.float16, torch.float32, False),
     ("lion", ("int4:group32",), torch.float16, None, False),
     ("momentum", ("bf16",), torch.bfloat16, torch.float32, False),
-    ("nesterov", ("mxfp4",), torch.float32, None, False),
+    ("momentum", ("mxfp4",), torch.float32, None, False),
     ("sgd", (), torch.bfloat16, torch.int8, False),
 )
 

@@ -35,14 +35,11 @@ def update(p, g, m, r, f0, f1, f2, f3, f4, f5, f6, RULE: tl.constexpr):
         p = p * f0 - sign * f3
     elif RULE == "sgd":
         p = p * f0 - (g + p * f1) * f2
-    elif RULE == "momentum":
+    else:
+        tl.static_assert(RULE == "momentum")
         g = g + p * f0
         m = m * f1 + g * f2
         p = p - (g * f3 + m * f4) * f5
-    else:
-        tl.static_assert(RULE == "nesterov")
-        m = m + (g - m) * f0
-        p = g + (m - g) * f1
     return p, m, r
 
 

@@ -3,8 +3,9 @@
 ``import lowbit as lb``; see README.md for a tour, docs/numerics.md for the arithmetic.
 
 Here are the functions on tensors and on models that are deployed, the values that they take and return, and the tables
-of names with what adds a row to them. Submodules have the rest: ``nn`` layers, ``train`` and ``qat`` training, ``optim``
-optimizers, ``memory`` checkpointing and peaks, ``convert`` the table of layer classes, ``recipes`` plans by layer.
+of names with what adds a row to them. Submodules have the rest: ``nn`` layers, ``train`` and ``qat`` training,
+``optim`` optimizers, ``memory`` checkpointing and peaks, ``convert`` the table of layer classes, ``recipes`` plans by
+layer.
 """
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)

@@ -8,9 +8,8 @@
 namespace lowbit {
 
 // Rules of lowbit/ops/optim.py: the name there, the struct of cpu/optim/rules, how many moments and factors it has.
-#define LOWBIT_RULES(row)                                                                           \
-    row(adamw, AdamW, 2, 7) row(lion, Lion, 1, 4) row(sgd, Sgd, 0, 3) row(momentum, Momentum, 1, 6) \
-        row(nesterov, Nesterov, 1, 2)
+#define LOWBIT_RULES(row) \
+    row(adamw, AdamW, 2, 7) row(lion, Lion, 1, 4) row(sgd, Sgd, 0, 3) row(momentum, Momentum, 1, 6)
 
 enum class RuleId : int32_t {
 #define LOWBIT_RULE(name, ...) name,

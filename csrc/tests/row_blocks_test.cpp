@@ -223,8 +223,7 @@ void test_step(const char* isa, const RowKernels& kernels, const Input& params, 
     const StepRule rules[] = {{RuleId::adamw, {0.999f, 0.1f, 0.999f, 0.001f, 1.7f, 1e-8f, 3e-3f}},
                               {RuleId::lion, {0.999f, 0.1f, 0.01f, 1e-3f}},
                               {RuleId::sgd, {0.999f, 0.01f, 0.1f}},
-                              {RuleId::momentum, {0.01f, 0.9f, 0.7f, 0.3f, 0.9f, 0.1f}},
-                              {RuleId::nesterov, {0.05f, 0.95f}}};
+                              {RuleId::momentum, {0.01f, 0.9f, 0.7f, 0.3f, 0.9f, 0.1f}}};
     for (const StepRule& rule : rules) {
         for (const Moments& moments : all) {
             for (const std::vector<float>& each : factors) {

@@ -166,14 +166,16 @@ class Trainer:
             prepare_(model, config.recipe)
         if config.checkpointing:
             checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
-        matrices = [p for p in model.parameters() if p.ndim > 1]
+        tables = [p for name, p in model.named_parameters() if name in ("embed.weight", "lm_head.weight")]
+        matrices = [p for p in model.parameters() if p.ndim > 1 and all(p is not table for table in tables)]
         vectors = [p for p in model.parameters() if p.ndim <= 1]
         named = find(config.optimizer)
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay * named.decay},
+            {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.optimizer = named.make(groups, lr=config.lr * named.factor)
+        self.optimizer = named.make([g for g in groups if g["params"]], lr=config.lr * named.factor)
         if config.recipe is not None:
             state(model).attach(self.optimizer)
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)

@@ -65,7 +65,6 @@ RULES: dict[str, Rule] = {
         Rule("lion", ("exp_avg",), ("decay", "mix", "mix_kept", "rate")),
         Rule("sgd", (), ("decay", "l2", "rate")),
         Rule("momentum", ("momentum_buffer",), ("l2", "keep", "mix", "grad_share", "momentum_share", "rate")),
-        Rule("nesterov", ("momentum_buffer",), ("mix", "share")),
     )
 }
 

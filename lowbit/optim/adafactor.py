@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowbit.optim import masters
 from lowbit.optim.base import Optimizer, Params
-from lowbit.optim.states import Kept
-from lowbit.optim.step import Work, advance
+from lowbit.optim.states import Storage
+from lowbit.optim.step import Work, advance, direction, mean_of
 from lowbit.optim.sums import Matrix
 
 __all__ = ["Adafactor"]
@@ -25,7 +25,7 @@ class Adafactor(Optimizer):
     ``col_var`` in fp32, of vectors ``variance``; ``momentum_buffer`` with ``beta1``.
     """
 
-    ALONE = frozenset({"sgd", "nesterov"})
+    ONE_BY_ONE = frozenset({"sgd", "momentum"})
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class Adafactor(Optimizer):
         super().__init__(params, defaults, bits, master, rounding, seed)
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
-        return "sgd" if group["beta1"] is None else "nesterov"
+        return "sgd" if group["beta1"] is None else "momentum"
 
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
-        return () if rule == "sgd" else (1 - float(group["beta1"]), 1.0)
+        return () if rule == "sgd" else mean_of(float(group["beta1"]))
 
-    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Kept]:
-        own = {} if param.dim() > 1 else {"variance": Kept("fp32", tuple(param.shape) or (1,))}
+    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
+        own = {} if param.dim() > 1 else {"variance": Storage("fp32", tuple(param.shape) or (1,))}
         return {**own, **super().kept_as(group, param)}
 
-    def everywhere(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+    def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         if param.dim() < 2:
             return {}
         return {"row_var": (param.shape[0],), "col_var": (torch.Size(param.shape[1:]).numel(),)}
@@ -68,7 +68,7 @@ class Adafactor(Optimizer):
         group, step, state = work.group, float(work.step), work.state
         matrix, new = Matrix(work.part), step ** group["beta2_decay"]
         grad = matrix.of(work.grad).float()
-        tiny = group["eps"][0] or 0.0  # None in a state of torch's
+        tiny = max(group["eps"][0] or 0.0, 1e-30)  # None in a state of torch's; without any, 0 would be divided by 0
         update = _of_matrix(matrix, grad, state, tiny, new) if work.part.is_matrix else _of_vector(work, tiny, new)
         count = torch.Size(work.part.shape).numel()
         size = float(matrix.squares(update, (0,))[0].sum() / count) ** 0.5
@@ -79,8 +79,7 @@ class Adafactor(Optimizer):
         rate = max(group["eps"][1], weight) * min(lr, step**-0.5)
         moments = {name: kept for name, kept in work.plan.moments.items() if name != "variance"}
         if factors:
-            alone = {name: value for name, value in state.items() if name != "master"}
-            advance(work.other("nesterov", moments, param=update, grad=update.clone(), state=alone), factors)
+            update = direction(work, update, moments, factors)
         grad = update.view(work.param.shape)
         advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.ops.optim import MASTERS, RULES
 from lowbit.optim import load, masters, watch
 from lowbit.optim.shards import Part, gradient, local
-from lowbit.optim.states import FEW, Kept, find, zeros
+from lowbit.optim.states import FEW, Storage, find, zeros
 from lowbit.optim.step import Plan, Work, advance, advance_together
 
 __all__ = ["Optimizer"]
@@ -23,6 +23,7 @@ __all__ = ["Optimizer"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MASTERS = (None, *MASTERS, "stochastic")
 _ROUNDINGS = (None, "stochastic", "nearest")
 _INF = float("inf")
 
@@ -30,27 +31,30 @@ _INF = float("inf")
 _RANGES: dict[str, tuple[float, float]] = {
     "lr": (0, _INF), "betas": (0, 1), "eps": (0, _INF), "weight_decay": (0, _INF), "momentum": (0, _INF),
     "ns_steps": (1, 100), "beta1": (0, 1), "beta2_decay": (-_INF, 0), "d": (0, _INF),
+    "dampening": (0, _INF),
 }  # fmt: skip
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose states have few bits.
+    """A ``torch.optim.Optimizer`` whose states have few bits: 8, unless ``bits`` says otherwise.
 
     ``bits``: what states are kept in, 32, 16, 8, 4 or a row of ``STATES``; tensors of fewer than 4096 elements keep
     theirs in fp32. ``master``: of parameters of 16 bits, ``"fp32"`` or ``"residual"`` (the 8 bits that bf16 lacks of
     24) keep what rounding cuts off; ``"stochastic"`` rounds bf16 stochastically, without more memory; None rounds to
     nearest, as torch does. ``rounding``: of states, ``"stochastic"`` or ``"nearest"``; None is what the row of
     ``STATES`` says. ``seed``: of all random bits.
-    Each may differ between groups, but the seed.
+    Each may differ between groups, but the seed; ``bits`` and ``master`` of a group stay as they are once it has
+    stepped.
 
-    Parameters may be DTensors. Every bit of a step is that of the whole tensor, on any mesh.
+    An fp32 master takes over what else is written to its parameter, except through ``.data``, which torch does not
+    count. Parameters may be DTensors that are replicated or sharded; every bit of a step is that of the whole tensor.
     Raises TypeError and ValueError for parameters and hyperparameters that do not fit.
     """
 
     #: Rules that see a parameter as a whole, so that small ones cannot step together.
-    ALONE: frozenset[str] = frozenset()
-    #: The width of a subclass that is one of fewer bits by its name.
-    BITS = 8
+    ONE_BY_ONE: frozenset[str] = frozenset()
+    #: The width of a class that has one by its name.
+    BITS: int | None = None
 
     def __init__(
         self,
@@ -61,7 +65,12 @@ class Optimizer(torch.optim.Optimizer):
         rounding: str | None,
         seed: int,
     ) -> None:
-        own = {"bits": self.BITS if bits is None else bits, "master": master, "rounding": rounding, "seed": seed}
+        if bits is not None and self.BITS not in (None, bits):
+            base = type(self).__name__.removesuffix(f"{self.BITS}bit")
+            raise ValueError(
+                f"{type(self).__name__} has bits={self.BITS}, got bits={bits!r}; use {base}(..., bits={bits!r})"
+            )
+        own = {"bits": bits or self.BITS or 8, "master": master, "rounding": rounding, "seed": seed}
         self.in_backward = False  # whether parameters step during the backward pass
         self._watch = watch.Watch(type(self).__name__)
         self._versions: dict[int, int] = {}
@@ -88,18 +97,17 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check(group)
+            self.check(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         for param in group["params"]:
             self._places.setdefault(param, len(self._places))
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def check(self, group: dict[str, Any]) -> None:
         who = type(self).__name__
-        find(group["bits"])
-        masters = (None, *MASTERS, "stochastic")
-        for name, allowed in (("master", masters), ("rounding", _ROUNDINGS)):
+        group["bits"] = find(group["bits"]).name
+        for name, allowed in (("master", _MASTERS), ("rounding", _ROUNDINGS)):
             if group[name] not in allowed:
                 raise ValueError(f"{who}: {name} must be one of {', '.join(map(repr, allowed))}, got {group[name]!r}")
         for name in _RANGES.keys() & group.keys():
@@ -125,9 +133,18 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("in_backward", False)  # of a copy, whose parameters have no hooks
         self._watch = watch.Watch(type(self).__name__)
-        self._versions, self._plans = {}, {}
+        self._versions = {}
         params = [param for group in self.param_groups for param in group["params"]]
         self._places = {param: place for place, param in enumerate(params)}
+        self.settle()
+
+    def settle(self) -> None:
+        """Holds groups to the settings that their states are kept by, where there are states."""
+        self._plans = {}
+        for group in self.param_groups:
+            for place, param in enumerate(group["params"]):
+                if self.state.get(param) and "bits" in group:  # not while torch loads another optimizer's groups
+                    self._plan(group, place, param)
 
     # -- a step --------------------------------------------------------------------------------------------------
     @overload
@@ -171,23 +188,22 @@ class Optimizer(torch.optim.Optimizer):
                 self.apply(work, factors)
             self._watch.finite(work)
         for (key, *_), small in together.items():
-            if not advance_together(small, settings[key][1]):
-                for work in small:
-                    self._watch.finite(work)
+            advance_together(small, settings[key][1])
+            self._watch.finite_together(small)
 
     def _works(self, places: Iterable[tuple[dict[str, Any], int]]) -> list[Work]:
         """What a step is to do; raises before anything has changed."""
         works, begun = [], {}
         for group, place in places:
             param = group["params"][place]
-            if param.grad is None:
+            if param.grad is None or not param.numel():
                 continue
             if param.grad.layout is not torch.strided:
                 self._refuse_sparse(param.grad, self.name_of(group, place))
             plan = self._plan(group, place, param)
             state = self.state.get(param)
             if not state:
-                begun[param] = state = self._begun(group, param, plan)
+                begun[param] = state = self._init_state(group, param, plan)
             plain = plan.part.mesh is None
             mine, grad = (param.detach(), param.grad) if plain else (local(param), gradient(param))
             works.append(Work(plan, mine, grad.neg() if group["maximize"] else grad, state, group))
@@ -197,14 +213,14 @@ class Optimizer(torch.optim.Optimizer):
     def _plan(self, group: dict[str, Any], place: int, param: Tensor) -> Plan:
         """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
         rule = self.rule(group, param)
-        settings = (rule, group["bits"], group["rounding"])
+        settings = (rule, group["bits"], group["master"], group["rounding"])
         before, plan = self._plans.get(param, (None, None))
         if plan is None or before != settings:
             name, kept = self.name_of(group, place), self.kept_as(group, param)
-            if plan is not None and plan.moments != kept and self.state.get(param):
+            if before is not None and before[:3] != settings[:3] and self.state.get(param):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} has states of {before}, and its group now says {settings}; make "
-                    "another optimizer and load this one's state_dict, which converts them"
+                    f"{type(self).__name__}: {name} has stepped with rule, bits and master {before[:3]}, and its group "
+                    f"now says {settings[:3]}; make another optimizer and load this one's state_dict, which converts"
                 )
             rounding = group["rounding"] or find(group["bits"]).rounding
             stream = 2 * self._places[param]
@@ -218,29 +234,31 @@ class Optimizer(torch.optim.Optimizer):
             "moves whole blocks; make the Embedding with sparse=False, or use torch.optim.SparseAdam for it"
         )
 
-    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Kept]:
+    def kept_as(self, group: dict[str, Any], param: Tensor) -> dict[str, Storage]:
         """What each state of a parameter is kept as, by the state's name."""
         row, shape = find(group["bits"]), tuple(param.shape) or (1,)
-        return {m: Kept.of(row, shape, not m.endswith("_root")) for m in RULES[self.rule(group, param)].moments}
+        return {m: Storage.of(row, shape, not m.endswith("_root")) for m in RULES[self.rule(group, param)].moments}
 
-    def everywhere(self, param: Tensor) -> dict[str, tuple[int, ...]]:
+    def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         """The shapes of states in fp32 that each process holds whole, by name."""
         return {}
 
-    def kept(self) -> Iterator[tuple[str, Tensor, dict[str, Kept]]]:
+    def kept(self) -> Iterator[tuple[str, Tensor, dict[str, Storage]]]:
         """Each parameter that has stepped: its name, itself, and what its states are kept as."""
         for group in self.param_groups:
             for place, param in enumerate(group["params"]):
                 if param in self.state:
                     yield self.name_of(group, place), param, self.kept_as(group, param)
 
-    @staticmethod
-    def name_of(group: dict[str, Any], place: int) -> str:
+    def name_of(self, group: dict[str, Any], place: int) -> str:
         """A parameter for messages: by its name where the optimizer was given names."""
         names = group.get("param_names")
-        return str(names[place]) if names else f"parameter {place} {list(group['params'][place].shape)}"
+        if names:
+            return str(names[place])
+        index = next(i for i, other in enumerate(self.param_groups) if other is group)
+        return f"parameter {place} of group {index} {list(group['params'][place].shape)}"
 
-    def _begun(self, group: dict[str, Any], param: Tensor, plan: Plan) -> dict[str, Any]:
+    def _init_state(self, group: dict[str, Any], param: Tensor, plan: Plan) -> dict[str, Any]:
         """The states before the first step: zeros, and the master."""
         mine = local(param)
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
@@ -249,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
             state[moment] = made.codes
             if made.scale is not None:
                 state[f"{moment}_scale"] = made.scale
-        for whole, shape in self.everywhere(param).items():
+        for whole, shape in self.replicated(param).items():
             state[whole] = torch.zeros(shape, device=mine.device)
         if group["master"] in MASTERS and param.dtype != torch.float32:
             state["master"] = plan.part.tensor(masters.MAKE[group["master"]](mine), param.shape)
@@ -271,7 +289,8 @@ class Optimizer(torch.optim.Optimizer):
         """Whether a step of several parameters at once does the same to this one."""
         return (
             work.plan.few
-            and work.plan.rule not in self.ALONE
+            and work.plan.rule not in self.ONE_BY_ONE
+            and not self._watch.looks_at(work)
             and "master" not in work.state
             and not work.rounds_weights
             and work.param.is_contiguous()

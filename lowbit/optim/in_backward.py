@@ -21,23 +21,27 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
     nothing left to do. One backward pass is one step; what needs all gradients at once cannot be combined with it,
     see docs/optimizers.md.
 
-    Raises TypeError for another optimizer; ValueError for a model in DistributedDataParallel, whose gradients are
-    reduced only after they are complete, and for an optimizer that steps in the backward pass already.
+    Parameters that are frozen now stay out of it. Raises TypeError for another optimizer; ValueError for a model in
+    DistributedDataParallel, whose gradients are reduced only after they are complete, and for an optimizer that steps
+    in the backward pass already.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "in_backward_: DistributedDataParallel reduces gradients after they are complete, so a step would see one "
             "process' gradients; shard the model with FSDP2 (fully_shard), whose gradients are complete when reduced"
         )
+    if isinstance(optimizer, Optimizer) and options:
+        raise TypeError(f"in_backward_: {', '.join(options)} are for a class; this optimizer has its settings already")
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.named_parameters(), **options)
     if not isinstance(made, Optimizer):
         raise TypeError(f"in_backward_: expected an optimizer of lowbit.optim, got {type(made).__name__}")
     if made.in_backward:
         raise ValueError("in_backward_: this optimizer steps in the backward pass already")
-    made.in_backward = True
     for index, group in enumerate(made.param_groups):
         for place, param in enumerate(group["params"]):
-            param.register_post_accumulate_grad_hook(partial(_step, made, index, place))
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(partial(_step, made, index, place))
+    made.in_backward = True
     return made
 
 

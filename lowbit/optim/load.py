@@ -17,7 +17,7 @@ from lowbit import notice
 from lowbit.ops.optim import MASTERS
 from lowbit.optim import masters
 from lowbit.optim.shards import Part, local, whole
-from lowbit.optim.states import Kept, Moment, encoded, fill, find, zeros
+from lowbit.optim.states import Storage, Stored, encoded, fill, find, zeros
 
 if TYPE_CHECKING:
     from lowbit.optim.base import Optimizer
@@ -60,6 +60,7 @@ def into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.param_groups = groups
         optimizer.state.clear()
         optimizer.state.update(states)
+        optimizer.settle()
         raise
     finally:
         for hook in hooks:
@@ -71,17 +72,19 @@ def _take(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
     said: dict[str, None] = {}
     for group, own in zip(optimizer.param_groups, before, strict=True):
         saved = {name: group.get(name) for name in _OWN}
-        params = group["params"]
+        if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+            said["weight decay was part of the gradient (L2), and is decoupled from now on"] = None
         for name in own:
             if name in _OWN or name not in group:
                 group[name] = own[name]
-        group["params"] = params
-        for place, param in enumerate(params):
+        for place, param in enumerate(group["params"]):
             if param not in optimizer.state:
                 continue
             name = optimizer.name_of(group, place)
             given = {key: _with_axes(wrapped.value) for key, wrapped in optimizer.state[param].items()}
             optimizer.state[param] = _state(optimizer, group, saved, param, name, given, said)
+        optimizer.check(group)
+    optimizer.settle()
     if said:
         notice.warn(f"{type(optimizer).__name__}.load_state_dict: {'; '.join(said)}")
 
@@ -106,7 +109,7 @@ def _state(
     state: dict[str, Any] = {"step": torch.tensor(float(step))}
     for moment, kept in optimizer.kept_as(group, param).items():
         root = moment.endswith("_root")
-        before = Kept.of(find(saved["bits"] or 32), kept.shape, not root)
+        before = Storage.of(find(saved["bits"] or 32), kept.shape, not root)
         if before.kind != kept.kind:
             said[f"states kept as {before.kind} are converted to {kept.kind}"] = None
         elif moment in given:
@@ -118,10 +121,10 @@ def _state(
             continue
         numbers = _numbers(given, moment, before, name, said)
         state.update(_entries(moment, encoded(part, kept, name, numbers.to(device))))
-    for whole_name, shape in optimizer.everywhere(param).items():
+    for whole_name, shape in optimizer.replicated(param).items():
         held = given.get(whole_name)
         if not isinstance(held, Tensor) or held.numel() != torch.Size(shape).numel():
-            raise ValueError(f"the state of {name} needs {whole_name} {list(shape)}, but has {', '.join(given)}")
+            raise ValueError(f"the state of {name} needs {whole_name} {list(shape)}, but has {_shapes(given)}")
         state[whole_name] = whole(held).to(device, torch.float32, copy=True).reshape(shape)
     master = _master(group["master"], saved["master"], param, given.get("master"), part, said)
     if master is not None:
@@ -129,7 +132,7 @@ def _state(
     return state
 
 
-def _entries(moment: str, made: Moment) -> dict[str, Tensor]:
+def _entries(moment: str, made: Stored) -> dict[str, Tensor]:
     return {moment: made.codes} | ({} if made.scale is None else {f"{moment}_scale": made.scale})
 
 
@@ -150,7 +153,7 @@ def _copy(part: Part, target: Tensor, source: Any, what: str) -> None:
         fill(part, target, held)
 
 
-def _numbers(given: dict[str, Any], moment: str, kept: Kept, name: str, said: dict[str, None]) -> Tensor:
+def _numbers(given: dict[str, Any], moment: str, kept: Storage, name: str, said: dict[str, None]) -> Tensor:
     """A moment of another kind as fp32 numbers of the whole tensor."""
     other, change = _FOREIGN.get(moment, (moment, lambda x: x))
     source, from_foreign = given.get(moment), moment not in given and other in given
@@ -159,12 +162,11 @@ def _numbers(given: dict[str, Any], moment: str, kept: Kept, name: str, said: di
         said[f"{other} is kept as {moment}"] = None
     expected = kept.shape if kept.dtype is not None else kept.codes_shape()
     if not isinstance(source, Tensor) or tuple(source.shape) != tuple(expected):
-        there = ", ".join(f"{k} {list(v.shape)}" if isinstance(v, Tensor) else k for k, v in given.items())
-        raise ValueError(f"the state of {name} needs {moment} {list(expected)}, but has {there}")
+        raise ValueError(f"the state of {name} needs {moment} {list(expected)}, but has {_shapes(given)}")
     scale = given.get(f"{moment}_scale")
     if kept.dtype is None and scale is None:
         raise ValueError(f"the state of {name} has codes of {kept.kind} for {moment}, but no {moment}_scale")
-    numbers = Moment(kept, source, None if kept.dtype is not None else scale).numbers().reshape(kept.shape)
+    numbers = Stored(kept, source, None if kept.dtype is not None else scale).numbers().reshape(kept.shape)
     return change(numbers) if from_foreign else numbers
 
 
@@ -181,10 +183,14 @@ def _master(
     if saved is None:
         said[f"master weights ({kind}) begin as their parameters are"] = None
         return made
-    held = zeros(part, Kept("fp32", part.shape), "", mine.device).codes.to(saved.dtype)
-    _copy(part, held, saved, "a master")
+    was = part.tensor(torch.zeros_like(mine, dtype=MASTERS.get(before or "", torch.float32)), param.shape)
+    _copy(part, was, saved, "a master")
     if before != kind:
         said[f"master weights kept as {before} are converted to {kind}"] = None
-        local(made).copy_(masters.stored(kind, masters.number(mine, local(held))))
+        local(made).copy_(masters.stored(kind, masters.number(mine, local(was))))
         return made
-    return held
+    return was
+
+
+def _shapes(given: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {list(v.shape)}" if isinstance(v, Tensor) else name for name, v in given.items())

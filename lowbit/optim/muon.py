@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor
 from lowbit.ops.optim import adamw_factors
 from lowbit.optim.base import Optimizer, Params
 from lowbit.optim.shards import whole
-from lowbit.optim.step import Work, advance
+from lowbit.optim.step import Work, advance, direction, mean_of
 
 __all__ = ["Muon", "Muon8bit"]
 
 #: What the learning rate of a matrix of ``rows`` and ``cols`` is multiplied with.
-_ADJUST: dict[str, Callable[[int, int], float]] = {
+_ADJUST: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, cols: max(1.0, rows / cols) ** 0.5,
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
     "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
 }
@@ -35,7 +35,7 @@ class Muon(Optimizer):
     The iterations multiply in bf16 on GPUs, in fp32 elsewhere. A DTensor's matrix is gathered for them on each process.
     """
 
-    ALONE = frozenset({"nesterov"})
+    ONE_BY_ONE = frozenset({"momentum"})
 
     def __init__(
         self,
@@ -60,32 +60,33 @@ class Muon(Optimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn or "original", "betas": betas, "muon": muon, "maximize": maximize,
+            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "muon": muon, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, bits, master, rounding, seed)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        super()._check(group)
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
         if group["adjust_lr_fn"] not in _ADJUST:
-            raise ValueError(f"Muon: adjust_lr_fn must be one of {', '.join(_ADJUST)}, got {group['adjust_lr_fn']!r}")
+            raise ValueError(
+                f"Muon: adjust_lr_fn must be one of {', '.join(map(repr, _ADJUST))}, got {group['adjust_lr_fn']!r}"
+            )
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
-        return "nesterov" if group["muon"] and param.dim() > 1 else "adamw"
+        return "momentum" if group["muon"] and param.dim() > 1 else "adamw"
 
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
         lr, momentum = float(group["lr"]), float(group["momentum"])
         if rule == "adamw":
             beta1, beta2 = group["betas"]
             return adamw_factors(step, lr, float(beta1), float(beta2), group["eps"], float(group["weight_decay"]))
-        return 1 - momentum, momentum if group["nesterov"] else 1.0
+        return mean_of(momentum, group["nesterov"])
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
-        if work.plan.rule != "nesterov":
+        if work.plan.rule != "momentum":
             super().apply(work, factors)
             return
         group, part = work.group, work.part
-        update = work.grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        advance(replace(work, param=update, state={k: v for k, v in work.state.items() if k != "master"}), factors)
+        update = direction(work, work.grad, work.plan.moments, factors)
         matrix = whole(part.tensor(update, part.shape)).reshape(part.shape[0], -1)
         moved = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])
         lr = float(group["lr"])

@@ -33,13 +33,17 @@ class SGD(Optimizer):
         rounding: str | None = None,
         seed: int = 0,
     ) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(f"SGD: nesterov takes momentum above 0 and dampening 0, got {momentum} and {dampening}")
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, bits, master, rounding, seed)
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"SGD: nesterov takes momentum above 0 and dampening 0, got {momentum} and {dampening}")
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
         return "momentum" if group["momentum"] else "sgd"

@@ -79,7 +79,9 @@ class Part:
         last = axes[-1] if axes else 0
         held = [cuts[axis].length if axis in cuts else size for axis, size in enumerate(shape)]
         offset = sum(cuts[axis].start * prod(shape[axis + 1 :]) for axis in axes)
-        groups = tuple(mesh.get_group(level) for level, p in enumerate(placements) if p.is_shard())
+        groups = tuple(
+            mesh.get_group(level) for level, p in enumerate(placements) if p.is_shard() and mesh.size(level) > 1
+        )
         pitch = max(prod(shape[last:]), 1)
         return cls(shape, prod(held[:last]), prod(held[last:]), offset, pitch, cuts, groups, mesh, placements)
 
@@ -138,9 +140,10 @@ class Part:
             mine, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=strides
         )
 
-    def places(self) -> Tensor:
+    def places(self, device: torch.device) -> Tensor:
         """int64 [rows, cols]: the place of every element in the whole tensor seen flat."""
-        return self.offset + torch.arange(self.rows)[:, None] * self.pitch + torch.arange(self.cols)
+        rows, cols = (torch.arange(count, device=device) for count in (self.rows, self.cols))
+        return self.offset + rows[:, None] * self.pitch + cols
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class Cut:
 def _cuts(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> dict[int, Cut]:
     cuts: dict[int, Cut] = {}
     for level, placement in enumerate(placements):
-        if not placement.is_shard():
+        if not placement.is_shard() or mesh.size(level) == 1:
             continue
         axis, count = placement.dim % len(shape), mesh.size(level)
         before = cuts.get(axis, Cut(0, shape[axis], shape[axis]))

@@ -21,7 +21,7 @@ from lowbit.named import did_you_mean
 from lowbit.ops.optim import FLOAT_STATES, STATE_SCHEME
 from lowbit.optim.shards import Part, local, whole
 
-__all__ = ["FEW", "STATES", "Kept", "Moment", "States", "encoded", "fill", "find", "is_fused", "zeros"]
+__all__ = ["FEW", "STATES", "States", "Storage", "Stored", "encoded", "fill", "find", "is_aligned", "zeros"]
 
 #: Tensors of fewer elements keep their states in fp32, as bitsandbytes and torchao do.
 FEW = 4096
@@ -31,8 +31,8 @@ FEW = 4096
 class States:
     """What the states of ``bits`` are kept in: ``signed`` a first moment, ``root`` the root of a second one.
 
-    ``rounding``: unless another is asked for. Of 8 bits or more, stochastic rounding keeps a slow mean moving; of 4, its
-    noise costs more than it saves (docs/optimizers.md).
+    ``rounding``: unless another is asked for. Of 8 bits, stochastic rounding keeps a slow mean moving; of 4, its noise
+    costs more than that saves.
     """
 
     name: str
@@ -42,15 +42,16 @@ class States:
     rounding: str = "stochastic"
 
 
-#: Every way to keep states. The first row of a width is what the width's number stands for.
+#: Every way to keep states. The first row of a width is what the width's number stands for. Saved states name their
+#: row, so a row never changes, nor does ``FEW``.
 STATES: dict[str, States] = {
     row.name: row
     for row in (
-        States("fp32", 32, "fp32", "fp32"),
+        States("fp32", 32, "fp32", "fp32", "nearest"),
         States("bf16", 16, "bf16", "bf16"),
         States("fp8", 8, STATE_SCHEME, STATE_SCHEME),
         States("dynamic8", 8, "dynamic8:group256", "udynamic8:group256"),
-        States("compand8", 8, "compand8:group32:fp16", "ucompand8:group32:fp16"),
+        States("compand8", 8, "compand8:group32:bf16", "ucompand8:group32:bf16"),
         States("dynamic4", 4, "dynamic4:group128", "ulog4:group128", "nearest"),
     )
 }
@@ -66,21 +67,21 @@ def find(bits: int | str) -> States:
     raise ValueError(f"bits is {', '.join(map(str, widths))}, or one of {', '.join(STATES)}; got {bits!r}{hint}")
 
 
-class Kept(NamedTuple):
+class Storage(NamedTuple):
     """What one state of a tensor of ``shape`` is kept in: a float format, or a scheme on its elements seen flat."""
 
     kind: str
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, row: States, shape: Sequence[int], signed: bool) -> Kept:
+    def of(cls, row: States, shape: Sequence[int], signed: bool) -> Storage:
         """By the row, unless the tensor has few elements, or codes of 4 bits that do not come in pairs."""
-        whole = tuple(shape)
-        if prod(whole) < FEW:
+        size = tuple(shape)
+        if prod(size) < FEW:
             row = STATES["fp32"]
-        elif row.bits < 8 and _packed(whole) is None:
+        elif row.bits < 8 and _packed(size) is None:
             row = find(8)
-        return cls(row.signed if signed else row.root, whole)
+        return cls(row.signed if signed else row.root, size)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -128,10 +129,10 @@ def _packed(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return _cut(shape, 2)
 
 
-class Moment(NamedTuple):
+class Stored(NamedTuple):
     """A state that is kept as ``kept`` says: codes and scales, or floats without scales."""
 
-    kept: Kept
+    kept: Storage
     codes: Tensor
     scale: Tensor | None
 
@@ -146,7 +147,7 @@ class Moment(NamedTuple):
         return numbers.reshape(self.kept.shape)
 
 
-def zeros(part: Part, kept: Kept, name: str, device: torch.device) -> Moment:
+def zeros(part: Part, kept: Storage, name: str, device: torch.device) -> Stored:
     """A state of zeros of the parameter ``name``, placed as its part says.
 
     Codes and scales are placed as the parameter is; scales of blocks that lie in several parts are on every process.
@@ -154,7 +155,7 @@ def zeros(part: Part, kept: Kept, name: str, device: torch.device) -> Moment:
     """
     if kept.dtype is not None:
         held = torch.zeros(part.local_shape(kept.shape), dtype=kept.dtype, device=device)
-        return Moment(kept, part.tensor(held, kept.shape), None)
+        return Stored(kept, part.tensor(held, kept.shape), None)
     shape = kept.codes_shape()
     if not part.cuts_alike(shape):
         raise ValueError(
@@ -163,18 +164,18 @@ def zeros(part: Part, kept: Kept, name: str, device: torch.device) -> Moment:
         )
     codes = torch.full(part.local_shape(shape), kept.zero_code(), dtype=torch.uint8, device=device)
     shape, dtype = kept.scale_shape(), kept.scale_dtype()
-    if not is_fused(part, kept):
-        return Moment(kept, part.tensor(codes, kept.codes_shape()), torch.zeros(shape, dtype=dtype, device=device))
+    if not is_aligned(part, kept):
+        return Stored(kept, part.tensor(codes, kept.codes_shape()), torch.zeros(shape, dtype=dtype, device=device))
     scale = torch.zeros(part.local_shape(shape), dtype=dtype, device=device)
-    return Moment(kept, part.tensor(codes, kept.codes_shape()), part.tensor(scale, shape))
+    return Stored(kept, part.tensor(codes, kept.codes_shape()), part.tensor(scale, shape))
 
 
-def is_fused(part: Part, kept: Kept) -> bool:
+def is_aligned(part: Part, kept: Storage) -> bool:
     """Whether no block lies in several parts, and scales are cut as the parameter is."""
     return kept.dtype is not None or (part.holds_blocks(kept.block) and part.cuts_alike(kept.scale_shape()))
 
 
-def encoded(part: Part, kept: Kept, name: str, numbers: Tensor) -> Moment:
+def encoded(part: Part, kept: Storage, name: str, numbers: Tensor) -> Stored:
     """The numbers of a whole tensor, rounded to nearest, placed as ``zeros`` places them."""
     made = zeros(part, kept, name, numbers.device)
     if made.scale is None:

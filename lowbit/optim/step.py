@@ -5,7 +5,6 @@ Source: docs/numerics.md section 11.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,23 +18,23 @@ from lowbit.functional.optim import step_
 from lowbit.functional.quantize import quantize
 from lowbit.ops.optim import OptimizerStep
 from lowbit.optim.shards import Part, local
-from lowbit.optim.states import Kept, Moment, is_fused
+from lowbit.optim.states import Storage, Stored, is_aligned
 
-__all__ = ["Plan", "Work", "advance", "advance_together"]
+__all__ = ["Plan", "Work", "advance", "advance_together", "direction", "mean_of"]
 
 
 @dataclass(frozen=True)
 class Plan:
     """What stays of a parameter from step to step: its name and part, its rule, what its states are kept as.
 
-    ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights. ``few``: of elements in all, so that
-    its states are in fp32.
+    ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights.
+    ``few``: of elements in all, so that its states are in fp32.
     """
 
     name: str
     rule: str
     part: Part
-    moments: dict[str, Kept]
+    moments: dict[str, Storage]
     rounding: str
     stream: int
     few: bool
@@ -71,7 +70,7 @@ class Work:
         """Whether the parameter is rounded stochastically."""
         return self.group["master"] == "stochastic" and self.param.dtype == torch.bfloat16
 
-    def other(self, rule: str, moments: dict[str, Kept], **changes: Any) -> Work:
+    def other(self, rule: str, moments: dict[str, Storage], **changes: Any) -> Work:
         """The same parameter in another rule's step."""
         return replace(self, plan=replace(self.plan, rule=rule, moments=moments), **changes)
 
@@ -79,23 +78,34 @@ class Work:
 def advance(work: Work, factors: Sequence[float]) -> None:
     """One step of a parameter and its states by the work's rule, in place."""
     part = work.part
-    kept = [Moment(kind, *_stored(work.state, name)) for name, kind in work.plan.moments.items()]
-    if all(is_fused(part, moment.kept) for moment in kept):
+    kept = [Stored(kind, *_stored(work.state, name)) for name, kind in work.plan.moments.items()]
+    if all(is_aligned(part, moment.kept) for moment in kept):
         _op(work, factors, kept)
         return
     numbers = [_decoded(part, m) for m in kept]
     if part.numel:
-        floats = [Moment(Kept("fp32", m.kept.shape), n, None) for m, n in zip(kept, numbers, strict=True)]
+        floats = [Stored(Storage("fp32", m.kept.shape), n, None) for m, n in zip(kept, numbers, strict=True)]
         _op(work, factors, floats)
     for moment, number in zip(kept, numbers, strict=True):
         _encode(work, moment, number)
 
 
-def advance_together(works: Sequence[Work], factors: Sequence[float]) -> bool:
-    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op.
+def direction(work: Work, grad: Tensor, moments: dict[str, Storage], factors: Sequence[float]) -> Tensor:
+    """What the rule ``momentum`` makes of ``grad`` instead of a step: fp32, of this process' part."""
+    made = torch.zeros(grad.shape, device=grad.device)
+    state = {name: value for name, value in work.state.items() if name != "master"}
+    advance(work.other("momentum", moments, param=made, grad=grad, state=state), factors)
+    return made
 
-    Answers whether their moments are finite.
-    """
+
+def mean_of(keep: float, nesterov: bool = False) -> tuple[float, ...]:
+    """The factors by which a direction is the mean of gradients, or with Nesterov's look ahead."""
+    shares = (1 - keep, keep) if nesterov else (0.0, 1.0)
+    return 0.0, keep, 1 - keep, *shares, -1.0
+
+
+def advance_together(works: Sequence[Work], factors: Sequence[float]) -> None:
+    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op."""
     params = [_flat(work.param) for work in works]
     states = [[_flat(work.local(name)) for work in works] for name in works[0].plan.moments]
     param, *moments = (torch.cat(parts) for parts in (params, *states))
@@ -106,7 +116,6 @@ def advance_together(works: Sequence[Work], factors: Sequence[float]) -> bool:
         [part for parts in (params, *states) for part in parts],
         [piece for flat in (param, *moments) for piece in flat.split(sizes)],
     )
-    return all(math.isfinite(moment.sum()) for moment in moments)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -118,7 +127,7 @@ def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:
     return local(state[name]), None if scale is None else local(scale)
 
 
-def _op(work: Work, factors: Sequence[float], kept: Sequence[Moment]) -> None:
+def _op(work: Work, factors: Sequence[float], kept: Sequence[Stored]) -> None:
     part = work.part
     if not part.numel:
         return
@@ -164,22 +173,22 @@ def _each(kind: str) -> str:
     return ":".join((format, "group1", *options))
 
 
-def _decoded(part: Part, moment: Moment) -> Tensor:
+def _decoded(part: Part, moment: Stored) -> Tensor:
     """The moment's numbers, fp32 [rows, cols], by scales of the whole tensor's blocks."""
     assert moment.scale is not None  # floats have no blocks
     if not part.numel:
         return moment.scale.new_empty(part.rows, part.cols, dtype=torch.float32)
-    scale = moment.scale.view(-1)[part.places() // moment.kept.block]
+    scale = moment.scale.view(-1)[part.places(moment.scale.device) // moment.kept.block]
     codes = moment.codes.view(part.rows, -1)
     numbers: Tensor = call("dequantize", codes, _each(moment.kept.kind), part.cols, scale, None, None, torch.float32)
     return numbers
 
 
-def _encode(work: Work, moment: Moment, numbers: Tensor) -> None:
+def _encode(work: Work, moment: Stored, numbers: Tensor) -> None:
     """Stores numbers as the moment is kept, with scales from the blocks of the whole tensor."""
     part, kept = work.part, moment.kept
     assert moment.scale is not None
-    blocks = part.places() // kept.block
+    blocks = part.places(numbers.device) // kept.block
     bits = (numbers.view(torch.int32) & 0x7FFFFFFF).view(-1)
     amax = bits.new_zeros(moment.scale.numel()).scatter_reduce_(0, blocks.view(-1), bits, "amax")
     for group in part.groups:

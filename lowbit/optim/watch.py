@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -36,11 +36,15 @@ class Watch:
         self._who = who
         self._warned: set[tuple[str, str]] = set()
 
+    def looks_at(self, work: Work) -> bool:
+        """Whether this step is one after which a parameter's elements are compared with what they were."""
+        short = work.param.dtype != torch.float32 and work.group["master"] is None
+        return short and _sparse(work) and work.param.numel() > 0
+
     @contextmanager
     def moving(self, work: Work) -> Iterator[None]:
         """Around a parameter's step: warns where rounding undoes most of it."""
-        short = work.param.dtype != torch.float32 and work.group["master"] is None
-        if not short or not _sparse(work) or not work.param.numel():
+        if not self.looks_at(work):
             yield
             return
         before, grad = _sample(work.param).clone(), _sample(work.grad)
@@ -50,8 +54,8 @@ class Watch:
         if work.group["lr"] and moved < _MOVED * int(asked.sum()):
             self._warn(
                 "still", work.plan.name,
-                f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at "
-                f"of {work.plan.name} in {work.param.dtype}: updates are less than half of its last place; use "
+                f"{self._who}: step {work.step} moved {moved} of {int(asked.sum())} elements looked at of "
+                f"{work.plan.name} in {work.param.dtype}: updates are less than half of its last place; use "
                 "master='residual', 'stochastic' or 'fp32'",
             )  # fmt: skip
 
@@ -64,11 +68,20 @@ class Watch:
             if (cheap or _sparse(work)) and not _all_finite(looked):
                 self._warn(
                     "finite", work.plan.name,
-                    f"{self._who}: the gradient of {work.plan.name} holds Inf or NaN at step {work.step}, and its "
-                    "states hold it from now on; skip such steps (torch.amp.GradScaler does), or go back to a "
-                    "checkpoint",
+                    f"{self._who}: the gradient of {work.plan.name} is Inf or NaN at step {work.step}, or too large "
+                    "for its states, which hold NaN from now on; skip such steps (torch.amp.GradScaler does), or go "
+                    "back to a checkpoint",
                 )  # fmt: skip
                 return
+
+    def finite_together(self, works: Sequence[Work]) -> None:
+        """The same of small parameters, each of which is asked only where one is at fault."""
+        if works[0].param.device.type != "cpu" and not _sparse(works[0]):
+            return
+        states = [work.local(name) for work in works for name in work.plan.moments]
+        if states and not math.isfinite(sum(torch._foreach_norm(states, math.inf))):
+            for work in works:
+                self.finite(work)
 
     def _warn(self, kind: str, name: str, message: str) -> None:
         if (kind, name) not in self._warned:

@@ -55,15 +55,9 @@ def _momentum(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[flo
     return p - (g * grad_share + m * momentum_share) * rate, [m]
 
 
-def _nesterov(p: Tensor, g: Tensor, moments: list[Tensor], factors: Sequence[float]) -> tuple[Tensor, list[Tensor]]:
-    mix, share = factors
-    m = moments[0] + (g - moments[0]) * mix
-    return g + (m - g) * share, [m]
-
-
 #: The arithmetic of every rule of lowbit/ops/optim.py.
 UPDATES: dict[str, Update] = {
-    "adamw": _adamw, "lion": _lion, "sgd": _sgd, "momentum": _momentum, "nesterov": _nesterov,
+    "adamw": _adamw, "lion": _lion, "sgd": _sgd, "momentum": _momentum,
 }  # fmt: skip
 
 

@@ -63,7 +63,6 @@ _FACTORS = {
     "lion": (0.9999, 0.1, 0.01, 1e-3),
     "sgd": (0.999, 0.01, 0.1),
     "momentum": (0.01, 0.9, 1.0, 1.0, 0.9, 0.1),
-    "nesterov": (0.05, 0.95),
 }
 
 #: What samples differ in: the rule, and a row of each table.
@@ -138,7 +137,7 @@ _MEASURED = (
     ("adamw", "fp32", "nearest", WEIGHTS[0]), ("adamw", "bf16", "stochastic", WEIGHTS[0]),
     ("adamw", STATE_SCHEME, "stochastic", WEIGHTS[3]), ("adamw", STATE_SCHEME, "stochastic", WEIGHTS[4]),
     ("adamw", STATE_SCHEME, "stochastic", WEIGHTS[6]),
-    *((rule, STATE_SCHEME, "stochastic", WEIGHTS[0]) for rule in ("lion", "momentum", "nesterov")),
+    *((rule, STATE_SCHEME, "stochastic", WEIGHTS[0]) for rule in ("lion", "momentum")),
     ("sgd", "fp32", "nearest", WEIGHTS[0]),
 )  # fmt: skip
 

@@ -86,6 +86,19 @@ def test_sums_of_squares_are_exact_to_their_steps():
             assert abs(Fraction(total) - exact) <= len(line) * largest**2 / 2**36
 
 
+@pytest.mark.parametrize("eps", [(1e-30, 1e-3), (0.0, 1e-3)])
+def test_rows_without_gradients_stay(eps):
+    param = torch.nn.Parameter(torch.randn(64, 80))
+    before = param.detach().clone()
+    optimizer = lb.optim.Adafactor([param], eps=eps)
+    param.grad = torch.randn(64, 80)
+    param.grad[3] = 0
+    for _ in range(2):
+        optimizer.step()
+    assert torch.equal(param[3], before[3])
+    assert param.isfinite().all()
+
+
 def test_masters_decide_the_size_of_weights():
     param = torch.nn.Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
     optimizer = lb.optim.Adafactor([param], lr=1e-3, master="fp32")

@@ -67,10 +67,21 @@ def test_few_gradients_exist_at_a_time():
     assert alive == [1] * 8
 
 
+def test_frozen_parameters_stay():
+    model = network()
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    lb.optim.in_backward_(model, lb.optim.AdamW)
+    loss(model, 0).backward()
+    assert same_bits(model[0].weight.detach(), before)
+
+
 def test_what_it_cannot_be_combined_with():
     model = network()
     with pytest.raises(TypeError, match=r"lowbit\.optim, got AdamW"):
         lb.optim.in_backward_(model, torch.optim.AdamW)
     optimizer = lb.optim.in_backward_(model, lb.optim.AdamW)
+    with pytest.raises(TypeError, match="lr are for a class"):
+        lb.optim.in_backward_(model, lb.optim.AdamW(model.parameters()), lr=1.0)
     with pytest.raises(ValueError, match="already"):
         lb.optim.in_backward_(model, optimizer)

@@ -84,6 +84,18 @@ def test_a_convolution_is_a_matrix():
     assert torch.equal(conv.detach().reshape(32, 144), flat.detach())
 
 
+def test_torchs_state_is_taken_over():
+    param = torch.nn.Parameter(torch.randn(64, 80))
+    theirs = torch.optim.Muon([param])
+    param.grad = torch.randn(64, 80)
+    theirs.step()
+    optimizer = lb.optim.Muon([param], bits=32)
+    optimizer.load_state_dict(theirs.state_dict())
+    buffer = theirs.state[param]["momentum_buffer"].clone()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], buffer.lerp(param.grad, 0.05))
+
+
 def test_settings_that_do_not_fit():
-    with pytest.raises(ValueError, match="original, match_rms_adamw"):
+    with pytest.raises(ValueError, match="None, 'original', 'match_rms_adamw'"):
         lb.optim.Muon([torch.nn.Parameter(torch.ones(3, 4))], adjust_lr_fn="none")

@@ -10,7 +10,7 @@ from support.bits import same_bits
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.optim.states import Kept, Moment, find
+from lowbit.optim.states import Storage, Stored, find
 
 SHAPES = [(1,), (64, 80), (37, 151), (8, 16, 7, 7), (5000,)]
 BITS = [row.name for row in lb.optim.STATES.values()]
@@ -30,7 +30,7 @@ def numbers(optimizer: lb.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     """The states of a parameter as fp32 numbers."""
     state = optimizer.state[param]
     kept = {id(p): k for _, p, k in optimizer.kept()}[id(param)]
-    return {name: Moment(k, state[name], state.get(f"{name}_scale")).numbers() for name, k in kept.items()}
+    return {name: Stored(k, state[name], state.get(f"{name}_scale")).numbers() for name, k in kept.items()}
 
 
 # -- the formulas, in float64 ------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_a_step_is_the_papers(rule, bits):
             torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=2e-7)
             after = numbers(optimizer, param)
             for name, exact in states.items():
-                kind = Kept.of(find(bits), shape, not name.endswith("_root"))
+                kind = Storage.of(find(bits), shape, not name.endswith("_root"))
                 if kind.dtype is not None:
                     tolerance = 2e-6 if kind.dtype == torch.float32 else 2**-8
                     torch.testing.assert_close(after[name].double(), exact, rtol=tolerance, atol=1e-6)

@@ -10,7 +10,7 @@ from support.bits import same_bits
 from torch import nn
 
 import lowbit as lb
-from lowbit.optim.states import Kept, Moment
+from lowbit.optim.states import Storage, Stored
 
 BITS = [row.name for row in lb.optim.STATES.values()]
 
@@ -108,10 +108,10 @@ def test_states_of_other_bits_are_converted(old, new):
 def _numbers(optimizer, param, moment):
     kept = optimizer.kept_as(optimizer.param_groups[0], param)[moment]
     state = optimizer.state[param]
-    return Moment(kept, state[moment], state.get(f"{moment}_scale")).numbers()
+    return Stored(kept, state[moment], state.get(f"{moment}_scale")).numbers()
 
 
-def _rounded(numbers, kept: Kept):
+def _rounded(numbers, kept: Storage):
     return lb.quantize(numbers.flatten(), kept.kind).dequantize().view_as(numbers)
 
 

@@ -212,6 +212,38 @@ def test_copies_go_on_in_every_bit(cls, clone):
     assert all(same_bits(a, b) for a, b in zip(bits_of(model), bits_of(other), strict=True))
 
 
+def test_settings_that_states_are_kept_by_stay():
+    """Also in a copy, and after a state is loaded: codes would be read as what they are not."""
+    model = network()
+    optimizer = lb.optim.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    for which in (optimizer, copy.deepcopy(optimizer)):
+        for name, value in (("bits", "dynamic8"), ("master", "residual")):
+            before = which.param_groups[0][name]
+            which.param_groups[0][name] = value
+            for p in which.param_groups[0]["params"]:
+                p.grad = torch.ones_like(p)
+            with pytest.raises(ValueError, match="load this one's state_dict, which converts"):
+                which.step()
+            which.param_groups[0][name] = before
+        which.step()
+
+
+def test_a_width_in_the_name_is_the_width():
+    with pytest.raises(ValueError, match=r"AdamW8bit has bits=8, got bits=32; use AdamW\(\.\.\., bits=32\)"):
+        lb.optim.AdamW8bit([nn.Parameter(torch.ones(3))], bits=32)
+
+
+def test_parameters_without_names_are_told_apart():
+    params = [nn.Parameter(torch.ones(64, 80)) for _ in range(2)]
+    optimizer = lb.optim.AdamW([{"params": [p]} for p in params])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert list(lb.optim.saturation(optimizer)) == [f"parameter 0 of group {i} [64, 80]" for i in (0, 1)]
+
+
 # -- warnings ----------------------------------------------------------------------------------------------------------
 def test_warns_once_of_a_parameter_that_does_not_move():
     param = nn.Parameter(torch.ones(64, 80, dtype=torch.bfloat16))
@@ -223,13 +255,32 @@ def test_warns_once_of_a_parameter_that_does_not_move():
     assert len(told) == 1
 
 
+def test_small_parameters_are_watched_too():
+    params = [("scale", nn.Parameter(torch.ones(100, dtype=torch.bfloat16)))]
+    optimizer = lb.optim.AdamW(params, lr=1e-5)
+    params[0][1].grad = torch.ones(100, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="moved 0 of 100 elements looked at of scale"):
+        optimizer.step()
+
+
+def test_names_small_parameters_whose_gradient_is_not_finite():
+    params = [(name, nn.Parameter(torch.ones(10))) for name in "abc"]
+    optimizer = lb.optim.AdamW(params)
+    for _, p in params:
+        p.grad = torch.ones(10)
+    params[1][1].grad[3] = float("inf")
+    with pytest.warns(UserWarning, match="the gradient of b is Inf or NaN") as told:
+        optimizer.step()
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("bits", [32, 8])
 def test_names_the_parameter_whose_gradient_is_not_finite(bits):
     good, bad = nn.Parameter(torch.ones(64, 80)), nn.Parameter(torch.ones(64, 80))
     optimizer = lb.optim.AdamW([("good", good), ("bad", bad)], bits=bits)
     good.grad, bad.grad = torch.ones_like(good), torch.ones_like(bad)
     bad.grad[3, 4] = float("nan")
-    with pytest.warns(UserWarning, match="the gradient of bad holds Inf or NaN at step 1"):
+    with pytest.warns(UserWarning, match="the gradient of bad is Inf or NaN at step 1"):
         optimizer.step()
 
 

@@ -6,7 +6,6 @@
 #include "cpu/optim/rules/adamw.inl"
 #include "cpu/optim/rules/lion.inl"
 #include "cpu/optim/rules/momentum.inl"
-#include "cpu/optim/rules/nesterov.inl"
 #include "cpu/optim/rules/sgd.inl"
 
 // Calls f(rule), a struct of those, of the factors that are given.
