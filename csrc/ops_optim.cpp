@@ -1,8 +1,9 @@
-// The CPU kernel of optimizers: checks, then cpu/optim.
+// The CPU kernels of optimizers: checks, then cpu/optim.
 #include <algorithm>
 #include <vector>
 
 #include "cpu/optim/step.h"
+#include "cpu/optim/sums.h"
 #include "ops_params.h"
 #include "ops_random.h"
 
@@ -117,7 +118,22 @@ bool optimizer_step(const Tensor& given_param, const Tensor& given_grad, const M
     return true;
 }
 
+bool square_sums(const Tensor& given, const Tensor& given_exponents, int64_t axis, const Tensor& sums) {
+    const Tensor x = in_rows(given), exponents = dense(given_exponents);
+    const cpu::Shape shape = shape_of(x, "x");
+    const int64_t count = axis == 0 ? shape.rows : shape.cols;
+    STD_TORCH_CHECK(exponents.scalar_type() == ScalarType::Int && exponents.numel() == count,
+                    "exponents must be int32, one for each row or column");
+    STD_TORCH_CHECK(sums.scalar_type() == ScalarType::Long && sums.is_contiguous() && sums.numel() == count,
+                    "sums must be int64, contiguous, one for each row or column");
+    const auto run = axis == 0 ? cpu::row_square_sums : cpu::column_square_sums;
+    run(values_of(x, "x"), shape, static_cast<const int32_t*>(exponents.const_data_ptr()),
+        static_cast<int64_t*>(sums.mutable_data_ptr()));
+    return true;
+}
+
 }  // namespace
 }  // namespace lowbit
 
 LOWBIT_KERNEL(optimizer_step, &lowbit::optimizer_step, CPU)
+LOWBIT_KERNEL(square_sums, &lowbit::square_sums, CPU)

@@ -24,6 +24,10 @@ struct StepRule {
     float factors[kMaxFactors];
 };
 
+// Bits of a term of a sum of squares, and what terms are below.
+constexpr int kSquareBits = 38;
+constexpr double kSquareEnd = 0x1p38;
+
 // fp32 bits to bf16, up with the probability of what is cut off; Inf beyond the range, and one NaN. `noise`: 16 bits.
 LOWBIT_HD uint16_t narrow_bf16_stochastic(uint32_t bits, uint32_t noise) {
     if (is_nan(bits)) return static_cast<uint16_t>(kNan >> 16);

@@ -155,6 +155,9 @@ struct RowKernels {
     // Weights of 24 bits (common/optim.h) in fp32, and back.
     void (*join24)(const uint16_t* high, const int8_t* low, int64_t n, float* out);
     void (*split24)(const float* x, int64_t n, uint16_t* high, int8_t* low);
+    // The sum of squares of n numbers as integers in steps of 1 / scale; and what each adds to its own sum.
+    int64_t (*square_sum)(const float* x, int64_t n, double scale);
+    void (*add_squares)(const float* x, int64_t n, const double* scales, int64_t* sums);
     // Whole groups of eight codes to and from `bits` bytes.
     void (*pack)(const uint8_t* codes, int64_t groups, int bits, uint8_t* out);
     void (*unpack)(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes);

@@ -140,6 +140,10 @@ def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None
         scale.copy_(new.scale)
 
 
+def _square_sums(outs: tuple[Tensor, ...], call: optim.SquareSums) -> None:
+    outs[0].copy_(reference.square_sums(call.x, call.exponents, call.axis, optim.SQUARE_BITS))
+
+
 _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "encode": _encode,
     "decode": _decode,
@@ -154,6 +158,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "fake_quantize_backward": _fake_quantize_backward,
     "scaled_mm": _scaled_mm,
     "optimizer_step": _optimizer_step,
+    "square_sums": _square_sums,
 }
 
 _ROWS = tuple(

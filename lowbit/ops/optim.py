@@ -1,4 +1,5 @@
 """optimizer_step: one step of a rule on a tensor, whose moments are kept as codes with scales or as floats.
+square_sums: sums of squares of the rows or columns of a matrix, as integers.
 
 A rule is a row of ``RULES``: which moments it keeps, and the factors that it multiplies with.
 Source: docs/numerics.md section 11.
@@ -35,6 +36,9 @@ MAX_RUN = 2048
 
 #: Formats that moments may be kept in without scales.
 FLOAT_STATES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+#: Bits of a term of ``square_sums``. Sums of as many as ``2^(62 - SQUARE_BITS)`` terms fit 64 bits.
+SQUARE_BITS = 38
 
 #: What a master weight is kept as, beside a parameter of 16 bits: all of it, or the 8 bits that bf16 lacks of 24.
 MASTERS: dict[str, torch.dtype] = {"fp32": torch.float32, "residual": torch.int8}
@@ -238,9 +242,37 @@ def _cost(call: OptimizerStep) -> Cost:
     return Cost(0, 2 * replaced + call.grad.nbytes)
 
 
+class SquareSums(NamedTuple):
+    """``x`` float ``[rows, cols]``; ``exponents`` int32, one for each row (``axis`` 0) or column (1).
+
+    The result, int64 of their length, is the sum over each row (column) of ``x^2`` in steps of
+    ``2^(2 e - SQUARE_BITS)``, each term rounded to nearest. Elements not below ``2^e`` in magnitude count as 0.
+    """
+
+    x: Tensor
+    exponents: Tensor
+    axis: int
+
+
+def _check_square_sums(call: SquareSums) -> None:
+    require_float("square_sums", "x", call.x)
+    require(call.x.dim() == 2, f"lowbit.square_sums: x must be a matrix [rows, cols], got {list(call.x.shape)}")
+    require(call.axis in (0, 1), f"lowbit.square_sums: axis must be 0 (rows) or 1 (columns), got {call.axis}")
+    given, expected = call.exponents, (call.x.shape[call.axis],)
+    require(
+        given.dtype == torch.int32 and tuple(given.shape) == expected,
+        f"lowbit.square_sums: exponents must be int32 {list(expected)}, one for each {('row', 'column')[call.axis]} "
+        f"of x, got {given.dtype} {list(given.shape)}",
+    )
+
+
 SPECS = (
     OpSpec(
         "optimizer_step", OptimizerStep, tuple(f"new_{name}" for name in REPLACED), _outputs, _check, _cost,
         in_place={f"new_{name}": name for name in REPLACED},
+    ),
+    OpSpec(
+        "square_sums", SquareSums, ("sums",), lambda call: [(tuple(call.exponents.shape), torch.int64)],
+        _check_square_sums, lambda call: Cost(0, call.x.nbytes + 12 * call.exponents.numel()),
     ),
 )  # fmt: skip

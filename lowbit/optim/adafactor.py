@@ -91,7 +91,7 @@ def _of_matrix(matrix: Matrix, grad: Tensor, state: dict[str, Any], eps: float, 
         state[name].lerp_((total / size + eps).float(), new)
     row, col = state["row_var"].double(), state["col_var"].double()
     by_row, by_col = (row / row.mean()).rsqrt().float(), col.rsqrt().float()
-    return grad * matrix.here(by_row, 0)[:, None] * matrix.here(by_col, 1)
+    return torch.mul(grad, matrix.here(by_row, 0)[:, None]).mul_(matrix.here(by_col, 1))
 
 
 def _of_vector(work: Work, eps: float, new: float) -> Tensor:

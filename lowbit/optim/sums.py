@@ -1,7 +1,7 @@
 """Sums of squares of the rows and columns of a matrix that no order of adding and no sharding changes.
 
-Every term is an integer: a square relative to the largest of its row (or column), in steps of ``2^-BITS``. Integers add
-exactly, so each process adds its own and their sums are those of the whole matrix.
+Every term is an integer: a square relative to the largest of its row (or column), by the op ``square_sums``. Integers
+add exactly, so each process adds its own and their sums are those of the whole matrix.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.calls import call
+from lowbit.ops.optim import SQUARE_BITS
 from lowbit.optim.shards import Part
 
 __all__ = ["Matrix"]
 
-#: Bits below the largest square of a row. Sums of as many as ``2^(62 - BITS)`` terms are whole.
-BITS = 38
-#: Elements that are looked at together.
-_RUN = 1 << 16
+#: Schemes whose blocks are the rows (0) or columns (1) of a matrix.
+_LINES = ("int8:row", "int8:col")
 
 
 class Matrix:
@@ -50,22 +50,12 @@ class Matrix:
         """fp64 sums of squares of all rows (0) and columns (1); ``mine``: fp32 or 16 bits, of this process."""
         tops = [self._reduced(_amax(mine, axis), axis, dist.ReduceOp.MAX) for axis in axes]
         exponents = [torch.frexp(top)[1] for top in tops]
-        sums = [torch.zeros(len(self._places[axis]), dtype=torch.int64, device=mine.device) for axis in axes]
-        scales = [torch.ldexp(torch.ones_like(e, dtype=torch.float64), -e) for e in exponents]
-        step = max(1, _RUN // max(mine.shape[1], 1))
-        for start in range(0, mine.shape[0], step):
-            rows = mine[start : start + step].double()
-            for axis, total, scale in zip(axes, sums, scales, strict=True):
-                here = self.here(scale, axis)
-                relative = rows * (here if axis else here[start : start + step, None])
-                added = (relative.square_() * 2.0**BITS).round_().long().sum(1 - axis)
-                if axis:
-                    total += added
-                else:
-                    total[start : start + step] = added
-        wholes = [self._reduced(total, axis, dist.ReduceOp.SUM) for axis, total in zip(axes, sums, strict=True)]
+        wholes = [
+            self._reduced(call("square_sums", mine, self.here(e, axis), axis), axis, dist.ReduceOp.SUM)
+            for axis, e in zip(axes, exponents, strict=True)
+        ]
         return [
-            torch.where(top.isfinite(), torch.ldexp(whole.double(), 2 * e - BITS), torch.nan)
+            torch.where(top.isfinite(), torch.ldexp(whole.double(), 2 * e - SQUARE_BITS), torch.nan)
             for whole, e, top in zip(wholes, exponents, tops, strict=True)
         ]
 
@@ -82,4 +72,9 @@ def _amax(mine: Tensor, axis: int) -> Tensor:
     """The largest magnitude of each row (0) or column (1); Inf where NaN is among them, whose maximum gloo loses."""
     if not mine.numel():
         return mine.new_zeros(mine.shape[axis], dtype=torch.float32)
-    return mine.abs().amax(1 - axis).float().nan_to_num(torch.inf, torch.inf)
+    if mine.shape[1 - axis] == 1:
+        tops = mine.abs().float()
+    else:
+        low, high = call("block_range", mine, _LINES[axis])
+        tops = torch.maximum(high, -low)
+    return tops.reshape(-1).nan_to_num(torch.inf, torch.inf)

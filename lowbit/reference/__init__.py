@@ -33,6 +33,7 @@ from lowbit.reference.scales import (
     scale_value,
     spread,
 )
+from lowbit.reference.sums import square_sums
 
 __all__ = [
     "SEGMENT",
@@ -63,6 +64,7 @@ __all__ = [
     "scaled_mm",
     "split24",
     "spread",
+    "square_sums",
     "to_bits",
     "unpack",
     "weight",

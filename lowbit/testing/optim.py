@@ -1,4 +1,4 @@
-"""Calls of the optimizers' steps: small ones for tests, large ones for benchmarks."""
+"""Calls of the optimizers' steps and sums: small ones for tests, large ones for benchmarks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lowbit import reference, scaling
-from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME, OptimizerStep
+from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME, OptimizerStep, SquareSums
 from lowbit.ops.spec import FLOATS, as_rows, dtype_name
 from lowbit.tensor import packing
-from lowbit.testing.inputs import Workload, large_matrix, random_matrix, specials
+from lowbit.testing.inputs import Workload, large_matrix, random_matrix, sample_matrices, specials
 
 
 def _stored(moment: Tensor, text: str) -> tuple[Tensor, Tensor | None]:
@@ -170,5 +170,34 @@ def _codes(moment: Tensor, scheme: str) -> tuple[Tensor, ...]:
     return made
 
 
-SAMPLES = {"optimizer_step": _samples}
-WORKLOADS = {"optimizer_step": _workloads}
+def _exponents(x: Tensor, axis: int) -> Tensor:
+    """Of the largest finite magnitude of each row (0) or column (1): all finite elements are below."""
+    return torch.frexp(x.float().nan_to_num(0.0, 0.0, 0.0).abs().amax(1 - axis))[1]
+
+
+def _square_sums_samples(device: str) -> Iterator[SquareSums]:
+    """Exponents as they should be; some by which elements are too large, and of any size."""
+    for x in (*sample_matrices(device), random_matrix(70, 2100, device, seed=8, extremes=True), torch.ones(0, 3)):
+        matrix = as_rows(x.to(device))
+        for axis in (0, 1):
+            exponents = _exponents(matrix, axis) if matrix.numel() else matrix.new_zeros(3 * axis, dtype=torch.int32)
+            yield SquareSums(matrix, exponents, axis)
+            odd = exponents.clone()
+            odd[::3] -= 2
+            odd[1::4] = torch.iinfo(torch.int32).max
+            odd[2::4] = torch.iinfo(torch.int32).min
+            odd[3::4] += 19
+            yield SquareSums(matrix, odd, axis)
+
+
+def _square_sums_workloads(rows: int, cols: int) -> Iterator[Workload]:
+    def make(dtype: torch.dtype, axis: int) -> SquareSums:
+        x = large_matrix(rows, cols, dtype)
+        return SquareSums(x, _exponents(x, axis), axis)
+
+    for dtype, (axis, lines) in product(FLOATS[:2], enumerate(("rows", "columns"))):
+        yield Workload("", f"{lines} of {dtype_name(dtype)}", partial(make, dtype, axis))
+
+
+SAMPLES = {"optimizer_step": _samples, "square_sums": _square_sums_samples}
+WORKLOADS = {"optimizer_step": _workloads, "square_sums": _square_sums_workloads}
