@@ -107,13 +107,14 @@ def step(
     at = (row.to(tl.int64) * cols)[:, None] + col[None, :]
     sign, magnitude = load_input(grad_ptr, grad_stride_r, grad_stride_c, row, col, row_ok, col_ok, GRAD_DTYPE)
     grad = number(sign, magnitude)
+    sign, magnitude = load_input(param_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+    param = number(sign, magnitude)
     if MASTER == 1:
-        param = load_numbers(master_ptr, at, here, 0)
-    else:
-        sign, magnitude = load_input(param_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
-        param = number(sign, magnitude)
-        if MASTER == 2:
-            param = join24(sign, magnitude, tl.load(master_ptr + at, here, 0))
+        master = load_numbers(master_ptr, at, here, 0)
+        its_sign, its_magnitude = bits.split(bits.narrow(master.to(tl.int32, bitcast=True), DTYPE, False), DTYPE)
+        param = tl.where((its_sign == sign) & (its_magnitude == magnitude), master, param)
+    elif MASTER == 2:
+        param = join24(sign, magnitude, tl.load(master_ptr + at, here, 0))
     first = load_numbers(first_ptr, at, here, FIRST)
     second = load_numbers(second_ptr, at, here, SECOND)
     param, first, second = update(param, grad, first, second, f0, f1, f2, f3, f4, f5, f6, RULE)

@@ -25,6 +25,8 @@ class Adafactor(Optimizer):
     ``col_var`` in fp32, of vectors ``variance``; ``momentum_buffer`` with ``beta1``.
     """
 
+    PAIRS = ("eps",)
+    OPTIONAL = ("eps", "beta1")
     ONE_BY_ONE = frozenset({"sgd", "momentum"})
 
     def __init__(
@@ -62,7 +64,7 @@ class Adafactor(Optimizer):
     def replicated(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         if param.dim() < 2:
             return {}
-        return {"row_var": (param.shape[0],), "col_var": (torch.Size(param.shape[1:]).numel(),)}
+        return {"row_var": (param.shape[0], 1), "col_var": (1, torch.Size(param.shape[1:]).numel())}
 
     def apply(self, work: Work, factors: tuple[float, ...]) -> None:
         group, step, state = work.group, float(work.step), work.state
@@ -88,8 +90,8 @@ def _of_matrix(matrix: Matrix, grad: Tensor, state: dict[str, Any], eps: float, 
     """The gradient over the root of its second moment, which is the product of a row's and a column's."""
     rows, cols = matrix.squares(grad)
     for name, total, size in (("row_var", rows, matrix.cols), ("col_var", cols, matrix.rows)):
-        state[name].lerp_((total / size + eps).float(), new)
-    row, col = state["row_var"].double(), state["col_var"].double()
+        state[name].view(-1).lerp_((total / size + eps).float(), new)
+    row, col = (state[name].view(-1).double() for name in ("row_var", "col_var"))
     by_row, by_col = (row / row.mean()).rsqrt().float(), col.rsqrt().float()
     return torch.mul(grad, matrix.here(by_row, 0)[:, None]).mul_(matrix.here(by_col, 1))
 

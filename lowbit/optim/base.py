@@ -6,7 +6,6 @@ A subclass names the rules of lowbit/ops/optim.py that it steps by, and computes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -17,6 +16,7 @@ from lowbit.optim import load, masters, watch
 from lowbit.optim.shards import Part, gradient, local
 from lowbit.optim.states import FEW, Storage, find, zeros
 from lowbit.optim.step import Plan, Work, advance, advance_together
+from lowbit.rounding import Rounding
 
 __all__ = ["Optimizer"]
 
@@ -35,6 +35,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
+def _in(value: Any, least: float, most: float) -> bool:
+    number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return number and least <= float(value) < most
+
+
 class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose states have few bits: 8, unless ``bits`` says otherwise.
 
@@ -46,13 +51,16 @@ class Optimizer(torch.optim.Optimizer):
     Each may differ between groups, but the seed; ``bits`` and ``master`` of a group stay as they are once it has
     stepped.
 
-    An fp32 master takes over what else is written to its parameter, except through ``.data``, which torch does not
-    count. Parameters may be DTensors that are replicated or sharded; every bit of a step is that of the whole tensor.
+    What something else writes to a parameter, its master takes over. Parameters may be DTensors that are replicated or
+    sharded; every bit of a step is that of the whole tensor.
     Raises TypeError and ValueError for parameters and hyperparameters that do not fit.
     """
 
     #: Rules that see a parameter as a whole, so that small ones cannot step together.
     ONE_BY_ONE: frozenset[str] = frozenset()
+    #: Hyperparameters that are two numbers, and those that may be None.
+    PAIRS: tuple[str, ...] = ("betas",)
+    OPTIONAL: tuple[str, ...] = ()
     #: The width of a class that has one by its name.
     BITS: int | None = None
 
@@ -73,7 +81,6 @@ class Optimizer(torch.optim.Optimizer):
         own = {"bits": bits or self.BITS or 8, "master": master, "rounding": rounding, "seed": seed}
         self.in_backward = False  # whether parameters step during the backward pass
         self._watch = watch.Watch(type(self).__name__)
-        self._versions: dict[int, int] = {}
         self._places: dict[Tensor, int] = {}
         self._plans: dict[Tensor, tuple[tuple[Any, ...], Plan]] = {}
         super().__init__(params, {**defaults, **own})
@@ -112,9 +119,17 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{who}: {name} must be one of {', '.join(map(repr, allowed))}, got {group[name]!r}")
         for name in _RANGES.keys() & group.keys():
             least, most = _RANGES[name]
+            pair = name in self.PAIRS
             values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
-            if not all(value is None or least <= float(value) < most for value in values):
-                raise ValueError(f"{who}: {name} must be at least {least:g} and less than {most:g}, got {group[name]}")
+            fit = [_in(value, least, most) or (value is None and name in self.OPTIONAL) for value in values]
+            if len(values) != 1 + pair or not all(fit):
+                what = "two numbers, each" if pair else "a number"
+                raise ValueError(
+                    f"{who}: {name} must be {what} at least {least:g} and less than {most:g}, got {group[name]!r}"
+                )
+        if not isinstance(group["seed"], int):
+            raise ValueError(f"{who}: seed must be an integer of 64 bits, got {group['seed']!r}")
+        Rounding(group["seed"])  # raises for more bits
         if len(self.param_groups) > 1 and group["seed"] != self.param_groups[0]["seed"]:
             raise ValueError(f"{who}: every group has one seed, {self.param_groups[0]['seed']}; got {group['seed']}")
         for place, param in enumerate(group["params"]):
@@ -133,7 +148,6 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("in_backward", False)  # of a copy, whose parameters have no hooks
         self._watch = watch.Watch(type(self).__name__)
-        self._versions = {}
         params = [param for group in self.param_groups for param in group["params"]]
         self._places = {param: place for place, param in enumerate(params)}
         self.settle()
@@ -165,6 +179,7 @@ class Optimizer(torch.optim.Optimizer):
         self.advance((group, place) for group in self.param_groups for place in range(len(group["params"])))
         return loss
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def advance(self, places: Iterable[tuple[dict[str, Any], int]]) -> None:
         """One step of those parameters, by their groups and places in them, that have a gradient."""
@@ -184,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._is_small(work):
                 together.setdefault((key, work.param.dtype, work.grad.dtype), []).append(work)
                 continue
-            with self._watch.moving(work), self._mastered(work):
+            with self._watch.moving(work):
                 self.apply(work, factors)
             self._watch.finite(work)
         for (key, *_), small in together.items():
@@ -213,14 +228,14 @@ class Optimizer(torch.optim.Optimizer):
     def _plan(self, group: dict[str, Any], place: int, param: Tensor) -> Plan:
         """Made once, unless the group's settings change. Raises ValueError where states are kept otherwise by now."""
         rule = self.rule(group, param)
-        settings = (rule, group["bits"], group["master"], group["rounding"])
+        settings = (rule, group["bits"], group["master"], param.dtype, group["rounding"])
         before, plan = self._plans.get(param, (None, None))
         if plan is None or before != settings:
             name, kept = self.name_of(group, place), self.kept_as(group, param)
-            if before is not None and before[:3] != settings[:3] and self.state.get(param):
+            if before is not None and before[:4] != settings[:4] and self.state.get(param):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} has stepped with rule, bits and master {before[:3]}, and its group "
-                    f"now says {settings[:3]}; make another optimizer and load this one's state_dict, which converts"
+                    f"{type(self).__name__}: {name} has stepped with rule, bits, master and dtype {before[:4]}, "
+                    f"and now has {settings[:4]}; make another optimizer and load this one's state_dict, which converts"
                 )
             rounding = group["rounding"] or find(group["bits"]).rounding
             stream = 2 * self._places[param]
@@ -273,18 +288,6 @@ class Optimizer(torch.optim.Optimizer):
             state["master"] = plan.part.tensor(masters.MAKE[group["master"]](mine), param.shape)
         return state
 
-    @contextmanager
-    def _mastered(self, work: Work) -> Iterator[None]:
-        """Around a step: an fp32 master takes over what something else has written to its parameter."""
-        master = work.master
-        if master is None or master.dtype != torch.float32:
-            yield
-            return
-        if self._versions.get(id(work.state)) != work.param._version:
-            masters.refresh_(work.param, master)
-        yield
-        self._versions[id(work.state)] = work.param._version
-
     def _is_small(self, work: Work) -> bool:
         """Whether a step of several parameters at once does the same to this one."""
         return (
@@ -304,3 +307,10 @@ class Optimizer(torch.optim.Optimizer):
         stay this optimizer's own. Raises ValueError for states of another rule or shape, and changes nothing then.
         """
         load.into(self, state_dict)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state as torch's optimizer of this name takes it: whole tensors in fp32, second moments as squares.
+
+        Every process of a sharded model takes part. Masters are left out.
+        """
+        return load.as_torch(self)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.optim.base import Optimizer
+from lowbit.processes import processes
 
 __all__ = ["in_backward_"]
 
@@ -22,8 +23,9 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
     see docs/optimizers.md.
 
     Parameters that are frozen now stay out of it. Raises TypeError for another optimizer; ValueError for a model in
-    DistributedDataParallel, whose gradients are reduced only after they are complete, and for an optimizer that steps
-    in the backward pass already.
+    DistributedDataParallel, whose gradients are reduced only after they are complete, or to be put into it, where
+    several processes run; for an optimizer of other parameters than the model's; and for parameters that step in the
+    backward pass already.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
@@ -35,14 +37,34 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.named_parameters(), **options)
     if not isinstance(made, Optimizer):
         raise TypeError(f"in_backward_: expected an optimizer of lowbit.optim, got {type(made).__name__}")
-    if made.in_backward:
-        raise ValueError("in_backward_: this optimizer steps in the backward pass already")
+    _require_all(model, made)
     for index, group in enumerate(made.param_groups):
         for place, param in enumerate(group["params"]):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(partial(_step, made, index, place))
     made.in_backward = True
     return made
+
+
+def _require_all(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises ValueError where a step in the backward pass would not be what it is after it."""
+    mine = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    theirs = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    missing = [name for name, param in theirs.items() if id(param) not in mine]
+    if missing or len(mine.keys() - {id(param) for param in model.parameters()}):
+        raise ValueError(
+            "in_backward_: the optimizer must have the model's trainable parameters and no others; "
+            + (f"it lacks {', '.join(missing[:3])}" if missing else "it has others")
+        )
+    for name, param in theirs.items():
+        hooks = (param._post_accumulate_grad_hooks or {}).values()  # type: ignore[attr-defined]
+        if any(getattr(hook, "func", None) is _step for hook in hooks):
+            raise ValueError(f"in_backward_: {name} steps in the backward pass already")
+        if processes() > 1 and not hasattr(param, "placements"):
+            raise ValueError(
+                f"in_backward_: {name} is whole in each of {processes()} processes, and would step by one process' "
+                "gradient; shard the model with FSDP2 (fully_shard) first"
+            )
 
 
 def _step(optimizer: Optimizer, index: int, place: int, param: Tensor) -> None:

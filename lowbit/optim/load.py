@@ -22,7 +22,7 @@ from lowbit.optim.states import Storage, Stored, encoded, fill, find, zeros
 if TYPE_CHECKING:
     from lowbit.optim.base import Optimizer
 
-__all__ = ["into"]
+__all__ = ["as_torch", "into"]
 
 #: Moments by the names that other optimizers give them, and what makes ours of theirs.
 _FOREIGN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {"exp_avg_sq_root": ("exp_avg_sq", torch.sqrt)}
@@ -126,6 +126,10 @@ def _state(
         if not isinstance(held, Tensor) or held.numel() != torch.Size(shape).numel():
             raise ValueError(f"the state of {name} needs {whole_name} {list(shape)}, but has {_shapes(given)}")
         state[whole_name] = whole(held).to(device, torch.float32, copy=True).reshape(shape)
+    known = {"step", "master", *state, *optimizer.replicated(param), *(_FOREIGN[m][0] for m in _FOREIGN if m in state)}
+    for extra in given.keys() - known:
+        if not extra.endswith("_scale"):
+            said[f"{extra} is dropped"] = None
     master = _master(group["master"], saved["master"], param, given.get("master"), part, said)
     if master is not None:
         state["master"] = master
@@ -194,3 +198,23 @@ def _master(
 
 def _shapes(given: dict[str, Any]) -> str:
     return ", ".join(f"{name} {list(v.shape)}" if isinstance(v, Tensor) else name for name, v in given.items())
+
+
+def as_torch(optimizer: Optimizer) -> dict[str, Any]:
+    """What ``Optimizer.torch_state_dict`` returns."""
+    made = torch.optim.Optimizer.state_dict(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    kept = {id(param): (moments, optimizer.state[param]) for _, param, moments in optimizer.kept()}
+    for index, param in enumerate(params):
+        if id(param) not in kept:
+            continue
+        moments, state = kept[id(param)]
+        made["state"][index] = {"step": state["step"].clone()}
+        for moment, storage in moments.items():
+            numbers = Stored(storage, state[moment], state.get(f"{moment}_scale")).numbers().reshape(param.shape)
+            other = _FOREIGN.get(moment)
+            made["state"][index].update({moment: numbers} if other is None else {other[0]: numbers.square()})
+        for name in optimizer.replicated(param):
+            made["state"][index][name] = state[name].clone()
+    made["param_groups"] = [{k: v for k, v in group.items() if k not in _OWN} for group in made["param_groups"]]
+    return made

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit import reference
 
-__all__ = ["MAKE", "number", "refresh_", "stored"]
+__all__ = ["MAKE", "number", "stored"]
 
 #: What each kind of master is, beside a parameter that nothing was cut off yet.
 MAKE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -26,8 +26,3 @@ def number(param: Tensor, master: Tensor) -> Tensor:
 def stored(kind: str, weight: Tensor) -> Tensor:
     """The master of a weight in fp32."""
     return weight if kind == "fp32" else reference.split24(weight)[1]
-
-
-def refresh_(param: Tensor, master: Tensor) -> None:
-    """Takes over to an fp32 master what something else has written to the parameter; elsewhere it stays as it is."""
-    master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))

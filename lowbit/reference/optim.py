@@ -107,9 +107,14 @@ def _stored(x: Tensor, before: Moment, rng: Rng | None) -> Moment:
 
 # -- weights -------------------------------------------------------------------------------------------------------
 def weight(param: Tensor, master: Tensor | None) -> Tensor:
-    """The fp32 number of a parameter, or of its master: all of it, or the 8 bits below bf16."""
-    if master is None or master.dtype != torch.int8:
-        return (param if master is None else master).float()
+    """The fp32 number of a parameter, or of its master: all of it, or the 8 bits below bf16.
+
+    A master that does not round to the parameter is of an earlier one, which something else has changed.
+    """
+    if master is None:
+        return param.float()
+    if master.dtype != torch.int8:
+        return torch.where(to_bits(cast(master, param.dtype)) == to_bits(param), master, param.float())
     bits = to_bits(param)
     magnitude = ((bits & F32_MAGNITUDE) + (master.long() << 8)).clamp(min=0)
     return _numbers_of(magnitude | (bits & ~F32_MAGNITUDE))

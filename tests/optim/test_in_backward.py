@@ -83,5 +83,11 @@ def test_what_it_cannot_be_combined_with():
     optimizer = lb.optim.in_backward_(model, lb.optim.AdamW)
     with pytest.raises(TypeError, match="lr are for a class"):
         lb.optim.in_backward_(model, lb.optim.AdamW(model.parameters()), lr=1.0)
-    with pytest.raises(ValueError, match="already"):
-        lb.optim.in_backward_(model, optimizer)
+    for again in (optimizer, lb.optim.Lion):
+        with pytest.raises(ValueError, match="steps in the backward pass already"):
+            lb.optim.in_backward_(model, again)
+    other = network()
+    with pytest.raises(ValueError, match=r"it lacks 2\.weight, 2\.bias, 3\.weight"):
+        lb.optim.in_backward_(other, lb.optim.AdamW(other[0].parameters()))
+    with pytest.raises(ValueError, match="it lacks"):
+        lb.optim.in_backward_(other, lb.optim.AdamW(network().parameters()))

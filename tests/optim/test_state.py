@@ -161,6 +161,35 @@ def test_masters_are_converted(old, new):
         torch.testing.assert_close(lb.reference.weight(weight.detach(), master), held, rtol=2**-16, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "options"),
+    [
+        (torch.optim.AdamW, lb.optim.AdamW, {}),
+        (torch.optim.SGD, lb.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adafactor, lb.optim.Adafactor, {}),
+    ],
+)
+def test_the_way_back_to_torch(theirs, ours, options):
+    model, same = network(), network()
+    before, beside = ours(model.parameters(), bits=32, **options), theirs(same.parameters(), **options)
+    train(model, before, range(3))
+    train(same, beside, range(3))
+    after = theirs(model.parameters(), **options)
+    after.load_state_dict(before.torch_state_dict())
+    train(model, after, range(3, 6))
+    train(same, beside, range(3, 6))
+    for p, q in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_states_that_are_left_out_are_named():
+    model = network()
+    adamw = lb.optim.AdamW(model.parameters())
+    train(model, adamw, range(1))
+    with pytest.warns(UserWarning, match="exp_avg_sq_root is dropped"):
+        lb.optim.Lion(model.parameters()).load_state_dict(adamw.state_dict())
+
+
 def test_states_that_do_not_fit_change_nothing():
     model = network()
     optimizer = lb.optim.AdamW(model.parameters())

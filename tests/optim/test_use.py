@@ -182,8 +182,11 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_moves():
     [
         ([torch.ones(3, dtype=torch.complex64)], {}, TypeError, "view_as_real"),
         ([torch.ones(3, dtype=torch.float64)], {}, TypeError, "float32, bfloat16 or float16"),
-        ([torch.ones(3)], {"lr": -1.0}, ValueError, "lr must be at least 0"),
-        ([torch.ones(3)], {"betas": (0.9, 1.0)}, ValueError, "betas must be at least 0 and less than 1"),
+        ([torch.ones(3)], {"lr": -1.0}, ValueError, "lr must be a number at least 0"),
+        ([torch.ones(3)], {"lr": "1e-3"}, ValueError, "lr must be a number at least 0"),
+        ([torch.ones(3)], {"betas": (0.9, 1.0)}, ValueError, "betas must be two numbers, each at least 0 and less"),
+        ([torch.ones(3)], {"betas": (0.9,)}, ValueError, "betas must be two numbers"),
+        ([torch.ones(3)], {"seed": None}, ValueError, "seed must be an integer of 64 bits"),
         ([torch.ones(3)], {"bits": "fp9"}, ValueError, "fp8"),
         ([torch.ones(3)], {"master": "bf16"}, ValueError, "'fp32', 'residual', 'stochastic'"),
         ([torch.ones(3)], {"rounding": "up"}, ValueError, "None, 'stochastic', 'nearest'"),

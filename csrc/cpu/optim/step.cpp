@@ -48,6 +48,7 @@ struct alignas(64) MomentWork {
 };
 struct alignas(64) Work {
     float weight[kRun], grad[kRun];
+    uint16_t shorter[kRun];  // of masters
     MomentWork moments[kMaxMoments];
 };
 
@@ -207,7 +208,12 @@ class Weights {
         if (direct_) {
             row.param = param, row.new_param = at_run(weight_.new_param, run);
         } else if (float32_) {
-            row.param = static_cast<const float*>(weight_.master) + at(run);
+            // What something else has written to the parameter is its weight; elsewhere the master is.
+            const float* master = static_cast<const float*>(weight_.master) + at(run);
+            const auto* now = static_cast<const uint16_t*>(param);
+            kernels.narrow(master, weight_.param.dtype, run.count, nullptr, w.shorter);
+            kernels.widen(param, weight_.param.dtype, run.count, w.weight);
+            for (int64_t i = 0; i < run.count; ++i) w.weight[i] = w.shorter[i] == now[i] ? master[i] : w.weight[i];
             row.new_param = static_cast<float*>(weight_.new_master) + at(run);
             row.ahead = static_cast<const float*>(weight_.master) + at(next);
         } else if (weight_.kind == Weight::kResidual) {
