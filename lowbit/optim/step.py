@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lowbit.calls import call
 from lowbit.functional.optim import step_
@@ -106,20 +107,13 @@ def mean_of(keep: float, nesterov: bool = False) -> tuple[float, ...]:
 
 def advance_together(works: Sequence[Work], factors: Sequence[float]) -> None:
     """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op."""
-    params = [_flat(work.param) for work in works]
-    states = [[_flat(work.local(name)) for work in works] for name in works[0].plan.moments]
-    param, *moments = (torch.cat(parts) for parts in (params, *states))
-    grad = torch.cat([_flat(work.grad) for work in works])
+    parts = [[work.param for work in works]]
+    parts += [[work.local(name) for work in works] for name in works[0].plan.moments]
+    param, *moments = (_flatten_dense_tensors(tensors) for tensors in parts)
+    grad = _flatten_dense_tensors([work.grad for work in works])
     step_(_arguments(works[0], factors, param, grad, None, [("fp32", moment, None) for moment in moments]))
-    sizes = [p.numel() for p in params]
-    torch._foreach_copy_(
-        [part for parts in (params, *states) for part in parts],
-        [piece for flat in (param, *moments) for piece in flat.split(sizes)],
-    )
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x if x.dim() == 1 else x.reshape(-1)
+    for tensors, flat in zip(parts, (param, *moments), strict=True):
+        torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
 
 
 def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:
