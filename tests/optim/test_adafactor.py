@@ -75,9 +75,10 @@ def test_a_mean_of_updates_is_kept_in_bits(bits):
     assert optimizer.state[param]["momentum_buffer"].dtype == (torch.float32 if bits == 32 else torch.uint8)
 
 
-def test_sums_of_squares_are_exact_to_their_steps():
+@pytest.mark.parametrize("shape", [(7, 33), (7, 1), (1, 33)])
+def test_sums_of_squares_are_exact_to_their_steps(shape):
     """Against rationals: each square is off by half a step of its row at most, whatever the other rows hold."""
-    x = torch.randn(7, 33) * torch.logspace(-30, 30, 7)[:, None]
+    x = torch.randn(shape) * torch.logspace(-30, 30, shape[0])[:, None]
     rows, cols = Matrix(Part.of(x, "")).squares(x)
     for sums, lines in ((rows, x), (cols, x.t())):
         for total, line in zip(sums.tolist(), lines.tolist(), strict=True):
@@ -97,6 +98,17 @@ def test_rows_without_gradients_stay(eps):
         optimizer.step()
     assert torch.equal(param[3], before[3])
     assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 1), (1, 3)])
+def test_sums_of_what_is_not_finite_are_nan(shape, value, dtype):
+    x = torch.ones(shape, dtype=dtype)
+    x[-1, -1] = value
+    for axis, sums in enumerate(Matrix(Part.of(x, "")).squares(x)):
+        assert sums.isnan().tolist() == [False] * (shape[axis] - 1) + [True]
+        assert (sums[:-1] == shape[1 - axis]).all()
 
 
 def test_masters_decide_the_size_of_weights():
