@@ -189,8 +189,8 @@ def _check_outs(spec: OpSpec, shapes: list[Out], device: torch.device, outs: tup
 
 def _span(t: Tensor) -> int:
     """How many bytes lie between where the first element of a tensor begins and where the last ends."""
-    if t.numel() == 0:
-        return 0
+    if t.is_contiguous():
+        return t.nbytes
     return t.element_size() * (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)))
 
 

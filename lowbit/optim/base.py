@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.ops.optim import MASTERS, RULES
 from lowbit.optim import load, masters, watch
 from lowbit.optim.shards import Part, gradient, local
-from lowbit.optim.states import FEW, Storage, find, zeros
+from lowbit.optim.states import FEW, Storage, find, is_aligned, zeros
 from lowbit.optim.step import Plan, Work, advance, advance_together
 from lowbit.rounding import Rounding
 
@@ -203,8 +203,8 @@ class Optimizer(torch.optim.Optimizer):
                 self.apply(work, factors)
             self._watch.finite(work)
         for (key, *_), small in together.items():
-            advance_together(small, settings[key][1])
-            self._watch.finite_together(small)
+            moments = advance_together(small, settings[key][1])
+            self._watch.finite_together(small, moments)
 
     def _works(self, places: Iterable[tuple[dict[str, Any], int]]) -> list[Work]:
         """What a step is to do; raises before anything has changed."""
@@ -239,7 +239,9 @@ class Optimizer(torch.optim.Optimizer):
                 )
             rounding = group["rounding"] or find(group["bits"]).rounding
             stream = 2 * self._places[param]
-            plan = Plan(name, rule, Part.of(param, name), kept, rounding, stream, param.numel() < FEW)
+            part = Part.of(param, name)
+            aligned = all(is_aligned(part, storage) for storage in kept.values())
+            plan = Plan(name, rule, part, kept, rounding, stream, param.numel() < FEW, aligned)
             self._plans[param] = settings, plan
         return plan
 

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lowbit.calls import call
 from lowbit.functional.optim import step_
 from lowbit.functional.quantize import quantize
 from lowbit.ops.optim import OptimizerStep
 from lowbit.optim.shards import Part, local
-from lowbit.optim.states import Storage, Stored, is_aligned
+from lowbit.optim.states import Storage, Stored
 
 __all__ = ["Plan", "Work", "advance", "advance_together", "direction", "mean_of"]
 
@@ -29,7 +28,7 @@ class Plan:
     """What stays of a parameter from step to step: its name and part, its rule, what its states are kept as.
 
     ``rounding``: of its states. ``stream``: of the random bits of its moments; the next one is of its weights.
-    ``few``: of elements in all, so that its states are in fp32.
+    ``few``: of elements in all, so that its states are in fp32. ``aligned``: no block lies in several parts.
     """
 
     name: str
@@ -39,6 +38,7 @@ class Plan:
     rounding: str
     stream: int
     few: bool
+    aligned: bool
 
 
 @dataclass
@@ -80,7 +80,7 @@ def advance(work: Work, factors: Sequence[float]) -> None:
     """One step of a parameter and its states by the work's rule, in place."""
     part = work.part
     kept = [Stored(kind, *_stored(work.state, name)) for name, kind in work.plan.moments.items()]
-    if all(is_aligned(part, moment.kept) for moment in kept):
+    if work.plan.aligned:
         _op(work, factors, kept)
         return
     numbers = [_decoded(part, m) for m in kept]
@@ -105,15 +105,26 @@ def mean_of(keep: float, nesterov: bool = False) -> tuple[float, ...]:
     return 0.0, keep, 1 - keep, *shares, -1.0
 
 
-def advance_together(works: Sequence[Work], factors: Sequence[float]) -> None:
-    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op."""
-    parts = [[work.param for work in works]]
-    parts += [[work.local(name) for work in works] for name in works[0].plan.moments]
-    param, *moments = (_flatten_dense_tensors(tensors) for tensors in parts)
-    grad = _flatten_dense_tensors([work.grad for work in works])
+def advance_together(works: Sequence[Work], factors: Sequence[float]) -> list[Tensor]:
+    """The same of several parameters of one dtype, whose moments are in fp32 and which have no masters: in one op.
+
+    Answers their moments, joined.
+    """
+    flat = [[_flat(work.param) for work in works]]
+    flat += [[_flat(work.local(name)) for work in works] for name in works[0].plan.moments]
+    param, *moments = (torch.cat(tensors) for tensors in flat)
+    grad = torch.cat([_flat(work.grad) for work in works])
     step_(_arguments(works[0], factors, param, grad, None, [("fp32", moment, None) for moment in moments]))
-    for tensors, flat in zip(parts, (param, *moments), strict=True):
-        torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
+    sizes = [work.part.numel for work in works]
+    torch._foreach_copy_(
+        [tensor for tensors in flat for tensor in tensors],
+        [piece for joined in (param, *moments) for piece in joined.split(sizes)],
+    )
+    return moments
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)
 
 
 def _stored(state: dict[str, Any], name: str) -> tuple[Tensor, Tensor | None]:

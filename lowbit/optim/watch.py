@@ -74,12 +74,10 @@ class Watch:
                 )  # fmt: skip
                 return
 
-    def finite_together(self, works: Sequence[Work]) -> None:
-        """The same of small parameters, each of which is asked only where one is at fault."""
-        if works[0].param.device.type != "cpu" and not _sparse(works[0]):
-            return
-        states = [work.local(name) for work in works for name in work.plan.moments]
-        if states and not math.isfinite(sum(torch._foreach_norm(states, math.inf))):
+    def finite_together(self, works: Sequence[Work], moments: Sequence[Tensor]) -> None:
+        """The same of parameters that have stepped together, each of which is asked only where one is at fault."""
+        looked = works[0].param.device.type == "cpu" or _sparse(works[0])
+        if looked and not all(_all_finite(moment) for moment in moments):
             for work in works:
                 self.finite(work)
 
