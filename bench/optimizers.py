@@ -102,6 +102,8 @@ STEPS = (
     Contender("lowbit Lion8bit", lb.optim.Lion8bit),
     Contender("lowbit SGD8bit, momentum", partial(lb.optim.SGD8bit, momentum=0.9)),
     Contender("lowbit SGD", lb.optim.SGD),
+    Contender("lowbit Adafactor", lb.optim.Adafactor),
+    Contender("torch Adafactor", torch.optim.Adafactor),
     Contender("lowbit AdamW8bit, bf16, residual master", partial(lb.optim.AdamW8bit, master="residual"), _BF16),
     Contender("lowbit AdamW8bit, bf16, stochastic", partial(lb.optim.AdamW8bit, master="stochastic"), _BF16),
 )
