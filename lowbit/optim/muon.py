@@ -27,10 +27,10 @@ class Muon(Optimizer):
     """Muon: momentum whose matrix is made orthogonal by Newton-Schulz iterations.
 
     ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``,
-    ``adjust_lr_fn``: as torch's. A tensor of more axes is the matrix ``[D0, rest]``. Vectors, and groups with
-    ``muon=False`` (embeddings and heads), step by AdamW with ``betas`` and ``eps``; ``"match_rms_adamw"`` gives both
-    the same learning rate. ``bits``, ``master``, ``rounding``, ``seed``: see ``Optimizer``. States:
-    ``momentum_buffer``, or those of AdamW.
+    ``adjust_lr_fn``: as torch's. A tensor of more axes is the matrix ``[D0, rest]``; with ``batch_dims=1`` it is a
+    stack of matrices ``[D1, rest]``, as experts are. Vectors, and groups with ``muon=False`` (embeddings and heads),
+    step by AdamW with ``betas`` and ``eps``; ``"match_rms_adamw"`` gives both the same learning rate. ``bits``,
+    ``master``, ``rounding``, ``seed``: see ``Optimizer``. States: ``momentum_buffer``, or those of AdamW.
 
     The iterations multiply in bf16 on GPUs, in fp32 elsewhere. A DTensor's matrix is gathered for them on each process.
     """
@@ -51,6 +51,7 @@ class Muon(Optimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         muon: bool = True,
+        batch_dims: int = 0,
         maximize: bool = False,
         bits: int | str | None = None,
         master: str | None = None,
@@ -60,7 +61,8 @@ class Muon(Optimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "muon": muon, "maximize": maximize,
+            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "muon": muon,
+            "batch_dims": batch_dims, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, bits, master, rounding, seed)
 
@@ -72,7 +74,7 @@ class Muon(Optimizer):
             )
 
     def rule(self, group: dict[str, Any], param: Tensor) -> str:
-        return "momentum" if group["muon"] and param.dim() > 1 else "adamw"
+        return "momentum" if group["muon"] and param.dim() > 1 + group["batch_dims"] else "adamw"
 
     def factors(self, group: dict[str, Any], rule: str, step: int) -> tuple[float, ...]:
         lr, momentum = float(group["lr"]), float(group["momentum"])
@@ -87,10 +89,11 @@ class Muon(Optimizer):
             return
         group, part = work.group, work.part
         update = direction(work, work.grad, work.plan.moments, factors)
-        matrix = whole(part.tensor(update, part.shape)).reshape(part.shape[0], -1)
+        batch = group["batch_dims"]
+        matrix = whole(part.tensor(update, part.shape)).reshape(*part.shape[: batch + 1], -1)
         moved = orthogonal(matrix, group["ns_steps"], group["ns_coefficients"], group["eps"])
         lr = float(group["lr"])
-        rate = lr * _ADJUST[group["adjust_lr_fn"]](*matrix.shape)
+        rate = lr * _ADJUST[group["adjust_lr_fn"]](*matrix.shape[-2:])
         grad = part.of_whole(moved.reshape(part.shape)).contiguous()
         advance(work.other("sgd", {}, grad=grad), (1 - lr * float(group["weight_decay"]), 0.0, rate))
 
@@ -102,13 +105,14 @@ class Muon8bit(Muon):
 
 
 def orthogonal(matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
-    """A matrix with the singular vectors of ``matrix`` and singular values near 1, of its shape and dtype."""
+    """Matrices of the shape and dtype of ``matrix``, [..., m, n], with its singular vectors and values near 1."""
     a, b, c = coefficients
-    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    tall = x.shape[0] > x.shape[1]
-    x = x.t() if tall else x
-    x = x / x.norm().clamp(min=eps)
+    x: Tensor = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.t()
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.t() if tall else x).to(matrix.dtype)
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    made: Tensor = x.mT if tall else x
+    return made.to(matrix.dtype)

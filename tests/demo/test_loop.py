@@ -202,11 +202,15 @@ def test_training_learns(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "outside"),
-    [("fp32", "bf16"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp32"), ("fp8-delayed", "bf16")],
-)
-def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision, outside):
-    changes = {"precision": precision, "outside": outside, "checkpointing": precision.startswith("fp8")}
+    ("precision", "outside", "optimizer"),
+    [
+        ("fp32", "bf16", "adamw"), ("bf16", "bf16", "lion4bit"), ("fp8", "bf16", "adamw8bit"),
+        ("fp8", "fp32", "muon8bit"), ("fp8-delayed", "bf16", "adamw8bit"),
+    ],
+)  # fmt: skip
+def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tmp_path, precision, outside, optimizer):
+    low = precision.startswith("fp8")
+    changes = {"precision": precision, "outside": outside, "optimizer": optimizer, "checkpointing": low}
     straight = made(corpus, tmp_path / "a", **changes)
     straight.run()
 
@@ -227,6 +231,17 @@ def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tm
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     mine, other = (t.optimizer.state_dict()["state"] for t in (resumed, straight))
     assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
+
+
+@pytest.mark.parametrize("name", ["adamw16bit", "adamw8bit", "adamw4bit", "lion8bit", "sgd8bit", "muon8bit"])
+def test_every_optimizer_learns(corpus, tmp_path, name):
+    history = made(corpus, tmp_path, precision="fp32", optimizer=name, steps=30, lr=1e-2).run()
+    assert history.held_out[-1][1] < history.train[0] - 0.3
+
+
+def test_an_unknown_optimizer_is_named():
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adam8bit' \(did you mean adamw8bit\?\)"):
+        TrainConfig(optimizer="adam8bit")
 
 
 def test_outside_is_what_a_recipes_run_computes_in_beside_its_linear_layers(corpus, tmp_path):

@@ -84,6 +84,17 @@ def test_a_convolution_is_a_matrix():
     assert torch.equal(conv.detach().reshape(32, 144), flat.detach())
 
 
+def test_experts_are_matrices_of_their_own():
+    stacked = torch.nn.Parameter(torch.randn(3, 40, 70))
+    alone = [torch.nn.Parameter(expert.clone()) for expert in stacked.detach()]
+    stacked.grad = torch.randn_like(stacked) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
+    for param, grad in zip(alone, stacked.grad, strict=True):
+        param.grad = grad.clone()
+    lb.optim.Muon([stacked], bits=32, batch_dims=1).step()
+    lb.optim.Muon(alone, bits=32).step()
+    torch.testing.assert_close(stacked.detach(), torch.stack([p.detach() for p in alone]), rtol=1e-4, atol=1e-5)
+
+
 def test_torchs_state_is_taken_over():
     param = torch.nn.Parameter(torch.randn(64, 80))
     theirs = torch.optim.Muon([param])
