@@ -57,7 +57,7 @@ def _check_encode(call: Encode) -> None:
         format.kind != "exponent",
         f"lowbit.encode: {format.name} holds scales, which are made by quantize(x, 'FORMAT:SCALING:e8m0')",
     )
-    require_rounding("encode", call, format)
+    require_rounding("encode", call)
 
 
 def _check_decode(call: Decode) -> None:

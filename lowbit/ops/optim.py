@@ -194,7 +194,7 @@ def _check_scheme(call: OptimizerStep, moment: Kept) -> int:
     scheme = scaling.scheme(moment.scheme)
     refusal = state_refusal(scheme)
     require(refusal is None, f"{op}: {moment.name} cannot be {scheme}: {refusal}; use {STATE_SCHEME}")
-    require_rounding("optimizer_step", call, scheme.format)
+    require_rounding("optimizer_step", call)
     require_codes("optimizer_step", moment.name, moment.codes)
     expected = (*shape[:-1], scheme.packed_cols(shape[-1]))
     require(
@@ -222,7 +222,7 @@ def _check(call: OptimizerStep) -> None:
     _check_master(call)
     if call.param_rounding != "nearest" or call.rounding != "nearest":
         word = call.param_rounding if call.rounding == "nearest" else call.rounding
-        require_rounding("optimizer_step", call._replace(rounding=word), formats.find("bf16"))
+        require_rounding("optimizer_step", call._replace(rounding=word))
     kept = moments(call)
     together = lcm(*(_check_scheme(call, moment) for moment in kept))
     require(

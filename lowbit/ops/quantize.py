@@ -133,7 +133,7 @@ def _check_x(op: str, call: Any, scheme: scaling.Scheme) -> None:
     require_float(op, "x", call.x)
     require(call.x.dim() >= 1, f"lowbit.{op}: x needs at least one axis (lowbit.functional takes scalars too)")
     if hasattr(call, "rounding"):
-        require_rounding(op, call, scheme.format)
+        require_rounding(op, call)
 
 
 def _check_global_scale(call: GlobalScale) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from lowbit import formats, scaling
+from lowbit import scaling
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 #: Shape and dtype of one output.
@@ -138,7 +138,7 @@ def require_input(op: str, x: Tensor, input_scheme: str | None, scale: Tensor | 
     )
 
 
-def require_rounding(op: str, call: Any, format: formats.Format) -> None:
+def require_rounding(op: str, call: Any) -> None:
     """``call`` rounds in a way that there is, and stochastic rounding has its seed and step, ``rng``."""
     if call.rounding not in ROUNDINGS:
         raise ValueError(f"lowbit.{op}: rounding must be 'nearest' or 'stochastic', got {call.rounding!r}")

@@ -112,6 +112,7 @@ class Optimizer(torch.optim.Optimizer):
             self._places.setdefault(param, len(self._places))
 
     def check(self, group: dict[str, Any]) -> None:
+        """Raises TypeError and ValueError for a group's settings and parameters; ``bits`` becomes the row's name."""
         who = type(self).__name__
         group["bits"] = find(group["bits"]).name
         for name, allowed in (("master", _MASTERS), ("rounding", _ROUNDINGS)):

@@ -73,8 +73,8 @@ class Part:
         axes = sorted(cuts)
         if any(prod(shape[:axis]) > 1 for axis in axes[:-1]):
             raise ValueError(
-                f"{name} {list(shape)} is cut along its axes {axes}; an optimizer of lowbit takes tensors that are cut "
-                "along one axis, or along the first and another"
+                f"{name} {list(shape)} is sharded along its axes {axes}; an optimizer of lowbit takes tensors that "
+                "are sharded along one axis, or along the first and another"
             )
         last = axes[-1] if axes else 0
         held = [cuts[axis].length if axis in cuts else size for axis, size in enumerate(shape)]
@@ -179,5 +179,5 @@ def _require_known(placements: Sequence[Any], name: str) -> None:
         if type(placement) not in (Replicate, Shard):
             raise ValueError(
                 f"{name} is placed as {placement}; an optimizer of lowbit takes Replicate and Shard: redistribute the "
-                "parameter, or cut each of its axes by one axis of the mesh"
+                "parameter, or shard each of its axes over one axis of the mesh"
             )

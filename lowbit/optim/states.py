@@ -159,8 +159,8 @@ def zeros(part: Part, kept: Storage, name: str, device: torch.device) -> Stored:
     shape = kept.codes_shape()
     if not part.cuts_alike(shape):
         raise ValueError(
-            f"{name} {list(kept.shape)} is cut at {part.placements} between codes that share a byte of {kept.kind}; "
-            "use bits=8 in its group, or another sharding"
+            f"{name} {list(kept.shape)} is sharded as {part.placements} between codes of {kept.kind} that share a "
+            "byte; use bits=8 in its group, or another sharding"
         )
     codes = torch.full(part.local_shape(shape), kept.zero_code(), dtype=torch.uint8, device=device)
     shape, dtype = kept.scale_shape(), kept.scale_dtype()

@@ -99,7 +99,7 @@ def _refused(rank: int) -> None:
     cube = DeviceMesh("cpu", [[0, 1], [2, 3]])
     param = nn.Parameter(distribute_tensor(torch.ones(16, 16, 32), cube, [Shard(1), Shard(2)]))
     param.grad = param.detach().clone()
-    with pytest.raises(ValueError, match=r"weight \[16, 16, 32\] is cut along its axes \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"weight \[16, 16, 32\] is sharded along its axes \[1, 2\]"):
         lb.optim.AdamW([("weight", param)]).step()
 
 
