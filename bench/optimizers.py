@@ -6,9 +6,6 @@ and not repeated where their file is there; without them the suite takes minutes
 
 from __future__ import annotations
 
-import json
-import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +16,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
-from lowbit.bench import probe
+from lowbit.bench import probe, runs
 from lowbit.bench.timing import Budget, Case, Group, measure, usable
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig
@@ -229,25 +226,20 @@ SEEDS, LENGTH, BATCH = (0, 1, 2), 1000, 2
 
 def _cell(run: Run, seed: int, directory: Path) -> float:
     """Held-out loss at the end of a run, from its file where there is one."""
-    name = "".join(c if c.isalnum() else "-" for c in run.name.lower())
-    path = directory / f"{name}-{seed}.json".replace("--", "-")
-    about = _about(run, seed)
-    if not path.exists() or json.loads(path.read_text())["about"] != about:
-        corpus = Corpus.load(None, GPTConfig().vocab)
+
+    def make(corpus: Corpus, scratch: Path) -> Trainer:
         model = GPT(GPTConfig(vocab=corpus.tokenizer.get_vocab_size()), seed=seed)
         config = TrainConfig(
             precision="fp32" if run.short else "bf16", optimizer=run.optimizer, steps=LENGTH, batch=BATCH, seed=seed,
-            warmup=100, eval_every=200, save_every=LENGTH + 1,
+            warmup=100, eval_every=200,
         )  # fmt: skip
-        with tempfile.TemporaryDirectory() as scratch:
-            trainer = Trainer(model.to(_BF16) if run.short else model, corpus, config, Path(scratch))
-            for group in trainer.optimizer.param_groups:
-                group.update(run.settings)
-            trainer.run()
-        made = {"about": about, "held_out": trainer.history.held_out, "seconds": trainer.history.seconds}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(made) + "\n")
-    return float(json.loads(path.read_text())["held_out"][-1][1])
+        trainer = Trainer(model.to(_BF16) if run.short else model, corpus, config, scratch)
+        for group in trainer.optimizer.param_groups:
+            group.update(run.settings)
+        return trainer
+
+    done = runs.trained(directory / runs.file_name(run.name, seed), _about(run, seed), GPTConfig().vocab, make)
+    return float(done["held_out"][-1][1])
 
 
 def _about(run: Run, seed: int) -> dict[str, Any]:
@@ -261,20 +253,6 @@ def _about(run: Run, seed: int) -> dict[str, Any]:
 def _rows(directory: Path) -> Iterator[tuple[str, list[float]]]:
     for run in RUNS:
         yield run.name, [_cell(run, seed, directory) for seed in SEEDS]
-
-
-def losses_table(rows: Sequence[tuple[str, list[float]]]) -> str:
-    base = rows[0][1]
-    middle, spread = statistics.mean(base), statistics.stdev(base)
-    head = ("run", *(f"seed {seed}" for seed in SEEDS), "mean", "change", "standard deviations")
-    cells = []
-    for name, losses in rows:
-        mean = statistics.mean(losses)
-        cells.append(
-            (name, *(f"{loss:.4f}" for loss in losses), f"{mean:.4f}", f"{mean / middle - 1:+.2%}",
-             f"{(mean - middle) / spread:+.1f}")
-        )  # fmt: skip
-    return markdown(head, cells, numbers=range(1, len(head)))
 
 
 def run(directory: Path) -> Path:
@@ -298,7 +276,7 @@ def run(directory: Path) -> Path:
         f"The demo's GPT, {LENGTH:,} steps of {BATCH} x {GPTConfig().context} tokens, held-out loss in nats a token. "
         "Standard deviations are those of the first row over its seeds. bf16 weights: the whole model is bf16, without "
         "autocast; else weights are fp32 under bf16 autocast.\n",
-        losses_table(rows),
+        runs.losses_table(rows, SEEDS),
     ]
     path = directory / "optimizers.md"
     path.write_text("\n".join(text) + "\n")

@@ -33,6 +33,7 @@ class Suite(str, Enum):
     qat_conv = "qat-conv"
     conv = "conv"
     optimizers = "optimizers"
+    convergence = "convergence"
 
 
 def bench(
@@ -40,8 +41,9 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; convolutions; optimizers; or what quantization-aware "
-            "training brings back, of the demo's GPT and of a convolutional network."
+            "formats; codecs in the caches and what a call costs; convolutions; optimizers; where training in each "
+            "recipe ends; or what quantization-aware training brings back, of the demo's GPT and of a "
+            "convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[
@@ -61,10 +63,14 @@ def bench(
     from lowbit.bench import run
 
     if suite is not Suite.ops:
-        if only or quick or list_only or json:
-            raise ValueError(f"--only, --quick, --list and --json are of the suite 'ops', not of {suite.value!r}")
+        chosen = {"only": only} if only and suite is Suite.convergence else {}
+        if (only and not chosen) or quick or list_only or json:
+            raise ValueError(
+                f"--quick, --list and --json are of the suite 'ops', and --only of it and of 'convergence', not of "
+                f"{suite.value!r}"
+            )
         with errors.status(f"measuring {suite.value}"):
-            path = import_module(f"lowbit.bench.{suite.name}").run(directory)
+            path = import_module(f"lowbit.bench.{suite.name}").run(directory, **chosen)
         out.print(path.read_text(), markup=False, soft_wrap=True)
         return
     items = run.select(only, quick)

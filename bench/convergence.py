@@ -1,0 +1,151 @@
+"""Where training in each precision and recipe ends, beside bf16: the demo's GPT, and one of ten million parameters.
+
+``lowbit bench convergence`` writes convergence.md. Runs are kept one file each below ``convergence/`` beside it; a run
+whose file is there is not repeated, and one that was stopped goes on where it was. All of them take hours:
+``lowbit bench convergence --only "demo mxfp8 seed 0"`` trains what the regular expression matches, and reports all that
+is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit import recipes
+from lowbit.bench import runs
+from lowbit.demo.data import Corpus
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.demo.loop import FLOATS, TrainConfig, Trainer
+from lowbit.machine import provenance
+from lowbit.recipes import Cast, Gemm, Recipe
+
+__all__ = ["run"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, how long it is trained, and with which seeds. ``rate`` is the highest learning rate."""
+
+    name: str
+    model: GPTConfig
+    steps: int
+    batch: int
+    rate: float
+    seeds: tuple[int, ...]
+
+
+DEMO = Size("demo", GPTConfig(), steps=1500, batch=4, rate=5e-3, seeds=(0, 1, 2))
+TEN_MILLION = Size("10m", GPTConfig(layers=6, heads=6, dim=384, hidden=1024), steps=500, batch=4, rate=2e-3, seeds=(0,))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A precision or recipe, and what is changed in it; ``group``: the table that shows it."""
+
+    name: str
+    recipe: str | Recipe
+    group: str = "recipes"
+
+
+def _mx(rounding: str) -> Recipe:
+    """``mxfp8`` with scales rounded otherwise."""
+    kind = f"mxfp8:{rounding}"
+    return Recipe(Gemm(kind, kind), Gemm(kind, f"{kind}:T"), Gemm(f"{kind}:T", f"{kind}:T"), name=f"mxfp8-{rounding}")
+
+
+def _stochastic(name: str) -> Recipe:
+    """A recipe with gradients rounded stochastically."""
+    base = recipes.recipe(name)
+    assert base.grad_input is not None and base.grad_weight is not None
+
+    def drawn(gemm: Gemm) -> Gemm:
+        assert gemm.a is not None
+        return Gemm(Cast(gemm.a.scheme, rounding="stochastic"), gemm.b, gemm.save)
+
+    return Recipe(base.output, drawn(base.grad_input), drawn(base.grad_weight), name=f"{name}-stochastic")
+
+
+#: The first is what the others are compared with.
+RUNS = (
+    Run("bf16", "bf16"),
+    Run("fp32", "fp32"),
+    Run("fp8", "fp8"),
+    Run("fp8-tensor", "fp8-tensor"),
+    Run("fp8-delayed", "fp8-delayed"),
+    Run("fp8-block", "fp8-block"),
+    Run("mxfp8", "mxfp8"),
+    Run("mxfp8, scales rounded down", _mx("floor"), "changed"),
+    Run("fp8, stochastic gradients", _stochastic("fp8"), "changed"),
+)
+#: What the larger model is trained in.
+LARGE = ("bf16", "fp8", "mxfp8", "int8", "nvfp4")
+
+
+def _about(run: Run, size: Size, seed: int) -> dict[str, Any]:
+    """What decides the bits of a run; recipes by what they do, so that a changed one is trained again."""
+    kind = run.recipe if run.recipe in FLOATS else recipes.recipe(run.recipe).to_dict()
+    shape = {key: value for key, value in asdict(size).items() if key not in ("name", "seeds")}
+    return {"run": run.name, "precision": kind, **shape, "seed": seed}
+
+
+def _loss(run: Run, size: Size, seed: int, directory: Path, train: bool) -> float | None:
+    """Held-out loss at the end; None: it is not there, or is not finite."""
+    path, about = directory / size.name / runs.file_name(run.name, seed), _about(run, size, seed)
+    if not train and not runs.there(path, about):
+        return None
+
+    def make(corpus: Corpus, scratch: Path) -> Trainer:
+        name = run.recipe if isinstance(run.recipe, str) else run.recipe.name
+        if isinstance(run.recipe, Recipe) and name not in recipes.RECIPES:
+            recipes.register_recipe(run.recipe)
+        config = TrainConfig(
+            precision=name, steps=size.steps, batch=size.batch, lr=size.rate, warmup=size.steps // 10, seed=seed,
+            eval_every=250,
+        )  # fmt: skip
+        return Trainer(GPT(size.model, seed=seed), corpus, config, scratch)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    loss: float | None = runs.trained(path, about, size.model.vocab, make)["held_out"][-1][1]
+    return loss
+
+
+def _rows(
+    size: Size, chosen: Sequence[Run], directory: Path, only: re.Pattern[str]
+) -> Iterator[tuple[str, list[float | None]]]:
+    for row in chosen:
+        wanted = [only.search(f"{size.name} {row.name} seed {seed}") is not None for seed in size.seeds]
+        pairs = zip(size.seeds, wanted, strict=True)
+        yield row.name, [_loss(row, size, seed, directory, train) for seed, train in pairs]
+
+
+def _section(size: Size, chosen: Sequence[Run], directory: Path, only: re.Pattern[str]) -> str:
+    tokens = size.steps * size.batch * size.model.context
+    parameters = sum(p.numel() for p in GPT(size.model).parameters())
+    rows = [row for row in _rows(size, chosen, directory, only) if any(loss is not None for loss in row[1])]
+    about = (
+        f"{parameters / 1e6:.1f} million parameters, {size.steps:,} steps of {size.batch} x {size.model.context} "
+        f"tokens: {tokens / parameters:.1f} tokens a parameter.\n"
+    )
+    return f"{about}\n{runs.losses_table(rows, size.seeds)}" if rows else about
+
+
+def run(directory: Path, only: str = "") -> Path:
+    """Train what is not there yet and matches ``only``, and write ``convergence.md``."""
+    wanted, cells = re.compile(only), directory / "convergence"
+    large = [row for row in RUNS if row.name in LARGE]
+    text = [
+        "# Where training ends\n",
+        *(f"- {name}: {value}" for name, value in provenance().items()),
+        "\nHeld-out loss in nats a token, in the run's own precision; AdamW with states in fp32, outside Linear layers "
+        "bf16 autocast. Changes are from bf16, standard deviations those of bf16 over its seeds.\n",
+        "## The demo's GPT\n",
+        _section(DEMO, RUNS, cells, wanted),
+        "\n## Ten million parameters\n",
+        _section(TEN_MILLION, large, cells, wanted),
+    ]
+    path = directory / "convergence.md"
+    path.write_text("\n".join(text) + "\n")
+    return path
