@@ -16,10 +16,12 @@ T = TypeVar("T")
 #: What each field of a Cast may be. Not every caller supports every value; each refuses the others.
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rounding": ("nearest", "stochastic"),
-    "transform": (None, "hadamard"),
+    "transform": (None, "hadamard", "signed-hadamard"),
     "scale": ("current", "static", "delayed"),
     "rule": ("amax", "search"),
 }
+#: The sizes of the blocks that can be transformed.
+_ROTATIONS = (16, 32, 64, 128)
 _SAVE = ("codes", "recompute", "high", "operand")
 #: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
 TREATMENTS = ("reuse", "fold", "dequantize")
@@ -30,7 +32,8 @@ class Cast:
     """How one operand is quantized.
 
     ``scheme``: a Scheme or its name. ``rounding``: ``"nearest"`` or ``"stochastic"``. ``transform``: what multiplies
-    the operand first, None or ``"hadamard"``. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
+    the operand first along the axis that the product contracts: None, ``"hadamard"``, or ``"signed-hadamard"`` for the
+    transform after fixed signs. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
     the largest magnitude of the last ``history`` training steps) or ``"static"`` (from calibration). ``rule``: how a
     block's scale follows from its elements, ``"amax"`` or ``"search"`` (least squared error).
     Raises ValueError for another value, and for delayed scaling of a scheme that has more than one fp32 scale for the
@@ -67,6 +70,16 @@ class Cast:
                 f"Cast: delayed scaling keeps one fp32 scale for the tensor, and {found} has others; "
                 f"use {found.format.name}:tensor, or scale='current'"
             )
+
+    def rotation(self, axis: int) -> int | None:
+        """The block of the transform along the operand's ``axis``, which is contracted; None: there is none.
+
+        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
+        """
+        if self.transform is None:
+            return None
+        group = self.scheme.block[axis]
+        return group if group in _ROTATIONS else _ROTATIONS[-1]
 
     def __str__(self) -> str:
         more = [f"{name}={value}" for name, value in self.chosen().items()]

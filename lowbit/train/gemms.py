@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lowbit.autograd import backend_now, on_backend
 from lowbit.functional import quantize, scaled_mm
+from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
@@ -25,12 +26,19 @@ __all__ = ["Products", "low_precision_linear"]
 
 Side = Quantized | Tensor
 
+#: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
+_TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
+    "hadamard": hadamard,
+    "signed-hadamard": signed_hadamard,
+}
+
 
 @dataclass(frozen=True)
 class Backward:
     """One backward product: how ``g`` is cast, what becomes of the other operand, and how forward cast that.
 
     ``g_role``: whose stream and history ``g`` has. ``unit``: where scales are folded, the scheme of the bare codes.
+    ``rotation``: the block of the transform of both operands along the axis that is contracted, or None.
     """
 
     role: str
@@ -41,16 +49,27 @@ class Backward:
     forward_role: str
     g_role: str
     unit: Scheme | None
+    rotation: int | None
 
     @classmethod
     def of(cls, role: str, gemm: Gemm, forward: Cast | None, forward_role: str, g_role: str) -> Backward:
         unit = scheme(f"{forward.scheme.format}:tensor") if forward is not None and gemm.b == "fold" else None
-        for side in (gemm.a, gemm.b, forward):
+        for side in (gemm.a, forward if gemm.b == "reuse" else gemm.b):
             if isinstance(side, Cast):
                 side.scheme.t().t()  # parsed now: compiled code then finds the transposed scheme
         if unit is not None:
             unit.t().t()
-        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit)
+        rotation = gemm.b.rotation(0) if isinstance(gemm.b, Cast) else None
+        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit, rotation)
+
+    def rotated(self, matrix: Tensor, is_g: bool) -> Tensor:
+        """An operand after the transform: ``g [M, N]`` contracts N in grad_input, and all others their rows."""
+        if self.rotation is None or not isinstance(self.other, Cast):
+            return matrix
+        turn = _TRANSFORMS[self.other.transform]
+        if is_g and self.role == "grad_input":
+            return turn(matrix, self.rotation)
+        return turn(matrix.t(), self.rotation).t()
 
     @property
     def kept(self) -> Cast | None:
@@ -70,7 +89,7 @@ class Products:
     """
 
     input: Cast | None
-    weight: Cast
+    weight: Cast | None
     grad_input: Backward
     grad_weight: Backward
     stateful: bool
@@ -83,20 +102,26 @@ class Products:
         if recipe.grad_input is None or recipe.grad_weight is None:
             able = ", ".join(row.name for row in RECIPES.values() if row.trains)
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
-        casts = recipe.casts()
-        refuse_beyond(recipe, "TrainLinear", casts, rounding=("stochastic",), scale=("delayed",))
+        casts = recipe.casts(training=True)
+        for role in casts:
+            transforms = tuple(_TRANSFORMS) if role.startswith("grad") else ()
+            refuse_beyond(
+                recipe, "TrainLinear", (role,), True, rounding=("stochastic",), scale=("delayed",), transform=transforms
+            )
         stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
-        weight = casts["output.b"]
+        input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
-        share_g = g is not None and g == recipe.grad_weight.a and g.rounding == "nearest" and not folds
+        same_g = g is not None and g.rounding == "nearest" and g.transform is None and g == recipe.grad_weight.a
+        share_g = same_g and not folds
         g_role = "grad_input.a" if share_g else "grad_weight.a"
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
-        grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a", g_role)
-        return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, folds, share_g)
+        grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
+        return cls(input, weight, grad_input, grad_weight, stateful, folds, share_g)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
-        return {role: how for role, how in recipe.casts().items() if not (self.share_g and role == "grad_weight.a")}
+        casts = recipe.casts(training=True)
+        return {role: how for role, how in casts.items() if not (self.share_g and role == "grad_weight.a")}
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -207,7 +232,7 @@ def _parts_of(product: Backward) -> int:
 def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
     """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
     if product.save == "operand":
-        side = _encoded(matrix, product.kept, view, f"{product.role}.b")
+        side = _encoded(product.rotated(matrix, is_g=False), product.kept, view, f"{product.role}.b")
     if product.kept is None or isinstance(side, Tensor):
         return ()
     return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
@@ -234,11 +259,13 @@ def _operands(
         return g, other.dequantize(g.dtype)
     if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
-        other = _encoded(matrix, product.other, view, f"{product.role}.b")
+        other = _encoded(product.rotated(matrix, is_g=False), product.other, view, f"{product.role}.b")
     if product.unit is not None:
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
         g = g * other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
-    return _encoded(g, product.g, view, product.g_role) if made is None else made, other
+    if made is None:
+        made = _encoded(product.rotated(g, is_g=True), product.g, view, product.g_role)
+    return made, other

@@ -36,8 +36,8 @@ DIGESTS = {
     "fp8-weight-only": ("a52529b064a7ae2f", None),
     "mxfp8": ("9987a2bd3dd6557a", "aab53d286dc50f3a"),
     "mxfp6": ("e3ce563e4f3a41aa", None),
-    "mxfp4": ("42a604d97a7f6f8e", None),
-    "nvfp4": ("6e251b6f17e8934a", None),
+    "mxfp4": ("42a604d97a7f6f8e", "deb5b3511167e004"),
+    "nvfp4": ("6e251b6f17e8934a", "a09c6feb981cea0f"),
     "nvfp4-weight-only": ("723f7f43f7fd52dd", None),
     "w4a8": ("ca21c0e6128ad7ac", None),
 }
@@ -238,7 +238,10 @@ HIGH, DECODED = lb.Gemm(None, None, save="high"), lb.Gemm(None, "dequantize")
     ("name", "same", "grad_input", "grad_weight"),
     [
         ("fp8:grad_weight=high", lb.recipe("fp8").with_products(grad_weight="high"), BACK, HIGH),
-        ("FP8-TENSOR:grad-input=DEQUANTIZED", lb.recipe("fp8-tensor").with_products("dequantized"), DECODED, None),
+        (
+            "FP8-TENSOR:grad-input=DEQUANTIZED", lb.recipe("fp8-tensor").with_products(grad_input="dequantized"),
+            DECODED, None,
+        ),
         (
             "fp8:gradients=e4m3", lb.recipe("fp8").with_gradients("fp8_e4m3"),
             lb.Gemm("fp8_e4m3:row", "fold"), lb.Gemm("fp8_e4m3:col", "fold"),
@@ -267,7 +270,7 @@ def test_options_change_how_a_recipe_trains(name, same, grad_input, grad_weight)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fp8:products=high", r"unknown option 'products'; options are grad_input=low \| high \| dequantized, grad_we"),
+        ("fp8:products=high", r"unknown option 'products'; options are output=low \| high, grad_input=low \| "),
         ("fp8:gradients=e4m3:gradients=e5m2", "says an option twice"),
         ("fp8:grad_weight=up", "grad_weight must be one of 'low', 'high', 'dequantized', got 'up'"),
         ("fp8:gradients=fp9", "unknown format 'fp9'"),
@@ -343,27 +346,36 @@ casts = st.builds(
     lb.Cast,
     st.sampled_from(SCHEMES[:-1]),
     rounding=st.sampled_from(["nearest", "stochastic"]),
-    transform=st.sampled_from([None, "hadamard"]),
+    transform=st.sampled_from([None, "hadamard", "signed-hadamard"]),
     scale=st.sampled_from(["current", "static"]),
     rule=st.sampled_from(["amax", "search"]),
     history=st.integers(1, 99),
 )
+
+
+def alike(a: lb.Cast | None, b: lb.Cast, save: str = "codes") -> lb.Gemm:
+    """Both operands of a product go through one transform."""
+    return lb.Gemm(a and replace(a, transform=b.transform), b, save)
+
+
+plain = casts.map(lambda cast: replace(cast, transform=None))
 backward = st.one_of(
-    st.builds(lb.Gemm, st.none() | casts, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
-    st.builds(lb.Gemm, st.none() | casts, casts, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
-    st.builds(lb.Gemm, st.none() | casts, st.none(), save=st.just("high")),
+    st.builds(lb.Gemm, st.none() | plain, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
+    st.builds(alike, casts, casts, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
+    st.builds(lb.Gemm, st.none(), plain, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
+    st.builds(lb.Gemm, st.none() | plain, st.none(), save=st.just("high")),
     st.builds(lb.Gemm, st.none(), st.just("dequantize")),
 )
-
-
-def forward(a: lb.Cast | None, b: lb.Cast) -> lb.Gemm:
-    """Both operands of the output go through one transform."""
-    return lb.Gemm(a and replace(a, transform=b.transform), b)
+trained = {
+    "forward": st.none() | st.builds(alike, casts, casts),
+    "ends": st.sampled_from([0.0, 0.25]),
+    "name": st.text(),
+}
 
 
 made_recipes = st.one_of(
-    st.builds(lb.Recipe, st.builds(forward, st.none() | casts, casts), name=st.text()),
-    st.builds(lb.Recipe, st.builds(forward, casts, casts), backward, backward, name=st.text()),
+    st.builds(lb.Recipe, st.builds(alike, st.none() | casts, casts), name=st.text()),
+    st.builds(lb.Recipe, st.builds(alike, casts, casts), backward, backward, **trained),
 )
 
 

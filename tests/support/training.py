@@ -45,8 +45,19 @@ def bare(x: Operand) -> Operand:
 
 
 def forward_operands(recipe: str, x: Tensor, w: Tensor) -> Sides:
+    if recipe == "nvfp4":
+        return coded(x, "nvfp4:global_row"), coded(w, "fp4_e2m1:block16x16:e4m3")
+    if recipe == "mxfp4":
+        return coded(x, "mxfp4:nearest"), coded(w, "fp4_e2m1:block32x32:e8m0:nearest")
     row = lb.recipe(recipe)
     return coded(x, row.input.name), coded(w, row.weight.name)
+
+
+def spread(x: Tensor, block: int) -> Tensor:
+    """``x [M, K]`` after the signs of pi and the Hadamard transform of its columns, section 13."""
+    digits = f"{0x243F6A8885A308D313198A2E03707344:0128b}"
+    signs = torch.tensor([1.0 - 2.0 * int(digits[row % block]) for row in range(len(x))]).reshape(-1, 1)
+    return lb.hadamard((x.float() * signs).to(x.dtype).t(), block).t()
 
 
 def backward_operands(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Sides, Sides]:
@@ -57,6 +68,10 @@ def backward_operands(recipe: str, x: Tensor, w: Tensor, g: Tensor) -> tuple[Sid
     if recipe == "fp8-pow2":
         along, down = "fp8_e4m3:row:e8m0:ceil", "fp8_e4m3:col:e8m0:ceil"
         return (coded(g, along), turned(coded(w, down))), (turned(coded(g, down)), turned(coded(x, down)))
+    if recipe in ("nvfp4", "mxfp4"):
+        ceil, nearest, block = f"{recipe}:ceil", *(("nvfp4:T", 16) if recipe == "nvfp4" else ("mxfp4:nearest:T", 32))
+        for_w = coded(spread(g, block), f"{ceil}:T", "grad_weight.a"), coded(spread(x, block), nearest)
+        return (coded(g, ceil, "grad_input.a"), turned(qw)), (turned(for_w[0]), turned(for_w[1]))
     if recipe in ("fp8-tensor", "fp8-delayed"):  # in its first step a delayed scale is the current one
         q = coded(g, "fp8_e5m2:tensor")
         return (q, turned(qw)), (turned(q), turned(qx))
