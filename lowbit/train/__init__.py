@@ -1,6 +1,7 @@
 """Training in low precision: ``prepare_`` a model, train it as usual, ``convert_`` it back."""
 
+from lowbit.train.activations import compress_activations_, uncompress_activations_
 from lowbit.train.linear import TrainLinear, convert_, prepare_, state
 from lowbit.train.state import State
 
-__all__ = ["State", "TrainLinear", "convert_", "prepare_", "state"]
+__all__ = ["State", "TrainLinear", "compress_activations_", "convert_", "prepare_", "state", "uncompress_activations_"]
