@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -86,19 +87,24 @@ class State(nn.Module):
         self._begun: list[tuple[int, Tensor]] = []
         self._attached: RemovableHandle | None = None
         self._warned = self._draws = False
-        #: Whether it follows an optimizer by itself, and whether that has moved it since the last micro-batch began.
-        self._follows, self._followed = True, False
+        #: Whether it follows an optimizer by itself, and which one has moved it since the last micro-batch began.
+        self._follows = True
+        self._mover: ref[torch.optim.Optimizer] | None = None
         self.layers = Layers()
         self._restart()
         follow_steps(self)
 
     # -- what moves it ---------------------------------------------------------------------------------------------
-    def stepped(self) -> None:
-        """A step of the optimizer that the State follows by itself is done."""
-        if self._follows:
+    def stepped(self, optimizer: ref[torch.optim.Optimizer]) -> None:
+        """A step of an optimizer that the State may follow by itself is done.
+
+        Where another one has moved it since the last forward, both are of one step: torchtitan's optimizer is made of
+        others, which step inside of it.
+        """
+        if self._follows and self._mover in (None, optimizer):
             self.reduce_amax()
             self._advance()
-            self._followed = True
+            self._mover = optimizer
 
     def advance(self) -> None:
         """A step of the optimizer is done: the next one draws other random bits and has this one in its histories.
@@ -106,7 +112,7 @@ class State(nn.Module):
         From the first call on, these calls alone move the State. A first call after a step that it has followed
         is about that step, and does nothing more.
         """
-        done = self._follows and self._followed
+        done = self._follows and self._mover is not None
         self._follows = False
         if not done:
             self._advance()
@@ -275,7 +281,7 @@ class State(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
         anew."""
-        return {**vars(self), "_begun": [], "_attached": None, "_follows": True, "_followed": False}
+        return {**vars(self), "_begun": [], "_attached": None, "_follows": True, "_mover": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -301,7 +307,7 @@ class State(nn.Module):
 
     def _remember(self) -> None:
         """Note the keys of the micro-batch that begins, for a recomputation after the next one has begun."""
-        self._followed = False
+        self._mover = None
         if not torch.compiler.is_compiling():
             self._begun.append((torch._C._autograd._get_sequence_nr(), self.keys.clone()))
             if len(self._begun) > _WAITING:

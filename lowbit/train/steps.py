@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -20,7 +21,7 @@ class Follower(Protocol):
 
     layers: Layers
 
-    def stepped(self) -> None: ...
+    def stepped(self, optimizer: ref[torch.optim.Optimizer]) -> None: ...
 
 
 class Layers:
@@ -68,7 +69,7 @@ _hooked = False
 
 
 def follow_steps(follower: Follower) -> None:
-    """Call ``follower.stepped()`` after each step of an optimizer that holds its leader, for as long as it lives."""
+    """Call ``follower.stepped(ref(optimizer))`` after each step of an optimizer that holds its leader, while it lives."""
     global _hooked
     _followers.add(follower)
     if not _hooked:
@@ -82,7 +83,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for follower in list(_followers):
         leader = follower.layers.leader()
         if any(param is leader for group in optimizer.param_groups for param in group["params"]):
+            stepped = partial(follower.stepped, ref(optimizer))
             if in_backward():
-                torch.autograd.Variable._execution_engine.queue_callback(follower.stepped)
+                torch.autograd.Variable._execution_engine.queue_callback(stepped)
             else:
-                follower.stepped()
+                stepped()

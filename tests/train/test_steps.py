@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -73,6 +74,40 @@ def test_an_optimizer_of_other_parameters_moves_nothing():
     torch.optim.SGD([nn.Parameter(model[0].weight.detach().clone())], lr=0.1).step()
     sgd(nn.Linear(3, 3)).step()
     assert step_of(model) == 0
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer made of others, as torchtitan's: a step of it is one of each."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self) -> None:
+        for one in self.inner:
+            one.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_optimizer_made_of_others_takes_one_step(compiled):
+    torch._dynamo.reset()
+    model, counter = prepared(), CompileCounterWithBackend("aot_eager")
+    optimizer = Container(sgd(model[0]), sgd(model[2]))
+    forward = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
+    for number in range(3):
+        forward(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        assert step_of(model) == number + 1
+    assert counter.frame_count == compiled
+
+
+def test_an_optimizer_that_takes_over_is_followed():
+    model = prepared()
+    first, second = sgd(model), sgd(model)
+    train(model, first, 2)
+    train(model, second, 2)
+    second.step()  # two steps of one optimizer are two, also without a forward
+    assert step_of(model) == 5
 
 
 def test_generator_and_discriminator_follow_their_own():
