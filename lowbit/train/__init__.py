@@ -1,7 +1,8 @@
-"""Training in low precision: ``prepare_`` a model, train it as usual, ``convert_`` it back."""
+"""Training in mixed and low precision: ``mixed_`` or ``prepare_`` a model, train it as usual, change it back."""
 
 from lowbit.train.linear import TrainLinear, convert_, prepare_, state
 from lowbit.train.loss_scale import LossScaler
+from lowbit.train.mixed import mixed_, unmixed_
 from lowbit.train.state import State
 
-__all__ = ["LossScaler", "State", "TrainLinear", "convert_", "prepare_", "state"]
+__all__ = ["LossScaler", "State", "TrainLinear", "convert_", "mixed_", "prepare_", "state", "unmixed_"]
