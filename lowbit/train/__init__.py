@@ -2,6 +2,19 @@
 
 from lowbit.train.activations import compress_activations_, uncompress_activations_
 from lowbit.train.linear import TrainLinear, convert_, prepare_, state
+from lowbit.train.loss_scale import LossScaler
+from lowbit.train.mixed import mixed_, unmixed_
 from lowbit.train.state import State
 
-__all__ = ["State", "TrainLinear", "compress_activations_", "convert_", "prepare_", "state", "uncompress_activations_"]
+__all__ = [
+    "LossScaler",
+    "State",
+    "TrainLinear",
+    "compress_activations_",
+    "convert_",
+    "mixed_",
+    "prepare_",
+    "state",
+    "uncompress_activations_",
+    "unmixed_",
+]

@@ -52,8 +52,8 @@ _LEAST_COLS = 16
 def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) -> Report:
     """Let norms, activation functions and products in ``model`` keep their inputs for backward as codes, in place.
 
-    ``scheme``: how they are quantized, without a global scale; any shape will do. The functions are those of ``FUNCTIONS``, where they are called in a module without children (a norm) or in one that
-    has a Linear (a SwiGLU). Of ``silu(gate) * up`` gate, silu(gate) and up are kept so. Losses keep their bits;
+    ``scheme``: how they are quantized, without a global scale; any shape will do. The functions are those of
+    ``FUNCTIONS``, called in a module without children (a norm) or in one that has a Linear (a SwiGLU). Of ``silu(gate) * up`` gate, silu(gate) and up are kept so. Losses keep their bits;
     gradients of these functions are those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled
     code keeps what its partitioner chooses instead, and takes no part.
 
@@ -127,7 +127,7 @@ def _enter(scheme: Scheme, module: nn.Module, args: Any) -> None:
         return
     if _active.depth == 0 and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None:
         _active.mode = _Compressing(scheme)
-        _active.mode.__enter__()
+        cast(Any, _active.mode).__enter__()
     _active.depth += 1
 
 
@@ -137,7 +137,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         return
     _active.depth -= 1
     if _active.depth == 0 and _active.mode is not None:
-        _active.mode.__exit__(None, None, None)
+        cast(Any, _active.mode).__exit__(None, None, None)
         _active.mode = None
 
 
@@ -159,7 +159,7 @@ class _Compressing(TorchFunctionMode):
         wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not any(_is_activation(leaf) for leaf in wanted) or _keeps_nothing(func, wanted):
             return func(*args, **kwargs)
-        return _FromCodes.apply(self, func, spec, *leaves)
+        return cast(Any, _FromCodes).apply(self, func, spec, *leaves)
 
     def encode(self, x: Tensor) -> Quantized:
         known = self.encoded.get(id(x))
