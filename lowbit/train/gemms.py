@@ -52,6 +52,14 @@ class Backward:
             unit.t().t()
         return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit)
 
+    @property
+    def kept(self) -> Cast | None:
+        """How the codes that forward keeps for this product are made; None: it keeps the float operand."""
+        if self.save == "operand":
+            assert isinstance(self.other, Cast)
+            return self.other
+        return self.forward if self.save == "codes" else None
+
 
 @dataclass(frozen=True)
 class Products:
@@ -101,24 +109,33 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, view: View | None, dtype: torch.dtype
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        view: View | None,
+        dtype: torch.dtype,
+        keeps: bool,
     ) -> tuple[Tensor, ...]:
-        a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
+        flat = x.reshape(-1, x.shape[-1])
+        a = _encoded(flat, products.input, view, "output.a")
         b = _encoded(weight, products.weight, view, "output.b")
         # No view, as of torch's Linear: whoever works in place on it, or hooks it, may.
         y = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), [*x.shape[:-1], weight.shape[0]])
-        return y, *_kept(products.grad_input, b), *_kept(products.grad_weight, a)
+        if not keeps:
+            return (y,)
+        return y, *_kept(products.grad_input, b, weight, view), *_kept(products.grad_weight, a, flat, view)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
-        x, weight, bias, products, view, _ = inputs
+        x, weight, bias, products, view, *_ = inputs
         ctx.backend, ctx.products, ctx.view = backend_now(), products, view
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         wants_x, wants_w = ctx.needs_input_grad[:2]
         split = 1 + _parts_of(products.grad_input)
-        of_weight = output[1:split] if products.grad_input.save == "codes" else (weight,)
-        of_x = output[split:] if products.grad_weight.save == "codes" else (x,)
+        of_weight = output[1:split] if products.grad_input.kept else (weight,)
+        of_x = output[split:] if products.grad_weight.kept else (x,)
         ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
         ctx.split = len(of_weight) if wants_x else 0
         ctx.shapes = (x.shape, weight.shape)
@@ -128,7 +145,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0])
@@ -147,7 +164,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_w, grad_bias, None, None, None
+        return grad_x, grad_w, grad_bias, None, None, None, None
 
 
 _forward: Any = _LowPrecisionLinear.forward
@@ -160,7 +177,7 @@ def low_precision_linear(
 ) -> Tensor:
     """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``; ``view``: of the training state, for products that are
     ``stateful``."""
-    y: Tensor = _apply(x, weight, bias, products, view, dtype)[0]
+    y: Tensor = _apply(x, weight, bias, products, view, dtype, torch.is_grad_enabled())[0]
     return y
 
 
@@ -181,14 +198,17 @@ def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tenso
 
 def _parts_of(product: Backward) -> int:
     """How many tensors of the other operand's codes and scales are saved."""
-    if product.save != "codes" or product.forward is None:
+    if product.kept is None:
         return 0
-    kind = product.forward.scheme
+    kind = product.kept.scheme
     return 2 + kind.affine + (kind.global_scale is not None)
 
 
-def _kept(product: Backward, side: Side) -> tuple[Tensor, ...]:
-    if product.save != "codes" or isinstance(side, Tensor):
+def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
+    """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
+    if product.save == "operand":
+        side = _encoded(matrix, product.kept, view, f"{product.role}.b")
+    if product.kept is None or isinstance(side, Tensor):
         return ()
     return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
 
@@ -197,9 +217,8 @@ def _restored(
     saved: tuple[Tensor, ...], product: Backward, view: View | None, shape: torch.Size, dtype: torch.dtype
 ) -> Side:
     """The other operand as a matrix: what was saved, or forward's codes once more."""
-    if product.save == "codes":
-        assert product.forward is not None
-        kind, rest = product.forward.scheme, list(saved[2:])
+    if product.kept is not None:
+        kind, rest = product.kept.scheme, list(saved[2:])
         zero_point = rest.pop(0) if kind.affine else None
         return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
     matrix = saved[0].reshape(shape)
@@ -211,7 +230,10 @@ def _operands(
 ) -> tuple[Side, Side]:
     """``g``, whose codes may be ``made`` already, and the other operand as the product wants them."""
     factors = None
-    if isinstance(product.other, Cast):
+    if product.other == "dequantize":
+        assert isinstance(other, Quantized)
+        return g, other.dequantize(g.dtype)
+    if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
         other = _encoded(matrix, product.other, view, f"{product.role}.b")
     if product.unit is not None:
