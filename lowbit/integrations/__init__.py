@@ -1,12 +1,13 @@
-"""lowbit inside of other libraries: ``lowbit.integrations.transformers`` and ``lowbit.integrations.peft``.
+"""lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``peft`` and ``torchtitan``.
 
-Neither library need be there, and lowbit imports neither. Once one is imported, before lowbit or after it, this file
-changes it in three places:
+None of the libraries need be there, and lowbit imports none. Once one is imported, before lowbit or after it, this file
+changes it in four places:
 
 - ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
 - ``PreTrainedModel.half`` and ``float`` cast models that lowbit quantized, which transformers refuses for others.
 - ``BaseTuner`` of peft puts adapters on quantized layers.
+- torchtitan's table of model converters has the row ``"lowbit"``.
 
 What holds no quantized layer goes the way that it went before. A conversion also marks the models of transformers that
 it quantized, so that their ``save_pretrained`` writes it down.
@@ -95,7 +96,12 @@ def _allow_casts(modeling: Any) -> None:
         setattr(modeling.PreTrainedModel, name, allowed(cast, getattr(nn.Module, name)))
 
 
+def _register_converter(protocols: Any) -> None:
+    import_module("lowbit.integrations.torchtitan").register(protocols)
+
+
 AFTER_SWAP.append(_tell_transformers)
 when_imported("transformers.quantizers.auto", _register)
 when_imported("transformers.modeling_utils", _allow_casts)
 when_imported("peft.tuners.tuners_utils", _teach_peft)
+when_imported("torchtitan.protocols.model_converter", _register_converter)

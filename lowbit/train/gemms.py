@@ -84,8 +84,8 @@ class Backward:
 class Products:
     """A training recipe with its schemes looked up, so that compiled code need not.
 
-    ``stateful``: some cast needs the training state. ``folds``: ``g`` is multiplied by scales, in fp32, before it is
-    quantized. ``share_g``: both backward products multiply the same codes of ``g``.
+    ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
+    ``g``.
     """
 
     input: Cast | None
@@ -93,7 +93,6 @@ class Products:
     grad_input: Backward
     grad_weight: Backward
     stateful: bool
-    folds: bool
     share_g: bool
 
     @classmethod
@@ -116,7 +115,7 @@ class Products:
         g_role = "grad_input.a" if share_g else "grad_weight.a"
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
         grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
-        return cls(input, weight, grad_input, grad_weight, stateful, folds, share_g)
+        return cls(input, weight, grad_input, grad_weight, stateful, share_g)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
@@ -175,18 +174,18 @@ class _LowPrecisionLinear(torch.autograd.Function):
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0])
-        wide = g.float() if products.folds else g  # once, for both products that fold
-        grad_x = grad_w = grad_bias = qg = None
+        grad_x = grad_w = grad_bias = shared = None
         with on_backend(ctx.backend):
             if ctx.needs_input_grad[0]:
                 w = _restored(saved[: ctx.split], products.grad_input, view, w_shape, w_dtype)
-                qg, w = _operands(wide if products.grad_input.unit else g, w, products.grad_input, view)
+                qg, w = _operands(g, w, products.grad_input, view)
                 grad_x = _product(qg, w.t(), None, x_dtype).reshape(shape)
+                shared = qg if products.share_g else None
+                del qg, w  # before the next product makes operands of its own
             if ctx.needs_input_grad[1]:
                 x_shape = torch.Size((g.shape[0], shape[-1]))
                 x = _restored(saved[ctx.split :], products.grad_weight, view, x_shape, x_dtype)
-                made = qg if products.share_g else None
-                qg, x = _operands(wide if products.grad_weight.unit else g, x, products.grad_weight, view, made)
+                qg, x = _operands(g, x, products.grad_weight, view, shared)
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
@@ -207,10 +206,11 @@ def low_precision_linear(
     return y
 
 
-def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str) -> Side:
+def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors: Tensor | None = None) -> Side:
+    """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
     if how is None:
-        return x
-    return quantize(x, how.scheme) if view is None else view.quantize(x, how, role)
+        return x if factors is None else x * factors
+    return quantize(x, how.scheme, factors=factors) if view is None else view.quantize(x, how, role, factors)
 
 
 def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -257,15 +257,16 @@ def _operands(
     if product.other == "dequantize":
         assert isinstance(other, Quantized)
         return g, other.dequantize(g.dtype)
+    factors = None
     if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
         other = _encoded(product.rotated(matrix, is_g=False), product.other, view, f"{product.role}.b")
     if product.unit is not None:
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
-        g = g * other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
+        factors = other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
     if made is None:
-        made = _encoded(product.rotated(g, is_g=True), product.g, view, product.g_role)
+        made = _encoded(product.rotated(g, is_g=True), product.g, view, product.g_role, factors)
     return made, other

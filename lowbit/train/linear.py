@@ -83,6 +83,12 @@ class TrainLinear(nn.Linear):
             )
         return self.state.view(self.places, device)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy joins its own model's State."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.state is not None:
+            self.state.layers.join(self)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
@@ -157,8 +163,11 @@ def state(model: nn.Module) -> State:
 def _share(state: State, model: nn.Module, layers: dict[str, TrainLinear]) -> None:
     """Give the layers of ``model`` that State. Where it is no part of the model yet, and one of them needs it, it
     becomes a child of the first, and counts the model's forwards."""
+    if layers:
+        state.layers.belong_to(model)
     for path, layer in layers.items():
         vars(layer)["state"] = state  # no child of this layer, whose state_dict would have it once more
+        state.layers.join(layer)
         layer.path = path
         layer.places = state.places(path, layer.products.casts(layer.recipe)) if layer.products.stateful else {}
     modules = list(model.modules())

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -25,6 +26,7 @@ from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
 from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_, record_, record_eagerly
+from lowbit.train.steps import Layers, follow_steps
 
 __all__ = ["Place", "State", "View"]
 
@@ -60,7 +62,8 @@ class State(nn.Module):
     need no State has none in its ``state_dict``. A checkpoint without a State loads, and leaves the State as it is.
     Casting the model casts no magnitudes. Copies of a model have a State of their own.
 
-    Call ``attach(optimizer)`` once, or ``advance()`` after each step of the optimizer.
+    It follows the optimizer of the first layer's weight that trains: each step of that advances it. ``attach`` names
+    another optimizer or process group instead, and who calls ``advance()`` after each step moves it alone.
     """
 
     #: ``lowbit.save_model`` writes what a model computes with, and leaves modules like this one out.
@@ -84,11 +87,37 @@ class State(nn.Module):
         self._begun: list[tuple[int, Tensor]] = []
         self._attached: RemovableHandle | None = None
         self._warned = self._draws = False
+        #: Whether it follows an optimizer by itself, and which one has moved it since the last micro-batch began.
+        self._follows = True
+        self._mover: ref[torch.optim.Optimizer] | None = None
+        self.layers = Layers()
         self._restart()
+        follow_steps(self)
 
     # -- what moves it ---------------------------------------------------------------------------------------------
+    def stepped(self, optimizer: ref[torch.optim.Optimizer]) -> None:
+        """A step of an optimizer that the State may follow by itself is done.
+
+        Where another one has moved it since the last forward, both are of one step: torchtitan's optimizer is made of
+        others, which step inside of it.
+        """
+        if self._follows and self._mover in (None, optimizer):
+            self.reduce_amax()
+            self._advance()
+            self._mover = optimizer
+
     def advance(self) -> None:
-        """A step of the optimizer is done: the next one draws other random bits and has this one in its histories."""
+        """A step of the optimizer is done: the next one draws other random bits and has this one in its histories.
+
+        From the first call on, these calls alone move the State. A first call after a step that it has followed
+        is about that step, and does nothing more.
+        """
+        done = self._follows and self._mover is not None
+        self._follows = False
+        if not done:
+            self._advance()
+
+    def _advance(self) -> None:
         self._gather()
         advance_(self.keys, self.rng, self.micro_batch, self.amax, self.pending, self.replica)
         if not torch.compiler.is_compiling():
@@ -121,7 +150,8 @@ class State(nn.Module):
     def attach(
         self, optimizer: torch.optim.Optimizer, *, reduce_amax: bool = True, group: dist.ProcessGroup | None = None
     ) -> RemovableHandle:
-        """Advance after each ``optimizer.step()``, and no longer after that of an optimizer attached before.
+        """Advance after each ``optimizer.step()``, and no longer after that of an optimizer attached before, or of the
+        one that the State follows by itself.
 
         Of several optimizers of a model, attach one. One that accelerate wraps may be given as it is.
         ``reduce_amax``: ``reduce_amax(group)`` first, where there is a process group. Returns a handle whose
@@ -129,11 +159,12 @@ class State(nn.Module):
         """
         if self._attached is not None:
             self._attached.remove()
+        self._follows = False
 
         def stepped(*_: Any) -> None:
             if reduce_amax:
                 self.reduce_amax(group)
-            self.advance()
+            self._advance()
 
         # accelerate's optimizer takes no hooks, and skips steps of the one inside while gradients accumulate.
         self._attached = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(stepped)
@@ -248,8 +279,13 @@ class State(nn.Module):
             self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no backward pass to come, nor an optimizer; another process numbers its nodes anew."""
-        return {**vars(self), "_begun": [], "_attached": None}
+        """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
+        anew."""
+        return {**vars(self), "_begun": [], "_attached": None, "_follows": True, "_mover": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        follow_steps(self)
 
     # -- inside ----------------------------------------------------------------------------------------------------
     def _crcs(self) -> Tensor:
@@ -271,6 +307,7 @@ class State(nn.Module):
 
     def _remember(self) -> None:
         """Note the keys of the micro-batch that begins, for a recomputation after the next one has begun."""
+        self._mover = None
         if not torch.compiler.is_compiling():
             self._begun.append((torch._C._autograd._get_sequence_nr(), self.keys.clone()))
             if len(self._begun) > _WAITING:
@@ -309,13 +346,15 @@ class View:
     places: Mapping[str, Place]
     records: bool
 
-    def quantize(self, x: Tensor, cast: Cast, role: str) -> Quantized:
-        """``x [rows, cols]`` as ``cast`` says; ``role``: which operand of which product it is."""
+    def quantize(self, x: Tensor, cast: Cast, role: str, factors: Tensor | None = None) -> Quantized:
+        """``x [rows, cols]``, or its product with ``factors``, as ``cast`` says; ``role``: which operand it is."""
         place = self.places[role]
         draws = cast.rounding == "stochastic"
         rounding = Rounding(self.keys[place.key], stream=place.stream) if draws else "nearest"
+        if place.row is not None and factors is not None:
+            x, factors = x * factors, None  # whose amax is remembered
         scale = None if place.row is None else self._delayed_scale(x, cast, place.row)
-        return quantize(x, cast.scheme, scale, rounding=rounding)
+        return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
 
     def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
         """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.

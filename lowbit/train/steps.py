@@ -1,0 +1,90 @@
+"""Which States a step of an optimizer moves on: one hook, for all optimizers of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowbit.autograd import in_backward
+
+__all__ = ["Layers", "follow_steps"]
+
+
+class Follower(Protocol):
+    """What moves on with the steps of an optimizer: a State."""
+
+    layers: Layers
+
+    def stepped(self, optimizer: ref[torch.optim.Optimizer]) -> None: ...
+
+
+class Layers:
+    """The layers of a State and the model that was prepared, none of which it keeps alive.
+
+    A copy of the State begins without them; those of the copied model join it as they are copied.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[ref[nn.Module]] = []
+        self._model: ref[nn.Module] | None = None
+
+    def join(self, layer: nn.Module) -> None:
+        """``layer`` shares the State."""
+        self._layers = [one for one in self._layers if one() not in (None, layer)] + [ref(layer)]
+
+    def belong_to(self, model: nn.Module) -> None:
+        """``model`` is what was prepared."""
+        self._model = ref(model)
+
+    def leader(self) -> Tensor | None:
+        """The parameter whose optimizer the State follows: the first layer's weight that trains now; where all are
+        frozen, as under LoRA, the first parameter of the model that does.
+
+        It is looked up at each step, because FSDP2 exchanges the parameters of modules.
+        """
+        return next((param for param in self._candidates() if param.requires_grad), None)
+
+    def _candidates(self) -> Iterator[Tensor]:
+        for layer in (one() for one in self._layers):
+            if isinstance(layer, nn.Linear):
+                yield layer.weight
+        model = None if self._model is None else self._model()
+        yield from () if model is None else model.parameters()
+
+    def __deepcopy__(self, memo: Any) -> Layers:
+        return Layers()
+
+    def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
+        return Layers, ()
+
+
+_followers: WeakSet[Any] = WeakSet()
+_hooked = False
+
+
+def follow_steps(follower: Follower) -> None:
+    """Call ``follower.stepped(ref(optimizer))`` after each step of an optimizer that holds its leader, while it lives."""
+    global _hooked
+    _followers.add(follower)
+    if not _hooked:
+        register_optimizer_step_post_hook(_after_step)
+        _hooked = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Python decides which States move
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step in the backward pass counts when that is over, since the rest of it is of the same step."""
+    for follower in list(_followers):
+        leader = follower.layers.leader()
+        if any(param is leader for group in optimizer.param_groups for param in group["params"]):
+            stepped = partial(follower.stepped, ref(optimizer))
+            if in_backward():
+                torch.autograd.Variable._execution_engine.queue_callback(stepped)
+            else:
+                stepped()
