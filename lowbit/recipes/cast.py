@@ -18,7 +18,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rounding": ("nearest", "stochastic"),
     "transform": (None, "hadamard", "signed-hadamard"),
     "scale": ("current", "static", "delayed"),
-    "rule": ("amax", "search"),
+    "rule": ("amax", "search", "four-over-six"),
 }
 #: The sizes of the blocks that can be transformed.
 _ROTATIONS = (16, 32, 64, 128)
@@ -35,9 +35,10 @@ class Cast:
     the operand first along the axis that the product contracts: None, ``"hadamard"``, or ``"signed-hadamard"`` for the
     transform after fixed signs. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
     the largest magnitude of the last ``history`` training steps) or ``"static"`` (from calibration). ``rule``: how a
-    block's scale follows from its elements, ``"amax"`` or ``"search"`` (least squared error).
-    Raises ValueError for another value, and for delayed scaling of a scheme that has more than one fp32 scale for the
-    tensor; TypeError for a scheme that is none.
+    block's scale follows from its elements: ``"amax"``, ``"search"`` (least squared error) or ``"four-over-six"`` (the
+    largest becomes FP4's 6 or 4, whichever has the smaller squared error).
+    Raises ValueError for another value, for delayed scaling of a scheme that has more than one fp32 scale for the
+    tensor, and for four-over-six of one that is not FP4 with E4M3 scales; TypeError for a scheme that is none.
     """
 
     scheme: Scheme
@@ -69,6 +70,11 @@ class Cast:
             raise ValueError(
                 f"Cast: delayed scaling keeps one fp32 scale for the tensor, and {found} has others; "
                 f"use {found.format.name}:tensor, or scale='current'"
+            )
+
+        if rule == "four-over-six" and (found.format.name, found.scale_format.name) != ("fp4_e2m1", "fp8_e4m3"):
+            raise ValueError(
+                f"Cast: four-over-six chooses E4M3 scales of FP4 numbers, got {found}; use nvfp4, or search"
             )
 
     def rotation(self, axis: int) -> int | None:

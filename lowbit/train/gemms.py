@@ -20,6 +20,7 @@ from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
+from lowbit.train import rules
 from lowbit.train.state import View
 
 __all__ = ["Products", "low_precision_linear"]
@@ -103,10 +104,12 @@ class Products:
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
         casts = recipe.casts(training=True)
         for role in casts:
+            able = {"rounding": ("stochastic",), "scale": ("delayed",), "rule": ("search", "four-over-six")}
             transforms = tuple(_TRANSFORMS) if role.startswith("grad") else ()
-            refuse_beyond(
-                recipe, "TrainLinear", (role,), True, rounding=("stochastic",), scale=("delayed",), transform=transforms
-            )
+            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **able)
+            reason = rules.refuses(casts[role])
+            if reason is not None:
+                raise ValueError(f"recipe {recipe.name!r}: rule={casts[role].rule!r} of {role}: {reason}")
         stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
         input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
@@ -210,6 +213,8 @@ def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors:
     """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
     if how is None:
         return x if factors is None else x * factors
+    if how.rule != "amax":
+        return rules.ruled(x if factors is None else x * factors, how)
     return quantize(x, how.scheme, factors=factors) if view is None else view.quantize(x, how, role, factors)
 
 
