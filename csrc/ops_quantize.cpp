@@ -82,8 +82,19 @@ bool block_range(const Tensor& given, const Text& scheme, const Tensor& low, con
 }
 
 // -- codes with scales -----------------------------------------------------------------------------------------------
+// x with what its elements are multiplied with first; `factors`, contiguous, lives as long.
+cpu::Values times(cpu::Values x, cpu::Shape shape, const MaybeTensor& factors) {
+    if (!factors) return x;
+    const int64_t rows = factors->dim() == 2 ? factors->size(0) : 0, cols = rows ? factors->size(1) : 0;
+    const bool by_row = rows == shape.rows && cols == 1, by_col = rows == 1 && cols == shape.cols;
+    STD_TORCH_CHECK(factors->scalar_type() == ScalarType::Float && (by_row || by_col), "factors must be float32 [",
+                    shape.rows, ", 1] or [1, ", shape.cols, "]");
+    (by_row ? x.row_factors : x.col_factors) = static_cast<const float*>(factors->const_data_ptr());
+    return x;
+}
+
 Outs<3> quantize_outputs(const Tensor& x, const Text& scheme, const MaybeTensor&, const Text&, const MaybeTensor&,
-                         int64_t, int64_t, MaybeInt) {
+                         int64_t, int64_t, MaybeInt, const MaybeTensor&) {
     const auto s = scheme_on(scheme, x);
     if (!s) return std::nullopt;
     const int64_t cols = x.size(x.dim() - 1);
@@ -94,21 +105,22 @@ Outs<3> quantize_outputs(const Tensor& x, const Text& scheme, const MaybeTensor&
 }
 
 bool quantize(const Tensor& given, const Text& scheme, const MaybeTensor& global_scale, const Text& rounding,
-              const MaybeTensor& rng, int64_t stream, int64_t offset, MaybeInt pitch, const Tensor& codes,
-              const Tensor& scale, const Tensor& zero_point) {
+              const MaybeTensor& rng, int64_t stream, int64_t offset, MaybeInt pitch, const MaybeTensor& given_factors,
+              const Tensor& codes, const Tensor& scale, const Tensor& zero_point) {
     const Tensor x = in_rows(given);
     const cpu::Shape shape = shape_of(x, "x");
     const auto s = scheme_on(scheme, x);
     if (!s) return false;
     const auto random = random_of(rounding, shape.cols, rng, stream, offset, pitch);
     if (!random) return false;
-    const MaybeTensor above = dense(global_scale);
+    const MaybeTensor above = dense(global_scale), factors = dense(given_factors);
     check_scale(scale, shape, *s, false);
     if (s->affine) check_scale(zero_point, shape, *s, true);
     check_global_scale(above, shape, *s);
     const cpu::NewScales scales{scale.mutable_data_ptr(), s->affine ? zero_point.mutable_data_ptr() : nullptr,
                                 floats_of(above)};
-    cpu::quantize(values_of(x, "x"), shape, *s, scales, random->rounding, random->rng, new_codes_of(codes, shape, *s));
+    cpu::quantize(times(values_of(x, "x"), shape, factors), shape, *s, scales, random->rounding, random->rng,
+                  new_codes_of(codes, shape, *s));
     return true;
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from lowbit._version import __version__
 
-__all__ = ["cpu_name", "float_precision", "provenance", "version"]
+__all__ = ["cpu_name", "float_precision", "multiplies", "provenance", "version"]
 
 
 def cpu_name() -> str:
@@ -30,16 +30,17 @@ def cpu_name() -> str:
 
 def float_precision() -> str:
     """``"bf16"`` where the processor multiplies bf16 numbers itself; else ``"fp32"``, which is then the faster one."""
-    return "bf16" if _multiplies_bf16() else "fp32"
+    return "bf16" if multiplies("bf16") else "fp32"
 
 
-def _multiplies_bf16() -> bool:
+def multiplies(precision: str) -> bool:
+    """Whether the processor has instructions that multiply numbers in ``"bf16"`` or ``"fp16"``."""
     asked = getattr(torch.cpu, "get_capabilities", None)
     if asked is not None:
-        return any(has for name, has in asked().items() if "bf16" in name)
-    if platform.machine() in ("aarch64", "arm64"):  # elsewhere this is true where bf16 is emulated too
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch.cpu._is_avx512_bf16_supported())
+        return any(has for name, has in asked().items() if precision in name)
+    if platform.machine() in ("aarch64", "arm64"):  # elsewhere this is true where it is emulated too
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")())
+    return precision == "bf16" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def version(package: str) -> str:

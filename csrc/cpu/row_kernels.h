@@ -145,6 +145,8 @@ struct RowKernels {
     // reciprocals.
     bool (*read_scales)(const void* scales, const void* zero_points, int64_t n, const ScaleRule& rule,
                         const float* global_scale, const ScaleRow& row);
+    // x times `factor`, or times each[i] where that is not null, as fp32.
+    void (*product)(const void* x, Dtype dtype, int64_t n, float factor, const float* each, float* out);
     // The 16 random bits of elements [8 * block, 8 * (block + count)).
     void (*noise)(uint64_t block, int64_t count, const Rng& rng, uint16_t* out);
     // One step of an optimizer.

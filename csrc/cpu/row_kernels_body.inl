@@ -195,6 +195,6 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
     row_kernels_scalar().unpack(packed + g * bits, groups - g, bits, codes + 8 * g);
 }
 
-constexpr RowKernels kTable{encode,      in_range,    quotients,   slopes,      decode, block_stats, column_stats,
-                            finite_amax, make_scales, read_scales, noise,       step,   widen,       narrow,
-                            join24,      split24,     square_sum,  add_squares, pack,   unpack};
+constexpr RowKernels kTable{encode,      in_range,    quotients,   slopes,     decode,      block_stats, column_stats,
+                            finite_amax, make_scales, read_scales, product,    noise,       step,        widen,
+                            narrow,      join24,      split24,     square_sum, add_squares, pack,        unpack};

@@ -233,6 +233,12 @@ void step(const StepRule& rule, const StepRow& row) {
     });
 }
 
+void product(const void* x, Dtype dtype, int64_t n, float factor, const float* each, float* out) {
+    with_reader(x, dtype, [&](auto read) {
+        for (int64_t i = 0; i < n; ++i) out[i] = float_of(read(i)) * (each ? each[i] : factor);
+    });
+}
+
 void widen(const void* x, Dtype dtype, int64_t n, float* out) {
     with_reader(x, dtype, [&](auto read) {
         for (int64_t i = 0; i < n; ++i) out[i] = float_of(read(i));
@@ -283,9 +289,10 @@ void unpack(const uint8_t* packed, int64_t groups, int bits, uint8_t* codes) {
 }  // namespace
 
 const RowKernels& row_kernels_scalar() {
-    static constexpr RowKernels table{
-        encode, in_range, quotients, slopes, decode, block_stats, column_stats, finite_amax, make_scales, read_scales,
-        noise,  step,     widen,     narrow, join24, split24,     square_sum,   add_squares, pack,        unpack};
+    static constexpr RowKernels table{encode,       in_range,    quotients,   slopes,      decode,  block_stats,
+                                      column_stats, finite_amax, make_scales, read_scales, product, noise,
+                                      step,         widen,       narrow,      join24,      split24, square_sum,
+                                      add_squares,  pack,        unpack};
     return table;
 }
 

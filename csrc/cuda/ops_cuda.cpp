@@ -198,8 +198,9 @@ void block_range(const Tensor& given_x, const Text& scheme, const Tensor& low, c
 }
 
 void quantize(const Tensor& given_x, const Text& scheme, const MaybeTensor& given_global_scale, const Text& rounding,
-              const MaybeTensor& rng, int64_t stream, int64_t offset, MaybeInt pitch, const Tensor& codes,
-              const Tensor& scale, const Tensor& zero_point) {
+              const MaybeTensor& rng, int64_t stream, int64_t offset, MaybeInt pitch, const MaybeTensor& factors,
+              const Tensor& codes, const Tensor& scale, const Tensor& zero_point) {
+    STD_TORCH_CHECK(!factors, "factors are multiplied with before the kernel is called");
     const On on(given_x);
     const Tensor x = in_rows(given_x);
     const lb::Matrix from = matrix_of(x, "x");

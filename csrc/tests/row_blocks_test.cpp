@@ -242,19 +242,24 @@ void test_weights(const char* isa, const RowKernels& kernels, const Input& in) {
     const size_t size = static_cast<size_t>(in.count);
     std::vector<uint16_t> noise(size);
     std::vector<int8_t> low(size);
+    std::vector<float> factors(size);
     for (size_t i = 0; i < size; ++i)
-        noise[i] = static_cast<uint16_t>(random_bits()), low[i] = static_cast<int8_t>(noise[i]);
+        factors[i] = float_of(random_bits() & ~(1u << 30)), noise[i] = static_cast<uint16_t>(random_bits()),
+        low[i] = static_cast<int8_t>(noise[i]);
     struct Kept {
-        std::vector<float> wide, joined;
+        std::vector<float> wide, joined, product, products;
         std::vector<uint16_t> nearest, random, high;
         std::vector<int8_t> low;
-        explicit Kept(size_t n) : wide(n), joined(n), nearest(n), random(n), high(n), low(n) {}
+        explicit Kept(size_t n) : wide(n), joined(n), product(n), products(n), nearest(n), random(n), high(n), low(n) {}
     };
     const auto by = [&](const RowKernels& k) {
         Kept kept(size);
         for (int64_t at = 0, n = 1; at < in.count; at += n, n = n < 40 ? n + 1 : in.count - at) {
             float* wide = kept.wide.data() + at;
             k.widen(advance(in.words.data(), at, in.dtype), in.dtype, n, wide);
+            k.product(advance(in.words.data(), at, in.dtype), in.dtype, n, 0.7f, nullptr, kept.product.data() + at);
+            k.product(advance(in.words.data(), at, in.dtype), in.dtype, n, 0.0f, factors.data() + at,
+                      kept.products.data() + at);
             k.narrow(wide, in.dtype == Dtype::kFloat16 ? Dtype::kFloat16 : Dtype::kBFloat16, n, nullptr,
                      kept.nearest.data() + at);
             k.narrow(wide, Dtype::kBFloat16, n, noise.data() + at, kept.random.data() + at);
@@ -271,6 +276,8 @@ void test_weights(const char* isa, const RowKernels& kernels, const Input& in) {
         return true;
     };
     expect(same(got.wide, wanted.wide), isa, "widen", {}, in.dtype, 0);
+    expect(same(got.product, wanted.product), isa, "product", {}, in.dtype, 0);
+    expect(same(got.products, wanted.products), isa, "product", {}, in.dtype, 1);
     expect(got.nearest == wanted.nearest, isa, "narrow", {}, in.dtype, 0);
     expect(got.random == wanted.random, isa, "narrow", {}, in.dtype, 1);
     expect(got.high == wanted.high && got.low == wanted.low, isa, "split24", {}, in.dtype, 0);

@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowbit import formats, reference, scaling
 from lowbit.backends import composed, native, native_ops
+from lowbit.backends.registry import Impl, Run
 from lowbit.ops import matmul
+from lowbit.ops.quantize import with_factors
 from lowbit.ops.spec import Numerics
 
 __all__ = ["IMPLS", "supports_mm", "unavailable"]
@@ -72,12 +75,23 @@ def _refuses_blocks(block: int) -> str | None:
 #: Above Triton's: these need no compilation at the first call.
 _PRIORITY = 60
 
-_ROWS = tuple(
-    replace(row, supports=supports_mm, numerics=Numerics("bf16", "fp32"))
-    if row.op == "scaled_mm"
-    else replace(row, supports=_supports)
-    for row in native_ops.rows("cuda", _PRIORITY)
-)
+
+def _multiplied(run: Run) -> Run:
+    """``quantize``, whose kernel takes no factors."""
+
+    def run_quantize(outs: tuple[Tensor, ...], call: Any) -> None:
+        run(outs, call._replace(x=with_factors(call), factors=None))
+
+    return run_quantize
+
+
+def _row(row: Impl) -> Impl:
+    if row.op == "scaled_mm":
+        return replace(row, supports=supports_mm, numerics=Numerics("bf16", "fp32"))
+    return replace(row, supports=_supports, run=_multiplied(row.run) if row.op == "quantize" else row.run)
+
+
+_ROWS = tuple(map(_row, native_ops.rows("cuda", _PRIORITY)))
 IMPLS = _ROWS + composed.linear(_ROWS) + composed.conv(_ROWS)
 
 

@@ -58,7 +58,7 @@ def _store(out: Tensor, codes: Tensor, scheme: scaling.Scheme) -> None:
 
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
-    codes, scale, zero_point = reference.quantize(as_rows(call.x), scheme, call.global_scale, _rng(call))
+    codes, scale, zero_point = reference.quantize(q.with_factors(call), scheme, call.global_scale, _rng(call))
     _store(outs[0], codes, scheme)
     outs[1].copy_(scale)
     if zero_point is not None:

@@ -81,7 +81,7 @@ def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
 
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     codes, scale, zero_point = outs
-    scheme, x = scaling.scheme(call.scheme), as_rows(call.x)
+    scheme, x = scaling.scheme(call.scheme), q.with_factors(call)
     launches = _launch().quantize_dynamic(
         x, scheme, call.global_scale, as_rows(codes), scale, zero_point if scheme.affine else None, _rounding(call)
     )

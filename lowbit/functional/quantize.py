@@ -26,6 +26,7 @@ def quantize(
     rounding: str | Rounding = ...,
     out: Quantized | None = ...,
     return_amax: Literal[False] = ...,
+    factors: Tensor | None = ...,
 ) -> Quantized: ...
 @overload
 def quantize(
@@ -38,6 +39,7 @@ def quantize(
     out: Quantized | None = ...,
     *,
     return_amax: Literal[True],
+    factors: Tensor | None = ...,
 ) -> tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]: ...
 def quantize(
     x: Tensor,
@@ -48,6 +50,7 @@ def quantize(
     rounding: str | Rounding = "nearest",
     out: Quantized | None = None,
     return_amax: bool = False,
+    factors: Tensor | None = None,
 ) -> Quantized | tuple[Quantized, Tensor] | tuple[Quantized, Tensor, Tensor]:
     """``x`` in ``scheme``: packed codes with a scale for each block.
 
@@ -60,11 +63,16 @@ def quantize(
     each block, or of affine schemes its minimum and maximum, 0 counted among them; NaN of a block that holds Inf or
     NaN. The result is then ``(Quantized, amax)`` or ``(Quantized, minimum, maximum)``.
 
+    ``factors`` fp32 ``[rows, 1]`` or ``[1, cols]``: what is quantized is ``x.float() * factors``, which is not laid
+    down in memory where a kernel can do without.
+
     Raises TypeError and ValueError for dtypes, shapes and schemes that do not fit.
     Source: docs/numerics.md sections 3, 5.
     """
     kind = find_scheme(scheme)
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
+    if factors is not None and (kind.global_scale or scale is not None or return_amax):
+        matrix, factors = matrix.float() * factors, None
     word, *rng = random_bits(rounding, x)
     scales = tuple(
         [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, global_scale)]
@@ -80,7 +88,7 @@ def quantize(
         made = (scales[0], scales[1])
         _copy_given(parts, scales)
     else:
-        codes, *made = _quantize_dynamic(matrix, kind, scales[2], word, rng, parts)
+        codes, *made = _quantize_dynamic(matrix, kind, scales[2], word, rng, parts, factors)
     q = out
     if q is None:
         q = Quantized(codes, made[0], made[1] if kind.affine else None, scales[2], kind, x.shape, x.dtype)
@@ -94,9 +102,15 @@ def quantize(
 
 
 def _quantize_dynamic(
-    x: Tensor, scheme: Scheme, global_scale: Tensor | None, rounding: str, rng: list[Any], parts: dict[str, Tensor]
+    x: Tensor,
+    scheme: Scheme,
+    global_scale: Tensor | None,
+    rounding: str,
+    rng: list[Any],
+    parts: dict[str, Tensor],
+    factors: Tensor | None,
 ) -> Any:
-    args = (x, scheme.name, global_scale, rounding, *rng)
+    args = (x, scheme.name, global_scale, rounding, *rng, *(() if factors is None else (factors,)))
     if not parts:
         return call("quantize", *args)
     zero = parts.get("zero_point")

@@ -41,6 +41,8 @@ class BlockRange(NamedTuple):
 
 
 class Quantize(NamedTuple):
+    """``factors`` fp32 ``[rows, 1]`` or ``[1, cols]``: what is quantized is their product with ``x`` in fp32."""
+
     x: Tensor
     scheme: str
     global_scale: Tensor | None = None
@@ -49,6 +51,7 @@ class Quantize(NamedTuple):
     stream: int = 0
     offset: int = 0
     pitch: int | None = None
+    factors: Tensor | None = None
 
 
 class QuantizeStatic(NamedTuple):
@@ -98,6 +101,12 @@ class FakeQuantizeBackward(NamedTuple):
     global_scale: Tensor | None = None
 
 
+def with_factors(call: Quantize) -> Tensor:
+    """The matrix to quantize: ``x``, or its product with the factors in fp32."""
+    x = as_rows(call.x)
+    return x if call.factors is None else x.float() * call.factors
+
+
 # -- outputs (also the fake rules) -----------------------------------------------------------------------------------
 def _codes_out(x: Tensor, scheme: scaling.Scheme) -> Out:
     return (*x.shape[:-1], scheme.packed_cols(x.shape[-1])), torch.uint8
@@ -145,7 +154,14 @@ def _check_global_scale(call: GlobalScale) -> None:
 def _check_quantize(call: Quantize) -> None:
     scheme = scaling.scheme(call.scheme)
     _check_x("quantize", call, scheme)
-    require_global_scale("quantize", scheme, matrix_shape(call.x)[0], call.global_scale)
+    rows, cols = matrix_shape(call.x)
+    require_global_scale("quantize", scheme, rows, call.global_scale)
+    if call.factors is not None:
+        require(
+            call.factors.dtype == torch.float32 and tuple(call.factors.shape) in ((rows, 1), (1, cols)),
+            f"lowbit.quantize: factors must be float32 [{rows}, 1] or [1, {cols}], one for each row or column of x; "
+            f"got {str(call.factors.dtype).removeprefix('torch.')} {list(call.factors.shape)}",
+        )
 
 
 def _check_static(call: QuantizeStatic) -> None:

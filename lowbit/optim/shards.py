@@ -15,23 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "gradient", "local", "whole"]
+__all__ = ["Part", "gradient", "is_dtensor", "local", "whole"]
 
 
-def _is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> bool:
+    """Whether a tensor is spread over processes."""
     module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
     """What this process holds of a tensor."""
-    part: Tensor = x.to_local() if _is_dtensor(x) else x  # type: ignore[attr-defined]
+    part: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return part.detach()
 
 
 def whole(x: Tensor) -> Tensor:
     """All of a tensor; every process takes part where it is cut."""
-    full: Tensor = x.full_tensor() if _is_dtensor(x) else x  # type: ignore[attr-defined]
+    full: Tensor = x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return full.detach()
 
 
@@ -39,7 +40,7 @@ def gradient(param: Tensor) -> Tensor:
     """What this process holds of a parameter's gradient, laid out as the parameter is."""
     grad = param.grad
     assert grad is not None
-    if _is_dtensor(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
+    if is_dtensor(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]
     return local(grad)
 
@@ -65,7 +66,7 @@ class Part:
     def of(cls, x: Tensor, name: str) -> Part:
         """Raises ValueError, for the parameter ``name``, where a DTensor's parts are not rows at even distances."""
         shape = tuple(x.shape) or (1,)
-        if not _is_dtensor(x):
+        if not is_dtensor(x):
             return cls(shape, 1, prod(shape), 0, max(prod(shape), 1))
         mesh, placements = x.device_mesh, tuple(x.placements)  # type: ignore[attr-defined]
         _require_known(placements, name)

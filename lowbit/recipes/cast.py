@@ -20,9 +20,9 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "scale": ("current", "static", "delayed"),
     "rule": ("amax", "search"),
 }
-_SAVE = ("codes", "recompute", "high")
+_SAVE = ("codes", "recompute", "high", "operand")
 #: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
-TREATMENTS = ("reuse", "fold")
+TREATMENTS = ("reuse", "fold", "dequantize")
 
 
 @dataclass(frozen=True, init=False)
@@ -99,7 +99,8 @@ class Gemm:
 
     - ``"reuse"``: the codes of forward are multiplied again, with their scales (reuse codes);
     - ``"fold"``: these codes are multiplied without their scales, which multiply g before g is quantized (fold
-      scales). It needs scales that are floating-point numbers, one a row.
+      scales). It needs scales that are floating-point numbers, one a row;
+    - ``"dequantize"``: the codes are decoded to the dtype of g, and the product is one of floats. ``a`` is None.
 
     A Cast there means that the operand is quantized again (requantize), because the product contracts another axis.
     ``save`` says what of ``b`` is kept from forward to backward:
@@ -107,13 +108,16 @@ class Gemm:
     - ``"codes"``: the codes; a Cast quantizes what these decode to;
     - ``"recompute"``: the float operand, quantized again in backward, with the bits of ``"codes"``. It costs time, and
       no memory where the operand is kept anyhow: the weight, which FSDP2 gathers again for backward;
-    - ``"high"``: the float operand; a Cast quantizes this itself, with one rounding less.
+    - ``"high"``: the float operand; a Cast quantizes this itself, with one rounding less;
+    - ``"operand"``: the codes that the Cast ``b`` makes of the float operand in forward. It rounds as ``"high"`` does,
+      and takes the memory of ``"codes"``.
 
-    Raises TypeError for what is no Cast, scheme or treatment; ValueError for another ``save``.
+    Raises TypeError for what is no Cast, scheme or treatment; ValueError for another ``save``, and for an ``a`` or a
+    ``save`` that does not fit ``b``.
     """
 
     a: Cast | None
-    b: Cast | Literal["reuse", "fold"] | None
+    b: Cast | Literal["reuse", "fold", "dequantize"] | None
     save: str = "codes"
 
     def __init__(self, a: Cast | Scheme | str | None, b: Cast | Scheme | str | None, save: str = "codes") -> None:
@@ -122,6 +126,10 @@ class Gemm:
         if isinstance(a, str) and a in TREATMENTS:
             raise ValueError(f"Gemm: a cannot be {a!r}, which says what becomes of an operand of forward: that is b")
         set_fields(self, a=_as_cast(a), b=b if isinstance(b, str) and b in TREATMENTS else _as_cast(b), save=save)
+        if self.b == "dequantize" and self.a is not None:
+            raise ValueError(f"Gemm: b='dequantize' makes a product of floats, so a must be None, got {self.a}")
+        if save == "operand" and not isinstance(self.b, Cast):
+            raise ValueError(f"Gemm: save='operand' keeps what the Cast b makes, and b is {self.b!r}; give a scheme")
 
     def __str__(self) -> str:
         return f"{self.a or 'float'} x {self.b or 'float'}"

@@ -21,6 +21,8 @@ __all__ = ["HADAMARD", "Recipe", "refuse_beyond"]
 #: What the name of a recipe ends with whose operands are transformed, and the sizes of the blocks that can be.
 HADAMARD = ":hadamard"
 _ROTATIONS = (16, 32, 64, 128)
+#: What a product of training can be computed in, besides what the recipe says ("low").
+PRECISIONS = ("low", "high", "dequantized")
 
 
 @dataclass(frozen=True, init=False)
@@ -84,7 +86,7 @@ class Recipe:
 
     def _check(self, role: str, gemm: Gemm, saved: Cast | None) -> None:
         """That the backward product can have its ``b``, which forward encoded as ``saved``."""
-        if saved is None and gemm.save != "high":
+        if saved is None and gemm.save in ("codes", "recompute"):
             raise ValueError(f"{self._what}: {role} saves an operand that forward leaves float; say save='high'")
         if gemm.save == "high" and gemm.b in TREATMENTS:
             raise ValueError(
@@ -145,6 +147,53 @@ class Recipe:
     def trains(self) -> bool:
         """Whether the recipe says how the backward products are computed."""
         return self.grad_input is not None
+
+    def with_products(self, grad_input: str = "low", grad_weight: str = "low") -> Recipe:
+        """This recipe with backward products in another precision: ``recipe("fp8:grad_weight=high")`` by name.
+
+        ``"low"``: as this recipe has it. ``"high"``: both operands stay float, so that the float operand of forward is
+        kept. ``"dequantized"``: the codes of forward are kept, and decoded to be multiplied by the float gradient.
+        Raises ValueError for another word, for a recipe that does not train, and for ``"dequantized"`` where forward
+        leaves the operand float.
+        """
+        self._require_training("with_products")
+        made = self
+        for role, precision in {"grad_input": grad_input, "grad_weight": grad_weight}.items():
+            if precision not in PRECISIONS:
+                raise ValueError(f"{self._what}: {role} must be one of {listed(PRECISIONS)}, got {precision!r}")
+            if precision == "low":
+                continue
+            save = getattr(self, role).save
+            gemm = Gemm(None, "dequantize", "recompute" if save == "recompute" else "codes")
+            gemm = Gemm(None, None, "high") if precision == "high" else gemm
+            made = made._changed(role, precision, **{role: gemm})
+        return made
+
+    def with_gradients(self, format: str) -> Recipe:
+        """This recipe with gradients quantized to another format, such as ``"fp8_e4m3"``, their scalings kept:
+        ``recipe("fp8:gradients=e4m3")`` by name.
+
+        Raises ValueError for an unknown format, one that the scalings do not go with, and a recipe that quantizes no
+        gradient.
+        """
+        self._require_training("with_gradients")
+        changed = {}
+        for role in ("grad_input", "grad_weight"):
+            gemm = getattr(self, role)
+            if gemm.a is not None:
+                changed[role] = replace(gemm, a=replace(gemm.a, scheme=gemm.a.scheme.with_format(format)))
+        if not changed:
+            raise ValueError(f"{self._what}: no gradient is quantized, so there is none to quantize to {format}")
+        return self._changed("gradients", format.removeprefix("fp8_"), **changed)
+
+    def _require_training(self, what: str) -> None:
+        if not self.trains:
+            raise ValueError(f"{self._what} is for inference only, and {what} changes backward products")
+
+    def _changed(self, option: str, value: str, **products: Any) -> Recipe:
+        """This recipe with other products, and the option in its name, which says each option once."""
+        words = [word for word in self.name.split(":") if not word.startswith(f"{option}=")]
+        return replace(self, name=":".join([*words, f"{option}={value}"]), **products)
 
     def casts(self) -> dict[str, Cast]:
         """Every Cast by its role, such as ``grad_input.a``."""

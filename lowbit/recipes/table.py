@@ -13,13 +13,24 @@ def _delayed(format: str) -> Cast:
     return Cast(f"{format}:tensor", scale="delayed", history=1024)
 
 
+#: A scale for a row, rounded up to a power of two.
+_POW2 = "fp8_e4m3:row:e8m0:ceil"
+
 #: Every named recipe. Names are API; ``register_recipe`` adds one.
 RECIPES: dict[str, Recipe] = {
     row.name: row
     for row in (
         Recipe(
             Gemm("int8:row", "int8:row"),
-            name="int8", about="8-bit weights and activations (dynamic, a scale a token)",
+            Gemm("int8:row", "fold"),
+            Gemm(None, "dequantize"),
+            name="int8", about="8-bit weights and activations (dynamic, a scale a token); trains as SwitchBack does",
+        ),
+        Recipe(
+            Gemm("int8:row", "int8:row"),
+            Gemm(Cast("int8:row", rounding="stochastic"), "fold"),
+            Gemm(Cast("int8:col", rounding="stochastic"), "fold"),
+            name="int8-stochastic", about="int8 with 8-bit gradients, rounded stochastically, in all products; trains",
         ),
         Recipe(
             Gemm("int8:group128", "int8:row"),
@@ -40,6 +51,13 @@ RECIPES: dict[str, Recipe] = {
             Gemm("fp8_e5m2:row", "fold"),
             Gemm("fp8_e5m2:col", "fold"),
             name="fp8", about="FP8, a scale a row; trains",
+        ),
+        # torchao's "rowwise"; its "rowwise_with_gw_hp" is fp8-pow2:grad_weight=high, but for the weight of grad_input.
+        Recipe(
+            Gemm(_POW2, _POW2),
+            Gemm(_POW2, f"{_POW2}:T", save="operand"),
+            Gemm(f"{_POW2}:T", f"{_POW2}:T", save="operand"),
+            name="fp8-pow2", about="FP8 (E4M3 alone), scales of rows that are powers of two; trains",
         ),
         Recipe(
             Gemm("fp8_e4m3:tensor", "fp8_e4m3:tensor"),

@@ -49,9 +49,16 @@ def _quantize_samples(device: str) -> Iterator[Quantize]:
     matrices, rng = _matrices(device), torch.tensor([5, 2], device=device)
     for index, scheme in enumerate(schemes()):
         for x in (matrices[index % len(matrices)], matrices[(index * 5 + 3) % len(matrices)]):
-            yield Quantize(x, scheme.name, _global_scale_of(x, scheme))
+            yield Quantize(x, scheme.name, _global_scale_of(x, scheme), factors=_factors_for(x, index))
             pitch = 4096 if index % 2 else None
             yield Quantize(x, scheme.name, _global_scale_of(x, scheme), "stochastic", rng, 9, 1 << 33, pitch)
+
+
+def _factors_for(x: Tensor, index: int) -> Tensor | None:
+    """Of the rows, of the columns, or none."""
+    rows, cols = matrix_shape(x)
+    shape = ((rows, 1), (1, cols), None)[index % 3]
+    return None if shape is None else random_matrix(*shape, seed=index).to(x.device)
 
 
 def _static_samples(device: str) -> Iterator[QuantizeStatic]:
@@ -61,7 +68,7 @@ def _static_samples(device: str) -> Iterator[QuantizeStatic]:
         global_scale = call.global_scale
         scale, zero = reference.block_scales(other, scheme, None if global_scale is None else global_scale.cpu())
         zero = None if zero is None else zero.to(device)
-        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, global_scale, *call[3:])
+        yield QuantizeStatic(call.x, call.scheme, scale.to(device), zero, global_scale, *call[3:8])
 
 
 def _dequantize_samples(device: str) -> Iterator[Dequantize]:
@@ -80,7 +87,7 @@ def _dequantize_samples(device: str) -> Iterator[Dequantize]:
 
 def _fake_samples(device: str) -> Iterator[FakeQuantize]:
     for call in _quantize_samples(device):
-        yield FakeQuantize(call.x, call.scheme, None, None, call.global_scale, *call[3:])
+        yield FakeQuantize(call.x, call.scheme, None, None, call.global_scale, *call[3:8])
     for static in _static_samples(device):
         yield FakeQuantize(*static)
 

@@ -1,6 +1,20 @@
-"""Training in low precision: ``prepare_`` a model, train it as usual, ``convert_`` it back."""
+"""Training in mixed and low precision: ``mixed_`` or ``prepare_`` a model, train it as usual, change it back."""
 
+from lowbit.train.activations import compress_activations_, uncompress_activations_
 from lowbit.train.linear import TrainLinear, convert_, prepare_, state
+from lowbit.train.loss_scale import LossScaler
+from lowbit.train.mixed import mixed_, unmixed_
 from lowbit.train.state import State
 
-__all__ = ["State", "TrainLinear", "convert_", "prepare_", "state"]
+__all__ = [
+    "LossScaler",
+    "State",
+    "TrainLinear",
+    "compress_activations_",
+    "convert_",
+    "mixed_",
+    "prepare_",
+    "state",
+    "uncompress_activations_",
+    "unmixed_",
+]

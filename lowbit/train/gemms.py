@@ -52,13 +52,21 @@ class Backward:
             unit.t().t()
         return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit)
 
+    @property
+    def kept(self) -> Cast | None:
+        """How the codes that forward keeps for this product are made; None: it keeps the float operand."""
+        if self.save == "operand":
+            assert isinstance(self.other, Cast)
+            return self.other
+        return self.forward if self.save == "codes" else None
+
 
 @dataclass(frozen=True)
 class Products:
     """A training recipe with its schemes looked up, so that compiled code need not.
 
-    ``stateful``: some cast needs the training state. ``folds``: ``g`` is multiplied by scales, in fp32, before it is
-    quantized. ``share_g``: both backward products multiply the same codes of ``g``.
+    ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
+    ``g``.
     """
 
     input: Cast | None
@@ -66,7 +74,6 @@ class Products:
     grad_input: Backward
     grad_weight: Backward
     stateful: bool
-    folds: bool
     share_g: bool
 
     @classmethod
@@ -84,7 +91,7 @@ class Products:
         g_role = "grad_input.a" if share_g else "grad_weight.a"
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
         grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a", g_role)
-        return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, folds, share_g)
+        return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, share_g)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
@@ -102,24 +109,33 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, view: View | None, dtype: torch.dtype
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        view: View | None,
+        dtype: torch.dtype,
+        keeps: bool,
     ) -> tuple[Tensor, ...]:
-        a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
+        flat = x.reshape(-1, x.shape[-1])
+        a = _encoded(flat, products.input, view, "output.a")
         b = _encoded(weight, products.weight, view, "output.b")
         # No view, as of torch's Linear: whoever works in place on it, or hooks it, may.
         y = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), [*x.shape[:-1], weight.shape[0]])
-        return y, *_kept(products.grad_input, b), *_kept(products.grad_weight, a)
+        if not keeps:
+            return (y,)
+        return y, *_kept(products.grad_input, b, weight, view), *_kept(products.grad_weight, a, flat, view)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
-        x, weight, bias, products, view, _ = inputs
+        x, weight, bias, products, view, *_ = inputs
         ctx.backend, ctx.products, ctx.view = backend_now(), products, view
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         wants_x, wants_w = ctx.needs_input_grad[:2]
         split = 1 + _parts_of(products.grad_input)
-        of_weight = output[1:split] if products.grad_input.save == "codes" else (weight,)
-        of_x = output[split:] if products.grad_weight.save == "codes" else (x,)
+        of_weight = output[1:split] if products.grad_input.kept else (weight,)
+        of_x = output[split:] if products.grad_weight.kept else (x,)
         ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
         ctx.split = len(of_weight) if wants_x else 0
         ctx.shapes = (x.shape, weight.shape)
@@ -129,26 +145,26 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0])
-        wide = g.float() if products.folds else g  # once, for both products
-        grad_x = grad_w = grad_bias = qg = None
+        grad_x = grad_w = grad_bias = shared = None
         with on_backend(ctx.backend):
             if ctx.needs_input_grad[0]:
                 w = _restored(saved[: ctx.split], products.grad_input, view, w_shape, w_dtype)
-                qg, w = _operands(wide, w, products.grad_input, view)
+                qg, w = _operands(g, w, products.grad_input, view)
                 grad_x = _product(qg, w.t(), None, x_dtype).reshape(shape)
+                shared = qg if products.share_g else None
+                del qg, w  # before the next product makes operands of its own
             if ctx.needs_input_grad[1]:
                 x_shape = torch.Size((g.shape[0], shape[-1]))
                 x = _restored(saved[ctx.split :], products.grad_weight, view, x_shape, x_dtype)
-                made = qg if products.share_g else None
-                qg, x = _operands(wide, x, products.grad_weight, view, made)
+                qg, x = _operands(g, x, products.grad_weight, view, shared)
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_w, grad_bias, None, None, None
+        return grad_x, grad_w, grad_bias, None, None, None, None
 
 
 _forward: Any = _LowPrecisionLinear.forward
@@ -161,14 +177,15 @@ def low_precision_linear(
 ) -> Tensor:
     """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``; ``view``: of the training state, for products that are
     ``stateful``."""
-    y: Tensor = _apply(x, weight, bias, products, view, dtype)[0]
+    y: Tensor = _apply(x, weight, bias, products, view, dtype, torch.is_grad_enabled())[0]
     return y
 
 
-def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str) -> Side:
+def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors: Tensor | None = None) -> Side:
+    """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
     if how is None:
-        return x
-    return quantize(x, how.scheme) if view is None else view.quantize(x, how, role)
+        return x if factors is None else x * factors
+    return quantize(x, how.scheme, factors=factors) if view is None else view.quantize(x, how, role, factors)
 
 
 def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -181,14 +198,17 @@ def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tenso
 
 def _parts_of(product: Backward) -> int:
     """How many tensors of the other operand's codes and scales are saved."""
-    if product.save != "codes" or product.forward is None:
+    if product.kept is None:
         return 0
-    kind = product.forward.scheme
+    kind = product.kept.scheme
     return 2 + kind.affine + (kind.global_scale is not None)
 
 
-def _kept(product: Backward, side: Side) -> tuple[Tensor, ...]:
-    if product.save != "codes" or isinstance(side, Tensor):
+def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
+    """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
+    if product.save == "operand":
+        side = _encoded(matrix, product.kept, view, f"{product.role}.b")
+    if product.kept is None or isinstance(side, Tensor):
         return ()
     return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
 
@@ -197,9 +217,8 @@ def _restored(
     saved: tuple[Tensor, ...], product: Backward, view: View | None, shape: torch.Size, dtype: torch.dtype
 ) -> Side:
     """The other operand as a matrix: what was saved, or forward's codes once more."""
-    if product.save == "codes":
-        assert product.forward is not None
-        kind, rest = product.forward.scheme, list(saved[2:])
+    if product.kept is not None:
+        kind, rest = product.kept.scheme, list(saved[2:])
         zero_point = rest.pop(0) if kind.affine else None
         return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
     matrix = saved[0].reshape(shape)
@@ -210,13 +229,17 @@ def _operands(
     g: Tensor, other: Side, product: Backward, view: View | None, made: Side | None = None
 ) -> tuple[Side, Side]:
     """``g``, whose codes may be ``made`` already, and the other operand as the product wants them."""
-    if isinstance(product.other, Cast):
+    factors = None
+    if product.other == "dequantize":
+        assert isinstance(other, Quantized)
+        return g, other.dequantize(g.dtype)
+    if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
         other = _encoded(matrix, product.other, view, f"{product.role}.b")
     if product.unit is not None:
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
-        g = g * other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
+        factors = other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
-    return _encoded(g, product.g, view, product.g_role) if made is None else made, other
+    return _encoded(g, product.g, view, product.g_role, factors) if made is None else made, other

@@ -41,7 +41,7 @@ class TrainLinear(nn.Linear):
     scaling read ``state``, the training state that the layers of a model share (``lowbit.train.state``).
     Raises ValueError for a recipe that is for inference only or asks for casts that training does not do; RuntimeError
     for a gradient of a gradient, and for such a recipe without a state.
-    Source: docs/numerics.md section 9; recipes.Gemm.
+    Source: docs/numerics.md sections 9 and 14; recipes.Gemm.
     """
 
     lowbit_kind = "training"

@@ -346,13 +346,15 @@ class View:
     places: Mapping[str, Place]
     records: bool
 
-    def quantize(self, x: Tensor, cast: Cast, role: str) -> Quantized:
-        """``x [rows, cols]`` as ``cast`` says; ``role``: which operand of which product it is."""
+    def quantize(self, x: Tensor, cast: Cast, role: str, factors: Tensor | None = None) -> Quantized:
+        """``x [rows, cols]``, or its product with ``factors``, as ``cast`` says; ``role``: which operand it is."""
         place = self.places[role]
         draws = cast.rounding == "stochastic"
         rounding = Rounding(self.keys[place.key], stream=place.stream) if draws else "nearest"
+        if place.row is not None and factors is not None:
+            x, factors = x * factors, None  # whose amax is remembered
         scale = None if place.row is None else self._delayed_scale(x, cast, place.row)
-        return quantize(x, cast.scheme, scale, rounding=rounding)
+        return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
 
     def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
         """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.

@@ -317,3 +317,28 @@ def test_objects_that_are_not_what_their_name_says_are_refused():
         lb.quantize(torch.randn(2, 32), dataclasses.replace(lb.scheme("mxfp8"), rounding="ceil"))
     with pytest.raises(ValueError, match="another format"):
         lb.encode(torch.randn(2, 32), dataclasses.replace(FORMATS["fp8_e4m3"], bias=8))
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "scheme", ["fp8_e5m2:row", "fp8_e5m2:col", "int8:tensor", "mxfp8:ceil:T", "nvfp4", "int4:group7"]
+)
+@everywhere
+def test_factors_multiply_in_fp32_before_anything_is_rounded(variant: Variant, scheme):
+    for index, (rows, cols) in enumerate([(1, 1), (5, 67), (64, 2100)]):
+        x = random_matrix(rows, cols, seed=index, extremes=index == 1).to(FLOATS[index]).to(variant.device)
+        for shape in ((rows, 1), (1, cols)):
+            factors = random_matrix(*shape, seed=7).to(variant.device)
+            with variant.use():
+                for rounding in ("nearest", lb.Rounding(3, 1, "w/input")):
+                    got = lb.quantize(x, scheme, rounding=rounding, factors=factors)
+                    want = lb.quantize(x.float() * factors, scheme, rounding=rounding)
+                    for name, part in want.parts.items():
+                        assert_same_bits(got.parts[name], part, f"{scheme} {name} {list(x.shape)} {shape}")
+
+
+def test_factors_are_refused_by_shape_and_dtype():
+    x = torch.randn(3, 5)
+    for factors in (torch.ones(5), torch.ones(3, 5), torch.ones(3, 1, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"factors must be float32 \[3, 1\] or \[1, 5\]"):
+            lb.quantize(x, "int8:row", factors=factors)

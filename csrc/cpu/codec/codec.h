@@ -16,10 +16,17 @@ struct Shape {
 };
 
 // Numbers in memory: `stride` elements from row to row.
+// What elements are multiplied with first, in fp32: the factor of their row, or of their column, or nothing.
 struct Values {
     const void* data;
     Dtype dtype;
     int64_t stride;
+    const float* row_factors = nullptr;
+    const float* col_factors = nullptr;
+
+    bool has_factors() const { return row_factors != nullptr || col_factors != nullptr; }
+    // As what elements are read.
+    Dtype element() const { return has_factors() ? Dtype::kFloat32 : dtype; }
 };
 struct Results {
     void* data;

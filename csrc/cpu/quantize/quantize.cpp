@@ -191,7 +191,8 @@ void block_range(const Values& x, Shape shape, const SchemeParams& scheme, float
 void quantize(const Values& x, Shape shape, const SchemeParams& scheme, const NewScales& scales, Rounding rounding,
               const Rng& rng, uint8_t* codes) {
     const Encoder encoder = make_encoder(scheme.format, true, rounding == kStochastic);
-    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)}, written_bits(shape, scheme));
+    const Plane on(shape, scheme, {x.stride, pitch_of(rng, shape, rounding)}, written_bits(shape, scheme),
+                   !x.has_factors());
     Job job = encoding(x, on, scales.global_scale, encoder, rng);
     job.codes = codes;
     run_dynamic(job, scales);

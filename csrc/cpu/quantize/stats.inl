@@ -178,3 +178,14 @@ uint32_t finite_amax(const void* x, Dtype dtype, int64_t n) {
     });
     return found;
 }
+
+void product(const void* x, Dtype dtype, int64_t n, float factor, const float* each, float* out) {
+    dispatch(dtype, [&](auto type) {
+        using Type = decltype(type);
+        const auto* p = static_cast<const typename Type::Element*>(x);
+        int64_t i = 0;
+        for (; each && i + kLanes <= n; i += kLanes) store(out + i, (F)Type::read(p + i) * load<F>(each + i));
+        for (; !each && i + kLanes <= n; i += kLanes) store(out + i, (F)Type::read(p + i) * factor);
+        row_kernels_scalar().product(p + i, dtype, n - i, factor, each ? each + i : nullptr, out + i);
+    });
+}

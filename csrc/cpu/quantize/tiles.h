@@ -103,13 +103,23 @@ inline int64_t whole_width(const Blocks& b) {
     return unit >= b.cols ? b.cols : std::max(unit, wanted / unit * unit);
 }
 
+// Elements of a run, as x.element() has them; `room` holds them where they are products.
+inline const void* elements(const RowKernels& kernels, const Values& x, const Run& run, std::vector<float>& room) {
+    const void* at = at_run(x, run);
+    if (!x.has_factors()) return at;
+    if (room.size() < static_cast<size_t>(run.count)) room.resize(static_cast<size_t>(run.count));
+    kernels.product(at, x.dtype, run.count, x.row_factors ? x.row_factors[run.row] : 1.0f,
+                    x.col_factors ? x.col_factors + run.begin : nullptr, room.data());
+    return room.data();
+}
+
 // The largest positive and negative magnitudes of each block in a tile; without `both`, the amax in `high` alone.
 class Stats {
   public:
     void of(const RowKernels& kernels, const Values& x, const Blocks& b, const Tile& t, bool both) {
         start(b, t);
         for (int64_t r = t.row; r < t.row + t.height; ++r)
-            row(kernels, at_run(x, {r, t.begin, 0}), x.dtype, b, t, both);
+            row(kernels, elements(kernels, x, {r, t.begin, t.end - t.begin}, products_), x.element(), b, t, both);
         finish(b, t);
     }
     // The same, row by row.
@@ -134,6 +144,9 @@ class Stats {
         }
     }
     std::vector<uint32_t> high, low;
+
+  private:
+    std::vector<float> products_;
 };
 
 }  // namespace lowbit::cpu

@@ -145,6 +145,7 @@ class Worker {
     } locals_[2];
     int current_ = 0;
     bool ahead_ = false;  // whether the current one is complete
+    std::vector<float> products_;
     std::unique_ptr<Spread> spread_;
     std::unique_ptr<SlopeRow> slope_;
     bool local_ = false;     // whether a copy holds the tile
@@ -155,13 +156,14 @@ class Worker {
     static bool fits(const Tile& t) { return t.height > 1 && t.height * (t.end - t.begin) <= 2 * kTall; }
 
     void take_row(const Job& job, const Tile& t, int64_t r, Local& to) {
-        const int64_t bytes = (t.end - t.begin) * size_of(job.x.dtype);
+        const int64_t count = t.end - t.begin, bytes = count * size_of(job.x.element());
         const size_t wanted = static_cast<size_t>(t.height * bytes);
         if (to.copy.size() < wanted) to.copy.resize(wanted);
         if (r == 0) to.stats.start(job.blocks, t);
         char* row = to.copy.data() + r * bytes;
-        std::memcpy(row, at_run(job.x, {t.row + r, t.begin, 0}), static_cast<size_t>(bytes));
-        to.stats.row(job.kernels, row, job.x.dtype, job.blocks, t, job.rule.both_ends);
+        std::memcpy(row, elements(job.kernels, job.x, {t.row + r, t.begin, count}, products_),
+                    static_cast<size_t>(bytes));
+        to.stats.row(job.kernels, row, job.x.element(), job.blocks, t, job.rule.both_ends);
     }
 
     void element_run(const Job& job, const Tile& t, const Run& run, const void* ahead) {
@@ -170,10 +172,10 @@ class Worker {
         if (job.decoder) decode(job, run, codes);
     }
 
-    const void* from(const Job& job, const Tile& t, const Run& run) const {
-        if (!local_) return at_run(job.x, run);
+    const void* from(const Job& job, const Tile& t, const Run& run) {
+        if (!local_) return elements(job.kernels, job.x, run, products_);
         const int64_t at = (run.row - t.row) * (t.end - t.begin) + run.begin - t.begin;
-        return locals_[current_].copy.data() + at * size_of(job.x.dtype);
+        return locals_[current_].copy.data() + at * size_of(job.x.element());
     }
 
     // Calls f(column within the run, count, number of its scale) for each block of the columns at work.
@@ -229,7 +231,7 @@ class Worker {
     void encode(const Job& job, const Tile& t, const Run& run, const void* ahead, uint8_t* codes) {
         const Encoder& e = *job.encoder;
         const uint16_t* noise = e.stochastic ? scratch_.noise_at(job.kernels, job.rng, run) : nullptr;
-        job.kernels.encode(e, from(job, t, run), job.x.dtype, run.count, factors(job, true), noise, ahead, codes);
+        job.kernels.encode(e, from(job, t, run), job.x.element(), run.count, factors(job, true), noise, ahead, codes);
         if (!odd_) return;
         each_block(job, run.count, [&](int64_t at, int64_t n, size_t block) {
             if (is_nan(bits_of(value_[block]))) {

@@ -1,0 +1,262 @@
+"""Activations in few bits: what norms, activation functions and products of activations keep for backward.
+
+A function of the table below keeps its inputs as codes, and backward computes it again from what these decode to. Its
+result keeps its bits; gradients change by the rounding of the inputs.
+Sources: COAT, arXiv 2410.19313; ActNN, arXiv 2104.14129.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lowbit.autograd import backend_now, on_backend
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
+from lowbit.convert.select import check_model
+from lowbit.functional import quantize
+from lowbit.scaling import Scheme
+from lowbit.scaling import scheme as find_scheme
+from lowbit.tensor.quantized import Quantized
+
+__all__ = ["ACTIVATIONS", "FUNCTIONS", "compress_activations_", "uncompress_activations_"]
+
+#: The scheme that is taken where none is named: 8.25 bits a number, and no block is clipped.
+ACTIVATIONS = "mxfp8:ceil"
+
+#: What keeps its inputs in few bits. Functions that keep their result for backward (softmax, sigmoid) are not here, nor
+#: matrix products, whose operands are the recipe's matter, nor attention.
+FUNCTIONS = frozenset(
+    {
+        F.layer_norm, F.rms_norm, F.group_norm,
+        F.silu, F.gelu, F.mish, F.softplus, F.elu, F.hardswish,
+        torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__,
+        torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square,
+    }
+)  # fmt: skip
+#: Rows shorter than this stay as they are: factors of a token, and the like.
+_LEAST_COLS = 16
+
+
+def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) -> Report:
+    """Let norms, activation functions and products in ``model`` keep their inputs for backward as codes, in place.
+
+    ``scheme``: how they are quantized, without a global scale; any shape will do. The functions are those of
+    ``FUNCTIONS``, called in a module without children (a norm) or in one that has a Linear (a SwiGLU). Of ``silu(gate) * up`` gate, silu(gate) and up are kept so. Losses keep their bits;
+    gradients of these functions are those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled
+    code keeps what its partitioner chooses instead, and takes no part.
+
+    Raises ValueError for a model whose activations are compressed already, for one without such modules, and for a
+    scheme with a global scale; TypeError for what is no module.
+    Source: COAT, arXiv 2410.19313, which takes groups of 16 in E4M3.
+    """
+    check_model(model)
+    kind = find_scheme(scheme)
+    if kind.global_scale:
+        raise ValueError(
+            f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
+            f"own; use {ACTIVATIONS}, or another scheme that has none"
+        )
+    if any(_enters(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()):
+        raise ValueError(
+            "train.compress_activations_: activations of this model are compressed already; call "
+            "lowbit.train.uncompress_activations_(model) first"
+        )
+    modules = {path: module for path, module in model.named_modules() if _computes(module)}
+    if not modules:
+        raise ValueError(
+            f"train.compress_activations_: {type(model).__name__} has no module without children, and none with a "
+            f"Linear; there is nothing whose inputs could be kept in few bits"
+        )
+    for module in modules.values():
+        module.register_forward_pre_hook(partial(_enter, kind))
+        module.register_forward_hook(_leave, always_call=True)
+    return report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}")
+
+
+def uncompress_activations_(model: nn.Module) -> Report:
+    """Undo ``compress_activations_``. A model without compressed activations stays as it is."""
+    check_model(model)
+    modules = {}
+    for path, module in model.named_modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _enters(hook) or hook is _leave]:
+                del cast(Any, hooks)[key]
+                module._forward_hooks_always_called.pop(key, None)
+                modules[path] = module
+    return report_on("train.uncompress_activations_", model, modules, "inputs kept as they are")
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether functions of the table may be called in the module's own forward."""
+    children = list(module.children())
+    if not children:
+        return not isinstance(module, nn.Linear | nn.Embedding)
+    return any(isinstance(child, nn.Linear) for child in children)
+
+
+# -- where it is on ----------------------------------------------------------------------------------------------------
+class _Active(threading.local):
+    """The mode of the module under way in this thread, and how many modules deep it is."""
+
+    mode: _Compressing | None = None
+    depth = 0
+
+
+_active = _Active()
+
+
+def _enters(hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _enter
+
+
+def _enter(scheme: Scheme, module: nn.Module, args: Any) -> None:
+    """The hook before a module's forward."""
+    if torch.compiler.is_compiling():
+        return
+    if _active.depth == 0 and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None:
+        _active.mode = _Compressing(scheme)
+        cast(Any, _active.mode).__enter__()
+    _active.depth += 1
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    """The hook after it, which runs as well where it raised."""
+    if torch.compiler.is_compiling():
+        return
+    _active.depth -= 1
+    if _active.depth == 0 and _active.mode is not None:
+        cast(Any, _active.mode).__exit__(None, None, None)
+        _active.mode = None
+
+
+class _Compressing(TorchFunctionMode):
+    """Within, functions of the table keep codes. An input that several of them have is encoded once."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.encoded: dict[int, tuple[weakref.ref[Tensor], int, Quantized]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in FUNCTIONS or kwargs.get("inplace") or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not any(_is_activation(leaf) for leaf in wanted) or _keeps_nothing(func, wanted):
+            return func(*args, **kwargs)
+        return cast(Any, _FromCodes).apply(self, func, spec, *leaves)
+
+    def encode(self, x: Tensor) -> Quantized:
+        known = self.encoded.get(id(x))
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
+        codes = quantize(x, self.scheme)
+        self.encoded[id(x)] = (weakref.ref(x), x._version, codes)
+        return codes
+
+
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+
+
+def _keeps_nothing(func: Any, wanted: Sequence[Tensor]) -> bool:
+    """Whether backward needs no activation: of a product with a constant it needs the constant alone."""
+    return func in _PRODUCTS and len(wanted) < 2
+
+
+def _is_activation(x: Tensor) -> bool:
+    """Whether ``x`` is kept as codes: no parameter, and long enough rows of floats that ops of lowbit take.
+
+    Leaves may be activations: those of a block that a reentrant checkpoint recomputes are.
+    """
+    return (
+        not isinstance(x, nn.Parameter)
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and x.dim() > 1
+        and x.shape[-1] >= _LEAST_COLS
+    )
+
+
+# -- what is kept, and computed again ----------------------------------------------------------------------------------
+class _FromCodes(torch.autograd.Function):
+    """``func`` of leaves of a tree of arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: _Compressing, func: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:  # type: ignore[override]
+        device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
+        ctx.func, ctx.spec, ctx.backend = func, spec, backend_now()
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        kept: list[Tensor | None] = []
+        ctx.leaves = []
+        for leaf in leaves:
+            # In forward tensors require no grad: which of them did is what needs_input_grad says.
+            number = len(ctx.leaves)
+            if not isinstance(leaf, Tensor):
+                ctx.leaves.append(leaf)
+            elif ctx.needs_input_grad[number + 3] and _is_activation(leaf):
+                codes = mode.encode(leaf)
+                ctx.leaves.append(_Codes(len(kept), codes.scheme, leaf.shape, leaf.dtype))
+                kept += [codes.codes, codes.scale, codes.zero_point]
+            else:
+                ctx.leaves.append(_Kept(len(kept)))
+                kept.append(leaf)
+        ctx.save_for_backward(*kept)
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        kept = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        with on_backend(ctx.backend):
+            leaves = [leaf.of(kept) if isinstance(leaf, _Codes | _Kept) else leaf for leaf in ctx.leaves]
+        leaves = [
+            leaf.detach().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
+            for leaf, wants in zip(leaves, wanted, strict=True)
+        ]
+        args, kwargs = tree_unflatten(leaves, ctx.spec)
+        with torch.enable_grad(), _autocast(*ctx.autocast):
+            y = ctx.func(*args, **kwargs)
+        inputs = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
+        found = iter(torch.autograd.grad([y], inputs, list(grads)))
+        return None, None, None, *(next(found) if wants else None for wants in wanted)
+
+
+class _Codes:
+    """A leaf that is kept as codes: from which tensor on, and what they are."""
+
+    def __init__(self, at: int, scheme: Scheme, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.at, self.scheme, self.shape, self.dtype = at, scheme, shape, dtype
+
+    def of(self, kept: Sequence[Tensor]) -> Tensor:
+        codes, scale, zero_point = kept[self.at : self.at + 3]
+        return Quantized(codes, scale, zero_point, None, self.scheme, self.shape, self.dtype).dequantize()
+
+
+class _Kept:
+    """A leaf that is kept as it is."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def of(self, kept: Sequence[Tensor]) -> Tensor:
+        return kept[self.at]
+
+
+def _autocast(device: str, dtype: torch.dtype, enabled: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(device, dtype, enabled=True) if enabled else nullcontext()

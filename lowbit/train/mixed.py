@@ -1,0 +1,312 @@
+"""Mixed precision: matrix products in 16 bits, everything else in fp32, of any model in place.
+
+``PARTS`` is the table of what is computed in what; torch's autocast does it, and a test holds each row against it.
+Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lowbit.convert.report import LayerReport, Report
+from lowbit.convert.select import check_model
+from lowbit.machine import float_precision, multiplies
+from lowbit.models.ties import model_bytes, tensor_bytes
+from lowbit.notice import warn
+from lowbit.optim import Optimizer, masters
+from lowbit.optim.shards import is_dtensor, local
+
+__all__ = ["PARTS", "PRECISIONS", "Part", "mixed_", "unmixed_"]
+
+#: What a model can be mixed with fp32.
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of training: what it gives of fp32 numbers and of 16-bit ones (``on_cuda``: where CUDA differs), and why.
+
+    ``ops``: the functions that it is of, by the names that tests call them by; none where no function decides it.
+    """
+
+    name: str
+    of_fp32: str
+    of_short: str
+    why: str
+    ops: tuple[str, ...] = ()
+    on_cuda: str | None = None
+
+
+_SHORT, _FULL = "16 bits", "fp32"
+
+#: What mixed precision computes in what.
+PARTS = (
+    Part("matrix products", _SHORT, _SHORT, "nearly all of the time; sums inside are in fp32",
+         ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")),
+    Part("convolutions", _SHORT, _SHORT, "likewise",
+         ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+    Part("attention", _SHORT, _SHORT, "two products; the softmax between them is in fp32 inside",
+         ("scaled_dot_product_attention", "multi_head_attention")),
+    Part("norms", _FULL, _SHORT, "their input is the residual sum, in fp32; of 16 bits their sums are fp32 inside",
+         ("layer_norm", "rms_norm", "group_norm"), on_cuda=_FULL),
+    Part("softmax", _FULL, _SHORT, "exponentials leave the range of fp16", ("softmax", "log_softmax"), on_cuda=_FULL),
+    Part("losses", _FULL, _FULL, "a mean over many terms",
+         ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+          "binary_cross_entropy_with_logits")),
+    Part("embeddings", _FULL, _SHORT, "rows of a table that is in fp32", ("embedding",)),
+    Part("residual sums", _FULL, _FULL, "fp32 and 16 bits add up in fp32, so that small terms are not lost",
+         ("residual_sum",)),
+    Part("activations, dropout, batch norm", _FULL, _SHORT, "they follow a product, and stay in what it gives",
+         ("gelu", "silu", "relu", "dropout", "batch_norm")),
+    Part("weights", _FULL, _FULL, "the masters; products see copies in 16 bits, made once a forward"),
+    Part("gradients of weights", _FULL, _FULL, "in the dtype of the weight; micro-batches add up in it"),
+    Part("optimizer", _FULL, _FULL, "states in fp32, or in the few bits of lowbit.optim; a step computes in fp32"),
+)  # fmt: skip
+
+#: Layers whose matrices autocast casts in every forward, with the matrices' names.
+_MATRICES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight",),
+    nn.modules.conv._ConvNd: ("weight",),
+    nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+}
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """How a model is mixed; ``copies``: the names of parameters that were stored in 16 bits."""
+
+    precision: str
+    copies: tuple[str, ...]
+    fp32_gradients: bool
+
+
+def mixed_(
+    model: nn.Module, precision: str = "bf16", *, working_copies: bool = False, fp32_gradients: bool | None = None
+) -> Report:
+    """Make the forward of ``model`` compute in mixed precision, in place, as ``PARTS`` says.
+
+    ``precision``: ``"bf16"``, or ``"fp16"``, which needs a ``LossScaler``. The forward runs under autocast of the
+    device of its inputs; floats that it returns in 16 bits come back in fp32. Parameters and their names stay, and so
+    do layers of ``prepare_``, checkpointing and DDP. Methods other than ``forward`` run as before.
+
+    ``working_copies``: the matrices that autocast would cast in each forward (of Linear, convolutions and attention)
+    are stored in 16 bits; norms, embeddings with what shares their table, and biases stay in fp32. Use it with the
+    optimizers of ``lowbit.optim`` and ``master="fp32"``, made afterwards: their masters, which begin as the rounded
+    weights, are then the weights. Other optimizers lose what rounding cuts off.
+    ``fp32_gradients``: gradients of parameters in 16 bits accumulate in fp32. None: only where the scaler needs it,
+    with working copies in fp16.
+
+    Call it on a plain model, before DDP or FSDP2 wraps it. ``unmixed_`` is the way back.
+    Raises, with the model untouched: ValueError for another precision, for a model that is mixed already, and for an
+    option that finds nothing to change or parameters that it cannot change; TypeError for what is no module.
+    """
+    check_model(model)
+    if precision not in PRECISIONS:
+        raise ValueError(f"train.mixed_: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    before = _setting(model)
+    if before is not None:
+        raise ValueError(
+            f"train.mixed_: the model computes in mixed {before.precision} already; call lowbit.train.unmixed_(model) "
+            f"first"
+        )
+    dtype, size = PRECISIONS[precision], model_bytes(model)
+    layers, left = _layers(model)
+    held = {name: _bytes(layer) for name, (layer, _) in layers.items()}
+    copies = _to_store(model, layers, dtype) if working_copies else {}
+    wide = bool(copies) and precision == "fp16" if fp32_gradients is None else fp32_gradients
+    short = [p for p in model.parameters() if p.dtype in PRECISIONS.values() and p.requires_grad]
+    if wide and not (short or copies):
+        raise ValueError(
+            "train.mixed_: fp32_gradients is for parameters in 16 bits, and the model has none: its gradients "
+            "accumulate in fp32 already; leave it out, or give working_copies=True too"
+        )
+    _require_plain([*short, *copies.values()] if wide else list(copies.values()))
+    for param in copies.values():
+        param.data = param.data.to(dtype)
+    _put(model, _Setting(precision, tuple(copies), wide))
+    if wide:
+        _widen_gradients(model)
+    notes = ["floats in 16 bits come back in fp32", *_slowness(model, precision)]
+    rows = tuple(
+        LayerReport(name, type(layer).__name__, None, *_weights(layer, names), held[name], _bytes(layer))
+        for name, (layer, names) in layers.items()
+    )
+    done = f"multiply in {precision}"
+    return Report("train.mixed_", precision, rows, (), left, tuple(notes), size, model_bytes(model), done)
+
+
+def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
+    """Make the forward of ``model`` what it was before ``mixed_``, in place, with parameters in fp32 again.
+
+    ``optimizer``: whose masters the weights of working copies become; without one they are the copies, in fp32.
+    Raises ValueError, with the model untouched, for a model that is not mixed, whose forward was replaced since, or an
+    optimizer without masters of its working copies.
+    """
+    check_model(model)
+    setting = _setting(model)
+    if setting is None:
+        raise ValueError(
+            "train.unmixed_: expected a model that lowbit.train.mixed_ changed and whose forward is still the one that "
+            "it made; undo first what was done to model.forward since"
+        )
+    size, params = model_bytes(model), dict(model.named_parameters())
+    copies = {name: params[name] for name in setting.copies}
+    weights = {name: param.detach() if optimizer is None else _master(optimizer, name, param)
+               for name, param in copies.items()}  # fmt: skip
+    layers, _ = _layers(model)
+    held = {name: _bytes(layer) for name, (layer, _) in layers.items()}
+    for name, param in copies.items():
+        param.grad, param.data = None, weights[name].float()
+    made = vars(model).pop("forward")
+    if made.func is _mixed_own:
+        model.forward = made.args[0]
+    for param in model.parameters() if setting.fp32_gradients else ():
+        if param.requires_grad and param.dtype in PRECISIONS.values():
+            param.grad, param.grad_dtype = None, param.dtype
+    rows = tuple(
+        LayerReport(name, type(layer).__name__, None, *_weights(layer, names), held[name], _bytes(layer))
+        for name, (layer, names) in layers.items()
+    )
+    done = "multiply in their own dtype"
+    return Report("train.unmixed_", None, rows, bytes_before=size, bytes_after=model_bytes(model), done=done)
+
+
+# -- the forward ------------------------------------------------------------------------------------------------------
+def _put(model: nn.Module, setting: _Setting) -> None:
+    """Give ``model`` a forward around its own. It is no hook: an interrupt inside leaves no autocast behind."""
+    own, plain = vars(model).get("forward"), model.forward
+    made = partial(_mixed, model, setting) if own is None else partial(_mixed_own, own, model, setting)
+    made.__wrapped__ = plain  # type: ignore[attr-defined]  # whose signature it has
+    model.forward = made  # type: ignore[method-assign]
+
+
+def _setting(model: nn.Module) -> _Setting | None:
+    forward = vars(model).get("forward")
+    found: _Setting | None = None
+    if isinstance(forward, partial) and forward.func in (_mixed, _mixed_own):
+        found = forward.args[-1]
+    return found
+
+
+def _mixed(model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the model's class, looked up now."""
+    return _mixed_own(partial(type(model).forward, model), model, setting, *args, **kwargs)
+
+
+#: Conversions may change the class of such a model, which is one layer (lowbit/nn/base.py).
+_mixed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
+
+
+def _mixed_own(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
+    if setting.fp32_gradients and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _widen_gradients(model)  # a copy of the model, and one that has moved, have forgotten it
+    with torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision]):
+        return tree_map_only(Tensor, _widened, forward(*args, **kwargs))
+
+
+def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
+    """Of the first tensor that the forward is given; of the first parameter where there is none."""
+    found = next((x for x in given if isinstance(x, Tensor)), None)
+    found = next(model.parameters(), None) if found is None else found
+    return "cpu" if found is None else found.device.type
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in PRECISIONS.values() else x
+
+
+def _widen_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.requires_grad and param.dtype in PRECISIONS.values() and param.grad_dtype != torch.float32:
+            param.grad_dtype = torch.float32
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+def _layers(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, list[str]]], dict[str, str]]:
+    """Layers by name with the names of their matrices, and those left, with the reason."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            owners.setdefault(id(param), []).append(module)
+    layers: dict[str, tuple[nn.Module, list[str]]] = {}
+    left: dict[str, str] = {}
+    for path, module in model.named_modules():
+        names = next((names for cls, names in _MATRICES.items() if isinstance(module, cls)), ())
+        mine = [name for name in names if module._parameters.get(name) is not None]
+        others = {type(o).__name__ for name in mine for o in owners[id(module._parameters[name])]
+                  if not isinstance(o, tuple(_MATRICES))}  # fmt: skip
+        if others:
+            left[path] = f"its weight is also that of {', '.join(sorted(others))}, and stays as it is"
+        elif mine:
+            layers[path] = module, mine
+    return layers, left
+
+
+def _to_store(
+    model: nn.Module, layers: dict[str, tuple[nn.Module, list[str]]], dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """By name, the parameters that become working copies."""
+    inside = {id(layer._parameters[name]) for layer, names in layers.values() for name in names}
+    found = {name: p for name, p in model.named_parameters() if id(p) in inside and p.dtype == torch.float32}
+    if not found:
+        raise ValueError(
+            "train.mixed_: working_copies is for matrices in fp32 of Linear, convolutions and attention that no other "
+            "module shares, and the model has none; leave it out"
+        )
+    for name, param in found.items():
+        if param.grad is not None:
+            raise ValueError(f"train.mixed_: {name} has a gradient in fp32; call optimizer.zero_grad() first")
+        if not is_dtensor(param) and not param.is_meta and bool((param.detach().abs() > torch.finfo(dtype).max).any()):
+            raise ValueError(
+                f"train.mixed_: {name} holds numbers beyond {dtype}, whose largest is {torch.finfo(dtype).max:g}; "
+                f"use 'bf16'"
+            )
+    return found
+
+
+def _require_plain(params: Iterable[Tensor]) -> None:
+    if any(is_dtensor(param) for param in params):
+        raise ValueError(
+            "train.mixed_: expected plain parameters for working_copies and fp32_gradients, got shards (DTensor); call "
+            "mixed_ before fully_shard, or leave the options to its MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+        )
+
+
+def _master(optimizer: torch.optim.Optimizer, name: str, param: Tensor) -> Tensor:
+    state = optimizer.state.get(param, {})
+    if param.requires_grad and not (isinstance(optimizer, Optimizer) and "master" in state):
+        raise ValueError(
+            f"train.unmixed_: the optimizer has no master of {name}; give one of lowbit.optim with master='fp32' that "
+            f"has stepped, or leave it out to keep the weights in 16 bits as they are"
+        )
+    return masters.number(local(param), local(state["master"])) if "master" in state else param.detach()
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+def _bytes(layer: nn.Module) -> int:
+    return tensor_bytes(t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None)
+
+
+def _weights(layer: nn.Module, names: Iterable[str]) -> tuple[int, float]:
+    """How many numbers a layer's matrices have, and bits of each."""
+    held = [local(layer._parameters[name]) for name in names]  # type: ignore[arg-type]
+    count = sum(t.numel() for t in held)
+    return count, 8 * sum(t.nbytes for t in held) / max(count, 1)
+
+
+def _slowness(model: nn.Module, precision: str) -> list[str]:
+    if _device_type(model, ()) != "cpu" or multiplies(precision):
+        return []
+    told = (
+        f"this processor has no instructions that multiply {precision}, so training is slower than in "
+        f"{float_precision()}, in fp16 many times; train in {float_precision()}, or on a GPU"
+    )
+    warn(f"train.mixed_: {told}")
+    return [told]

@@ -1,0 +1,212 @@
+"""Activations kept as codes for backward: gradients at the decoded inputs, bytes, checkpoints, and what stays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.bits import assert_same_bits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowbit as lb
+from lowbit.demo.gpt import Block, GPTConfig, rope
+from lowbit.memory import checkpoint_blocks_
+from lowbit.train.activations import FUNCTIONS
+
+
+class Wrapped(nn.Module):
+    """A function as a module of its own; ``scale`` makes its input no leaf."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def decoded(x: Tensor, scheme: str = "mxfp8:ceil") -> Tensor:
+    return lb.quantize(x, scheme).dequantize()
+
+
+ONE = {
+    "silu": F.silu, "gelu": F.gelu, "tanh gelu": lambda x: F.gelu(x, approximate="tanh"), "mish": F.mish,
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]), "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),
+    "square": lambda x: x.square(), "pow": lambda x: x**3, "power of itself": lambda x: x * x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ONE)
+def test_gradients_are_those_at_the_decoded_input(name, dtype):
+    """The oracle is torch's own gradient of the function at ``decode(encode(x))``."""
+    x = torch.randn(5, 7, 45, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    grad = torch.randn_like(x)
+    module = Wrapped(ONE[name])
+    lb.train.compress_activations_(module)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf * 1)
+    y.backward(grad)
+    assert_same_bits(y.detach(), ONE[name](x), name)
+    there = decoded(x).requires_grad_()
+    ONE[name](there).backward(grad)
+    assert leaf.grad is not None and there.grad is not None
+    assert_same_bits(leaf.grad, there.grad, name)
+    assert not torch.equal(there.grad, torch.autograd.grad(ONE[name](leaf), leaf, grad)[0])
+
+
+def test_swiglu_keeps_each_input_once():
+    gate, up = (torch.randn(64, 96).requires_grad_() for _ in range(2))
+    module = Wrapped(lambda a, b: F.silu(a * 1) * (b * 1))
+    lb.train.compress_activations_(module, "fp8_e4m3:group32")
+    y = module(gate, up)
+    y.sum().backward()
+    kept_gate, kept_up = (decoded(t.detach(), "fp8_e4m3:group32").requires_grad_() for t in (gate, up))
+    silu = decoded(F.silu(gate.detach()), "fp8_e4m3:group32")
+    assert_same_bits(up.grad, silu, "up")
+    F.silu(kept_gate).backward(kept_up.detach())
+    assert_same_bits(gate.grad, kept_gate.grad, "gate")
+
+
+def test_constants_and_parameters_stay_as_they_are():
+    """RoPE's products with a table, and a norm's weight."""
+    x, table = torch.randn(8, 64).requires_grad_(), torch.randn(8, 64)
+    module = Wrapped(lambda a: (a * 1) * table)
+    lb.train.compress_activations_(module)
+    module(x).sum().backward()
+    assert_same_bits(x.grad, table, "the table's numbers")
+    norm = nn.RMSNorm(64)
+    lb.train.compress_activations_(norm)
+    y = norm(x * 1)
+    y.backward(torch.ones_like(y))
+    want = nn.RMSNorm(64)
+    want(decoded(x.detach())).backward(torch.ones_like(y))
+    assert_same_bits(norm.weight.grad, want.weight.grad, "weight")
+
+
+# -- a block -----------------------------------------------------------------------------------------------------------
+CONFIG = GPTConfig(layers=2, dim=64, heads=2, hidden=160, context=32)
+
+
+def block(recipe: str | None, compressed: bool, seed: int = 0) -> Block:
+    torch.manual_seed(seed)
+    made = Block(CONFIG, 0)
+    if recipe:
+        lb.train.prepare_(made, recipe)
+    if compressed:
+        lb.train.compress_activations_(made)
+    return made
+
+
+def saved_bytes(run: Callable[[], Tensor], parameters: Iterator[nn.Parameter]) -> int:
+    """Bytes of the storages that a forward keeps for backward, each once, without those of the parameters."""
+    kept: dict[int, tuple[Tensor, int]] = {}
+    skipped = {p.untyped_storage().data_ptr() for p in parameters}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in skipped:
+            kept[storage.data_ptr()] = (t, storage.nbytes())  # held, so that no address comes twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(size for _, size in kept.values())
+
+
+def test_a_block_keeps_less_than_two_thirds_of_bf16s_bytes():
+    x = torch.randn(4, 32, 64)
+    cos, sin = rope(torch.arange(32), 32, 10000.0)
+
+    def kept(recipe: str | None, compressed: bool) -> int:
+        made = block(recipe, compressed)
+        with torch.autocast("cpu", torch.bfloat16):
+            return saved_bytes(lambda: made(x.clone().requires_grad_() * 1, cos, sin), made.parameters())
+
+    bf16 = kept(None, False)
+    assert kept("fp8", True) <= 0.65 * bf16
+    assert kept("fp8", True) < kept("fp8", False) < bf16
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def gradients(run: Callable[[Block, Tensor], Tensor], recipe: str = "fp8") -> list[Tensor]:
+    made = block(recipe, True)
+    x = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    with threads(1), torch.autocast("cpu", torch.bfloat16):
+        y = run(made, x * 1)
+    y.float().square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in made.parameters())]
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "checkpoint_blocks_"])
+def test_checkpointing_changes_no_bit(how):
+    cos, sin = rope(torch.arange(32), 32, 10000.0)
+
+    def recomputed(made: Block, x: Tensor) -> Tensor:
+        if how == "checkpoint_blocks_":
+            checkpoint_blocks_(nn.Sequential(made), [made])
+            return made(x, cos, sin)
+        return checkpoint(made, x, cos, sin, use_reentrant=how == "reentrant")
+
+    plain = gradients(lambda made, x: made(x, cos, sin))
+    for index, (got, want) in enumerate(zip(gradients(recomputed), plain, strict=True)):
+        assert_same_bits(got, want, f"{how} {index}")
+
+
+def test_an_exception_inside_leaves_nothing_on():
+    def raises(x: Tensor) -> Tensor:
+        raise RuntimeError("inside")
+
+    module = Wrapped(raises)
+    lb.train.compress_activations_(module)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="inside"):
+            module(torch.randn(4, 32).requires_grad_())
+    x = torch.randn(4, 32).requires_grad_()
+    F.silu(x * 1).sum().backward()
+    want = torch.autograd.grad(F.silu(x).sum(), x)[0]
+    assert_same_bits(x.grad, want, "outside")
+
+
+def test_it_can_be_undone_copied_and_refused():
+    made = block("fp8", True)
+    keys = list(made.state_dict())
+    assert keys == list(block("fp8", False).state_dict())
+    with pytest.raises(ValueError, match="compressed already"):
+        lb.train.compress_activations_(made)
+    assert any(made.norm1._forward_pre_hooks) and any(copy.deepcopy(made).norm1._forward_pre_hooks)
+    lb.train.uncompress_activations_(made)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in made.modules())
+    with pytest.raises(ValueError, match="global scale"):
+        lb.train.compress_activations_(made, "nvfp4")
+    with pytest.raises(ValueError, match="nothing whose inputs"):
+        lb.train.compress_activations_(nn.Linear(4, 4))
+
+
+def test_every_function_of_the_table_is_one_that_torch_dispatches():
+    overridable = {f for functions in torch.overrides.get_overridable_functions().values() for f in functions}
+    assert all(f in overridable or f in (F.elu, F.mish, F.softplus, F.hardswish, F.silu) for f in FUNCTIONS)
+
+
+def test_compiled_code_takes_no_part_and_stays_one_graph():
+    made = nn.Sequential(nn.Linear(64, 64), nn.SiLU())
+    lb.train.compress_activations_(made)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 64).requires_grad_()
+    y = compiled(x)
+    y.sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
