@@ -27,6 +27,11 @@ __all__ = ["Products", "low_precision_linear"]
 
 Side = Quantized | Tensor
 
+#: What casts may ask for in training, besides transforms.
+_DONE: dict[str, tuple[str | None, ...]] = {
+    "rounding": ("stochastic",), "scale": ("delayed",), "rule": ("search", "four-over-six")
+}  # fmt: skip
+
 #: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
 _TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
     "hadamard": hadamard,
@@ -104,9 +109,8 @@ class Products:
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
         casts = recipe.casts(training=True)
         for role in casts:
-            able = {"rounding": ("stochastic",), "scale": ("delayed",), "rule": ("search", "four-over-six")}
             transforms = tuple(_TRANSFORMS) if role.startswith("grad") else ()
-            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **able)
+            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **_DONE)
             reason = rules.refuses(casts[role])
             if reason is not None:
                 raise ValueError(f"recipe {recipe.name!r}: rule={casts[role].rule!r} of {role}: {reason}")
