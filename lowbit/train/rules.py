@@ -16,15 +16,15 @@ from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["refuses", "ruled"]
+__all__ = ["ROOM", "block_sums", "refuses", "ruled"]
 
 #: How far from the code of the nearest scale others are tried: from the largest element clipped to four fifths, up to
 #: where it takes 4 of FP4's 6.
 _OFFSETS = {"fp8_e4m3": (-2, -1, 1, 2, 3, 4, 5), "e8m0": (-1, 1)}
 #: The largest codes that are numbers.
 _MOST = {"fp8_e4m3": 126, "e8m0": 254}
-#: What four-over-six raises the global scale by, 448 / 256, so that a block scale 6 / 4 times as large is in range.
-_ROOM = 1.75
+#: What the global scale is raised by, 448 / 256, where block scales may become up to 1.75 times as large.
+ROOM = 1.75
 
 
 def refuses(cast: Cast) -> str | None:
@@ -46,7 +46,7 @@ def ruled(x: Tensor, cast: Cast) -> Quantized:
     best = least = None
     for candidate in _CANDIDATES[cast.rule](x, cast):
         wrong = quantize(x, cast.scheme, *candidate).dequantize(torch.float32) - exact
-        loss = _block_sums(wrong * wrong, cast.scheme.block_of(*x.shape))
+        loss = block_sums(wrong * wrong, cast.scheme.block_of(*x.shape))
         if best is None or least is None:
             best, least = candidate, loss
             continue
@@ -71,7 +71,7 @@ def _four_over_six(x: Tensor, cast: Cast) -> Iterator[Scales]:
     """The largest element of a block becomes 6, or 4 (arXiv 2512.02010)."""
     above = Scales.of(quantize(x, cast.scheme)).global_scale
     assert above is not None
-    above = above * _ROOM
+    above = above * ROOM
     for matrix in (x, x.float() * 1.5):
         yield Scales.of(quantize(matrix, cast.scheme, global_scale=above))
 
@@ -82,7 +82,7 @@ _CANDIDATES: dict[str, Callable[[Tensor, Cast], Iterator[Scales]]] = {
 }
 
 
-def _block_sums(values: Tensor, block: tuple[int, int]) -> Tensor:
+def block_sums(values: Tensor, block: tuple[int, int]) -> Tensor:
     """fp32 ``[R, C]``: halves are added until one number is left, first of the columns of a block, then of its rows."""
     rows, cols = values.shape
     r, c = block
