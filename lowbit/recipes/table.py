@@ -91,14 +91,14 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
             Gemm("fp8_e4m3:group128", "reuse"),
-            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
+            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T", save="operand"),
             name="fp8-block", about="FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
         ),
         Recipe(Gemm(None, "fp8_e4m3:row"), name="fp8-weight-only", about="FP8 weights"),
         Recipe(
             Gemm("mxfp8:ceil", "mxfp8:ceil"),
-            Gemm("mxfp8:ceil", "mxfp8:ceil:T"),
-            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T"),
+            Gemm("mxfp8:ceil", "mxfp8:ceil:T", save="operand"),
+            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T", save="operand"),
             name="mxfp8", about="OCP MX, FP8 elements; trains",
         ),
         Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
