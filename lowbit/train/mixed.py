@@ -65,9 +65,9 @@ PARTS = (
          ("residual_sum",)),
     Part("activations, dropout, batch norm", _FULL, _SHORT, "they follow a product, and stay in what it gives",
          ("gelu", "silu", "relu", "dropout", "batch_norm")),
-    Part("weights", _FULL, _FULL, "the masters; products see copies in 16 bits, made once a forward"),
-    Part("gradients of weights", _FULL, _FULL, "in the dtype of the weight; micro-batches add up in it"),
-    Part("optimizer", _FULL, _FULL, "states in fp32, or in the few bits of lowbit.optim; a step computes in fp32"),
+    Part("weights", _FULL, _SHORT, "products see copies in 16 bits; working copies have masters in fp32"),
+    Part("gradients of weights", _FULL, _SHORT, "in the dtype of the weight, or in fp32 where asked"),
+    Part("optimizer", _FULL, _FULL, "masters and states of lowbit.optim, which may have fewer bits; steps are in fp32"),
 )  # fmt: skip
 
 #: Layers whose matrices autocast casts in every forward, with the matrices' names.
@@ -304,9 +304,10 @@ def _weights(layer: nn.Module, names: Iterable[str]) -> tuple[int, float]:
 def _slowness(model: nn.Module, precision: str) -> list[str]:
     if _device_type(model, ()) != "cpu" or multiplies(precision):
         return []
+    better = float_precision()
     told = (
-        f"this processor has no instructions that multiply {precision}, so training is slower than in "
-        f"{float_precision()}, in fp16 many times; train in {float_precision()}, or on a GPU"
+        f"this processor has no instructions that multiply {precision}, so products take longer than in {better}"
+        f"{', many times' if precision == 'fp16' else ''}; train in {better}, or on a GPU"
     )
     warn(f"train.mixed_: {told}")
     return [told]
