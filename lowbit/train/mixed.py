@@ -101,7 +101,7 @@ def mixed_(
     optimizers of ``lowbit.optim`` and ``master="fp32"``, made afterwards: their masters, which begin as the rounded
     weights, are then the weights. Other optimizers lose what rounding cuts off.
     ``fp32_gradients``: gradients of parameters in 16 bits accumulate in fp32. None: only where the scaler needs it,
-    with working copies in fp16.
+    with working copies in fp16. DDP cannot reduce such gradients, which is an error of the forward.
 
     Call it on a plain model, before DDP or FSDP2 wraps it. ``unmixed_`` is the way back.
     Raises, with the model untouched: ValueError for another precision, for a model that is mixed already, and for an
@@ -206,6 +206,7 @@ _mixed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 def _mixed_own(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
     if setting.fp32_gradients and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _refuse_ddp()
         _widen_gradients(model)  # a copy of the model, and one that has moved, have forgotten it
     with torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision]):
         return tree_map_only(Tensor, _widened, forward(*args, **kwargs))
@@ -220,6 +221,16 @@ def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
 
 def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in PRECISIONS.values() else x
+
+
+def _refuse_ddp() -> None:
+    """Its buckets have the parameters' dtype, which torch says in words of its own, in the backward pass."""
+    if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise ValueError(
+            "train.mixed_: DistributedDataParallel reduces gradients in the dtype of their parameters, not in fp32; "
+            "leave out fp32_gradients, or in fp16 working_copies, or shard the model with fully_shard and its "
+            "MixedPrecisionPolicy"
+        )
 
 
 def _widen_gradients(model: nn.Module) -> None:
