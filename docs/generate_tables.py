@@ -23,7 +23,7 @@ from lowbit.formats import FORMATS, power_of_two
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES
 from lowbit.optim import STATES, States
-from lowbit.recipes import RECIPES
+from lowbit.recipes import OPTIONS, RECIPES
 from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
@@ -84,6 +84,14 @@ def recipes() -> str:
             for r in RECIPES.values()
         ),
     )  # fmt: skip
+
+
+def recipe_options() -> str:
+    """What the name of a recipe that trains may carry."""
+    return markdown(
+        ("option", "values", "what it says"),
+        ((f"`{name}`", row.values.replace("|", "or"), row.about) for name, row in OPTIONS.items()),
+    )
 
 
 def ops() -> str:
@@ -386,6 +394,7 @@ TABLES: dict[str, Callable[[], str]] = {
         scalings,
         short_names,
         recipes,
+        recipe_options,
         ops,
         speed,
         choose,

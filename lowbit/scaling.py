@@ -194,6 +194,10 @@ class Scheme:
         words = self.name.split(":")
         return scheme(":".join(words[:-1] if words[-1] == "T" else [*words, "T"]))
 
+    def with_format(self, format: str) -> Scheme:
+        """The same scaling and options of another format. Raises ValueError where they do not go together."""
+        return scheme(":".join([format, *_words(self.name)[1:]]))
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of the codes, scales (global ones too) and zero points of a tensor of that shape."""
         rows, cols = as_matrix(shape)
@@ -254,9 +258,7 @@ _parsed: dict[str, Scheme] = {}
 
 
 def _parse(text: str) -> Scheme:
-    words = text.split(":")
-    if words[0] in SHORT_NAMES and (len(words) == 1 or find_scaling(words[1]) is None):
-        words = SHORT_NAMES[words[0]].split(":") + words[1:]
+    words = _words(text)
     if len(words) < 2:
         what = f"format {words[0]!r} without a scaling" if words[0] in formats.FORMATS else f"unknown scheme {text!r}"
         raise ValueError(f"{what}; {_GRAMMAR}")
@@ -264,6 +266,14 @@ def _parse(text: str) -> Scheme:
     if scaling is None:
         raise ValueError(f"unknown scaling {words[1]!r} in {text!r}; {_GRAMMAR}")
     return _build(text, format, scaling, options)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a scheme's name, a short name spelled out."""
+    words = text.split(":")
+    if words[0] in SHORT_NAMES and (len(words) == 1 or find_scaling(words[1]) is None):
+        return SHORT_NAMES[words[0]].split(":") + words[1:]
+    return words
 
 
 def _build(text: str, format: Format, scaling: Scaling, options: list[str]) -> Scheme:

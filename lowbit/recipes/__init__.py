@@ -6,10 +6,10 @@ No torch is needed here.
 from lowbit.recipes.by_layer import Pattern, Plan, plan, require_pattern
 from lowbit.recipes.cast import Cast, Gemm
 from lowbit.recipes.definition import Recipe, refuse_beyond
-from lowbit.recipes.parse import recipe
+from lowbit.recipes.parse import OPTIONS, recipe
 from lowbit.recipes.table import ALIASES, RECIPES, register_recipe
 
 __all__ = [
-    "ALIASES", "RECIPES", "Cast", "Gemm", "Pattern", "Plan", "Recipe", "plan", "recipe", "refuse_beyond",
+    "ALIASES", "OPTIONS", "RECIPES", "Cast", "Gemm", "Pattern", "Plan", "Recipe", "plan", "recipe", "refuse_beyond",
     "register_recipe", "require_pattern",
 ]  # fmt: skip

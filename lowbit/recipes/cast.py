@@ -16,13 +16,15 @@ T = TypeVar("T")
 #: What each field of a Cast may be. Not every caller supports every value; each refuses the others.
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rounding": ("nearest", "stochastic"),
-    "transform": (None, "hadamard"),
+    "transform": (None, "hadamard", "signed-hadamard"),
     "scale": ("current", "static", "delayed"),
     "rule": ("amax", "search"),
 }
-_SAVE = ("codes", "recompute", "high")
+#: The sizes of the blocks that can be transformed.
+_ROTATIONS = (16, 32, 64, 128)
+_SAVE = ("codes", "recompute", "high", "operand")
 #: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
-TREATMENTS = ("reuse", "fold")
+TREATMENTS = ("reuse", "fold", "dequantize")
 
 
 @dataclass(frozen=True, init=False)
@@ -30,7 +32,8 @@ class Cast:
     """How one operand is quantized.
 
     ``scheme``: a Scheme or its name. ``rounding``: ``"nearest"`` or ``"stochastic"``. ``transform``: what multiplies
-    the operand first, None or ``"hadamard"``. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
+    the operand first along the axis that the product contracts: None, ``"hadamard"``, or ``"signed-hadamard"`` for the
+    transform after fixed signs. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
     the largest magnitude of the last ``history`` training steps) or ``"static"`` (from calibration). ``rule``: how a
     block's scale follows from its elements, ``"amax"`` or ``"search"`` (least squared error).
     Raises ValueError for another value, and for delayed scaling of a scheme that has more than one fp32 scale for the
@@ -68,6 +71,16 @@ class Cast:
                 f"use {found.format.name}:tensor, or scale='current'"
             )
 
+    def rotation(self, axis: int) -> int | None:
+        """The block of the transform along the operand's ``axis``, which is contracted; None: there is none.
+
+        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
+        """
+        if self.transform is None:
+            return None
+        group = self.scheme.block[axis]
+        return group if group in _ROTATIONS else _ROTATIONS[-1]
+
     def __str__(self) -> str:
         more = [f"{name}={value}" for name, value in self.chosen().items()]
         return " ".join([self.scheme.name, *more])
@@ -99,7 +112,8 @@ class Gemm:
 
     - ``"reuse"``: the codes of forward are multiplied again, with their scales (reuse codes);
     - ``"fold"``: these codes are multiplied without their scales, which multiply g before g is quantized (fold
-      scales). It needs scales that are floating-point numbers, one a row.
+      scales). It needs scales that are floating-point numbers, one a row;
+    - ``"dequantize"``: the codes are decoded to the dtype of g, and the product is one of floats. ``a`` is None.
 
     A Cast there means that the operand is quantized again (requantize), because the product contracts another axis.
     ``save`` says what of ``b`` is kept from forward to backward:
@@ -107,13 +121,16 @@ class Gemm:
     - ``"codes"``: the codes; a Cast quantizes what these decode to;
     - ``"recompute"``: the float operand, quantized again in backward, with the bits of ``"codes"``. It costs time, and
       no memory where the operand is kept anyhow: the weight, which FSDP2 gathers again for backward;
-    - ``"high"``: the float operand; a Cast quantizes this itself, with one rounding less.
+    - ``"high"``: the float operand; a Cast quantizes this itself, with one rounding less;
+    - ``"operand"``: the codes that the Cast ``b`` makes of the float operand in forward. It rounds as ``"high"`` does,
+      and takes the memory of ``"codes"``.
 
-    Raises TypeError for what is no Cast, scheme or treatment; ValueError for another ``save``.
+    Raises TypeError for what is no Cast, scheme or treatment; ValueError for another ``save``, and for an ``a`` or a
+    ``save`` that does not fit ``b``.
     """
 
     a: Cast | None
-    b: Cast | Literal["reuse", "fold"] | None
+    b: Cast | Literal["reuse", "fold", "dequantize"] | None
     save: str = "codes"
 
     def __init__(self, a: Cast | Scheme | str | None, b: Cast | Scheme | str | None, save: str = "codes") -> None:
@@ -122,6 +139,10 @@ class Gemm:
         if isinstance(a, str) and a in TREATMENTS:
             raise ValueError(f"Gemm: a cannot be {a!r}, which says what becomes of an operand of forward: that is b")
         set_fields(self, a=_as_cast(a), b=b if isinstance(b, str) and b in TREATMENTS else _as_cast(b), save=save)
+        if self.b == "dequantize" and self.a is not None:
+            raise ValueError(f"Gemm: b='dequantize' makes a product of floats, so a must be None, got {self.a}")
+        if save == "operand" and not isinstance(self.b, Cast):
+            raise ValueError(f"Gemm: save='operand' keeps what the Cast b makes, and b is {self.b!r}; give a scheme")
 
     def __str__(self) -> str:
         return f"{self.a or 'float'} x {self.b or 'float'}"

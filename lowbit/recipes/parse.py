@@ -7,18 +7,59 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
+from lowbit import formats
 from lowbit.named import did_you_mean, spelled
 from lowbit.recipes.cast import Cast, Gemm
-from lowbit.recipes.definition import HADAMARD, Recipe
+from lowbit.recipes.definition import HADAMARD, PRECISIONS, Recipe
 from lowbit.recipes.table import ALIASES, FOREIGN, RECIPES
 from lowbit.scaling import find_scaling, scheme
 
-__all__ = ["recipe"]
+__all__ = ["OPTIONS", "recipe"]
 
 #: What the name of a recipe ends with that leaves activations as they are.
 _WEIGHT_ONLY = "-weight-only"
+
+
+def _gradients(base: Recipe, value: str) -> Recipe:
+    return base.with_gradients(f"fp8_{value}" if f"fp8_{value}" in formats.FORMATS else value)
+
+
+def _ends(base: Recipe, value: str) -> Recipe:
+    try:
+        return base.with_ends(float(value))
+    except ValueError as error:
+        raise ValueError(f"recipe {base.name!r}: ends={value!r} is no share of the blocks; {error}") from None
+
+
+class Option(NamedTuple):
+    """What the name of a recipe that trains may carry as ``:OPTION=VALUE``, with its values in words."""
+
+    values: str
+    about: str
+    change: Callable[[Recipe, str], Recipe]
+
+
+#: By name. A row is a word of recipes' names, and so API.
+OPTIONS: dict[str, Option] = {
+    "output": Option(
+        " | ".join(PRECISIONS[:2]), "how forward is multiplied in training",
+        lambda base, value: base.with_products(output=value),
+    ),
+    "grad_input": Option(
+        " | ".join(PRECISIONS), "how the gradient of the input is multiplied",
+        lambda base, value: base.with_products(grad_input=value),
+    ),
+    "grad_weight": Option(
+        " | ".join(PRECISIONS), "how the gradient of the weight is multiplied",
+        lambda base, value: base.with_products(grad_weight=value),
+    ),
+    "gradients": Option("e4m3 | e5m2 or a name of a format", "what gradients are quantized to", _gradients),
+    "ends": Option("a share such as 0.15", "which share of the blocks, first and last, stays as it is", _ends),
+}  # fmt: skip
 
 
 def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
@@ -26,10 +67,12 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
 
     ``SCHEME-weight-only`` is one for every scheme: ``mxfp4-weight-only``, ``int3-weight-only:group128``.
     ``NAME:hadamard`` transforms weights and inputs before they are quantized (``lowbit.hadamard``): ``nvfp4:hadamard``.
+    ``NAME:OPTION=VALUE`` changes how a recipe trains, as a row of ``OPTIONS`` says, and several may follow one another:
+    ``fp8:grad_weight=high:gradients=e4m3``. Another scaling than the table's is for inference only.
 
     Raises ValueError for an unknown name, listing the known ones, for one that means another thing elsewhere
-    (``FOREIGN``), and for another scaling of a recipe that trains or whose weight's scales are not fp32 (MX, NVFP4: the
-    scaling is part of the format). TypeError for what is neither.
+    (``FOREIGN``), for another scaling of a recipe whose weight's scales are not fp32 (MX, NVFP4: the scaling is part of
+    the format), and for an option that is unknown or said twice. TypeError for what is neither.
     """
     if isinstance(name, Recipe):
         return name if group is None else _rescaled(name, f"group{group}")
@@ -37,6 +80,8 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
         raise TypeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}; got {type(name).__name__}")
     if name.lower().endswith(HADAMARD):
         return recipe(name[: -len(HADAMARD)], group=group).rotated()
+    if "=" in name:
+        return _with_options(name, group)
     base, _, scaling = name.partition(":")
     foreign = base.upper().replace("-", "_")
     if foreign in FOREIGN and base not in RECIPES:
@@ -53,6 +98,22 @@ def recipe(name: str | Recipe, *, group: int | None = None) -> Recipe:
     return _rescaled(known, scaling) if scaling else known
 
 
+def _with_options(name: str, group: int | None) -> Recipe:
+    """The recipe that ``NAME:OPTION=VALUE...`` means; an option that leaves it as it is is no part of its name."""
+    words = name.split(":")
+    made = recipe(":".join(word for word in words if "=" not in word), group=group)
+    given = [word.lower().partition("=") for word in words if "=" in word]
+    asked = {option.replace("-", "_"): value for option, _, value in given}
+    if len(asked) < len(given) or not asked.keys() <= OPTIONS.keys():
+        known = ", ".join(f"{option}={row.values}" for option, row in OPTIONS.items())
+        wrong = next((option for option in asked if option not in OPTIONS), None)
+        what = "says an option twice" if wrong is None else f"has an unknown option {wrong!r}"
+        raise ValueError(f"recipe {name!r} {what}; options are {known}")
+    for option, value in asked.items():
+        made = OPTIONS[option].change(made, value)
+    return made
+
+
 def _weight_only(weight: str, scaling: str) -> Recipe:
     """The recipe, without a row of its own, that quantizes nothing but weights, by the scheme ``weight:scaling``."""
     suffix = f":{scaling}" if scaling else ""
@@ -64,8 +125,6 @@ def _weight_only(weight: str, scaling: str) -> Recipe:
 
 
 def _rescaled(base: Recipe, scaling: str) -> Recipe:
-    if base.trains:
-        raise ValueError(f"recipe {base.name!r} fixes its scalings, because its backward products depend on them")
     if find_scaling(scaling.split(":")[0]) is None:
         raise ValueError(f"recipe {base.name!r}: unknown scaling {scaling!r}; write for instance {base.name}:group32")
     if base.weight.scale_format.name != "fp32":
@@ -81,7 +140,8 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
         return base
     assert isinstance(base.output.b, Cast)
     output = replace(base.output, b=replace(base.output.b, scheme=weight))
-    return replace(base, name=f"{base.name}:{scaling}", output=output)
+    # Backward products depend on the scalings of the table.
+    return Recipe(output, about=base.about, name=f"{base.name}:{scaling}")
 
 
 def _meant(name: str) -> str:

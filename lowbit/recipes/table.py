@@ -13,13 +13,36 @@ def _delayed(format: str) -> Cast:
     return Cast(f"{format}:tensor", scale="delayed", history=1024)
 
 
+def _drawn(scheme: str) -> Cast:
+    """For a gradient: the scales of ``scheme`` do not clip, so that the mean over the random bits is the gradient."""
+    return Cast(scheme, rounding="stochastic")
+
+
+def _spread(scheme: str, rounding: str = "nearest") -> Cast:
+    return Cast(scheme, rounding, transform="signed-hadamard")
+
+
+#: The share of blocks that 4-bit training leaves: of 62 two at the beginning and eight at the end (arXiv 2509.25149).
+_ENDS = 0.16
+
+#: A scale for a row, rounded up to a power of two.
+_POW2 = "fp8_e4m3:row:e8m0:ceil"
+
 #: Every named recipe. Names are API; ``register_recipe`` adds one.
 RECIPES: dict[str, Recipe] = {
     row.name: row
     for row in (
         Recipe(
             Gemm("int8:row", "int8:row"),
-            name="int8", about="8-bit weights and activations (dynamic, a scale a token)",
+            Gemm("int8:row", "fold"),
+            Gemm(None, "dequantize"),
+            name="int8", about="8-bit weights and activations (dynamic, a scale a token); trains as SwitchBack does",
+        ),
+        Recipe(
+            Gemm("int8:row", "int8:row"),
+            Gemm(Cast("int8:row", rounding="stochastic"), "fold"),
+            Gemm(Cast("int8:col", rounding="stochastic"), "fold"),
+            name="int8-stochastic", about="int8 with 8-bit gradients, rounded stochastically, in all products; trains",
         ),
         Recipe(
             Gemm("int8:group128", "int8:row"),
@@ -41,6 +64,13 @@ RECIPES: dict[str, Recipe] = {
             Gemm("fp8_e5m2:col", "fold"),
             name="fp8", about="FP8, a scale a row; trains",
         ),
+        # torchao's "rowwise"; its "rowwise_with_gw_hp" is fp8-pow2:grad_weight=high, but for the weight of grad_input.
+        Recipe(
+            Gemm(_POW2, _POW2),
+            Gemm(_POW2, f"{_POW2}:T", save="operand"),
+            Gemm(f"{_POW2}:T", f"{_POW2}:T", save="operand"),
+            name="fp8-pow2", about="FP8 (E4M3 alone), scales of rows that are powers of two; trains",
+        ),
         Recipe(
             Gemm("fp8_e4m3:tensor", "fp8_e4m3:tensor"),
             Gemm("fp8_e5m2:tensor", "reuse"),
@@ -57,21 +87,31 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
             Gemm("fp8_e4m3:group128", "reuse"),
-            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
+            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T", save="operand"),
             name="fp8-block", about="FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
         ),
         Recipe(Gemm(None, "fp8_e4m3:row"), name="fp8-weight-only", about="FP8 weights"),
         Recipe(
             Gemm("mxfp8:ceil", "mxfp8:ceil"),
-            Gemm("mxfp8:ceil", "mxfp8:ceil:T"),
-            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T"),
+            Gemm("mxfp8:ceil", "mxfp8:ceil:T", save="operand"),
+            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T", save="operand"),
             name="mxfp8", about="OCP MX, FP8 elements; trains",
         ),
         Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
-        Recipe(Gemm("mxfp4", "mxfp4"), name="mxfp4", about="OCP MX, FP4 elements"),
+        Recipe(
+            Gemm("mxfp4", "mxfp4"),
+            Gemm(_drawn("mxfp4:ceil"), "reuse"),
+            Gemm(_spread("mxfp4:ceil:T", "stochastic"), _spread("mxfp4:nearest:T"), save="operand"),
+            forward=Gemm("mxfp4:nearest", "fp4_e2m1:block32x32:e8m0:nearest"), ends=_ENDS,
+            name="mxfp4", about="OCP MX, FP4 elements; trains",
+        ),
+        # arXiv 2509.25149: weights in two-dimensional blocks, so that forward and backward multiply the same ones.
         Recipe(
             Gemm("nvfp4:global_row", "nvfp4"),
-            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight",
+            Gemm(_drawn("nvfp4:ceil"), "reuse"),
+            Gemm(_spread("nvfp4:ceil:T", "stochastic"), _spread("nvfp4:T"), save="operand"),
+            forward=Gemm("nvfp4:global_row", "fp4_e2m1:block16x16:e4m3"), ends=_ENDS,
+            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight; trains",
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),

@@ -1,4 +1,4 @@
-"""Training in low precision: ``prepare_`` a model, train it as usual, ``convert_`` it back."""
+"""Training in mixed and low precision: ``mixed_`` or ``prepare_`` a model, train it as usual, change it back."""
 
 from lowbit.train.activations import compress_activations_, uncompress_activations_
 from lowbit.train.linear import TrainLinear, convert_, prepare_, state

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lowbit.autograd import backend_now, on_backend
 from lowbit.functional import quantize, scaled_mm
+from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
@@ -25,12 +26,19 @@ __all__ = ["Products", "low_precision_linear"]
 
 Side = Quantized | Tensor
 
+#: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
+_TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
+    "hadamard": hadamard,
+    "signed-hadamard": signed_hadamard,
+}
+
 
 @dataclass(frozen=True)
 class Backward:
     """One backward product: how ``g`` is cast, what becomes of the other operand, and how forward cast that.
 
     ``g_role``: whose stream and history ``g`` has. ``unit``: where scales are folded, the scheme of the bare codes.
+    ``rotation``: the block of the transform of both operands along the axis that is contracted, or None.
     """
 
     role: str
@@ -41,16 +49,35 @@ class Backward:
     forward_role: str
     g_role: str
     unit: Scheme | None
+    rotation: int | None
 
     @classmethod
     def of(cls, role: str, gemm: Gemm, forward: Cast | None, forward_role: str, g_role: str) -> Backward:
         unit = scheme(f"{forward.scheme.format}:tensor") if forward is not None and gemm.b == "fold" else None
-        for side in (gemm.a, gemm.b, forward):
+        for side in (gemm.a, forward if gemm.b == "reuse" else gemm.b):
             if isinstance(side, Cast):
                 side.scheme.t().t()  # parsed now: compiled code then finds the transposed scheme
         if unit is not None:
             unit.t().t()
-        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit)
+        rotation = gemm.b.rotation(0) if isinstance(gemm.b, Cast) else None
+        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit, rotation)
+
+    def rotated(self, matrix: Tensor, is_g: bool) -> Tensor:
+        """An operand after the transform: ``g [M, N]`` contracts N in grad_input, and all others their rows."""
+        if self.rotation is None or not isinstance(self.other, Cast):
+            return matrix
+        turn = _TRANSFORMS[self.other.transform]
+        if is_g and self.role == "grad_input":
+            return turn(matrix, self.rotation)
+        return turn(matrix.t(), self.rotation).t()
+
+    @property
+    def kept(self) -> Cast | None:
+        """How the codes that forward keeps for this product are made; None: it keeps the float operand."""
+        if self.save == "operand":
+            assert isinstance(self.other, Cast)
+            return self.other
+        return self.forward if self.save == "codes" else None
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,7 @@ class Products:
     """
 
     input: Cast | None
-    weight: Cast
+    weight: Cast | None
     grad_input: Backward
     grad_weight: Backward
     stateful: bool
@@ -74,20 +101,26 @@ class Products:
         if recipe.grad_input is None or recipe.grad_weight is None:
             able = ", ".join(row.name for row in RECIPES.values() if row.trains)
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
-        casts = recipe.casts()
-        refuse_beyond(recipe, "TrainLinear", casts, rounding=("stochastic",), scale=("delayed",))
+        casts = recipe.casts(training=True)
+        for role in casts:
+            transforms = tuple(_TRANSFORMS) if role.startswith("grad") else ()
+            refuse_beyond(
+                recipe, "TrainLinear", (role,), True, rounding=("stochastic",), scale=("delayed",), transform=transforms
+            )
         stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
-        weight = casts["output.b"]
+        input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
-        share_g = g is not None and g == recipe.grad_weight.a and g.rounding == "nearest" and not folds
+        same_g = g is not None and g.rounding == "nearest" and g.transform is None and g == recipe.grad_weight.a
+        share_g = same_g and not folds
         g_role = "grad_input.a" if share_g else "grad_weight.a"
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
-        grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a", g_role)
-        return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, share_g)
+        grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
+        return cls(input, weight, grad_input, grad_weight, stateful, share_g)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
-        return {role: how for role, how in recipe.casts().items() if not (self.share_g and role == "grad_weight.a")}
+        casts = recipe.casts(training=True)
+        return {role: how for role, how in casts.items() if not (self.share_g and role == "grad_weight.a")}
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -101,24 +134,33 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, view: View | None, dtype: torch.dtype
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        view: View | None,
+        dtype: torch.dtype,
+        keeps: bool,
     ) -> tuple[Tensor, ...]:
-        a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
+        flat = x.reshape(-1, x.shape[-1])
+        a = _encoded(flat, products.input, view, "output.a")
         b = _encoded(weight, products.weight, view, "output.b")
         # No view, as of torch's Linear: whoever works in place on it, or hooks it, may.
         y = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), [*x.shape[:-1], weight.shape[0]])
-        return y, *_kept(products.grad_input, b), *_kept(products.grad_weight, a)
+        if not keeps:
+            return (y,)
+        return y, *_kept(products.grad_input, b, weight, view), *_kept(products.grad_weight, a, flat, view)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
-        x, weight, bias, products, view, _ = inputs
+        x, weight, bias, products, view, *_ = inputs
         ctx.backend, ctx.products, ctx.view = backend_now(), products, view
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         wants_x, wants_w = ctx.needs_input_grad[:2]
         split = 1 + _parts_of(products.grad_input)
-        of_weight = output[1:split] if products.grad_input.save == "codes" else (weight,)
-        of_x = output[split:] if products.grad_weight.save == "codes" else (x,)
+        of_weight = output[1:split] if products.grad_input.kept else (weight,)
+        of_x = output[split:] if products.grad_weight.kept else (x,)
         ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
         ctx.split = len(of_weight) if wants_x else 0
         ctx.shapes = (x.shape, weight.shape)
@@ -128,7 +170,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0])
@@ -147,7 +189,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_w, grad_bias, None, None, None
+        return grad_x, grad_w, grad_bias, None, None, None, None
 
 
 _forward: Any = _LowPrecisionLinear.forward
@@ -160,7 +202,7 @@ def low_precision_linear(
 ) -> Tensor:
     """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``; ``view``: of the training state, for products that are
     ``stateful``."""
-    y: Tensor = _apply(x, weight, bias, products, view, dtype)[0]
+    y: Tensor = _apply(x, weight, bias, products, view, dtype, torch.is_grad_enabled())[0]
     return y
 
 
@@ -181,14 +223,17 @@ def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tenso
 
 def _parts_of(product: Backward) -> int:
     """How many tensors of the other operand's codes and scales are saved."""
-    if product.save != "codes" or product.forward is None:
+    if product.kept is None:
         return 0
-    kind = product.forward.scheme
+    kind = product.kept.scheme
     return 2 + kind.affine + (kind.global_scale is not None)
 
 
-def _kept(product: Backward, side: Side) -> tuple[Tensor, ...]:
-    if product.save != "codes" or isinstance(side, Tensor):
+def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
+    """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
+    if product.save == "operand":
+        side = _encoded(product.rotated(matrix, is_g=False), product.kept, view, f"{product.role}.b")
+    if product.kept is None or isinstance(side, Tensor):
         return ()
     return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
 
@@ -197,9 +242,8 @@ def _restored(
     saved: tuple[Tensor, ...], product: Backward, view: View | None, shape: torch.Size, dtype: torch.dtype
 ) -> Side:
     """The other operand as a matrix: what was saved, or forward's codes once more."""
-    if product.save == "codes":
-        assert product.forward is not None
-        kind, rest = product.forward.scheme, list(saved[2:])
+    if product.kept is not None:
+        kind, rest = product.kept.scheme, list(saved[2:])
         zero_point = rest.pop(0) if kind.affine else None
         return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
     matrix = saved[0].reshape(shape)
@@ -210,14 +254,19 @@ def _operands(
     g: Tensor, other: Side, product: Backward, view: View | None, made: Side | None = None
 ) -> tuple[Side, Side]:
     """``g``, whose codes may be ``made`` already, and the other operand as the product wants them."""
+    if product.other == "dequantize":
+        assert isinstance(other, Quantized)
+        return g, other.dequantize(g.dtype)
     factors = None
-    if isinstance(product.other, Cast):
+    if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
-        other = _encoded(matrix, product.other, view, f"{product.role}.b")
+        other = _encoded(product.rotated(matrix, is_g=False), product.other, view, f"{product.role}.b")
     if product.unit is not None:
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
         factors = other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
-    return _encoded(g, product.g, view, product.g_role, factors) if made is None else made, other
+    if made is None:
+        made = _encoded(product.rotated(g, is_g=True), product.g, view, product.g_role, factors)
+    return made, other

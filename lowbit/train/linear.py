@@ -23,6 +23,7 @@ from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
+from lowbit.train.ends import keep_ends
 from lowbit.train.gemms import Products, low_precision_linear
 from lowbit.train.state import Place, State, View
 
@@ -41,7 +42,7 @@ class TrainLinear(nn.Linear):
     scaling read ``state``, the training state that the layers of a model share (``lowbit.train.state``).
     Raises ValueError for a recipe that is for inference only or asks for casts that training does not do; RuntimeError
     for a gradient of a gradient, and for such a recipe without a state.
-    Source: docs/numerics.md section 9; recipes.Gemm.
+    Source: docs/numerics.md sections 9 and 14; recipes.Gemm.
     """
 
     lowbit_kind = "training"
@@ -102,7 +103,9 @@ def prepare_(
 
     ``recipe``: one that trains, or such recipes by layer, as for ``quantize_``. Parameters, names, hooks, checkpointing
     and optimizers that hold them stay as they are. Subclasses that compute what nn.Linear does are taken as well.
-    ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding.
+    ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding. 4-bit
+    recipes also leave the first and the last blocks (``Recipe.ends``), unless the option ``ends=0`` or a recipe for a
+    layer's name says otherwise.
     Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
     prepared or quantized already or whose weight has no shape yet, a pattern without a match. TypeError for a weight
     in another dtype than fp32, bf16 and fp16.
@@ -110,6 +113,7 @@ def prepare_(
     chosen = recipes.plan(recipe)
     products = {one: Products.of(one) for one in chosen.recipes}
     names, protect = protections(model, skip, chosen, unties=False)
+    protect = keep_ends(model, chosen, protect)
 
     def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
         require_float(layer.weight)

@@ -69,7 +69,7 @@ _hooked = False
 
 
 def follow_steps(follower: Follower) -> None:
-    """Call ``follower.stepped(ref(optimizer))`` after each step of an optimizer that holds its leader, while it lives."""
+    """Call ``follower.stepped(ref(optimizer))`` after each step of an optimizer that holds its leader."""
     global _hooked
     _followers.add(follower)
     if not _hooked:

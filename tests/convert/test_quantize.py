@@ -150,7 +150,7 @@ def attention() -> nn.Module:
         (Nested(), {"calibration": "body.0"}, TypeError, r"third argument is calibration.*skip=\('body.0',\)"),
         (Nested(), {"recipe": {"*": "int8"}, "group": 8}, ValueError, "by layer, write for instance 'nf4:group8'"),
         (Nested(), {"recipe": {"*": "int8", "bodi.*": "nf4"}}, ValueError, "'bodi.*' matches no layer.*'body.0'"),
-        (Nested(), {"recipe": "fp8", "group": 8}, ValueError, "fixes its scalings"),
+        (Nested(), {"recipe": "mxfp8", "group": 8}, ValueError, "has scales in e8m0"),
         (broken(lambda m: m.body[1].weight[0, 0].fill_(torch.nan)), {}, ValueError, "layer 'body.1': 1 of .*NaN"),
         (broken(lambda m: m.body[0].weight[:, 2].fill_(-torch.inf)), {}, ValueError, "layer 'body.0': 16 of"),
         (broken(lambda m: m.body[1].double()), {}, TypeError, "layer 'body.1'.*float64"),

@@ -241,6 +241,34 @@ def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tm
     assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
 
 
+@pytest.mark.parametrize("moment", ["between steps", "while a state is written"])
+def test_a_killed_run_resumes_in_every_bit(corpus, tmp_path, moment):
+    """``kill -9``: nothing is saved at the end, so the run goes on from its last state, which is whole."""
+    changes = {"precision": "fp8-delayed", "optimizer": "adamw8bit", "save_every": 5, "eval_every": 20}
+    straight = made(corpus, tmp_path / "a", **changes)
+    straight.run()
+
+    child = os.fork()
+    if child == 0:
+        try:
+            killed, kill = made(corpus, tmp_path / "b", **changes), lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            rename = os.replace
+            if moment != "between steps":
+                os.replace = lambda *names: kill() if killed.step == 15 else rename(*names)
+            killed.run(lambda now: kill() if now.step == 18 else None)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    resumed = made(corpus, tmp_path / "b", **changes)
+    resumed.load()
+    assert resumed.step == (15 if moment == "between steps" else 10)
+    resumed.run()
+    assert (resumed.history.train, resumed.history.held_out) == (straight.history.train, straight.history.held_out)
+    ours, theirs = resumed.model.state_dict(), straight.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.mark.parametrize("name", ["adamw16bit", "adamw8bit", "adamw4bit", "lion8bit", "sgd8bit", "muon8bit"])
 def test_every_optimizer_learns(corpus, tmp_path, name):
     history = made(corpus, tmp_path, precision="fp32", optimizer=name, steps=30, lr=1e-2).run()

@@ -11,32 +11,33 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layers import DYNAMIC
+from support.layers import DYNAMIC, training_layer
 from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.convert.select import recipe_for
 from lowbit.recipes import ALIASES, RECIPES, Plan, plan, refuse_beyond
-from lowbit.train import TrainLinear
 
 SCHEMES = ["int8:row", "fp8_e4m3:tensor", "mxfp4", "nvfp4", "uint4:group32:affine", "fp8_e5m2:col", "nf4"]
 
 #: SHA-256 (its first half) of a layer's output, and for recipes that train of the output and both gradients.
 DIGESTS = {
-    "int8": ("10b79b28914c7b39", None),
+    "int8": ("10b79b28914c7b39", "402fd8f79697c2d9"),
+    "int8-stochastic": ("10b79b28914c7b39", "0832aa6a0d391955"),
     "int8-group": ("5d2ccdf6328f522a", None),
     "int8-weight-only": ("15c192b469c6ad99", None),
     "int4-weight-only": ("502af4cc6d22ef6b", None),
     "uint4-weight-only": ("fdf6bb822c2482f9", None),
     "nf4": ("c9ca9b4b980aecbe", None),
     "fp8": ("fd3fa1c526ece078", "eeb68be232624c3d"),
+    "fp8-pow2": ("0f1585201240d233", "3ecd575e924d8819"),
     "fp8-tensor": ("5156e53b1f72eb7c", "2a910106ad91c71e"),
     "fp8-block": ("1ab5da4750b0b886", "bdad2767a8e43f02"),
     "fp8-weight-only": ("a52529b064a7ae2f", None),
     "mxfp8": ("9987a2bd3dd6557a", "aab53d286dc50f3a"),
     "mxfp6": ("e3ce563e4f3a41aa", None),
-    "mxfp4": ("42a604d97a7f6f8e", None),
-    "nvfp4": ("6e251b6f17e8934a", None),
+    "mxfp4": ("42a604d97a7f6f8e", "deb5b3511167e004"),
+    "nvfp4": ("6e251b6f17e8934a", "a09c6feb981cea0f"),
     "nvfp4-weight-only": ("723f7f43f7fd52dd", None),
     "w4a8": ("ca21c0e6128ad7ac", None),
 }
@@ -65,11 +66,13 @@ def test_every_recipe_computes_the_bits_that_are_recorded(name):
     with lb.use_backend("reference"):
         forward = digest(lb.functional.linear(x, lb.quantize(w, row.weight), bias, row.input))
         if row.trains:
-            layer = TrainLinear(150, 37, recipe=row)
+            layer = training_layer(150, 37, row)
             layer.load_state_dict({"weight": w, "bias": bias})
             y = layer(x.requires_grad_())
             y.backward(g / 64)
-            trained = digest(y, x.grad, layer.weight.grad)
+            # A product of floats is torch's, whose bits are a machine's own.
+            gradients = {"grad_input": x.grad, "grad_weight": layer.weight.grad}
+            trained = digest(y, *(grad for role, grad in gradients.items() if getattr(row, role).a is not None))
     assert DIGESTS.get(name) == (forward, trained), (
         f"recipe {name!r} computes {(forward, trained)}, and DIGESTS has {DIGESTS.get(name)}; write it there if new"
     )
@@ -105,6 +108,8 @@ BACK = lb.Gemm("fp8_e5m2:row", "fold")
         (lambda: lb.Cast("fp8_e4m3:tensor", history=0), ValueError, "at least 1, got 0"),
         (lambda: lb.Gemm("fold", "int8:row"), ValueError, "a cannot be 'fold'"),
         (lambda: lb.Gemm("int8:row", "int8:row", save="all"), ValueError, "save must be one of 'codes'"),
+        (lambda: lb.Gemm("int8:row", "dequantize"), ValueError, "product of floats, so a must be None, got int8:row"),
+        (lambda: lb.Gemm(None, "reuse", save="operand"), ValueError, "keeps what the Cast b makes, and b is 'reuse'"),
         (lambda: lb.Recipe("int8"), TypeError, r"output must be a Gemm, got 'int8'; write for instance Recipe\(Gemm"),
         (lambda: lb.Recipe(FORWARD, name=3), TypeError, "name must be a string, got int"),
         (lambda: lb.Recipe(lb.Gemm("int8:row", None), name="x"), ValueError, "'x': output.b is the weight"),
@@ -225,6 +230,65 @@ def test_a_scheme_without_a_recipe_says_how_to_make_one():
         lb.recipe("fp6_e3m2:row")
 
 
+# -- options -----------------------------------------------------------------------------------------------------------
+HIGH, DECODED = lb.Gemm(None, None, save="high"), lb.Gemm(None, "dequantize")
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "grad_input", "grad_weight"),
+    [
+        ("fp8:grad_weight=high", lb.recipe("fp8").with_products(grad_weight="high"), BACK, HIGH),
+        (
+            "FP8-TENSOR:grad-input=DEQUANTIZED", lb.recipe("fp8-tensor").with_products(grad_input="dequantized"),
+            DECODED, None,
+        ),
+        (
+            "fp8:gradients=e4m3", lb.recipe("fp8").with_gradients("fp8_e4m3"),
+            lb.Gemm("fp8_e4m3:row", "fold"), lb.Gemm("fp8_e4m3:col", "fold"),
+        ),
+        (
+            "mxfp8:grad_weight=dequantized:gradients=fp6_e3m2",
+            lb.recipe("mxfp8").with_products(grad_weight="dequantized").with_gradients("fp6_e3m2"),
+            lb.Gemm("fp6_e3m2:mx:ceil", "mxfp8:ceil:T"), DECODED,
+        ),
+        (
+            "fp8:gradients=e4m3:grad_weight=high",
+            lb.recipe("fp8").with_gradients("fp8_e4m3").with_products(grad_weight="high"),
+            lb.Gemm("fp8_e4m3:row", "fold"), HIGH,
+        ),
+        ("fp8-block:grad_input=low", lb.recipe("fp8-block"), None, None),
+    ],
+)  # fmt: skip
+def test_options_change_how_a_recipe_trains(name, same, grad_input, grad_weight):
+    found, base = lb.recipe(name), lb.RECIPES[name.partition(":")[0].lower()]
+    assert found == same and lb.recipe(found.name) == found and found.output == base.output
+    assert found.grad_input == (grad_input or base.grad_input)
+    assert found.grad_weight == (grad_weight or base.grad_weight)
+    assert (found.name == base.name) == (found == base)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8:products=high", r"unknown option 'products'; options are output=low \| high, grad_input=low \| "),
+        ("fp8:gradients=e4m3:gradients=e5m2", "says an option twice"),
+        ("fp8:grad_weight=up", "grad_weight must be one of 'low', 'high', 'dequantized', got 'up'"),
+        ("fp8:gradients=fp9", "unknown format 'fp9'"),
+        ("fp8:grad_input=high:grad_weight=high:gradients=e4m3", "no gradient is quantized"),
+        ("nf4:grad_weight=high", "'nf4' is for inference only, and with_products changes backward products"),
+        ("fp8:group32:gradients=e4m3", "'fp8:group32' is for inference only"),
+    ],
+)
+def test_options_are_checked(name, message):
+    with pytest.raises(ValueError, match=message):
+        lb.recipe(name)
+
+
+def test_another_scaling_is_for_inference():
+    assert lb.recipe("fp8:group32").weight == lb.scheme("fp8_e4m3:group32") and not lb.recipe("fp8:group32").trains
+    assert lb.recipe("int8", group=64).input == lb.scheme("int8:row") and not lb.recipe("int8", group=64).trains
+
+
 # -- by layer ----------------------------------------------------------------------------------------------------------
 BY_LAYER = {"*": "int4-weight-only", "*.down_proj": "int8", "lm_head": None}
 
@@ -282,26 +346,36 @@ casts = st.builds(
     lb.Cast,
     st.sampled_from(SCHEMES[:-1]),
     rounding=st.sampled_from(["nearest", "stochastic"]),
-    transform=st.sampled_from([None, "hadamard"]),
+    transform=st.sampled_from([None, "hadamard", "signed-hadamard"]),
     scale=st.sampled_from(["current", "static"]),
     rule=st.sampled_from(["amax", "search"]),
     history=st.integers(1, 99),
 )
+
+
+def alike(a: lb.Cast | None, b: lb.Cast, save: str = "codes") -> lb.Gemm:
+    """Both operands of a product go through one transform."""
+    return lb.Gemm(a and replace(a, transform=b.transform), b, save)
+
+
+plain = casts.map(lambda cast: replace(cast, transform=None))
 backward = st.one_of(
-    st.builds(lb.Gemm, st.none() | casts, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
-    st.builds(lb.Gemm, st.none() | casts, casts, save=st.sampled_from(["codes", "recompute", "high"])),
-    st.builds(lb.Gemm, st.none() | casts, st.none(), save=st.just("high")),
+    st.builds(lb.Gemm, st.none() | plain, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
+    st.builds(alike, casts, casts, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
+    st.builds(lb.Gemm, st.none(), plain, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
+    st.builds(lb.Gemm, st.none() | plain, st.none(), save=st.just("high")),
+    st.builds(lb.Gemm, st.none(), st.just("dequantize")),
 )
-
-
-def forward(a: lb.Cast | None, b: lb.Cast) -> lb.Gemm:
-    """Both operands of the output go through one transform."""
-    return lb.Gemm(a and replace(a, transform=b.transform), b)
+trained = {
+    "forward": st.none() | st.builds(alike, casts, casts),
+    "ends": st.sampled_from([0.0, 0.25]),
+    "name": st.text(),
+}
 
 
 made_recipes = st.one_of(
-    st.builds(lb.Recipe, st.builds(forward, st.none() | casts, casts), name=st.text()),
-    st.builds(lb.Recipe, st.builds(forward, casts, casts), backward, backward, name=st.text()),
+    st.builds(lb.Recipe, st.builds(alike, st.none() | casts, casts), name=st.text()),
+    st.builds(lb.Recipe, st.builds(alike, casts, casts), backward, backward, **trained),
 )
 
 

@@ -8,60 +8,19 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.layers import TRAINING, bound, exact, training_layer
+from support.training import backward_operands, forward_operands, product
 from support.variants import serving
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit import reference
-from lowbit.reference import Operand
 from lowbit.train import TrainLinear
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [((5,), 33, 7), ((2, 3), 17, 130), ((1,), 1, 1), ((150,), 140, 3), ((0,), 33, 5)]
 
 
-# -- the specification, product by product ---------------------------------------------------------------------------
-def coded(x: Tensor, text: str) -> Operand:
-    scheme = lb.scheme(text)
-    codes, scale, zero = reference.quantize(x, scheme, None, None)
-    return Operand(codes, scheme, scale, zero)
-
-
-def turned(x: Operand) -> Operand:
-    return Operand(x.data.t(), x.scheme.t(), x.scale.t())
-
-
-def numbers(x: Operand) -> Tensor:
-    return reference.dequantize(x.data, x.scheme, x.scale, None, None, torch.float32)
-
-
-def bare(x: Operand) -> Operand:
-    return Operand(x.data, lb.scheme(f"{x.scheme.format}:tensor"), torch.ones(1, 1))
-
-
-def backward_products(recipe: str, x: Operand, w: Operand, g: Tensor) -> tuple[list[Operand], list[Operand]]:
-    """Both operands of the gradient of x (contracting N) and of w (contracting M), as docs/numerics.md has them."""
-    g = g.float()
-    if recipe == "fp8":
-        return [coded(g * w.scale.t(), "fp8_e5m2:row"), turned(bare(w))], [
-            turned(coded(g * x.scale, "fp8_e5m2:col")), turned(bare(x)),
-        ]  # fmt: skip
-    if recipe in ("fp8-tensor", "fp8-delayed"):  # in its first step a delayed scale is the current one
-        q = coded(g, "fp8_e5m2:tensor")
-        return [q, turned(w)], [turned(q), turned(x)]
-    if recipe == "fp8-block":
-        down = "fp8_e4m3:group128:T"
-        return [coded(g, "fp8_e4m3:group128"), turned(w)], [
-            turned(coded(g, down)), turned(coded(numbers(x), down)),
-        ]  # fmt: skip
-    assert recipe == "mxfp8"
-    down = "mxfp8:ceil:T"
-    return [coded(g, "mxfp8:ceil"), turned(coded(numbers(w), down))], [
-        turned(coded(g, down)), turned(coded(numbers(x), down)),
-    ]  # fmt: skip
-
-
+# -- the three products -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("batch", "inputs", "outputs"), SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", TRAINING)
@@ -74,12 +33,11 @@ def test_the_three_products_are_those_of_the_specification(recipe, batch, inputs
     y.backward(g)
 
     flat, g2, w = x.detach().reshape(-1, inputs), g.reshape(-1, outputs), layer.weight.detach()
-    row = lb.recipe(recipe)
-    qx, qw = coded(flat, row.input.name), coded(w, row.weight.name)
-    for_x, for_w = backward_products(recipe, qx, qw, g2)
-    assert same_bits(y.detach(), reference.scaled_mm(qx, qw, layer.bias.detach(), dtype).reshape(*batch, outputs))
-    assert same_bits(x.grad, reference.scaled_mm(*for_x, None, dtype).reshape(x.shape))
-    assert same_bits(layer.weight.grad, reference.scaled_mm(*for_w, None, torch.float32))
+    for_x, for_w = backward_operands(recipe, flat, w, g2)
+    forward = product(forward_operands(recipe, flat, w), layer.bias.detach(), dtype)
+    assert same_bits(y.detach(), forward.reshape(*batch, outputs))
+    assert same_bits(x.grad, product(for_x, None, dtype).reshape(x.shape))
+    assert same_bits(layer.weight.grad, product(for_w, None, torch.float32))
     torch.testing.assert_close(layer.bias.grad, g2.double().sum(0).float(), rtol=1e-5, atol=1e-6)
 
 
@@ -87,16 +45,19 @@ def test_the_three_products_are_those_of_the_specification(recipe, batch, inputs
 def test_the_kernels_chosen_by_default_stay_within_their_bound(recipe):
     layer = training_layer(70, 33, recipe)
     x = torch.randn(40, 70, requires_grad=True)
-    a, w = lb.quantize(x.detach(), layer.recipe.input), lb.quantize(layer.weight.detach(), layer.recipe.weight)
+    forward = layer.recipe.trained
+    a, w = lb.quantize(x.detach(), forward.a.scheme), lb.quantize(layer.weight.detach(), forward.b.scheme)
     y = layer(x)
     limit = bound(a, w, layer.bias.detach(), torch.float32)
     assert bool(((y - exact(a, w, layer.bias)).abs() <= limit).all())
     g = torch.randn_like(y)
     y.backward(g)
     plain_x, plain_w = g @ layer.weight.detach(), g.t() @ x.detach()
-    # m mantissa bits round with a relative error of 2**-m / sqrt(12) rms at most: 0.072 (E5M2) and 0.036 (E4M3).
-    assert (x.grad - plain_x).norm() < 0.12 * plain_x.norm()
-    assert (layer.weight.grad - plain_w).norm() < 0.12 * plain_w.norm()
+    # m mantissa bits round with a relative error of 2**-m / sqrt(12) rms at most: 0.072 (E5M2) and 0.036 (E4M3). One
+    # bit is 0.144 (E2M1), stochastic rounding errs by sqrt(2) times as much, and subnormal numbers by more.
+    limit = 0.30 if recipe in ("nvfp4", "mxfp4") else 0.12
+    assert (x.grad - plain_x).norm() < limit * plain_x.norm()
+    assert (layer.weight.grad - plain_w).norm() < limit * plain_w.norm()
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
@@ -109,8 +70,10 @@ def test_each_saved_operand_is_kept_once_as_codes(recipe):
         layer(x)
         whole = sum(saved)
         layer(x.detach())
-    assert whole == row.input.nbytes((384, 256)) + row.weight.nbytes((128, 256))
-    assert sum(saved) - whole == row.input.nbytes((384, 256))  # nobody asks for the gradient of x: no weight is kept
+    of_x = row.grad_weight.b.scheme if row.grad_weight.save == "operand" else row.trained.a.scheme
+    of_w = row.grad_input.b.scheme if row.grad_input.save == "operand" else row.trained.b.scheme
+    assert whole == of_x.nbytes((384, 256)) + of_w.nbytes((128, 256))
+    assert sum(saved) - whole == of_x.nbytes((384, 256))  # nobody asks for the gradient of x: no weight is kept
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
@@ -140,6 +103,7 @@ class Model(nn.Module):
 
 
 def gradients(model: nn.Module, x: Tensor, **options) -> list[Tensor]:
+    lb.train.state(model).set_micro_batch(-1)  # every call draws the random bits of the first one
     x = x.clone().requires_grad_()
     y = model(x, **options)
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])]
@@ -226,7 +190,8 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
     assert all(parameters[name] is p for name, p in model.named_parameters())
     assert f"recipe={recipe}" in repr(model.up)
     state = {name: value for name, value in model.state_dict().items() if "lowbit_state" not in name}
-    assert list(state) == list(before.state_dict()) and (len(state) == len(model.state_dict()) or "delayed" in recipe)
+    remembers = model.up.products.stateful
+    assert list(state) == list(before.state_dict()) and (len(state) < len(model.state_dict())) == remembers
     assert all(map(same_bits, state.values(), before.state_dict().values()))
     x = torch.randn(3, 33)
     assert not torch.equal(model(x), before(x)) and seen
@@ -242,8 +207,8 @@ def test_prepare_keeps_parameters_names_and_hooks(recipe):
     [
         (
             lambda m: None,
-            "int8",
-            "'int8' is for inference only; recipes that train: fp8, fp8-tensor, fp8-delayed, fp8-block, mxfp8",
+            "int8-group",
+            "'int8-group' is for inference only; recipes that train: int8, int8-stochastic, fp8, fp8-pow2, fp8-tensor",
         ),
         (
             lambda m: lb.train.prepare_(m),
@@ -302,4 +267,5 @@ def test_it_learns(recipe, dtype):
     start = (Model(None)(inputs) - targets).square().mean().item()
     learned = final(recipe)
     assert learned < start / 2
-    assert learned < 1.25 * final(None) + 0.02
+    noise = 0.02 if lb.recipe(recipe).weight.format.bits == 8 else 0.05
+    assert learned < 1.25 * final(None) + noise
