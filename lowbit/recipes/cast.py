@@ -24,6 +24,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 _ROTATIONS = (16, 32, 64, 128)
 #: The vectors that eden turns and corrects.
 EDEN_BLOCK = 128
+#: What can be kept for backward.
 _SAVE = ("codes", "recompute", "high", "operand")
 #: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
 TREATMENTS = ("reuse", "fold", "dequantize")
@@ -34,8 +35,8 @@ class Cast:
     """How one operand is quantized.
 
     ``scheme``: a Scheme or its name.
-    ``rounding``: ``"nearest"``, ``"stochastic"`` or ``"eden"`` (codes to nearest, and scales that make up for it and are
-    rounded stochastically, arXiv 2601.22813).
+    ``rounding``: ``"nearest"``, ``"stochastic"`` or ``"eden"`` (codes to nearest, and scales that make up for it and
+    are rounded stochastically, arXiv 2601.22813).
     ``transform``: what multiplies the operand first along the axis that the product contracts: None, ``"hadamard"``,
     ``"signed-hadamard"`` after fixed signs or ``"random-hadamard"`` after random ones, which eden needs.
     ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from the largest magnitude of the last ``history``
