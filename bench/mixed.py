@@ -26,6 +26,7 @@ from lowbit.tables import markdown
 BATCH = 4
 #: Steps before anything is measured: the first makes the optimizer's states.
 WARM_UP = 2
+_BUDGET = Budget(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,11 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-def table(config: GPTConfig, budget: Budget) -> str:
+def table(config: GPTConfig) -> str:
     """A row a contender; their steps take turns."""
     trainings = {contender.name: Training(contender, config) for contender in CONTENDERS}
     cases = tuple(Case(name, training.step) for name, training in trainings.items())
-    seconds = measure(Group("mixed", "step", "GPT", 0, 0, cases, ()), budget)
+    seconds = measure(Group("mixed", "step", "GPT", 0, 0, cases, ()), _BUDGET)
     base = next(iter(trainings))
     peaks = {name: peak_bytes(training.step) for name, training in trainings.items()}
     rows = []
@@ -132,7 +133,7 @@ def run(directory: Path) -> Path:
         f"The demo's GPT ({config.layers} layers, width {config.dim}), {BATCH} x {config.context} tokens, AdamW with "
         "states in fp32. Bytes are a parameter. The peak is what a step allocates beyond what there is before it: "
         "activations, casts and gradients. Steps take turns, and times are medians.\n",
-        table(config, Budget(seconds=120)),
+        table(config),
     ]
     path = directory / "mixed.md"
     path.write_text("\n".join(text) + "\n")
