@@ -212,6 +212,19 @@ class Recipe:
             raise ValueError(f"{self._what}: no gradient is quantized, so there is none to quantize to {format}")
         return self._changed("gradients", format.removeprefix("fp8_"), **changed)
 
+    def with_rule(self, rule: str) -> Recipe:
+        """This recipe with another rule by which scales of forward's operands follow in training:
+        ``recipe("nvfp4:rule=four-over-six")``, ``"search"`` or ``"amax"`` (``Cast``).
+
+        Raises ValueError for a recipe that does not train or leaves an operand of forward float, and for a rule that is
+        unknown or does not go with its schemes.
+        """
+        self._require_training("with_rule")
+        a, b = self.trained.a, self.trained.b
+        if not isinstance(a, Cast) or not isinstance(b, Cast):
+            raise ValueError(f"{self._what}: forward leaves an operand float, which has no scales to make by {rule!r}")
+        return self._changed("rule", rule, forward=Gemm(replace(a, rule=rule), replace(b, rule=rule)))
+
     def with_ends(self, share: float) -> Recipe:
         """This recipe with another share of a model's blocks that stay as they are: ``recipe("nvfp4:ends=0")``.
 

@@ -58,6 +58,10 @@ OPTIONS: dict[str, Option] = {
         lambda base, value: base.with_products(grad_weight=value),
     ),
     "gradients": Option("e4m3 | e5m2 or a name of a format", "what gradients are quantized to", _gradients),
+    "rule": Option(
+        "amax | search | four-over-six", "how scales of forward's operands follow from a block's elements",
+        lambda base, value: base.with_rule(value),
+    ),
     "ends": Option("a share such as 0.15", "which share of the blocks, first and last, stays as it is", _ends),
 }  # fmt: skip
 

@@ -20,11 +20,18 @@ from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
+from lowbit.train import rules
+from lowbit.train.eden import random_hadamard
 from lowbit.train.state import View
 
 __all__ = ["Products", "low_precision_linear"]
 
 Side = Quantized | Tensor
+
+#: What casts may ask for in training, besides transforms.
+_DONE: dict[str, tuple[str | None, ...]] = {
+    "rounding": ("stochastic", "eden"), "scale": ("delayed",), "rule": ("search", "four-over-six")
+}  # fmt: skip
 
 #: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
 _TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
@@ -62,14 +69,18 @@ class Backward:
         rotation = gemm.b.rotation(0) if isinstance(gemm.b, Cast) else None
         return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit, rotation)
 
-    def rotated(self, matrix: Tensor, is_g: bool) -> Tensor:
+    def rotated(self, matrix: Tensor, is_g: bool, view: View | None) -> Tensor:
         """An operand after the transform: ``g [M, N]`` contracts N in grad_input, and all others their rows."""
         if self.rotation is None or not isinstance(self.other, Cast):
             return matrix
-        turn = _TRANSFORMS[self.other.transform]
-        if is_g and self.role == "grad_input":
-            return turn(matrix, self.rotation)
-        return turn(matrix.t(), self.rotation).t()
+        along_cols = is_g and self.role == "grad_input"
+        matrix = matrix if along_cols else matrix.t()
+        if self.other.transform == "random-hadamard":
+            assert view is not None
+            turned = random_hadamard(matrix, view.signs(self.g_role, matrix.device))
+        else:
+            turned = _TRANSFORMS[self.other.transform](matrix, self.rotation)
+        return turned if along_cols else turned.t()
 
     @property
     def kept(self) -> Cast | None:
@@ -103,11 +114,12 @@ class Products:
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
         casts = recipe.casts(training=True)
         for role in casts:
-            transforms = tuple(_TRANSFORMS) if role.startswith("grad") else ()
-            refuse_beyond(
-                recipe, "TrainLinear", (role,), True, rounding=("stochastic",), scale=("delayed",), transform=transforms
-            )
-        stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
+            transforms = (*_TRANSFORMS, "random-hadamard") if role.startswith("grad") else ()
+            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **_DONE)
+            reason = rules.refuses(casts[role])
+            if reason is not None:
+                raise ValueError(f"recipe {recipe.name!r}: rule={casts[role].rule!r} of {role}: {reason}")
+        stateful = any(one.rounding != "nearest" or one.scale == "delayed" for one in casts.values())
         input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
         same_g = g is not None and g.rounding == "nearest" and g.transform is None and g == recipe.grad_weight.a
@@ -210,6 +222,8 @@ def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors:
     """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
     if how is None:
         return x if factors is None else x * factors
+    if how.rule != "amax":
+        return rules.ruled(x if factors is None else x * factors, how)
     return quantize(x, how.scheme, factors=factors) if view is None else view.quantize(x, how, role, factors)
 
 
@@ -232,7 +246,7 @@ def _parts_of(product: Backward) -> int:
 def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
     """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
     if product.save == "operand":
-        side = _encoded(product.rotated(matrix, is_g=False), product.kept, view, f"{product.role}.b")
+        side = _encoded(product.rotated(matrix, is_g=False, view=view), product.kept, view, f"{product.role}.b")
     if product.kept is None or isinstance(side, Tensor):
         return ()
     return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
@@ -245,6 +259,7 @@ def _restored(
     if product.kept is not None:
         kind, rest = product.kept.scheme, list(saved[2:])
         zero_point = rest.pop(0) if kind.affine else None
+        shape = torch.Size((saved[0].shape[0], shape[1]))  # of more rows where a transform has whole vectors
         return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
     matrix = saved[0].reshape(shape)
     return matrix if product.save == "high" else _encoded(matrix, product.forward, view, product.forward_role)
@@ -260,7 +275,7 @@ def _operands(
     factors = None
     if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
-        other = _encoded(product.rotated(matrix, is_g=False), product.other, view, f"{product.role}.b")
+        other = _encoded(product.rotated(matrix, is_g=False, view=view), product.other, view, f"{product.role}.b")
     if product.unit is not None:
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
@@ -268,5 +283,5 @@ def _operands(
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
     if made is None:
-        made = _encoded(product.rotated(g, is_g=True), product.g, view, product.g_role, factors)
+        made = _encoded(product.rotated(g, is_g=True, view=view), product.g, view, product.g_role, factors)
     return made, other

@@ -103,7 +103,11 @@ BACK = lb.Gemm("fp8_e5m2:row", "fold")
         (lambda: lb.Cast("int4:groop32"), ValueError, "groop32"),
         (lambda: lb.Cast(None), TypeError, "a scheme is named by a string, got NoneType"),
         (lambda: lb.Cast("int8:row", "up"), ValueError, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
-        (lambda: lb.Cast("int8:row", rule="best"), ValueError, "rule must be one of 'amax', 'search', got 'best'"),
+        (
+            lambda: lb.Cast("int8:row", rule="best"),
+            ValueError,
+            "rule must be one of 'amax', 'search', 'four-over-six', got 'best'",
+        ),
         (lambda: lb.Cast("fp8_e4m3:row", scale="delayed"), ValueError, r"one fp32 scale .* use fp8_e4m3:tensor"),
         (lambda: lb.Cast("fp8_e4m3:tensor", history=0), ValueError, "at least 1, got 0"),
         (lambda: lb.Gemm("fold", "int8:row"), ValueError, "a cannot be 'fold'"),
