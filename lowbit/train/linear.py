@@ -6,7 +6,7 @@ and the input is saved as the recipe says: by default as the codes that forward 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class TrainLinear(nn.Linear):
     state: State | None
     path: str
     places: dict[str, Place]
+    #: Within the steps that ``lowbit.train.watch`` looks at: makes the view of a call one that shows its casts.
+    watcher: Callable[[View | None], View | None] | None = None
 
     def __init__(
         self,
@@ -72,6 +74,8 @@ class TrainLinear(nn.Linear):
         dtype, view = result_dtype(input), None
         if self.products.stateful:
             view = self._view(input.device)
+        if not torch.compiler.is_compiling() and self.watcher is not None:
+            view = self.watcher(view)
         x = input.to(dtype) if self.products.input is None else input
         return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype)
 
