@@ -7,7 +7,7 @@ of training, and follows stochastic rounding, delayed scales and scales that are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -289,7 +289,7 @@ def written(row: Row) -> tuple[str, ...]:
     return tuple(format(getattr(row, name), style) for _, name, style in _COLUMNS)
 
 
-def _draw(rows: Iterable[Row], path: str | Path) -> None:
+def _draw(rows: Sequence[Row], path: str | Path) -> None:
     """As ``Watch.plot``."""
     try:
         from matplotlib.figure import Figure
@@ -300,10 +300,10 @@ def _draw(rows: Iterable[Row], path: str | Path) -> None:
         found.setdefault(row.role, {}).setdefault(row.layer, {})[row.step] = row
     if not found:
         raise ValueError("train.watch: no step was watched, so there is nothing to draw; train with the watch open")
-    roles, layers = sorted(found), sorted({layer for by_layer in found.values() for layer in by_layer})
+    roles, layers = list(found), list(dict.fromkeys(row.layer for row in rows))
     figure = Figure(figsize=(4 * len(roles), 4 + 0.14 * len(layers)), layout="constrained")
     top, bottom = figure.subplots(2, len(roles), squeeze=False, height_ratios=(3, 1 + 0.14 * len(layers)))
-    most = max(row.underflow for by_layer in found.values() for steps in by_layer.values() for row in steps.values())
+    most = max(row.underflow for row in rows)
     for role, lines, heat in zip(roles, top, bottom, strict=True):
         _draw_lines(lines, role, found[role])
         shown = _draw_heat(heat, layers, found[role], max(100 * most, 1e-3))
