@@ -81,9 +81,7 @@ class Cast:
             )
 
         if (rounding == "eden") != (transform == "random-hadamard"):
-            raise ValueError(
-                "Cast: rounding='eden' and transform='random-hadamard' belong together; say both or neither"
-            )
+            raise ValueError("Cast: rounding='eden' and transform='random-hadamard' belong together; say both or neither")
         fits = found.block in ((1, 16), (16, 1)) and found.global_scale == "tensor"
         if rounding == "eden" and (not fits or rule != "amax" or scale != "current"):
             raise ValueError(f"Cast: eden corrects scales of nvfp4 or nvfp4:T by the amax, got {self}")
