@@ -69,7 +69,7 @@ class Watch:
                 self._warn(
                     "finite", work.plan.name,
                     f"{self._who}: the gradient of {work.plan.name} is Inf or NaN at step {work.step}, or too large "
-                    "for its states, which hold NaN from now on; skip such steps (torch.amp.GradScaler does), or go "
+                    "for its states, which hold NaN from now on; skip such steps (lowbit.train.LossScaler does), or go "
                     "back to a checkpoint",
                 )  # fmt: skip
                 return

@@ -24,6 +24,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 _ROTATIONS = (16, 32, 64, 128)
 #: The vectors that eden turns and corrects.
 EDEN_BLOCK = 128
+#: What can be kept for backward.
 _SAVE = ("codes", "recompute", "high", "operand")
 #: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
 TREATMENTS = ("reuse", "fold", "dequantize")
@@ -33,15 +34,18 @@ TREATMENTS = ("reuse", "fold", "dequantize")
 class Cast:
     """How one operand is quantized.
 
-    ``scheme``: a Scheme or its name. ``rounding``: ``"nearest"``, ``"stochastic"`` or ``"eden"`` (codes to nearest, and
-    scales that make up for it and are rounded stochastically, arXiv 2601.22813). ``transform``: what multiplies
-    the operand first along the axis that the product contracts: None, ``"hadamard"``, ``"signed-hadamard"`` after
-    fixed signs or ``"random-hadamard"`` after random ones, which eden needs. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
-    the largest magnitude of the last ``history`` training steps) or ``"static"`` (from calibration). ``rule``: how a
-    block's scale follows from its elements: ``"amax"``, ``"search"`` (least squared error) or ``"four-over-six"`` (the
-    largest becomes FP4's 6 or 4, whichever has the smaller squared error).
+    ``scheme``: a Scheme or its name.
+    ``rounding``: ``"nearest"``, ``"stochastic"`` or ``"eden"`` (codes to nearest, and scales that make up for it and
+    are rounded stochastically, arXiv 2601.22813).
+    ``transform``: what multiplies the operand first along the axis that the product contracts: None, ``"hadamard"``,
+    ``"signed-hadamard"`` after fixed signs or ``"random-hadamard"`` after random ones, which eden needs.
+    ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from the largest magnitude of the last ``history``
+    training steps) or ``"static"`` (from calibration).
+    ``rule``: how a block's scale follows from its elements: ``"amax"``, ``"search"`` (least squared error) or
+    ``"four-over-six"`` (the largest becomes FP4's 6 or 4, whichever has the smaller squared error).
     Raises ValueError for another value, for delayed scaling of a scheme that has more than one fp32 scale for the
-    tensor, and for four-over-six of one that is not FP4 with E4M3 scales; TypeError for a scheme that is none.
+    tensor, for four-over-six of one that is not FP4 with E4M3 scales, and for eden of another than nvfp4; TypeError for
+    a scheme that is none.
     """
 
     scheme: Scheme
@@ -81,7 +85,9 @@ class Cast:
             )
 
         if (rounding == "eden") != (transform == "random-hadamard"):
-            raise ValueError("Cast: rounding='eden' and transform='random-hadamard' belong together; say both or neither")
+            raise ValueError(
+                "Cast: rounding='eden' and transform='random-hadamard' belong together; say both or neither"
+            )
         fits = found.block in ((1, 16), (16, 1)) and found.global_scale == "tensor"
         if rounding == "eden" and (not fits or rule != "amax" or scale != "current"):
             raise ValueError(f"Cast: eden corrects scales of nvfp4 or nvfp4:T by the amax, got {self}")

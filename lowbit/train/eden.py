@@ -48,6 +48,7 @@ def corrected(x: Tensor, scheme: Scheme, rounding: Rounding) -> Quantized:
     square = block_sums(exact * exact, vectors)
     cross = block_sums(exact * made.dequantize(torch.float32), vectors)
     factor = torch.where(cross > 0, square / cross, torch.ones_like(cross))
-    factor = factor.repeat_interleave(made.scale.shape[along] // factor.shape[along], along) if factor.numel() else factor
+    if factor.numel():
+        factor = factor.repeat_interleave(made.scale.shape[along] // factor.shape[along], along)
     scale = encode(decode(made.scale, scheme.scale_format.name) * factor, scheme.scale_format.name, rounding=rounding)
     return Quantized(made.codes, scale, None, made.global_scale, scheme, made.shape, made.dtype)

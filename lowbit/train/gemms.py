@@ -116,9 +116,9 @@ class Products:
         for role in casts:
             transforms = (*_TRANSFORMS, "random-hadamard") if role.startswith("grad") else ()
             refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **_DONE)
-            reason = rules.refuses(casts[role])
+            reason = rules.refuses(casts[role], role)
             if reason is not None:
-                raise ValueError(f"recipe {recipe.name!r}: rule={casts[role].rule!r} of {role}: {reason}")
+                raise ValueError(f"recipe {recipe.name!r}: {role}: {reason}")
         stateful = any(one.rounding != "nearest" or one.scale == "delayed" for one in casts.values())
         input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a

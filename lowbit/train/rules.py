@@ -27,12 +27,15 @@ _MOST = {"fp8_e4m3": 126, "e8m0": 254}
 ROOM = 1.75
 
 
-def refuses(cast: Cast) -> str | None:
-    """Why training does not follow this cast's rule, or None."""
+def refuses(cast: Cast, role: str) -> str | None:
+    """Why training cannot make the scales of this cast, or None."""
+    contracted = 1 if role in ("output.a", "output.b", "grad_input.a") else 0
+    if cast.rounding == "eden" and cast.scheme.block[contracted] == 1:
+        return f"eden corrects vectors along the axis that is contracted, and {cast.scheme} has blocks along the other"
     if cast.rule == "amax":
         return None
     if cast.rounding != "nearest":
-        return "a scale that clips makes stochastic rounding biased; say rule='amax'"
+        return f"rule={cast.rule!r} may clip, which makes stochastic rounding biased; say rule='amax'"
     if cast.scheme.scale_format.name not in _OFFSETS:
         return (
             f"scales are searched among codes (e4m3, e8m0), and {cast.scheme} has {cast.scheme.scale_format.name} ones"

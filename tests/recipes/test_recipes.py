@@ -32,12 +32,13 @@ DIGESTS = {
     "fp8": ("fd3fa1c526ece078", "eeb68be232624c3d"),
     "fp8-pow2": ("0f1585201240d233", "3ecd575e924d8819"),
     "fp8-tensor": ("5156e53b1f72eb7c", "2a910106ad91c71e"),
-    "fp8-block": ("1ab5da4750b0b886", "bdad2767a8e43f02"),
+    "fp8-block": ("1ab5da4750b0b886", "0246960ad4e8f53a"),
     "fp8-weight-only": ("a52529b064a7ae2f", None),
-    "mxfp8": ("9987a2bd3dd6557a", "aab53d286dc50f3a"),
+    "mxfp8": ("9987a2bd3dd6557a", "55d9991c19cf9766"),
     "mxfp6": ("e3ce563e4f3a41aa", None),
     "mxfp4": ("42a604d97a7f6f8e", "deb5b3511167e004"),
     "nvfp4": ("6e251b6f17e8934a", "a09c6feb981cea0f"),
+    "nvfp4-eden": ("6e251b6f17e8934a", "c491b627497cdaec"),
     "nvfp4-weight-only": ("723f7f43f7fd52dd", None),
     "w4a8": ("ca21c0e6128ad7ac", None),
 }
@@ -102,7 +103,11 @@ BACK = lb.Gemm("fp8_e5m2:row", "fold")
     [
         (lambda: lb.Cast("int4:groop32"), ValueError, "groop32"),
         (lambda: lb.Cast(None), TypeError, "a scheme is named by a string, got NoneType"),
-        (lambda: lb.Cast("int8:row", "up"), ValueError, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
+        (
+            lambda: lb.Cast("int8:row", "up"),
+            ValueError,
+            "rounding must be one of 'nearest', 'stochastic', 'eden', got 'up'",
+        ),
         (
             lambda: lb.Cast("int8:row", rule="best"),
             ValueError,
@@ -110,6 +115,12 @@ BACK = lb.Gemm("fp8_e5m2:row", "fold")
         ),
         (lambda: lb.Cast("fp8_e4m3:row", scale="delayed"), ValueError, r"one fp32 scale .* use fp8_e4m3:tensor"),
         (lambda: lb.Cast("fp8_e4m3:tensor", history=0), ValueError, "at least 1, got 0"),
+        (lambda: lb.Cast("nvfp4", "eden"), ValueError, "'eden' and transform='random-hadamard' belong together"),
+        (
+            lambda: lb.Cast("nvfp4:global_row", "eden", "random-hadamard"),
+            ValueError,
+            "eden corrects scales of nvfp4 or nvfp4:T by the amax, got nvfp4:global_row",
+        ),
         (lambda: lb.Gemm("fold", "int8:row"), ValueError, "a cannot be 'fold'"),
         (lambda: lb.Gemm("int8:row", "int8:row", save="all"), ValueError, "save must be one of 'codes'"),
         (lambda: lb.Gemm("int8:row", "dequantize"), ValueError, "product of floats, so a must be None, got int8:row"),
@@ -253,7 +264,7 @@ HIGH, DECODED = lb.Gemm(None, None, save="high"), lb.Gemm(None, "dequantize")
         (
             "mxfp8:grad_weight=dequantized:gradients=fp6_e3m2",
             lb.recipe("mxfp8").with_products(grad_weight="dequantized").with_gradients("fp6_e3m2"),
-            lb.Gemm("fp6_e3m2:mx:ceil", "mxfp8:ceil:T"), DECODED,
+            lb.Gemm("fp6_e3m2:mx:ceil", "mxfp8:ceil:T", "operand"), DECODED,
         ),
         (
             "fp8:gradients=e4m3:grad_weight=high",

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.functional.rotation import signed_hadamard
+from lowbit.train import State
+from lowbit.train.eden import random_hadamard
 from lowbit.train.ends import ends
 
 RECIPES = ["nvfp4", "mxfp4"]
@@ -64,6 +66,30 @@ def test_gradients_have_no_bias(recipe):
         mean = total / draws
         error = ((square / draws - mean * mean) / draws).sqrt()
         assert error < 5e-4 and abs(mean - 1) < 6 * error
+
+
+def test_eden_has_no_bias_and_half_the_error():
+    """The mean over turns and random bits is the vector; against stochastic rounding the squared error is below 0.6."""
+    torch.manual_seed(0)
+    x, draws = torch.randn(4, 200), 3000
+    state, sums, squares, wrong = State(), 0.0, 0.0, [0.0, 0.0]
+    cast = lb.Cast("nvfp4", "eden", "random-hadamard")
+    places = state.places("", {"grad_input.a": cast})
+    for _ in range(draws):
+        view = state.view(places, x.device)
+        signs = view.signs("grad_input.a", x.device)
+        y = view.quantize(random_hadamard(x, signs), cast, "grad_input.a").dequantize().double()
+        back = (lb.hadamard(y.float(), 128) * signs.repeat(2))[:, :200].double()
+        along = (back * x).sum() / x.double().square().sum()
+        sums, squares = sums + along, squares + along * along
+        wrong[0] += (back - x).square().sum()
+        drawn_too = lb.quantize(x, "nvfp4:ceil", rounding=lb.Rounding(state.step)).dequantize()
+        wrong[1] += (drawn_too.double() - x).square().sum()
+        state.advance()
+    mean = sums / draws
+    error = ((squares / draws - mean * mean) / draws).sqrt()
+    assert error < 2e-4 and abs(mean - 1) < 6 * error
+    assert wrong[0] < 0.6 * wrong[1]
 
 
 def test_signs_are_those_of_pi_and_products_stay():

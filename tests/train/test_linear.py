@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.train import TrainLinear
+from lowbit.train.rules import ruled
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [((5,), 33, 7), ((2, 3), 17, 130), ((1,), 1, 1), ((150,), 140, 3), ((0,), 33, 5)]
@@ -45,8 +46,8 @@ def test_the_three_products_are_those_of_the_specification(recipe, batch, inputs
 def test_the_kernels_chosen_by_default_stay_within_their_bound(recipe):
     layer = training_layer(70, 33, recipe)
     x = torch.randn(40, 70, requires_grad=True)
-    forward = layer.recipe.trained
-    a, w = lb.quantize(x.detach(), forward.a.scheme), lb.quantize(layer.weight.detach(), forward.b.scheme)
+    sides = (x.detach(), layer.products.input), (layer.weight.detach(), layer.products.weight)
+    a, w = (lb.quantize(t, how.scheme) if how.rule == "amax" else ruled(t, how) for t, how in sides)
     y = layer(x)
     limit = bound(a, w, layer.bias.detach(), torch.float32)
     assert bool(((y - exact(a, w, layer.bias)).abs() <= limit).all())
@@ -55,7 +56,7 @@ def test_the_kernels_chosen_by_default_stay_within_their_bound(recipe):
     plain_x, plain_w = g @ layer.weight.detach(), g.t() @ x.detach()
     # m mantissa bits round with a relative error of 2**-m / sqrt(12) rms at most: 0.072 (E5M2) and 0.036 (E4M3). One
     # bit is 0.144 (E2M1), stochastic rounding errs by sqrt(2) times as much, and subnormal numbers by more.
-    limit = 0.30 if recipe in ("nvfp4", "mxfp4") else 0.12
+    limit = 0.30 if layer.recipe.weight.format.bits == 4 else 0.12
     assert (x.grad - plain_x).norm() < limit * plain_x.norm()
     assert (layer.weight.grad - plain_w).norm() < limit * plain_w.norm()
 

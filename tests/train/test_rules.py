@@ -86,14 +86,21 @@ def test_forward_of_training_errs_less(name):
     ("make", "message"),
     [
         (lambda: lb.recipe("mxfp4:rule=four-over-six"), "E4M3 scales of FP4 numbers, got mxfp4:nearest; use nvfp4"),
-        (lambda: training_layer(4, 4, "int8:rule=search"), "'int8:rule=search': rule='search' of output.a: scales are"),
+        (lambda: training_layer(4, 4, "int8:rule=search"), "'int8:rule=search': output.a: rule='search' tries codes of scales"),
         (lambda: lb.recipe("nvfp4:output=high:rule=search"), "forward leaves an operand float, which has no scales"),
         (
             lambda: training_layer(4, 4, lb.Recipe(
                 lb.Gemm("nvfp4", "nvfp4"), lb.Gemm(None, None, "high"),
                 lb.Gemm(lb.Cast("nvfp4:T", "stochastic", rule="search"), "nvfp4:T"),
             )),
-            "rule='search' of grad_weight.a: a scale that clips makes stochastic rounding biased",
+            "grad_weight.a: rule='search' may clip, which makes stochastic rounding biased",
+        ),
+        (
+            lambda: training_layer(4, 4, lb.Recipe(
+                lb.Gemm("nvfp4", "nvfp4"), lb.Gemm(None, None, "high"),
+                lb.Gemm(*[lb.Cast("nvfp4", "eden", "random-hadamard")] * 2),
+            )),
+            "grad_weight.a: eden corrects vectors along the axis that is contracted, and nvfp4 has blocks along the other",
         ),
     ],
 )  # fmt: skip
