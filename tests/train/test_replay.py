@@ -85,7 +85,7 @@ def run(recipe: str | lb.Recipe, way: str) -> list[Tensor]:
         checkpoint_blocks_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
-        for micro_batch in range(2):
+        for _ in range(2):
             x = torch.randn(3, 7, 40) * 2**step
             loss = model(x.requires_grad_()).square().mean() / 2
             loss.backward()
