@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ TEN_MILLION = Size("10m", GPTConfig(layers=6, heads=6, dim=384, hidden=1024), st
 
 @dataclass(frozen=True)
 class Run:
-    """A precision or recipe, and what is changed in it; ``group``: the table that shows it."""
+    """A precision or recipe; ``group``: the table that shows it."""
 
     name: str
     recipe: str | Recipe
@@ -56,16 +56,32 @@ def _mx(rounding: str) -> Recipe:
     return Recipe(Gemm(kind, kind), Gemm(kind, f"{kind}:T"), Gemm(f"{kind}:T", f"{kind}:T"), name=f"mxfp8-{rounding}")
 
 
-def _stochastic(name: str) -> Recipe:
-    """A recipe with gradients rounded stochastically."""
+def _gradients(name: str, **changes: Any) -> Recipe:
+    """A recipe whose gradients are cast otherwise."""
     base = recipes.recipe(name)
-    assert base.grad_input is not None and base.grad_weight is not None
+    changed = {}
+    for role in ("grad_input", "grad_weight"):
+        gemm = getattr(base, role)
+        b = replace(gemm.b, transform=None) if "transform" in changes and isinstance(gemm.b, Cast) else gemm.b
+        changed[role] = Gemm(replace(gemm.a, **_of(changes, gemm.a)), b, gemm.save)
+    words = "-".join(f"{key}-{value}" for key, value in changes.items()).lower()
+    return replace(base, **changed, name=f"{base.name.split(':')[0]}-{words}")
 
-    def drawn(gemm: Gemm) -> Gemm:
-        assert gemm.a is not None
-        return Gemm(Cast(gemm.a.scheme, rounding="stochastic"), gemm.b, gemm.save)
 
-    return Recipe(base.output, drawn(base.grad_input), drawn(base.grad_weight), name=f"{name}-stochastic")
+def _of(changes: dict[str, Any], cast: Cast) -> dict[str, Any]:
+    """The same changes to one cast: a rounding of scales is a word of its scheme."""
+    rest = {key: value for key, value in changes.items() if key != "scales"}
+    if "scales" in changes:
+        rest["scheme"] = cast.scheme.name.replace(":ceil", f":{changes['scales']}")
+    return rest
+
+
+def _narrow_weights() -> Recipe:
+    """``nvfp4`` with weights in blocks of one row, which backward quantizes along its own axis."""
+    base = recipes.recipe("nvfp4:ends=0")
+    assert base.grad_input is not None
+    grad_input = Gemm(base.grad_input.a, "nvfp4:T", save="operand")
+    return replace(base, forward=Gemm("nvfp4:global_row", "nvfp4"), grad_input=grad_input, name="nvfp4-1d")
 
 
 #: The first is what the others are compared with.
@@ -75,10 +91,22 @@ RUNS = (
     Run("fp8", "fp8"),
     Run("fp8-tensor", "fp8-tensor"),
     Run("fp8-delayed", "fp8-delayed"),
+    Run("fp8-pow2", "fp8-pow2"),
     Run("fp8-block", "fp8-block"),
     Run("mxfp8", "mxfp8"),
+    Run("int8", "int8"),
+    Run("int8-stochastic", "int8-stochastic"),
+    Run("nvfp4", "nvfp4"),
+    Run("nvfp4, all blocks", "nvfp4:ends=0"),
+    Run("mxfp4", "mxfp4"),
     Run("mxfp8, scales rounded down", _mx("floor"), "changed"),
-    Run("fp8, stochastic gradients", _stochastic("fp8"), "changed"),
+    Run("fp8, stochastic gradients", _gradients("fp8", rounding="stochastic"), "changed"),
+    Run("fp8, gradients in E4M3", "fp8:gradients=e4m3", "changed"),
+    Run("fp8, weight gradients high", "fp8:grad_weight=high", "changed"),
+    Run("nvfp4, all blocks, nearest gradients", _gradients("nvfp4:ends=0", rounding="nearest"), "changed"),
+    Run("nvfp4, all blocks, nearest scales", _gradients("nvfp4:ends=0", scales="nearest"), "changed"),
+    Run("nvfp4, all blocks, no Hadamard", _gradients("nvfp4:ends=0", transform=None), "changed"),
+    Run("nvfp4, all blocks, 1-D weights", _narrow_weights(), "changed"),
 )
 #: What the larger model is trained in.
 LARGE = ("bf16", "fp8", "mxfp8", "int8", "nvfp4")
@@ -142,7 +170,9 @@ def run(directory: Path, only: str = "") -> Path:
         "\nHeld-out loss in nats a token, in the run's own precision; AdamW with states in fp32, outside Linear layers "
         "bf16 autocast. Changes are from bf16, standard deviations those of bf16 over its seeds.\n",
         "## The demo's GPT\n",
-        _section(DEMO, RUNS, cells, wanted),
+        _section(DEMO, [row for row in RUNS if row.group == "recipes"], cells, wanted),
+        "\nWith something changed:\n",
+        _section(DEMO, [RUNS[0], *(row for row in RUNS if row.group == "changed")], cells, wanted),
         "\n## Ten million parameters\n",
         _section(TEN_MILLION, large, cells, wanted),
     ]

@@ -33,6 +33,7 @@ class Suite(str, Enum):
     qat_conv = "qat-conv"
     conv = "conv"
     optimizers = "optimizers"
+    mixed = "mixed"
     convergence = "convergence"
 
 
@@ -41,8 +42,8 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; convolutions; optimizers; where training in each "
-            "recipe ends; or what quantization-aware training brings back, of the demo's GPT and of a "
+            "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; where "
+            "training in each recipe ends; or what quantization-aware training brings back, of the demo's GPT and of a "
             "convolutional network."
         ),
     ] = Suite.ops,

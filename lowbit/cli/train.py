@@ -16,10 +16,13 @@ from rich.text import Text
 from lowbit.cli.console import errors, out, print_json, size
 from lowbit.demo import experiment, report
 from lowbit.demo.data import Corpus
+from lowbit.demo.explain import held_bytes
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import FLOATS, Interrupted, TrainConfig, Trainer
+from lowbit.demo.loop import OUTSIDE, Interrupted, TrainConfig, Trainer
 from lowbit.machine import float_precision
 from lowbit.memory.rss import reset_peak
+from lowbit.tables import rich_table
+from lowbit.train.mixed import PARTS
 
 EPILOG = """
 **Examples**
@@ -32,11 +35,15 @@ EPILOG = """
 
 `lowbit train --precision fp8-block --recipe mxfp4 --recipe nf4` — other number formats
 
+`lowbit train --explain --precision fp16` — what is computed in what, and the bytes of a step; trains nothing
+
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
 """
 
 _MODEL, _TRAIN = GPTConfig(), TrainConfig()
-_PRECISION = "fp32, bf16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
+_PRECISION = (
+    "fp32, bf16, fp16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
+)
 _OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and adamw8bit for recipes."
 
 
@@ -61,6 +68,7 @@ def train(
     eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print what is computed in what, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report's numbers as JSON.")] = False,
 ) -> None:
     """Train a small GPT in bf16 (or fp32) and in FP8 on English text, quantize it with every recipe, and report.
@@ -68,7 +76,7 @@ def train(
     Ctrl-C finishes the step and saves; --resume goes on bit-exactly.
     """
     precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
-    outside = next((name for name in precisions if name in FLOATS), float_precision())
+    outside = next((name for name in precisions if name in OUTSIDE), float_precision())
     settings = experiment.Settings(
         model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
         train=TrainConfig(
@@ -80,6 +88,9 @@ def train(
         optimizer=optimizer,
         data=str(data.resolve()) if data else None,
     )  # fmt: skip
+    if explain:
+        _explain(settings, json)
+        return
     settings = _resumed(context, settings, directory) if resume else settings
     plotless = report.without_plots()
     if plotless:
@@ -99,6 +110,21 @@ def train(
 
 
 train.__doc__ = f"{train.__doc__}\n{EPILOG}"
+
+
+def _explain(settings: experiment.Settings, json: bool) -> None:
+    """The table of mixed precision, and what a step of each run holds."""
+    held = {precision: held_bytes(settings, precision) for precision in dict.fromkeys(("fp32", *settings.precisions))}
+    if json:
+        print_json({"parts": [asdict(part) for part in PARTS], "bytes": held})
+        return
+    rows = [(p.name, p.of_fp32, p.of_short + (f", on CUDA {p.on_cuda}" if p.on_cuda else ""), p.why) for p in PARTS]
+    out.print("In bf16 and fp16, and outside of what a recipe computes:")
+    out.print(rich_table(("part", "of fp32", "of 16 bits", "why"), rows))
+    names = list(next(iter(held.values())))
+    sizes = [(name, *map(size, (*parts.values(), sum(parts.values())))) for name, parts in held.items()]
+    out.print("Bytes of a step beside activations:")
+    out.print(rich_table(("precision", *names, "in all"), sizes, numbers=range(1, len(names) + 2)))
 
 
 def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
@@ -192,7 +218,8 @@ def _train(settings: experiment.Settings, corpus: Corpus, directory: Path, resum
 def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
     history = trainer.history
     held_out = f" held-out {history.held_out[-1][1]:.3f}" if history.held_out else ""
-    loss = f"loss {history.train[-1]:.3f}{held_out}" if history.train else "starting"
+    skipped = f" skipped {history.skipped}" if history.skipped else ""
+    loss = f"loss {history.train[-1]:.3f}{held_out}{skipped}" if history.train else "starting"
     status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s  peak {size(history.peak_bytes)}"
     bar.update(task, completed=trainer.step, status=status)
     config = trainer.config
@@ -206,7 +233,7 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
     assert isinstance(model, GPT)
     trained = experiment.plain_copy(model)
     experiment.save(trained, corpus.tokenizer, directory / "model")
-    turns = len(FLOATS) + len(settings.recipes) + 1  # the last one is that of the speeds
+    turns = len(OUTSIDE) + len(settings.recipes) + 1  # the last one is that of the speeds
     with Progress(TextColumn("measuring {task.description}"), BarColumn(None), console=errors) as bar:
         task = bar.add_task("", total=turns, completed=-1)
         rows = experiment.measure_recipes(

@@ -22,7 +22,7 @@ from lowbit.convert import model_bytes, prepack_, quantize_
 from lowbit.demo import optimizers, tokenizer
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig, generate
-from lowbit.demo.loop import FLOATS, STATE, TrainConfig, Trainer, evaluate
+from lowbit.demo.loop import FLOATS, OUTSIDE, STATE, TrainConfig, Trainer, evaluate
 from lowbit.files import read_json, shown, write_json
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
@@ -191,17 +191,17 @@ def measure_recipes(
     Speeds are those of packed layers, where a recipe has them.
     """
     rows, models = [], {}
-    for name in (*FLOATS, *settings.recipes):
+    for name in (*OUTSIDE, *settings.recipes):
         on_row(name)
         model = copy.deepcopy(trained)
-        if name not in FLOATS:
+        if name not in OUTSIDE:
             quantize_(model, name)
-        plain = (name if name in FLOATS else settings.train.outside) == "fp32"
+        plain = (name if name in OUTSIDE else settings.train.outside) == "fp32"
         models[name] = model if plain else model.bfloat16()
         rows.append(measure(name, models[name], corpus, windows))
     on_row("speed")
     for name, model in models.items():
-        if name not in FLOATS:
+        if name not in OUTSIDE:
             prepack_(model)
     speeds = generation_speeds(models, torch.tensor([corpus.tokenizer.encode(PROMPT).ids]))
     return [replace(row, tokens_per_second=speeds[row.recipe]) for row in rows]

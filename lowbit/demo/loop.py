@@ -1,7 +1,8 @@
 """The training loop: warm-up and cosine, clipping, a step, and a state on disk from which a run goes on bit by bit.
 
-What a step does follows from ``(weights, optimizer state, random state, step)``, all of which ``Trainer.save`` writes;
-batches and learning rate are functions of the step. So stopping and resuming changes no bit of any later loss.
+What a step does follows from ``(weights, optimizer state, loss scale, random state, step)``, all of which
+``Trainer.save`` writes; batches and learning rate are functions of the step. So stopping and resuming changes no bit of
+any later loss.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +29,16 @@ from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
-from lowbit.train import prepare_, state
+from lowbit.train import LossScaler, mixed_, prepare_, state
 
-__all__ = ["FLOATS", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate"]
+__all__ = ["FLOATS", "OUTSIDE", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate", "optimizer_of"]
 
+
+#: What a recipe's run may compute in outside of its Linear layers, and a trained model be kept in.
+OUTSIDE = ("fp32", "bf16")
 
 #: Precisions that are no recipe.
-FLOATS = ("fp32", "bf16")
+FLOATS = (*OUTSIDE, "fp16")
 
 #: The file of a run's state, in its directory.
 STATE = "checkpoint.pt"
@@ -42,7 +46,7 @@ STATE = "checkpoint.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; ``precision`` is ``fp32``, ``bf16`` (autocast) or a training recipe such as ``fp8``.
+    """How to train; ``precision`` is ``fp32``, ``bf16``, ``fp16`` (both mixed with fp32) or a recipe such as ``fp8``.
 
     ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``. ``optimizer``: a name
     of ``OPTIMIZERS``; ``lr`` and ``weight_decay`` are AdamW's, and others take their share of them.
@@ -76,13 +80,18 @@ class TrainConfig:
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
         find(self.optimizer)
-        if self.outside not in FLOATS:
-            raise ValueError(f"outside must be one of {', '.join(FLOATS)}, got {self.outside!r}")
+        if self.outside not in OUTSIDE:
+            raise ValueError(f"outside must be one of {', '.join(OUTSIDE)}, got {self.outside!r}")
 
     @property
     def recipe(self) -> str | None:
         """The recipe that ``precision`` names, if it is one."""
         return None if self.precision in FLOATS else self.precision
+
+    @property
+    def floats(self) -> str:
+        """The precision of what no recipe computes."""
+        return self.precision if self.recipe is None else self.outside
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up to ``lr``, then a cosine down to ``final_lr * lr`` at the last step."""
@@ -94,12 +103,16 @@ class TrainConfig:
 
 @dataclass
 class History:
-    """The curves of a run, in nats a token: a training loss for each step, ``held_out`` as (steps done, loss)."""
+    """The curves of a run, in nats a token: a training loss for each step, ``held_out`` as (steps done, loss).
+
+    ``skipped``: steps whose gradients overflowed fp16, which moved no weight.
+    """
 
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
     peak_bytes: int = 0
+    skipped: int = 0
 
 
 class Interrupted(Exception):
@@ -134,12 +147,18 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         restore()
 
 
-@contextmanager
-def precision_context(config: TrainConfig) -> Iterator[None]:
-    """bf16 autocast unless it is fp32; under a recipe the converted layers keep their own formats inside it."""
-    chosen = config.precision if config.recipe is None else config.outside
-    with torch.autocast("cpu", torch.bfloat16, enabled=chosen == "bf16"):
-        yield
+def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` names. Vectors do not decay, and Muon takes the matrices that are no tables."""
+    tables = [p for name, p in model.named_parameters() if name in ("embed.weight", "lm_head.weight")]
+    matrices = [p for p in model.parameters() if p.ndim > 1 and all(p is not table for table in tables)]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    named = find(config.optimizer)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay * named.decay},
+        {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return named.make([g for g in groups if g["params"]], lr=config.lr * named.factor)
 
 
 def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -166,16 +185,10 @@ class Trainer:
             prepare_(model, config.recipe)
         if config.checkpointing:
             checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
-        tables = [p for name, p in model.named_parameters() if name in ("embed.weight", "lm_head.weight")]
-        matrices = [p for p in model.parameters() if p.ndim > 1 and all(p is not table for table in tables)]
-        vectors = [p for p in model.parameters() if p.ndim <= 1]
-        named = find(config.optimizer)
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay * named.decay},
-            {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = named.make([g for g in groups if g["params"]], lr=config.lr * named.factor)
+        if config.floats != "fp32":
+            mixed_(model, config.floats)
+        self.optimizer = optimizer_of(model, config)
+        self.scaler = LossScaler(enabled=config.floats == "fp16")
         if config.recipe is not None:
             state(model).attach(self.optimizer)
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
@@ -206,29 +219,34 @@ class Trainer:
     def _train_step(self) -> None:
         config, start = self.config, time.perf_counter()
         inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
-        with precision_context(config):
-            loss = loss_of(self.model, inputs_BT, targets_BT)
-        torch.autograd.backward(loss)
+        loss = loss_of(self.model, inputs_BT, targets_BT)
+        torch.autograd.backward(self.scaler.scale(loss))
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(self.step) * find(config.optimizer).factor
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         self.history.train.append(loss.item())
-        if not math.isfinite(self.history.train[-1]):
-            wider = "" if config.precision == "fp32" else f" or train in a wider format than {config.precision}"
-            lower = f"lower the learning rate ({config.lr}){wider}"
-            raise FloatingPointError(f"the loss at step {self.step} is {self.history.train[-1]}; {lower}")
+        skips = self.scaler.skipped > self.history.skipped
+        self.history.skipped = self.scaler.skipped
+        if self.scaler.gave_up or not (skips or math.isfinite(self.history.train[-1])):
+            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}")
         self.step += 1
         self.history.seconds += time.perf_counter() - start
         self.history.peak_bytes = max(self.history.peak_bytes, peak_bytes())
         if self.step % config.eval_every == 0 or self.step == config.steps:
-            self.history.held_out.append((self.step, self.held_out_loss()))
+            held_out = evaluate(self.model, self.windows, config.batch)  # in the run's own precision
+            self.history.held_out.append((self.step, held_out))
+            if not math.isfinite(held_out):
+                self._fail(f"the held-out loss after {self.step} steps is {held_out}")
 
-    def held_out_loss(self) -> float:
-        """The loss on the held-out windows in the run's own precision."""
-        with precision_context(self.config):
-            return evaluate(self.model, self.windows, self.config.batch)
+    def _fail(self, what: str) -> NoReturn:
+        config, skipped = self.config, self.scaler.skipped
+        steps = f", with {skipped} steps skipped by the loss scaler" if skipped else ""
+        wider = "" if config.precision == "fp32" else f" or train in a wider format than {config.precision}"
+        raise FloatingPointError(f"{what}{steps}; lower the learning rate ({config.lr}){wider}")
 
     @property
     def tokens_per_second(self) -> float:
@@ -236,19 +254,32 @@ class Trainer:
 
     # -- state on disk -------------------------------------------------------------------------------------------
     def save(self) -> None:
-        """Write the whole state; the file before it stays whole until the new one is complete."""
+        """Write the whole state; the file before it stays whole until the new one is complete.
+
+        Raises: OSError, for a full disk say, which tells what remains and how to go on.
+        """
         state = {
             "config": asdict(self.config),
             "corpus": self.corpus.fingerprint,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "random": torch.get_rng_state(),
             "history": asdict(self.history),
         }
         payload = io.BytesIO()
         torch.save(state, payload)
-        write_checked(self.path, payload.getvalue())
+        try:
+            write_checked(self.path, payload.getvalue())
+        except OSError as error:
+            left = "the state that was saved before it is whole" if self.path.exists() else "none was saved before it"
+            raise OSError(
+                error.errno,
+                f"the state after step {self.step} is not saved ({error.strerror}), and {left}; make room for "
+                f"{payload.tell():,} bytes, then go on with --resume",
+                str(self.path),
+            ) from error
 
     def load(self) -> None:
         """Go back to the saved state.
@@ -281,6 +312,7 @@ class Trainer:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
         self.step, self.history = state["step"], History(**state["history"])
         self.history.held_out = [(step, loss) for step, loss in self.history.held_out]

@@ -85,6 +85,7 @@ def _markdown(
         *(["![held-out loss of each run](loss.png)", ""] if plots else []),
         _runs(corpus, runs),
         "",
+        *_skips(runs),
         "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
         "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing). "
         "Bytes of an optimizer are those of its states; weights and gradients take 4 each.",
@@ -172,6 +173,20 @@ def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
     precision = runs[0].config.precision
     head = ("run", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds", "peak memory")
     return markdown((*head, "optimizer", "its bytes a parameter"), map(row, runs), numbers=(*range(1, len(head)), 8))
+
+
+def _skips(runs: list[Trainer]) -> list[str]:
+    """A sentence for each run that skipped steps."""
+    return [
+        line
+        for run in runs
+        if run.history.skipped
+        for line in (
+            f"The {run.config.precision} run skipped {run.history.skipped} of {run.step} steps, whose gradients "
+            f"overflowed; the scale of its loss ends at {run.scaler.get_scale():g}.",
+            "",
+        )
+    ]
 
 
 def _recipes(rows: list[Measurement], outside: str) -> str:

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["hadamard"]
+__all__ = ["hadamard", "signed_hadamard"]
+
+#: The first 128 bits of the fraction of pi, which stand for signs that no data has chosen.
+_PI = 0x243F6A8885A308D313198A2E03707344
+_SIGNS = tuple(-1.0 if _PI >> (127 - i) & 1 else 1.0 for i in range(128))
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
@@ -26,6 +30,16 @@ def hadamard(x: Tensor, block: int) -> Tensor:
         raise TypeError(f"hadamard: expected a float tensor [..., K], got {x.dtype} {list(x.shape)}")
     parts = [_transformed(x[..., start : start + length], size) for start, length, size in _pieces(x.shape[-1], block)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1) if parts else x
+
+
+def signed_hadamard(x: Tensor, block: int) -> Tensor:
+    """``hadamard`` of ``x [..., K]`` whose elements have been multiplied by the fixed signs of their places in a block.
+
+    Products of two operands so transformed are those of the plain ones. Signs break what the transform would keep in
+    one element: a block whose elements are equal. ``block``: at most 128. Source: arXiv 2509.25149, section 4.2.
+    """
+    repeated = torch.tensor(_SIGNS[:block], dtype=x.dtype, device=x.device).repeat(-(-x.shape[-1] // block))
+    return hadamard(x * repeated[: x.shape[-1]], block)
 
 
 def _pieces(cols: int, block: int) -> Iterator[tuple[int, int, int]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowbit.optim.base import Optimizer
     from lowbit.optim.step import Work
 
-__all__ = ["Watch", "saturation"]
+__all__ = ["Watch", "all_finite", "saturation"]
 
 #: Elements of a parameter that are compared before and after a step, and the share that should have moved.
 _SAMPLE, _MOVED = 4096, 0.1
@@ -65,11 +65,11 @@ class Watch:
             scale = f"{name}_scale"
             looked = work.local(scale if scale in work.state else name)
             cheap = looked.device.type == "cpu" and 64 * looked.numel() <= max(work.part.numel, 1 << 18)
-            if (cheap or _sparse(work)) and not _all_finite(looked):
+            if (cheap or _sparse(work)) and not all_finite(looked):
                 self._warn(
                     "finite", work.plan.name,
                     f"{self._who}: the gradient of {work.plan.name} is Inf or NaN at step {work.step}, or too large "
-                    "for its states, which hold NaN from now on; skip such steps (torch.amp.GradScaler does), or go "
+                    "for its states, which hold NaN from now on; skip such steps (lowbit.train.LossScaler does), or go "
                     "back to a checkpoint",
                 )  # fmt: skip
                 return
@@ -77,7 +77,7 @@ class Watch:
     def finite_together(self, works: Sequence[Work], moments: Sequence[Tensor]) -> None:
         """The same of parameters that have stepped together, each of which is asked only where one is at fault."""
         looked = works[0].param.device.type == "cpu" or _sparse(works[0])
-        if looked and not all(_all_finite(moment) for moment in moments):
+        if looked and not all(all_finite(moment) for moment in moments):
             for work in works:
                 self.finite(work)
 
@@ -87,7 +87,7 @@ class Watch:
             notice.warn(message)
 
 
-def _all_finite(x: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
     """A sum, which is one pass, tells of Inf and NaN; where it overflows itself, every element is asked."""
     return math.isfinite(x.sum(dtype=torch.float32)) or bool(torch.isfinite(x).all())
 

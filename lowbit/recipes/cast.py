@@ -9,17 +9,22 @@ from typing import Any, Literal, TypeVar
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 
-__all__ = ["TREATMENTS", "Cast", "Gemm", "checked", "from_data", "listed", "set_fields"]
+__all__ = ["EDEN_BLOCK", "TREATMENTS", "Cast", "Gemm", "checked", "from_data", "listed", "set_fields"]
 
 T = TypeVar("T")
 
 #: What each field of a Cast may be. Not every caller supports every value; each refuses the others.
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "rounding": ("nearest", "stochastic"),
-    "transform": (None, "hadamard"),
+    "rounding": ("nearest", "stochastic", "eden"),
+    "transform": (None, "hadamard", "signed-hadamard", "random-hadamard"),
     "scale": ("current", "static", "delayed"),
-    "rule": ("amax", "search"),
+    "rule": ("amax", "search", "four-over-six"),
 }
+#: The sizes of the blocks that can be transformed.
+_ROTATIONS = (16, 32, 64, 128)
+#: The vectors that eden turns and corrects.
+EDEN_BLOCK = 128
+#: What can be kept for backward.
 _SAVE = ("codes", "recompute", "high", "operand")
 #: What becomes of an operand of a backward product that forward has quantized, besides a Cast.
 TREATMENTS = ("reuse", "fold", "dequantize")
@@ -29,12 +34,18 @@ TREATMENTS = ("reuse", "fold", "dequantize")
 class Cast:
     """How one operand is quantized.
 
-    ``scheme``: a Scheme or its name. ``rounding``: ``"nearest"`` or ``"stochastic"``. ``transform``: what multiplies
-    the operand first, None or ``"hadamard"``. ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from
-    the largest magnitude of the last ``history`` training steps) or ``"static"`` (from calibration). ``rule``: how a
-    block's scale follows from its elements, ``"amax"`` or ``"search"`` (least squared error).
-    Raises ValueError for another value, and for delayed scaling of a scheme that has more than one fp32 scale for the
-    tensor; TypeError for a scheme that is none.
+    ``scheme``: a Scheme or its name.
+    ``rounding``: ``"nearest"``, ``"stochastic"`` or ``"eden"`` (codes to nearest, and scales that make up for it and
+    are rounded stochastically, arXiv 2601.22813).
+    ``transform``: what multiplies the operand first along the axis that the product contracts: None, ``"hadamard"``,
+    ``"signed-hadamard"`` after fixed signs or ``"random-hadamard"`` after random ones, which eden needs.
+    ``scale``: ``"current"`` (from the tensor itself), ``"delayed"`` (from the largest magnitude of the last ``history``
+    training steps) or ``"static"`` (from calibration).
+    ``rule``: how a block's scale follows from its elements: ``"amax"``, ``"search"`` (least squared error) or
+    ``"four-over-six"`` (the largest becomes FP4's 6 or 4, whichever has the smaller squared error).
+    Raises ValueError for another value, for delayed scaling of a scheme that has more than one fp32 scale for the
+    tensor, for four-over-six of one that is not FP4 with E4M3 scales, and for eden of another than nvfp4; TypeError for
+    a scheme that is none.
     """
 
     scheme: Scheme
@@ -67,6 +78,31 @@ class Cast:
                 f"Cast: delayed scaling keeps one fp32 scale for the tensor, and {found} has others; "
                 f"use {found.format.name}:tensor, or scale='current'"
             )
+
+        if rule == "four-over-six" and (found.format.name, found.scale_format.name) != ("fp4_e2m1", "fp8_e4m3"):
+            raise ValueError(
+                f"Cast: four-over-six chooses E4M3 scales of FP4 numbers, got {found}; use nvfp4, or search"
+            )
+
+        if (rounding == "eden") != (transform == "random-hadamard"):
+            raise ValueError(
+                "Cast: rounding='eden' and transform='random-hadamard' belong together; say both or neither"
+            )
+        fits = found.block in ((1, 16), (16, 1)) and found.global_scale == "tensor"
+        if rounding == "eden" and (not fits or rule != "amax" or scale != "current"):
+            raise ValueError(f"Cast: eden corrects scales of nvfp4 or nvfp4:T by the amax, got {self}")
+
+    def rotation(self, axis: int) -> int | None:
+        """The block of the transform along the operand's ``axis``, which is contracted; None: there is none.
+
+        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
+        """
+        if self.transform is None:
+            return None
+        if self.transform == "random-hadamard":
+            return EDEN_BLOCK
+        group = self.scheme.block[axis]
+        return group if group in _ROTATIONS else _ROTATIONS[-1]
 
     def __str__(self) -> str:
         more = [f"{name}={value}" for name, value in self.chosen().items()]

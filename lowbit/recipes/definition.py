@@ -18,9 +18,9 @@ from lowbit.scaling import Scheme
 
 __all__ = ["HADAMARD", "Recipe", "refuse_beyond"]
 
-#: What the name of a recipe ends with whose operands are transformed, and the sizes of the blocks that can be.
+#: What the name of a recipe ends with whose operands are transformed.
 HADAMARD = ":hadamard"
-_ROTATIONS = (16, 32, 64, 128)
+_PRODUCTS = ("output", "grad_input", "grad_weight", "forward")
 #: What a product of training can be computed in, besides what the recipe says ("low").
 PRECISIONS = ("low", "high", "dequantized")
 
@@ -30,7 +30,9 @@ class Recipe:
     """What happens to each operand of a Linear layer's three products.
 
     ``output`` is forward, its ``b`` the weight; it suffices for inference. ``grad_input`` and ``grad_weight`` are the
-    backward products: both are given by a recipe that trains, and neither by one for inference.
+    backward products: both are given by a recipe that trains, and neither by one for inference. ``forward`` is what
+    training multiplies in the place of ``output``, where that differs from inference; both operands may be float.
+    ``ends``: the share of a model's blocks that training leaves as they are (``train.prepare_``).
     ``name``: by default what ``output`` multiplies. ``about`` is prose, and no part of what makes recipes equal.
 
     Raises TypeError for what is no Gemm or string; ValueError where the products do not fit each other.
@@ -41,6 +43,8 @@ class Recipe:
     grad_weight: Gemm | None = None
     about: str = field(default="", compare=False)
     name: str = ""
+    forward: Gemm | None = None
+    ends: float = 0.0
 
     def __init__(
         self,
@@ -49,8 +53,11 @@ class Recipe:
         grad_weight: Gemm | None = None,
         about: str = "",
         name: str = "",
+        forward: Gemm | None = None,
+        ends: float = 0.0,
     ) -> None:
-        for role, value in (("output", output), ("grad_input", grad_input), ("grad_weight", grad_weight)):
+        given = {"output": output, "grad_input": grad_input, "grad_weight": grad_weight, "forward": forward}
+        for role, value in given.items():
             if not isinstance(value, Gemm) and (role == "output" or value is not None):
                 raise TypeError(
                     f"Recipe: {role} must be a Gemm, got {value!r}; write for instance "
@@ -59,30 +66,45 @@ class Recipe:
         for word, text in (("about", about), ("name", name)):
             if not isinstance(text, str):
                 raise TypeError(f"Recipe: {word} must be a string, got {type(text).__name__}")
-        set_fields(self, output=output, grad_input=grad_input, grad_weight=grad_weight, about=about, name=name)
+        set_fields(self, **given, about=about, name=name, ends=ends)
         if not isinstance(output.b, Cast):
             raise ValueError(f"{self._what}: output.b is the weight, and needs a scheme, got {output.b!r}")
         if not name:
             set_fields(self, name=str(output) if output.a else str(output.b))
-        if output.a is not None and output.a.transform != output.b.transform:
-            raise ValueError(
-                f"{self._what}: a transform of one operand of output needs the same of the other; got "
-                f"{output.a.transform!r} and {output.b.transform!r}"
-            )
-        if output.save != "codes":
-            raise ValueError(f"{self._what}: save belongs to backward products, and output has {output.save!r}")
+        for role, gemm in given.items():
+            self._check_transforms(role, gemm)
+        for role, one in (("output", output), ("forward", forward)):
+            if one is not None and one.save != "codes":
+                raise ValueError(f"{self._what}: save belongs to backward products, and {role} has {one.save!r}")
+        if isinstance(ends, bool) or not isinstance(ends, int | float) or not 0 <= ends < 1:
+            raise ValueError(f"{self._what}: ends is a share of the blocks, from 0 to less than 1, got {ends!r}")
         if (grad_input is None) != (grad_weight is None):
             raise ValueError(
                 f"{self._what}: a recipe that trains has both grad_input and grad_weight; write "
                 f"Gemm(None, None, save='high') for a product that stays float"
             )
+        if grad_input is None and (forward is not None or ends):
+            raise ValueError(f"{self._what}: forward and ends are for training, and there are no backward products")
         if grad_input is not None and grad_weight is not None:
-            self._check("grad_input", grad_input, output.b)
-            self._check("grad_weight", grad_weight, output.a)
+            weight = self.trained.b
+            if isinstance(weight, str):
+                raise ValueError(f"{self._what}: b={weight!r} is of backward products, and forward has it")
+            self._check("grad_input", grad_input, weight)
+            self._check("grad_weight", grad_weight, self.trained.a)
 
     @property
     def _what(self) -> str:
         return f"recipe {self.name!r}" if self.name else "Recipe"
+
+    def _check_transforms(self, role: str, gemm: Gemm | None) -> None:
+        """That both operands, or neither, go through one transform."""
+        if gemm is None or (role == "output" and gemm.a is None):
+            return
+        a, b = (side.transform if isinstance(side, Cast) else None for side in (gemm.a, gemm.b))
+        if a != b:
+            raise ValueError(
+                f"{self._what}: a transform of one operand of {role} needs the same of the other; got {a!r} and {b!r}"
+            )
 
     def _check(self, role: str, gemm: Gemm, saved: Cast | None) -> None:
         """That the backward product can have its ``b``, which forward encoded as ``saved``."""
@@ -126,14 +148,8 @@ class Recipe:
 
     @property
     def rotation(self) -> int | None:
-        """The block of the Hadamard transform that weight and input go through in forward; None: there is none.
-
-        It is the block that shares a scale where that is a power of two from 16 to 128, and else 128.
-        """
-        if cast(Cast, self.output.b).transform is None:
-            return None
-        group = self.weight.block[1]
-        return group if group in _ROTATIONS else _ROTATIONS[-1]
+        """The block of the Hadamard transform that weight and input go through in forward; None: there is none."""
+        return cast(Cast, self.output.b).rotation(1)
 
     def rotated(self) -> Recipe:
         """This recipe with a Hadamard transform of weight and input, for inference: without backward products."""
@@ -148,20 +164,30 @@ class Recipe:
         """Whether the recipe says how the backward products are computed."""
         return self.grad_input is not None
 
-    def with_products(self, grad_input: str = "low", grad_weight: str = "low") -> Recipe:
-        """This recipe with backward products in another precision: ``recipe("fp8:grad_weight=high")`` by name.
+    @property
+    def trained(self) -> Gemm:
+        """The forward product of training."""
+        return self.output if self.forward is None else self.forward
+
+    def with_products(self, output: str = "low", grad_input: str = "low", grad_weight: str = "low") -> Recipe:
+        """This recipe with products of training in another precision: ``recipe("fp8:grad_weight=high")`` by name.
 
         ``"low"``: as this recipe has it. ``"high"``: both operands stay float, so that the float operand of forward is
         kept. ``"dequantized"``: the codes of forward are kept, and decoded to be multiplied by the float gradient.
+        ``output`` is ``"low"`` or ``"high"``; of codes that forward then no longer makes, backward makes its own.
         Raises ValueError for another word, for a recipe that does not train, and for ``"dequantized"`` where forward
         leaves the operand float.
         """
         self._require_training("with_products")
         made = self
-        for role, precision in {"grad_input": grad_input, "grad_weight": grad_weight}.items():
-            if precision not in PRECISIONS:
-                raise ValueError(f"{self._what}: {role} must be one of {listed(PRECISIONS)}, got {precision!r}")
+        for role, precision in {"output": output, "grad_input": grad_input, "grad_weight": grad_weight}.items():
+            allowed = PRECISIONS[:2] if role == "output" else PRECISIONS
+            if precision not in allowed:
+                raise ValueError(f"{self._what}: {role} must be one of {listed(allowed)}, got {precision!r}")
             if precision == "low":
+                continue
+            if role == "output":
+                made = made._float_forward()
                 continue
             save = getattr(self, role).save
             gemm = Gemm(None, "dequantize", "recompute" if save == "recompute" else "codes")
@@ -186,6 +212,37 @@ class Recipe:
             raise ValueError(f"{self._what}: no gradient is quantized, so there is none to quantize to {format}")
         return self._changed("gradients", format.removeprefix("fp8_"), **changed)
 
+    def with_rule(self, rule: str) -> Recipe:
+        """This recipe with another rule by which scales of forward's operands follow in training:
+        ``recipe("nvfp4:rule=four-over-six")``, ``"search"`` or ``"amax"`` (``Cast``).
+
+        Raises ValueError for a recipe that does not train or leaves an operand of forward float, and for a rule that is
+        unknown or does not go with its schemes.
+        """
+        self._require_training("with_rule")
+        a, b = self.trained.a, self.trained.b
+        if not isinstance(a, Cast) or not isinstance(b, Cast):
+            raise ValueError(f"{self._what}: forward leaves an operand float, which has no scales to make by {rule!r}")
+        return self._changed("rule", rule, forward=Gemm(replace(a, rule=rule), replace(b, rule=rule)))
+
+    def with_ends(self, share: float) -> Recipe:
+        """This recipe with another share of a model's blocks that stay as they are: ``recipe("nvfp4:ends=0")``.
+
+        Raises ValueError for a recipe that does not train and for what is no share from 0 to less than 1.
+        """
+        self._require_training("with_ends")
+        return self._changed("ends", f"{share:g}", ends=share)
+
+    def _float_forward(self) -> Recipe:
+        """Forward in high precision; backward quantizes the operands whose codes it had from forward."""
+        changed = {}
+        for role, cast_ in (("grad_input", self.trained.b), ("grad_weight", self.trained.a)):
+            gemm = getattr(self, role)
+            if gemm.save in ("codes", "recompute"):
+                own = gemm.b if isinstance(gemm.b, Cast) else cast_
+                changed[role] = replace(gemm, b=own, save="operand")
+        return self._changed("output", "high", forward=Gemm(None, None), **changed)
+
     def _require_training(self, what: str) -> None:
         if not self.trains:
             raise ValueError(f"{self._what} is for inference only, and {what} changes backward products")
@@ -195,24 +252,26 @@ class Recipe:
         words = [word for word in self.name.split(":") if not word.startswith(f"{option}=")]
         return replace(self, name=":".join([*words, f"{option}={value}"]), **products)
 
-    def casts(self) -> dict[str, Cast]:
-        """Every Cast by its role, such as ``grad_input.a``."""
-        gemms = {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+    def casts(self, training: bool = False) -> dict[str, Cast]:
+        """Every Cast by its role, such as ``grad_input.a``. ``training``: those of ``output`` are of ``trained``."""
+        output = self.trained if training else self.output
+        gemms = {"output": output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
         sides = {f"{role}.{one}": getattr(gemm, one, None) for role, gemm in gemms.items() for one in ("a", "b")}
         return {role: side for role, side in sides.items() if isinstance(side, Cast)}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data, without ``about``."""
-        gemms = {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
-        return {"name": self.name, **{role: gemm.to_dict() for role, gemm in gemms.items() if gemm is not None}}
+        gemms = {role: getattr(self, role) for role in _PRODUCTS}
+        made = {"name": self.name, **{role: gemm.to_dict() for role, gemm in gemms.items() if gemm is not None}}
+        return {**made, "ends": self.ends} if self.ends else made
 
     @classmethod
     def from_dict(cls, data: Any) -> Recipe:
         """The Recipe that ``to_dict`` described. Raises ValueError for other data."""
-        roles = ("output", "grad_input", "grad_weight")
-        values = checked("Recipe", data, ("name", *roles), ("output",))
-        gemms = {role: Gemm.from_dict(values[role]) for role in roles if values.get(role) is not None}
-        return from_data(cls, {**values, **gemms}, ("name", *roles), ("output",))
+        known = ("name", "ends", *_PRODUCTS)
+        values = checked("Recipe", data, known, ("output",))
+        gemms = {role: Gemm.from_dict(values[role]) for role in _PRODUCTS if values.get(role) is not None}
+        return from_data(cls, {**values, **gemms}, known, ("output",))
 
 
 def _folds(scheme: Scheme) -> bool:
@@ -220,13 +279,15 @@ def _folds(scheme: Scheme) -> bool:
     return one_a_row and not scheme.affine and not scheme.global_scale and scheme.scale_format.dtype != "uint8"
 
 
-def refuse_beyond(recipe: Recipe, what: str, roles: Iterable[str], **able: tuple[str | None, ...]) -> None:
+def refuse_beyond(
+    recipe: Recipe, what: str, roles: Iterable[str], training: bool = False, **able: tuple[str | None, ...]
+) -> None:
     """Raise ValueError where a Cast of ``recipe`` in one of ``roles`` asks for what ``what`` does not do, or for static
     scales in a scheme that has scales for rows.
 
-    ``able``: the values of a field that it does besides the default one.
+    ``training``: as for ``casts``. ``able``: the values of a field that it does besides the default one.
     """
-    casts = recipe.casts()
+    casts = recipe.casts(training)
     for role in roles:
         if role in casts and casts[role].scale == "static" and "static" in able.get("scale", ()):
             found = casts[role].scheme

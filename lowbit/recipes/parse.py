@@ -28,6 +28,13 @@ def _gradients(base: Recipe, value: str) -> Recipe:
     return base.with_gradients(f"fp8_{value}" if f"fp8_{value}" in formats.FORMATS else value)
 
 
+def _ends(base: Recipe, value: str) -> Recipe:
+    try:
+        return base.with_ends(float(value))
+    except ValueError as error:
+        raise ValueError(f"recipe {base.name!r}: ends={value!r} is no share of the blocks; {error}") from None
+
+
 class Option(NamedTuple):
     """What the name of a recipe that trains may carry as ``:OPTION=VALUE``, with its values in words."""
 
@@ -38,6 +45,10 @@ class Option(NamedTuple):
 
 #: By name. A row is a word of recipes' names, and so API.
 OPTIONS: dict[str, Option] = {
+    "output": Option(
+        " | ".join(PRECISIONS[:2]), "how forward is multiplied in training",
+        lambda base, value: base.with_products(output=value),
+    ),
     "grad_input": Option(
         " | ".join(PRECISIONS), "how the gradient of the input is multiplied",
         lambda base, value: base.with_products(grad_input=value),
@@ -47,6 +58,11 @@ OPTIONS: dict[str, Option] = {
         lambda base, value: base.with_products(grad_weight=value),
     ),
     "gradients": Option("e4m3 | e5m2 or a name of a format", "what gradients are quantized to", _gradients),
+    "rule": Option(
+        "amax | search | four-over-six", "how scales of forward's operands follow from a block's elements",
+        lambda base, value: base.with_rule(value),
+    ),
+    "ends": Option("a share such as 0.15", "which share of the blocks, first and last, stays as it is", _ends),
 }  # fmt: skip
 
 
@@ -129,7 +145,7 @@ def _rescaled(base: Recipe, scaling: str) -> Recipe:
     assert isinstance(base.output.b, Cast)
     output = replace(base.output, b=replace(base.output.b, scheme=weight))
     # Backward products depend on the scalings of the table.
-    return replace(base, name=f"{base.name}:{scaling}", output=output, grad_input=None, grad_weight=None)
+    return Recipe(output, about=base.about, name=f"{base.name}:{scaling}")
 
 
 def _meant(name: str) -> str:

@@ -13,6 +13,22 @@ def _delayed(format: str) -> Cast:
     return Cast(f"{format}:tensor", scale="delayed", history=1024)
 
 
+def _drawn(scheme: str) -> Cast:
+    """For a gradient: the scales of ``scheme`` do not clip, so that the mean over the random bits is the gradient."""
+    return Cast(scheme, rounding="stochastic")
+
+
+def _spread(scheme: str, rounding: str = "nearest") -> Cast:
+    return Cast(scheme, rounding, transform="signed-hadamard")
+
+
+def _eden(scheme: str) -> Cast:
+    return Cast(scheme, "eden", transform="random-hadamard")
+
+
+#: The share of blocks that 4-bit training leaves: of 62 two at the beginning and eight at the end (arXiv 2509.25149).
+_ENDS = 0.16
+
 #: A scale for a row, rounded up to a power of two.
 _POW2 = "fp8_e4m3:row:e8m0:ceil"
 
@@ -75,21 +91,39 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             Gemm("fp8_e4m3:group128", "fp8_e4m3:block128x128"),
             Gemm("fp8_e4m3:group128", "reuse"),
-            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T"),
+            Gemm("fp8_e4m3:group128:T", "fp8_e4m3:group128:T", save="operand"),
             name="fp8-block", about="FP8 in blocks of 1x128 and 128x128 (DeepSeek-V3, arXiv 2412.19437); trains",
         ),
         Recipe(Gemm(None, "fp8_e4m3:row"), name="fp8-weight-only", about="FP8 weights"),
         Recipe(
             Gemm("mxfp8:ceil", "mxfp8:ceil"),
-            Gemm("mxfp8:ceil", "mxfp8:ceil:T"),
-            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T"),
+            Gemm("mxfp8:ceil", "mxfp8:ceil:T", save="operand"),
+            Gemm("mxfp8:ceil:T", "mxfp8:ceil:T", save="operand"),
             name="mxfp8", about="OCP MX, FP8 elements; trains",
         ),
         Recipe(Gemm("mxfp6", "mxfp6"), name="mxfp6", about="OCP MX, FP6 (E2M3) elements"),
-        Recipe(Gemm("mxfp4", "mxfp4"), name="mxfp4", about="OCP MX, FP4 elements"),
+        Recipe(
+            Gemm("mxfp4", "mxfp4"),
+            Gemm(_drawn("mxfp4:ceil"), "reuse"),
+            Gemm(_spread("mxfp4:ceil:T", "stochastic"), _spread("mxfp4:nearest:T"), save="operand"),
+            forward=Gemm("mxfp4:nearest", "fp4_e2m1:block32x32:e8m0:nearest"), ends=_ENDS,
+            name="mxfp4", about="OCP MX, FP4 elements; trains",
+        ),
+        # arXiv 2509.25149: weights in two-dimensional blocks, so that forward and backward multiply the same ones.
         Recipe(
             Gemm("nvfp4:global_row", "nvfp4"),
-            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight",
+            Gemm(_drawn("nvfp4:ceil"), "reuse"),
+            Gemm(_spread("nvfp4:ceil:T", "stochastic"), _spread("nvfp4:T"), save="operand"),
+            forward=Gemm("nvfp4:global_row", "fp4_e2m1:block16x16:e4m3"), ends=_ENDS,
+            name="nvfp4", about="NVFP4: FP4 elements, a scale for 16, one for a row of activations or a weight; trains",
+        ),
+        # Quartet II, arXiv 2601.22813, which keeps no block in high precision.
+        Recipe(
+            Gemm("nvfp4:global_row", "nvfp4"),
+            Gemm(_eden("nvfp4"), _eden("nvfp4:T"), save="operand"),
+            Gemm(_eden("nvfp4:T"), _eden("nvfp4:T"), save="operand"),
+            forward=Gemm(Cast("nvfp4:global_row", rule="four-over-six"), Cast("nvfp4", rule="four-over-six")),
+            name="nvfp4-eden", about="NVFP4 with gradients by MS-EDEN (Quartet II); trains, deployed as nvfp4",
         ),
         Recipe(Gemm(None, "nvfp4"), name="nvfp4-weight-only", about="NVFP4 weights"),
         Recipe(Gemm("int8:row", "int4:group128"), name="w4a8", about="4-bit weights, 8-bit activations"),

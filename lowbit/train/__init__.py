@@ -4,17 +4,22 @@ from lowbit.train.activations import compress_activations_, uncompress_activatio
 from lowbit.train.linear import TrainLinear, convert_, prepare_, state
 from lowbit.train.loss_scale import LossScaler
 from lowbit.train.mixed import mixed_, unmixed_
+from lowbit.train.nonfinite import find_nonfinite
 from lowbit.train.state import State
+from lowbit.train.watch import Watch, watch
 
 __all__ = [
     "LossScaler",
     "State",
     "TrainLinear",
+    "Watch",
     "compress_activations_",
     "convert_",
+    "find_nonfinite",
     "mixed_",
     "prepare_",
     "state",
     "uncompress_activations_",
     "unmixed_",
+    "watch",
 ]

@@ -53,9 +53,10 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
     """Let norms, activation functions and products in ``model`` keep their inputs for backward as codes, in place.
 
     ``scheme``: how they are quantized, without a global scale; any shape will do. The functions are those of
-    ``FUNCTIONS``, called in a module without children (a norm) or in one that has a Linear (a SwiGLU). Of ``silu(gate) * up`` gate, silu(gate) and up are kept so. Losses keep their bits;
-    gradients of these functions are those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled
-    code keeps what its partitioner chooses instead, and takes no part.
+    ``FUNCTIONS``, called in a module without children (a norm) or in one that has a Linear (a SwiGLU). Of
+    ``silu(gate) * up``, gate, silu(gate) and up are kept so. Losses keep their bits; gradients of these functions are
+    those at the decoded inputs. Checkpointed modules recompute the same bits. Compiled code keeps what its partitioner
+    chooses instead, and takes no part.
 
     Raises ValueError for a model whose activations are compressed already, for one without such modules, and for a
     scheme with a global scale; TypeError for what is no module.

@@ -16,14 +16,28 @@ from torch.autograd.function import once_differentiable
 
 from lowbit.autograd import backend_now, on_backend
 from lowbit.functional import quantize, scaled_mm
+from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import Quantized
+from lowbit.train import rules
+from lowbit.train.eden import random_hadamard
 from lowbit.train.state import View
 
 __all__ = ["Products", "low_precision_linear"]
 
 Side = Quantized | Tensor
+
+#: What casts may ask for in training, besides transforms.
+_DONE: dict[str, tuple[str | None, ...]] = {
+    "rounding": ("stochastic", "eden"), "scale": ("delayed",), "rule": ("search", "four-over-six")
+}  # fmt: skip
+
+#: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
+_TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
+    "hadamard": hadamard,
+    "signed-hadamard": signed_hadamard,
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Backward:
     """One backward product: how ``g`` is cast, what becomes of the other operand, and how forward cast that.
 
     ``g_role``: whose stream and history ``g`` has. ``unit``: where scales are folded, the scheme of the bare codes.
+    ``rotation``: the block of the transform of both operands along the axis that is contracted, or None.
     """
 
     role: str
@@ -41,16 +56,31 @@ class Backward:
     forward_role: str
     g_role: str
     unit: Scheme | None
+    rotation: int | None
 
     @classmethod
     def of(cls, role: str, gemm: Gemm, forward: Cast | None, forward_role: str, g_role: str) -> Backward:
         unit = scheme(f"{forward.scheme.format}:tensor") if forward is not None and gemm.b == "fold" else None
-        for side in (gemm.a, gemm.b, forward):
+        for side in (gemm.a, forward if gemm.b == "reuse" else gemm.b):
             if isinstance(side, Cast):
                 side.scheme.t().t()  # parsed now: compiled code then finds the transposed scheme
         if unit is not None:
             unit.t().t()
-        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit)
+        rotation = gemm.b.rotation(0) if isinstance(gemm.b, Cast) else None
+        return cls(role, gemm.a, gemm.b, gemm.save, forward, forward_role, g_role, unit, rotation)
+
+    def rotated(self, matrix: Tensor, is_g: bool, view: View | None) -> Tensor:
+        """An operand after the transform: ``g [M, N]`` contracts N in grad_input, and all others their rows."""
+        if self.rotation is None or not isinstance(self.other, Cast):
+            return matrix
+        along_cols = is_g and self.role == "grad_input"
+        matrix = matrix if along_cols else matrix.t()
+        if self.other.transform == "random-hadamard":
+            assert view is not None
+            turned = random_hadamard(matrix, view.signs(self.g_role, matrix.device))
+        else:
+            turned = _TRANSFORMS[self.other.transform](matrix, self.rotation)
+        return turned if along_cols else turned.t()
 
     @property
     def kept(self) -> Cast | None:
@@ -70,7 +100,7 @@ class Products:
     """
 
     input: Cast | None
-    weight: Cast
+    weight: Cast | None
     grad_input: Backward
     grad_weight: Backward
     stateful: bool
@@ -82,20 +112,27 @@ class Products:
         if recipe.grad_input is None or recipe.grad_weight is None:
             able = ", ".join(row.name for row in RECIPES.values() if row.trains)
             raise ValueError(f"recipe {recipe.name!r} is for inference only; recipes that train: {able}")
-        casts = recipe.casts()
-        refuse_beyond(recipe, "TrainLinear", casts, rounding=("stochastic",), scale=("delayed",))
-        stateful = any(one.rounding == "stochastic" or one.scale == "delayed" for one in casts.values())
-        weight = casts["output.b"]
+        casts = recipe.casts(training=True)
+        for role in casts:
+            transforms = (*_TRANSFORMS, "random-hadamard") if role.startswith("grad") else ()
+            refuse_beyond(recipe, "TrainLinear", (role,), True, transform=transforms, **_DONE)
+            reason = rules.refuses(casts[role], role)
+            if reason is not None:
+                raise ValueError(f"recipe {recipe.name!r}: {role}: {reason}")
+        stateful = any(one.rounding != "nearest" or one.scale == "delayed" for one in casts.values())
+        input, weight = casts.get("output.a"), casts.get("output.b")
         folds, g = "fold" in (recipe.grad_input.b, recipe.grad_weight.b), recipe.grad_input.a
-        share_g = g is not None and g == recipe.grad_weight.a and g.rounding == "nearest" and not folds
+        same_g = g is not None and g.rounding == "nearest" and g.transform is None and g == recipe.grad_weight.a
+        share_g = same_g and not folds
         g_role = "grad_input.a" if share_g else "grad_weight.a"
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
-        grad_weight = Backward.of("grad_weight", recipe.grad_weight, recipe.output.a, "output.a", g_role)
-        return cls(recipe.output.a, weight, grad_input, grad_weight, stateful, share_g)
+        grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
+        return cls(input, weight, grad_input, grad_weight, stateful, share_g)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
-        return {role: how for role, how in recipe.casts().items() if not (self.share_g and role == "grad_weight.a")}
+        casts = recipe.casts(training=True)
+        return {role: how for role, how in casts.items() if not (self.share_g and role == "grad_weight.a")}
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -185,6 +222,8 @@ def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors:
     """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
     if how is None:
         return x if factors is None else x * factors
+    if how.rule != "amax":
+        return rules.ruled(x if factors is None else x * factors, how)
     return quantize(x, how.scheme, factors=factors) if view is None else view.quantize(x, how, role, factors)
 
 
@@ -207,7 +246,7 @@ def _parts_of(product: Backward) -> int:
 def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
     """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
     if product.save == "operand":
-        side = _encoded(matrix, product.kept, view, f"{product.role}.b")
+        side = _encoded(product.rotated(matrix, is_g=False, view=view), product.kept, view, f"{product.role}.b")
     if product.kept is None or isinstance(side, Tensor):
         return ()
     return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
@@ -220,6 +259,7 @@ def _restored(
     if product.kept is not None:
         kind, rest = product.kept.scheme, list(saved[2:])
         zero_point = rest.pop(0) if kind.affine else None
+        shape = torch.Size((saved[0].shape[0], shape[1]))  # of more rows where a transform has whole vectors
         return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
     matrix = saved[0].reshape(shape)
     return matrix if product.save == "high" else _encoded(matrix, product.forward, view, product.forward_role)
@@ -229,17 +269,19 @@ def _operands(
     g: Tensor, other: Side, product: Backward, view: View | None, made: Side | None = None
 ) -> tuple[Side, Side]:
     """``g``, whose codes may be ``made`` already, and the other operand as the product wants them."""
-    factors = None
     if product.other == "dequantize":
         assert isinstance(other, Quantized)
         return g, other.dequantize(g.dtype)
+    factors = None
     if isinstance(product.other, Cast) and product.save != "operand":
         matrix = other if isinstance(other, Tensor) else other.dequantize(torch.float32)
-        other = _encoded(matrix, product.other, view, f"{product.role}.b")
+        other = _encoded(product.rotated(matrix, is_g=False, view=view), product.other, view, f"{product.role}.b")
     if product.unit is not None:
         assert isinstance(other, Quantized)
         along_rows = product.role == "grad_weight"  # the rows of x are the rows of g; those of w are its columns
         factors = other.scale.float().reshape((-1, 1) if along_rows else (1, -1))
         one = torch.ones(1, 1, device=g.device)
         other = Quantized(other.codes, one, None, None, product.unit, other.shape, other.dtype)
-    return _encoded(g, product.g, view, product.g_role, factors) if made is None else made, other
+    if made is None:
+        made = _encoded(product.rotated(g, is_g=True, view=view), product.g, view, product.g_role, factors)
+    return made, other

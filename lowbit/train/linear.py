@@ -6,7 +6,7 @@ and the input is saved as the recipe says: by default as the codes that forward 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
+from lowbit.train.ends import keep_ends
 from lowbit.train.gemms import Products, low_precision_linear
 from lowbit.train.state import Place, State, View
 
@@ -51,6 +52,8 @@ class TrainLinear(nn.Linear):
     state: State | None
     path: str
     places: dict[str, Place]
+    #: Within the steps that ``lowbit.train.watch`` looks at: makes the view of a call one that shows its casts.
+    watcher: Callable[[View | None], View | None] | None = None
 
     def __init__(
         self,
@@ -71,6 +74,8 @@ class TrainLinear(nn.Linear):
         dtype, view = result_dtype(input), None
         if self.products.stateful:
             view = self._view(input.device)
+        if not torch.compiler.is_compiling() and self.watcher is not None:
+            view = self.watcher(view)
         x = input.to(dtype) if self.products.input is None else input
         return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype)
 
@@ -102,7 +107,9 @@ def prepare_(
 
     ``recipe``: one that trains, or such recipes by layer, as for ``quantize_``. Parameters, names, hooks, checkpointing
     and optimizers that hold them stay as they are. Subclasses that compute what nn.Linear does are taken as well.
-    ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding.
+    ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding. 4-bit
+    recipes also leave the first and the last blocks (``Recipe.ends``), unless the option ``ends=0`` or a recipe for a
+    layer's name says otherwise.
     Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
     prepared or quantized already or whose weight has no shape yet, a pattern without a match. TypeError for a weight
     in another dtype than fp32, bf16 and fp16.
@@ -110,6 +117,7 @@ def prepare_(
     chosen = recipes.plan(recipe)
     products = {one: Products.of(one) for one in chosen.recipes}
     names, protect = protections(model, skip, chosen, unties=False)
+    protect = keep_ends(model, chosen, protect)
 
     def make(layer: nn.Linear, adapter: Adapter, recipe: Recipe) -> tuple[nn.Linear, Recipe]:
         require_float(layer.weight)

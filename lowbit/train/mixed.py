@@ -65,9 +65,9 @@ PARTS = (
          ("residual_sum",)),
     Part("activations, dropout, batch norm", _FULL, _SHORT, "they follow a product, and stay in what it gives",
          ("gelu", "silu", "relu", "dropout", "batch_norm")),
-    Part("weights", _FULL, _FULL, "the masters; products see copies in 16 bits, made once a forward"),
-    Part("gradients of weights", _FULL, _FULL, "in the dtype of the weight; micro-batches add up in it"),
-    Part("optimizer", _FULL, _FULL, "states in fp32, or in the few bits of lowbit.optim; a step computes in fp32"),
+    Part("weights", _FULL, _SHORT, "products see copies in 16 bits; working copies have masters in fp32"),
+    Part("gradients of weights", _FULL, _SHORT, "in the dtype of the weight, or in fp32 where asked"),
+    Part("optimizer", _FULL, _FULL, "masters and states of lowbit.optim, which may have fewer bits; steps are in fp32"),
 )  # fmt: skip
 
 #: Layers whose matrices autocast casts in every forward, with the matrices' names.
@@ -101,7 +101,7 @@ def mixed_(
     optimizers of ``lowbit.optim`` and ``master="fp32"``, made afterwards: their masters, which begin as the rounded
     weights, are then the weights. Other optimizers lose what rounding cuts off.
     ``fp32_gradients``: gradients of parameters in 16 bits accumulate in fp32. None: only where the scaler needs it,
-    with working copies in fp16.
+    with working copies in fp16. DDP cannot reduce such gradients, which is an error of the forward.
 
     Call it on a plain model, before DDP or FSDP2 wraps it. ``unmixed_`` is the way back.
     Raises, with the model untouched: ValueError for another precision, for a model that is mixed already, and for an
@@ -206,6 +206,7 @@ _mixed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 def _mixed_own(forward: Callable[..., Any], model: nn.Module, setting: _Setting, /, *args: Any, **kwargs: Any) -> Any:
     if setting.fp32_gradients and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _refuse_ddp()
         _widen_gradients(model)  # a copy of the model, and one that has moved, have forgotten it
     with torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision]):
         return tree_map_only(Tensor, _widened, forward(*args, **kwargs))
@@ -220,6 +221,16 @@ def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
 
 def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in PRECISIONS.values() else x
+
+
+def _refuse_ddp() -> None:
+    """Its buckets have the parameters' dtype, which torch says in words of its own, in the backward pass."""
+    if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise ValueError(
+            "train.mixed_: DistributedDataParallel reduces gradients in the dtype of their parameters, not in fp32; "
+            "leave out fp32_gradients, or in fp16 working_copies, or shard the model with fully_shard and its "
+            "MixedPrecisionPolicy"
+        )
 
 
 def _widen_gradients(model: nn.Module) -> None:
@@ -304,9 +315,10 @@ def _weights(layer: nn.Module, names: Iterable[str]) -> tuple[int, float]:
 def _slowness(model: nn.Module, precision: str) -> list[str]:
     if _device_type(model, ()) != "cpu" or multiplies(precision):
         return []
+    better = float_precision()
     told = (
-        f"this processor has no instructions that multiply {precision}, so training is slower than in "
-        f"{float_precision()}, in fp16 many times; train in {float_precision()}, or on a GPU"
+        f"this processor has no instructions that multiply {precision}, so products take longer than in {better}"
+        f"{', many times' if precision == 'fp16' else ''}; train in {better}, or on a GPU"
     )
     warn(f"train.mixed_: {told}")
     return [told]

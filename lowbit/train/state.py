@@ -25,6 +25,7 @@ from lowbit.processes import processes
 from lowbit.recipes import Cast
 from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
+from lowbit.train.eden import corrected, random_signs
 from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_, record_, record_eagerly
 from lowbit.train.steps import Layers, follow_steps
 
@@ -220,7 +221,7 @@ class State(nn.Module):
         """Of a layer at ``path``, by role, what its operands have here; makes the histories that they need."""
         streams = {role: f"{path}/{role}" for role in casts}
         self._steps |= {streams[role]: cast.history for role, cast in casts.items() if cast.scale == "delayed"}
-        self._draws |= any(cast.rounding == "stochastic" for cast in casts.values())
+        self._draws |= any(cast.rounding != "nearest" for cast in casts.values())
         rows = {stream: row for row, stream in enumerate(self._steps)}
         amax = self.amax.new_zeros(len(rows), max(self._steps.values(), default=0))
         amax[: len(self.amax), : self.amax.shape[-1]] = self.amax
@@ -349,12 +350,19 @@ class View:
     def quantize(self, x: Tensor, cast: Cast, role: str, factors: Tensor | None = None) -> Quantized:
         """``x [rows, cols]``, or its product with ``factors``, as ``cast`` says; ``role``: which operand it is."""
         place = self.places[role]
-        draws = cast.rounding == "stochastic"
-        rounding = Rounding(self.keys[place.key], stream=place.stream) if draws else "nearest"
+        drawn = Rounding(self.keys[place.key], stream=place.stream)
+        if cast.rounding == "eden":
+            return corrected(x if factors is None else x * factors, cast.scheme, drawn)
+        rounding = drawn if cast.rounding == "stochastic" else "nearest"
         if place.row is not None and factors is not None:
             x, factors = x * factors, None  # whose amax is remembered
         scale = None if place.row is None else self._delayed_scale(x, cast, place.row)
         return quantize(x, cast.scheme, scale, rounding=rounding, factors=factors)
+
+    def signs(self, role: str, device: torch.device) -> Tensor:
+        """The random signs of both operands of a product; ``role``: its gradient's, whose next stream they have."""
+        place = self.places[role]
+        return random_signs(Rounding(self.keys[place.key], stream=place.stream + 1 & 0xFFFFFFFF), device)
 
     def _delayed_scale(self, x: Tensor, cast: Cast, row: int) -> Tensor:
         """fp32 ``[1, 1]`` of the history, or of ``x`` while there is none; NaN where ``x`` is not finite.

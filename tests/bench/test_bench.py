@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lowbit.checkout import adopt
@@ -106,6 +107,37 @@ def test_small_work_is_measured_without_what_calls_cost(tmp_path, monkeypatch):
 
     monkeypatch.setattr(small, "measure", pretended)
     assert all(abs(rate - 1) < 1e-6 for rate in small._rates("int8").values())
+
+
+def test_mixed_precision_is_measured_beside_fp32(tmp_path, monkeypatch):
+    from lowbit.bench import mixed
+    from lowbit.demo.gpt import GPTConfig
+
+    tiny = GPTConfig(vocab=300, context=32, layers=1, heads=2, dim=32, hidden=64)
+    monkeypatch.setattr(mixed, "GPTConfig", lambda: tiny)
+    monkeypatch.setattr(mixed, "_BUDGET", timing.Budget(1, 0.0, 0.1))
+    ran = bench("mixed", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    lines = [line for line in (tmp_path / "mixed.md").read_text().splitlines() if line.startswith("| ")][2:]
+    rows = {row[0].strip(): [float(cell) for cell in row[1:]] for row in (line[1:-1].split("|") for line in lines)}
+    assert list(rows) == [contender.name for contender in mixed.CONTENDERS]
+    assert rows["fp32"][0] == rows["fp32"][1] == 4 and rows["fp32"][5] == rows["fp32"][7] == 1
+    assert rows["bf16"][:2] == [4, 4] and rows["bf16"][5] < 1
+    copies, wide = rows["bf16, working copies"], rows["bf16, working copies, gradients in fp32"]
+    assert copies[0] == copies[1] == wide[0] < 4 == wide[1] and copies[3] == 16
+
+
+def test_a_peak_is_what_is_held_at_a_time():
+    from lowbit.bench.mixed import peak_bytes
+
+    def run() -> None:
+        a = torch.empty(1 << 20, dtype=torch.uint8)
+        b = torch.empty(2 << 20, dtype=torch.uint8)
+        del a
+        c = torch.empty(1 << 19, dtype=torch.uint8)
+        del b, c
+
+    assert peak_bytes(run) == 3 << 20
 
 
 def test_the_encoder_says_what_it_needs(tmp_path, monkeypatch):

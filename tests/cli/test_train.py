@@ -95,6 +95,7 @@ def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
         (["--precision", "fp8"], "fp8", "{default}"),
         (["--precision", "fp32", "--precision", "mxfp8"], "fp32 mxfp8", "fp32"),
         (["--precision", "fp8", "--precision", "bf16"], "fp8 bf16", "bf16"),
+        (["--precision", "fp16", "--precision", "fp8"], "fp16 fp8", "{default}"),
     ],
     ids=str,
 )
@@ -116,6 +117,28 @@ def test_the_precision_of_a_run_is_the_processors_unless_given(
     assert settings.precisions == tuple(precisions.format(default=default).split())
     assert settings.train.outside == outside.format(default=default)
     assert {settings.of("fp8").outside, settings.of("fp8").precision} == {settings.train.outside, "fp8"}
+
+
+def test_explain_prints_the_table_of_mixed_precision_and_the_bytes_of_a_step(run, tmp_path, monkeypatch):
+    from lowbit.train.mixed import PARTS
+
+    monkeypatch.chdir(tmp_path)
+    options = "--vocab 300 --dim 32 --heads 2 --hidden 64 --layers 2 --precision fp16 --precision fp8-tensor".split()
+    told = json.loads(run("train", "--explain", *options, "--json"))
+    assert [part["name"] for part in told["parts"]] == [part.name for part in PARTS]
+    matrices, head, vectors = 2 * (3 * 32 * 32 + 32 * 32 + 2 * 64 * 32 + 64 * 32), 300 * 32, 5 * 32
+    numbers = matrices + 2 * head + vectors
+    floats = {"weights": 4 * numbers, "copies": 0, "gradients": 4 * numbers}
+    for precision, copies in (("fp32", 0), ("fp16", 2 * (matrices + head))):
+        held = told["bytes"][precision]
+        assert held.pop("states") - 8 * numbers in range(1000), "two states, and a step for each parameter"
+        assert held == {**floats, "copies": copies}
+    fp8 = told["bytes"]["fp8-tensor"]
+    scales, casts = 8 * 4, (0, 2 * head)  # the head is computed in what the processor multiplies
+    assert fp8["copies"] - matrices - scales in casts and fp8["states"] < 8 * numbers
+    text = run("train", "--explain", *options)
+    assert all(word in text for word in ("residual sums", "masters", "gradients", "fp8-tensor", "KiB"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_sigterm_saves_as_well(tmp_path):

@@ -32,12 +32,13 @@ DIGESTS = {
     "fp8": ("fd3fa1c526ece078", "eeb68be232624c3d"),
     "fp8-pow2": ("0f1585201240d233", "3ecd575e924d8819"),
     "fp8-tensor": ("5156e53b1f72eb7c", "2a910106ad91c71e"),
-    "fp8-block": ("1ab5da4750b0b886", "bdad2767a8e43f02"),
+    "fp8-block": ("1ab5da4750b0b886", "0246960ad4e8f53a"),
     "fp8-weight-only": ("a52529b064a7ae2f", None),
-    "mxfp8": ("9987a2bd3dd6557a", "aab53d286dc50f3a"),
+    "mxfp8": ("9987a2bd3dd6557a", "55d9991c19cf9766"),
     "mxfp6": ("e3ce563e4f3a41aa", None),
-    "mxfp4": ("42a604d97a7f6f8e", None),
-    "nvfp4": ("6e251b6f17e8934a", None),
+    "mxfp4": ("42a604d97a7f6f8e", "deb5b3511167e004"),
+    "nvfp4": ("6e251b6f17e8934a", "a09c6feb981cea0f"),
+    "nvfp4-eden": ("6e251b6f17e8934a", "c491b627497cdaec"),
     "nvfp4-weight-only": ("723f7f43f7fd52dd", None),
     "w4a8": ("ca21c0e6128ad7ac", None),
 }
@@ -102,10 +103,24 @@ BACK = lb.Gemm("fp8_e5m2:row", "fold")
     [
         (lambda: lb.Cast("int4:groop32"), ValueError, "groop32"),
         (lambda: lb.Cast(None), TypeError, "a scheme is named by a string, got NoneType"),
-        (lambda: lb.Cast("int8:row", "up"), ValueError, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
-        (lambda: lb.Cast("int8:row", rule="best"), ValueError, "rule must be one of 'amax', 'search', got 'best'"),
+        (
+            lambda: lb.Cast("int8:row", "up"),
+            ValueError,
+            "rounding must be one of 'nearest', 'stochastic', 'eden', got 'up'",
+        ),
+        (
+            lambda: lb.Cast("int8:row", rule="best"),
+            ValueError,
+            "rule must be one of 'amax', 'search', 'four-over-six', got 'best'",
+        ),
         (lambda: lb.Cast("fp8_e4m3:row", scale="delayed"), ValueError, r"one fp32 scale .* use fp8_e4m3:tensor"),
         (lambda: lb.Cast("fp8_e4m3:tensor", history=0), ValueError, "at least 1, got 0"),
+        (lambda: lb.Cast("nvfp4", "eden"), ValueError, "'eden' and transform='random-hadamard' belong together"),
+        (
+            lambda: lb.Cast("nvfp4:global_row", "eden", "random-hadamard"),
+            ValueError,
+            "eden corrects scales of nvfp4 or nvfp4:T by the amax, got nvfp4:global_row",
+        ),
         (lambda: lb.Gemm("fold", "int8:row"), ValueError, "a cannot be 'fold'"),
         (lambda: lb.Gemm("int8:row", "int8:row", save="all"), ValueError, "save must be one of 'codes'"),
         (lambda: lb.Gemm("int8:row", "dequantize"), ValueError, "product of floats, so a must be None, got int8:row"),
@@ -238,7 +253,10 @@ HIGH, DECODED = lb.Gemm(None, None, save="high"), lb.Gemm(None, "dequantize")
     ("name", "same", "grad_input", "grad_weight"),
     [
         ("fp8:grad_weight=high", lb.recipe("fp8").with_products(grad_weight="high"), BACK, HIGH),
-        ("FP8-TENSOR:grad-input=DEQUANTIZED", lb.recipe("fp8-tensor").with_products("dequantized"), DECODED, None),
+        (
+            "FP8-TENSOR:grad-input=DEQUANTIZED", lb.recipe("fp8-tensor").with_products(grad_input="dequantized"),
+            DECODED, None,
+        ),
         (
             "fp8:gradients=e4m3", lb.recipe("fp8").with_gradients("fp8_e4m3"),
             lb.Gemm("fp8_e4m3:row", "fold"), lb.Gemm("fp8_e4m3:col", "fold"),
@@ -246,7 +264,7 @@ HIGH, DECODED = lb.Gemm(None, None, save="high"), lb.Gemm(None, "dequantize")
         (
             "mxfp8:grad_weight=dequantized:gradients=fp6_e3m2",
             lb.recipe("mxfp8").with_products(grad_weight="dequantized").with_gradients("fp6_e3m2"),
-            lb.Gemm("fp6_e3m2:mx:ceil", "mxfp8:ceil:T"), DECODED,
+            lb.Gemm("fp6_e3m2:mx:ceil", "mxfp8:ceil:T", "operand"), DECODED,
         ),
         (
             "fp8:gradients=e4m3:grad_weight=high",
@@ -267,7 +285,7 @@ def test_options_change_how_a_recipe_trains(name, same, grad_input, grad_weight)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fp8:products=high", r"unknown option 'products'; options are grad_input=low \| high \| dequantized, grad_we"),
+        ("fp8:products=high", r"unknown option 'products'; options are output=low \| high, grad_input=low \| "),
         ("fp8:gradients=e4m3:gradients=e5m2", "says an option twice"),
         ("fp8:grad_weight=up", "grad_weight must be one of 'low', 'high', 'dequantized', got 'up'"),
         ("fp8:gradients=fp9", "unknown format 'fp9'"),
@@ -343,27 +361,36 @@ casts = st.builds(
     lb.Cast,
     st.sampled_from(SCHEMES[:-1]),
     rounding=st.sampled_from(["nearest", "stochastic"]),
-    transform=st.sampled_from([None, "hadamard"]),
+    transform=st.sampled_from([None, "hadamard", "signed-hadamard"]),
     scale=st.sampled_from(["current", "static"]),
     rule=st.sampled_from(["amax", "search"]),
     history=st.integers(1, 99),
 )
+
+
+def alike(a: lb.Cast | None, b: lb.Cast, save: str = "codes") -> lb.Gemm:
+    """Both operands of a product go through one transform."""
+    return lb.Gemm(a and replace(a, transform=b.transform), b, save)
+
+
+plain = casts.map(lambda cast: replace(cast, transform=None))
 backward = st.one_of(
-    st.builds(lb.Gemm, st.none() | casts, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
-    st.builds(lb.Gemm, st.none() | casts, casts, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
-    st.builds(lb.Gemm, st.none() | casts, st.none(), save=st.just("high")),
+    st.builds(lb.Gemm, st.none() | plain, st.just("reuse"), save=st.sampled_from(["codes", "recompute"])),
+    st.builds(alike, casts, casts, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
+    st.builds(lb.Gemm, st.none(), plain, save=st.sampled_from(["codes", "recompute", "high", "operand"])),
+    st.builds(lb.Gemm, st.none() | plain, st.none(), save=st.just("high")),
     st.builds(lb.Gemm, st.none(), st.just("dequantize")),
 )
-
-
-def forward(a: lb.Cast | None, b: lb.Cast) -> lb.Gemm:
-    """Both operands of the output go through one transform."""
-    return lb.Gemm(a and replace(a, transform=b.transform), b)
+trained = {
+    "forward": st.none() | st.builds(alike, casts, casts),
+    "ends": st.sampled_from([0.0, 0.25]),
+    "name": st.text(),
+}
 
 
 made_recipes = st.one_of(
-    st.builds(lb.Recipe, st.builds(forward, st.none() | casts, casts), name=st.text()),
-    st.builds(lb.Recipe, st.builds(forward, casts, casts), backward, backward, name=st.text()),
+    st.builds(lb.Recipe, st.builds(alike, st.none() | casts, casts), name=st.text()),
+    st.builds(lb.Recipe, st.builds(alike, casts, casts), backward, backward, **trained),
 )
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.train import TrainLinear
+from lowbit.train.rules import ruled
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [((5,), 33, 7), ((2, 3), 17, 130), ((1,), 1, 1), ((150,), 140, 3), ((0,), 33, 5)]
@@ -45,16 +46,19 @@ def test_the_three_products_are_those_of_the_specification(recipe, batch, inputs
 def test_the_kernels_chosen_by_default_stay_within_their_bound(recipe):
     layer = training_layer(70, 33, recipe)
     x = torch.randn(40, 70, requires_grad=True)
-    a, w = lb.quantize(x.detach(), layer.recipe.input), lb.quantize(layer.weight.detach(), layer.recipe.weight)
+    sides = (x.detach(), layer.products.input), (layer.weight.detach(), layer.products.weight)
+    a, w = (lb.quantize(t, how.scheme) if how.rule == "amax" else ruled(t, how) for t, how in sides)
     y = layer(x)
     limit = bound(a, w, layer.bias.detach(), torch.float32)
     assert bool(((y - exact(a, w, layer.bias)).abs() <= limit).all())
     g = torch.randn_like(y)
     y.backward(g)
     plain_x, plain_w = g @ layer.weight.detach(), g.t() @ x.detach()
-    # m mantissa bits round with a relative error of 2**-m / sqrt(12) rms at most: 0.072 (E5M2) and 0.036 (E4M3).
-    assert (x.grad - plain_x).norm() < 0.12 * plain_x.norm()
-    assert (layer.weight.grad - plain_w).norm() < 0.12 * plain_w.norm()
+    # m mantissa bits round with a relative error of 2**-m / sqrt(12) rms at most: 0.072 (E5M2) and 0.036 (E4M3). One
+    # bit is 0.144 (E2M1), stochastic rounding errs by sqrt(2) times as much, and subnormal numbers by more.
+    limit = 0.30 if layer.recipe.weight.format.bits == 4 else 0.12
+    assert (x.grad - plain_x).norm() < limit * plain_x.norm()
+    assert (layer.weight.grad - plain_w).norm() < limit * plain_w.norm()
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
@@ -67,8 +71,8 @@ def test_each_saved_operand_is_kept_once_as_codes(recipe):
         layer(x)
         whole = sum(saved)
         layer(x.detach())
-    of_x = row.grad_weight.b.scheme if row.grad_weight.save == "operand" else row.input
-    of_w = row.grad_input.b.scheme if row.grad_input.save == "operand" else row.weight
+    of_x = row.grad_weight.b.scheme if row.grad_weight.save == "operand" else row.trained.a.scheme
+    of_w = row.grad_input.b.scheme if row.grad_input.save == "operand" else row.trained.b.scheme
     assert whole == of_x.nbytes((384, 256)) + of_w.nbytes((128, 256))
     assert sum(saved) - whole == of_x.nbytes((384, 256))  # nobody asks for the gradient of x: no weight is kept
 
@@ -264,4 +268,5 @@ def test_it_learns(recipe, dtype):
     start = (Model(None)(inputs) - targets).square().mean().item()
     learned = final(recipe)
     assert learned < start / 2
-    assert learned < 1.25 * final(None) + 0.02
+    noise = 0.02 if lb.recipe(recipe).weight.format.bits == 8 else 0.05
+    assert learned < 1.25 * final(None) + noise

@@ -109,22 +109,24 @@ def test_the_table_says_what_autocast_does(part, op, precision, device):
         assert found.dtype is words[expected], (op, given)
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["autocast", "copies"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_weights_gradients_and_optimizer_are_in_fp32(precision):
+def test_the_table_says_what_weights_gradients_and_optimizers_are_kept_in(precision, copies):
     model = Model()
-    lb.train.mixed_(model, precision)
-    optimizer = torch.optim.AdamW(model.parameters())
+    lb.train.mixed_(model, precision, working_copies=copies, fp32_gradients=False if copies else None)
+    optimizer = lb.optim.AdamW(model.parameters(), bits=32, master="fp32")
     model(torch.randn(3, 8)).sum().backward()
     optimizer.step()
-    parts = {part.name: part for part in PARTS if not part.ops}
+    matrix = model.up.weight
     held = {
-        "weights": list(model.parameters()),
-        "gradients of weights": [p.grad for p in model.parameters()],
+        "weights": [matrix],
+        "gradients of weights": [matrix.grad],
         "optimizer": [t for state in optimizer.state.values() for t in state.values()],
     }
-    assert parts.keys() == held.keys()
-    assert all(part.of_fp32 == "fp32" and all(t.dtype is torch.float32 for t in held[name])
-               for name, part in parts.items())  # fmt: skip
+    words = {"16 bits": PRECISIONS[precision], "fp32": torch.float32}
+    parts = {part.name: words[part.of_short if copies else part.of_fp32] for part in PARTS if not part.ops}
+    assert {name: {t.dtype for t in tensors} for name, tensors in held.items()} == {n: {d} for n, d in parts.items()}
+    assert ("master" in optimizer.state[matrix]) == copies and model.norm.weight.dtype is torch.float32
 
 
 # -- the forward -------------------------------------------------------------------------------------------------------

@@ -449,12 +449,20 @@ def test_an_operand_is_kept_as_the_codes_that_backward_multiplies():
 
 def test_what_training_does_not_do_is_refused():
     row = lb.recipe("fp8-tensor")
-    for more, message in [({"scale": "static"}, "scale='static'"), ({"transform": "hadamard"}, "transform='hadamard'")]:
-        wrong = replace(row, grad_input=lb.Gemm(cast("fp8_e5m2", **more), "reuse"), name="mine")
-        with pytest.raises(
-            ValueError, match=rf"'mine': TrainLinear does not do {message}, which grad_input.a asks for"
-        ):
-            TrainLinear(4, 4, recipe=wrong)
+    turned = cast("fp8_e4m3", transform="hadamard")
+    for wrong, message in [
+        (
+            replace(row, grad_input=lb.Gemm(cast("fp8_e5m2", scale="static"), "reuse")),
+            "scale='static', which grad_input.a",
+        ),
+        (replace(row, output=lb.Gemm(turned, turned)), "transform='hadamard', which output.a"),
+    ]:
+        with pytest.raises(ValueError, match=f"'mine': TrainLinear does not do {message} asks for"):
+            TrainLinear(4, 4, recipe=replace(wrong, name="mine"))
+    with pytest.raises(
+        ValueError, match="one operand of grad_input needs the same of the other; got 'hadamard' and None"
+    ):
+        replace(row, grad_input=lb.Gemm(cast("fp8_e5m2", transform="hadamard"), "reuse"))
 
 
 # -- torch.func, recipes by layer --------------------------------------------------------------------------------------

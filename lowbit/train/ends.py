@@ -1,0 +1,51 @@
+"""The first and last blocks of a model, which 4-bit training leaves in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from lowbit.convert.select import Protection, recipe_for
+from lowbit.models.blocks import find_blocks
+from lowbit.recipes import Plan
+
+__all__ = ["ends", "keep_ends"]
+
+
+def ends(blocks: int, share: float) -> set[int]:
+    """Which of so many blocks stay: ``share`` of them, the first and the last at least, a quarter of these at the
+    beginning. Later blocks need precision more (Pretraining Large Language Models with NVFP4, arXiv 2509.25149).
+    """
+    if not share or not blocks:
+        return set()
+    kept = min(max(2, round(share * blocks)), blocks)
+    first = max(1, kept // 4)
+    return {*range(first), *range(blocks - kept + first, blocks)}
+
+
+def keep_ends(
+    model: nn.Module, plan: Plan, protect: Callable[[str, nn.Module], Protection | None]
+) -> Callable[[str, nn.Module], Protection | None]:
+    """``protect``, and besides what it protects the layers in the blocks that their recipe's ``ends`` keep.
+
+    Blocks are those of ``lowbit.models.find_blocks``, where they are more than a layer each.
+    """
+    if not any(recipe.ends for recipe in plan.recipes):
+        return protect
+    blocks = [block for block in find_blocks(model) if any(True for _ in block.children())]
+    places = {id(module): place for place, block in enumerate(blocks) for module in block.modules()}
+
+    def kept(name: str, module: nn.Module) -> Protection | None:
+        found = protect(name, module)
+        place = places.get(id(module))
+        recipe = recipe_for(plan, name, module) if found is None and place is not None else None
+        if recipe is None or place not in ends(len(blocks), recipe.ends):
+            return found
+        reason = (
+            f"block {place + 1} of {len(blocks)}: the first and last blocks stay in high precision; the option ends=0 "
+            f"of {recipe.name}, or a recipe for its name, converts it"
+        )
+        return Protection(name.rpartition(".")[2], reason)
+
+    return kept

@@ -1,0 +1,333 @@
+"""Watching low-precision training: what each cast of each layer loses, every so many steps.
+
+A watched layer's casts are the ones that training does; they are looked at, not done again. So watching changes no bit
+of training, and follows stochastic rounding, delayed scales and scales that are folded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.autograd import in_backward
+from lowbit.files import write_atomically, write_json
+from lowbit.formats import Format
+from lowbit.functional import decode, quantize, unpack
+from lowbit.notice import warn
+from lowbit.recipes import Cast
+from lowbit.tables import aligned
+from lowbit.tensor.quantized import Quantized
+from lowbit.train.linear import TrainLinear, state
+from lowbit.train.state import View
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["HEAD", "NUMBERS", "Row", "Watch", "observed", "watch", "written"]
+
+#: Looks at one cast: role, what was quantized, how, and the result.
+Look = Callable[[str, Tensor, Cast, Quantized], None]
+
+#: What a table shows: a column's title, the field, and how it is written.
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("layer", "layer", ""), ("role", "role", ""), ("cast", "cast", ""), ("SQNR, dB", "sqnr", ".1f"),
+    ("underflow", "underflow", ".2%"), ("saturated", "saturated", ".2%"), ("overflow", "overflow", ".2%"),
+    ("not finite", "nonfinite", ","), ("amax", "amax", ".3g"),
+)  # fmt: skip
+#: The titles, and which columns are numbers.
+HEAD, NUMBERS = tuple(title for title, _, _ in _COLUMNS), range(3, len(_COLUMNS))
+#: The figures by which rows can be sorted; of all but the first the largest is the worst.
+_FIGURES = ("sqnr", "underflow", "saturated", "overflow", "nonfinite", "amax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What the casts of one operand of one layer lost in one step, all micro-batches together.
+
+    ``role``: the operand, as ``Recipe.casts`` names it. ``elements``: how many were quantized. ``nonfinite``: how many
+    of them were Inf or NaN before. ``amax``: the largest finite magnitude before. ``overflow``: the share that is not
+    finite before or after. ``underflow``: the share that was not zero and became zero. ``saturated``: the share that
+    has the largest code and lies beyond it by more than half a step, so that more than rounding is lost; 0 of affine
+    schemes, whose scales span what they quantize. ``sqnr``: 10 log10 of the sum of squares over that of errors, in dB,
+    of elements that are finite before and after; Inf without errors, NaN without elements other than 0.
+    """
+
+    step: int
+    layer: str
+    role: str
+    cast: str
+    elements: int
+    nonfinite: int
+    amax: float
+    overflow: float
+    underflow: float
+    saturated: float
+    sqnr: float
+
+
+class Watch:
+    """The rows of a model that is watched. ``close()``, or the end of a ``with`` block, stops watching; rows stay.
+
+    ``rows`` are in the order of steps, and of calls within a step. Printed, it is the table of the last step watched.
+    """
+
+    def __init__(self, model: nn.Module, every: int = 100) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"train.watch: every counts steps, an integer of at least 1, got {every!r}")
+        model = getattr(model, "_orig_mod", model)  # of what torch.compile returns, the model that may run uncompiled
+        self.every, self._state = every, state(model)
+        self._layers = {name: one for name, one in model.named_modules() if isinstance(one, TrainLinear)}
+        self._before: list[Row] = []
+        self._sums: dict[tuple[int, str, str, str], Tensor] = {}
+        self._first = self._state.step
+        self._evaluates = self._ran = False
+        self._graphs: dict[str, bool] = {}
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching. Warns where steps went by and no forward of the model was seen, as in compiled code."""
+        for hook in self._hooks:
+            hook.remove()
+        self._set({})
+        if self._hooks and not self._ran and self._state.step > self._first:
+            warn(
+                f"train.watch: {self._state.step - self._first} steps went by, but no forward of the watched model "
+                f"ran in Python, so there are no figures: compiled code is not watched; run some steps within "
+                f"torch.compiler.set_stance('force_eager'), and call the model that was given to watch"
+            )
+        self._hooks = []
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+    def _begin(self, *_: Any) -> None:
+        """Before a forward of the model: whether its layers are looked at, until the next forward that trains."""
+        if torch.compiler.is_compiling() or in_backward():
+            return
+        self._evaluates = not torch.is_grad_enabled()
+        if not self._evaluates:
+            self._ran, step = True, self._state.step
+            due = step % self.every == 0
+            self._set({name: partial(self._view, name, step) for name in self._layers} if due else {})
+
+    def _end(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and not in_backward():
+            self._evaluates = False
+
+    def _set(self, watchers: dict[str, Callable[[View | None], View | None]]) -> None:
+        for name, layer in self._layers.items():
+            vars(layer)["watcher"] = watchers.get(name)
+
+    def _view(self, name: str, step: int, view: View | None) -> View | None:
+        """What a call of a layer quantizes with."""
+        recomputes = in_backward()
+        if self._evaluates and not recomputes:
+            return view
+        if not recomputes:
+            self._graphs[name] = torch.is_grad_enabled()
+        elif self._graphs[name]:  # backward goes on with the view of the first forward
+            return view
+        return observed(view, partial(self._look, name, step))
+
+    def _look(self, name: str, step: int, role: str, x: Tensor, how: Cast, q: Quantized) -> None:
+        if role.startswith("output") and in_backward():  # made once more, of what forward was given
+            return
+        key = (step, name, role, str(how))
+        held, sums = self._sums.get(key), _sums(x, q)
+        self._sums[key] = sums if held is None else torch.cat([held[:-1] + sums[:-1], torch.maximum(held, sums)[-1:]])
+
+    # -- what was seen ---------------------------------------------------------------------------------------------
+    @property
+    def rows(self) -> list[Row]:
+        """Every row so far."""
+        return [*self._before, *(_row(key, sums.tolist()) for key, sums in self._sums.items())]
+
+    def worst(self, count: int = 10, by: str = "sqnr", step: int | None = None) -> list[Row]:
+        """The rows of ``step`` (None: of the last one watched) that lose the most ``by`` one of the figures, the worst
+        first: the least ``sqnr``, the largest of ``underflow``, ``saturated``, ``overflow``, ``nonfinite``, ``amax``.
+
+        Raises ValueError for another figure, and for a step that was not watched.
+        """
+        if by not in _FIGURES:
+            raise ValueError(f"train.watch: rows are sorted by one of {', '.join(_FIGURES)}, got {by!r}")
+        rows = self.rows
+        steps = sorted({row.step for row in rows})
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"train.watch: step {step} was not watched; expected one of {', '.join(map(str, steps)) or 'none'}, "
+                f"every {self.every} steps"
+            )
+        wanted = (steps[-1] if steps else None) if step is None else step
+        return sorted((row for row in rows if row.step == wanted), key=partial(_badness, by))[:count]
+
+    def table(self, step: int | None = None, count: int | None = None) -> str:
+        """The rows of ``step`` (None: of the last one watched) as text, by rising SQNR; at most ``count``."""
+        rows = self.worst(len(self._sums) + len(self._before) if count is None else count, step=step)
+        if not rows:
+            return "no step was watched"
+        return f"step {rows[0].step}\n" + aligned([HEAD, *map(written, rows)], NUMBERS)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self, path: str | Path) -> None:
+        """Write ``every`` and the rows; figures that are Inf or NaN are null. Raises OSError."""
+        rows = [
+            {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in pairs}
+            for pairs in (asdict(row).items() for row in self.rows)
+        ]
+        write_json(Path(path), {"every": self.every, "rows": rows})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, for a run that goes on later."""
+        return {"rows": [asdict(row) for row in self.rows]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with these rows."""
+        self._before, self._sums = [Row(**row) for row in state["rows"]], {}
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the SQNR of each layer over steps, a panel for each role, and underflow as a heat map, to an image.
+
+        Raises ImportError without matplotlib; ValueError where no step was watched.
+        """
+        _draw(self.rows, path)
+
+
+def watch(model: nn.Module, every: int = 100) -> Watch:
+    """Watch the casts of each TrainLinear of ``model`` in the steps whose number ``every`` divides.
+
+    ``with lb.train.watch(model, every=100) as w:`` around the training loop, then ``print(w)``, ``w.rows``,
+    ``w.worst()``, ``w.to_json(path)``, ``w.plot(path)``. Steps are those of the training state, which follows the
+    optimizer: the micro-batches of a step are one row. Only forwards of ``model`` under grad mode count, and what a
+    checkpoint recomputes counts once. No bit of training changes. Steps that are not due cost one question a forward.
+    Compiled code is not watched: it computes as before, and ``close`` says so.
+    Raises ValueError for a model without TrainLinear layers, or ``every`` below 1.
+    """
+    return Watch(model, every)
+
+
+# -- one cast --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Observed:
+    """Quantizes as ``view`` does, or as a call without a view, and shows it to ``look``."""
+
+    view: View | None
+    look: Look
+
+    def quantize(self, x: Tensor, how: Cast, role: str, factors: Tensor | None = None) -> Quantized:
+        if self.view is None:
+            q = quantize(x, how.scheme, factors=factors)
+        else:
+            q = self.view.quantize(x, how, role, factors)
+        if torch._C._functorch.maybe_current_level() is None:  # tensors of torch.func stand for many
+            self.look(role, (x if factors is None else x * factors).detach(), how, q)
+        return q
+
+
+def observed(view: View | None, look: Look) -> View:
+    """A view that quantizes as ``view``, after which ``look`` sees what was quantized."""
+    return cast(View, _Observed(view, look))
+
+
+@cache
+def _clip(format: Format) -> float:
+    """The magnitude, as a multiple of the largest, from which half a step more would be another code, if there were."""
+    below = max(value for value in format.table if value < format.max)
+    return 1 + (format.max - below) / (2 * format.max)
+
+
+def _sums(x: Tensor, q: Quantized) -> Tensor:
+    """fp64 ``[8]``: counts of elements, not finite, overflowed, zeroed, saturated; squares, squared errors; amax."""
+    given, made, format = x.double(), q.dequantize(torch.float32).double(), q.scheme.format
+    finite = given.isfinite()
+    both = finite & made.isfinite()
+    codes = decode(unpack(q.codes, format.bits, tuple(q.shape)), format)
+    beyond = (codes.abs() == format.max) & (given.abs() > made.abs() * _clip(format)) & both
+    zeroed = (given != 0) & (made == 0) & both
+    error = torch.where(both, given - made, 0.0).square().sum()
+    signal = torch.where(both, given, 0.0).square().sum()
+    amax = torch.where(finite, given.abs(), 0.0).amax() if x.numel() else given.new_zeros(())
+    counts = torch.stack([~finite, ~both, zeroed, beyond if not q.scheme.affine else torch.zeros_like(both)])
+    elements = given.new_full((), x.numel())
+    return torch.stack([elements, *counts.flatten(1).sum(1).double(), signal, error, amax])
+
+
+def _row(key: tuple[int, str, str, str], sums: list[float]) -> Row:
+    (step, layer, role, how), (elements, nonfinite, overflow, underflow, saturated, signal, error, amax) = key, sums
+    share = 1 / elements if elements else 0.0
+    ratio = math.nan if signal == 0 else math.inf if error == 0 else 10 * math.log10(signal / error)
+    return Row(
+        step=step, layer=layer, role=role, cast=how, elements=int(elements), nonfinite=int(nonfinite), amax=amax,
+        overflow=overflow * share, underflow=underflow * share, saturated=saturated * share, sqnr=ratio,
+    )  # fmt: skip
+
+
+def _badness(by: str, row: Row) -> tuple[bool, float]:
+    """Rows without a figure come last."""
+    value = getattr(row, by)
+    return math.isnan(value), value if by == "sqnr" else -value
+
+
+# -- text and image --------------------------------------------------------------------------------------------------
+def written(row: Row) -> tuple[str, ...]:
+    """The cells of a row, below ``HEAD``."""
+    return tuple(format(getattr(row, name), style) for _, name, style in _COLUMNS)
+
+
+def _draw(rows: Iterable[Row], path: str | Path) -> None:
+    """As ``Watch.plot``."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("train.watch: a plot needs matplotlib: pip install matplotlib") from None
+    found: dict[str, dict[str, dict[int, Row]]] = {}
+    for row in rows:
+        found.setdefault(row.role, {}).setdefault(row.layer, {})[row.step] = row
+    if not found:
+        raise ValueError("train.watch: no step was watched, so there is nothing to draw; train with the watch open")
+    roles, layers = sorted(found), sorted({layer for by_layer in found.values() for layer in by_layer})
+    figure = Figure(figsize=(4 * len(roles), 4 + 0.14 * len(layers)), layout="constrained")
+    top, bottom = figure.subplots(2, len(roles), squeeze=False, height_ratios=(3, 1 + 0.14 * len(layers)))
+    most = max(row.underflow for by_layer in found.values() for steps in by_layer.values() for row in steps.values())
+    for role, lines, heat in zip(roles, top, bottom, strict=True):
+        _draw_lines(lines, role, found[role])
+        shown = _draw_heat(heat, layers, found[role], max(100 * most, 1e-3))
+    top[0].set_ylabel("SQNR, dB")
+    bottom[0].set_yticks(range(len(layers)), layers, fontsize=5)
+    figure.colorbar(shown, ax=list(bottom), label="underflow, %")
+    write_atomically(Path(path), lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+def _draw_lines(axes: Axes, role: str, by_layer: dict[str, dict[int, Row]]) -> None:
+    worst = min(by_layer, key=lambda layer: min(_badness("sqnr", row) for row in by_layer[layer].values()))
+    for layer, steps in by_layer.items():
+        named = {"label": f"worst: {layer}", "lw": 1.5} if layer == worst else {"lw": 0.7, "alpha": 0.5}
+        axes.plot(list(steps), [row.sqnr for row in steps.values()], marker=".", **named)
+    axes.set_title(role, loc="left")
+    axes.set_xlabel("step")
+    axes.legend(fontsize=6)
+
+
+def _draw_heat(axes: Axes, layers: list[str], by_layer: dict[str, dict[int, Row]], most: float) -> Any:
+    steps = sorted({step for rows in by_layer.values() for step in rows})
+    held = [by_layer.get(layer, {}) for layer in layers]
+    shares = [[100 * rows[step].underflow if step in rows else math.nan for step in steps] for rows in held]
+    axes.set_yticks([])
+    axes.set_xticks(range(len(steps)), [str(step) for step in steps], rotation=90, fontsize=5)
+    axes.set_xlabel("step")
+    return axes.imshow(shares, aspect="auto", interpolation="nearest", vmin=0, vmax=most, cmap="magma_r")
