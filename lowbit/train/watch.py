@@ -55,8 +55,8 @@ class Row:
     of them were Inf or NaN before. ``amax``: the largest finite magnitude before. ``overflow``: the share that is not
     finite before or after. ``underflow``: the share that was not zero and became zero. ``saturated``: the share that
     has the least or the largest code and lies half a step or more beyond it, so that more than rounding is lost; 0 of
-    affine schemes, whose scales span what they quantize. ``sqnr``: 10 log10 of the sum of squares over that of errors, in dB,
-    of elements that are finite before and after; Inf without errors, NaN without elements other than 0.
+    affine schemes, whose scales span what they quantize. ``sqnr``: 10 log10 of the sum of squares over that of errors,
+    in dB, of elements that are finite before and after; Inf without errors, NaN without elements other than 0.
     """
 
     step: int
