@@ -54,7 +54,7 @@ class Row:
     ``role``: the operand, as ``Recipe.casts`` names it. ``elements``: how many were quantized. ``nonfinite``: how many
     of them were Inf or NaN before. ``amax``: the largest finite magnitude before. ``overflow``: the share that is not
     finite before or after. ``underflow``: the share that was not zero and became zero. ``saturated``: the share that
-    has the least or the largest code and lies half a step or more beyond it, so that more than rounding is lost; 0 of
+    has the least or the largest code and lies more than half a step beyond it, so that more than rounding is lost; 0 of
     affine schemes, whose scales span what they quantize. ``sqnr``: 10 log10 of the sum of squares over that of errors,
     in dB, of elements that are finite before and after; Inf without errors, NaN without elements other than 0.
     """
@@ -229,6 +229,10 @@ class _Observed:
 
     view: View | None
     look: Look
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the view's."""
+        return getattr(self.view, name)
 
     def quantize(self, x: Tensor, how: Cast, role: str, factors: Tensor | None = None) -> Quantized:
         if self.view is None:
