@@ -59,7 +59,7 @@ def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pendi
 
 @torch.library.custom_op("lowbit::train_record_", mutates_args=("pending",))
 def record_(pending: Tensor, magnitudes: Tensor) -> None:
-    """``pending``, fp32 ``[1]``, is at least each of ``magnitudes`` that is finite, so recording twice is recording once.
+    """``pending``, fp32 ``[1]``, is at least each of ``magnitudes`` that is finite, so recording twice changes nothing.
 
     ``record_eagerly`` is the same without the time that an op takes.
     """

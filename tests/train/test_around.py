@@ -1,4 +1,4 @@
-"""What models do around a layer in training: strides, numbers of rows, tied weights, attention, accumulation, autocast."""
+"""What models do around a layer in training: strides, rows, tied weights, attention, accumulation, autocast."""
 
 from __future__ import annotations
 
