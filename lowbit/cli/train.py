@@ -37,6 +37,8 @@ EPILOG = """
 
 `lowbit train --explain --precision fp16` — what is computed in what, and the bytes of a step; trains nothing
 
+`lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
+
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
 """
 
@@ -45,6 +47,7 @@ _PRECISION = (
     "fp32, bf16, fp16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
 )
 _OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and adamw8bit for recipes."
+_WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
 
 
 def train(
@@ -66,6 +69,7 @@ def train(
     vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary; 256 is bytes.")] = _MODEL.vocab,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = _TRAIN.save_every,
     eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
+    watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print what is computed in what, and stop.")] = False,
@@ -87,6 +91,7 @@ def train(
         recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),
         optimizer=optimizer,
         data=str(data.resolve()) if data else None,
+        watch=watch,
     )  # fmt: skip
     if explain:
         _explain(settings, json)
@@ -146,7 +151,8 @@ def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> N
             )
         (directory / "report.md").unlink(missing_ok=True)
         for precision in before.precisions:
-            experiment.state_path(directory, precision).unlink(missing_ok=True)
+            for path in (experiment.state_path(directory, precision), *report.watch_paths(directory, precision)):
+                path.unlink(missing_ok=True)
     settings.save(directory)
 
 
@@ -194,7 +200,7 @@ def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path
 
 def _flat(settings: experiment.Settings) -> dict[str, Any]:
     values = asdict(settings)
-    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data")}
+    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch")}
     return {**values["model"], **values["train"], **own}
 
 

@@ -51,7 +51,8 @@ SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
 class Settings:
     """All that a demo run depends on; precision, checkpointing and optimizer of ``train`` are set for each run.
 
-    ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes.
+    ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
+    from one look at the casts of recipes' runs to the next; 0: none.
     Raises: ValueError for an unknown optimizer or recipe, or a precision that is no recipe that trains.
     """
 
@@ -61,10 +62,13 @@ class Settings:
     recipes: tuple[str, ...] = INFERENCE_RECIPES
     optimizer: str | None = None
     data: str | None = None
+    watch: int = 0
 
     def __post_init__(self) -> None:
         if not (self.data is None or isinstance(self.data, str)):
             raise TypeError(f"data must be a path or None, got {shown(self.data)}")
+        if type(self.watch) is not int or self.watch < 0:
+            raise ValueError(f"watch counts steps, 0 or more, got {shown(self.watch)}")
         if self.optimizer is not None:
             optimizers.find(self.optimizer)
         for name in self.recipes:
@@ -91,6 +95,7 @@ class Settings:
                 recipes=tuple(saved["recipes"]),
                 optimizer=saved["optimizer"],
                 data=saved["data"],
+                watch=saved["watch"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -116,7 +121,7 @@ def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) 
     """A trainer for each precision, at its saved state when resuming and one is there."""
     for precision in settings.precisions:
         model = GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
-        trainer = Trainer(model, corpus, settings.of(precision), directory / precision)
+        trainer = Trainer(model, corpus, settings.of(precision), directory / precision, settings.watch)
         if resume and trainer.path.exists():
             trainer.load()
         yield trainer

@@ -29,7 +29,7 @@ from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.rss import peak_bytes
-from lowbit.train import LossScaler, mixed_, prepare_, state
+from lowbit.train import LossScaler, find_nonfinite, mixed_, prepare_, state, watch
 
 __all__ = ["FLOATS", "OUTSIDE", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate", "optimizer_of"]
 
@@ -176,9 +176,12 @@ def evaluate(model: nn.Module, windows: Tensor, batch: int = 16) -> float:
 
 
 class Trainer:
-    """One run of ``model`` on ``corpus`` as ``config`` says, with its state in ``directory``."""
+    """One run of ``model`` on ``corpus`` as ``config`` says, with its state in ``directory``.
 
-    def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path) -> None:
+    ``every``: steps from one look at the casts of a recipe's run to the next, which changes no bit of it; 0: none.
+    """
+
+    def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path, every: int = 0) -> None:
         self.model, self.corpus, self.config = model, corpus, config
         self.path = directory / STATE
         if config.recipe is not None:
@@ -191,6 +194,7 @@ class Trainer:
         self.scaler = LossScaler(enabled=config.floats == "fp16")
         if config.recipe is not None:
             state(model).attach(self.optimizer)
+        self.watch = watch(model, every) if every and config.recipe is not None else None
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
         self.history = History()
         self.step = 0
@@ -219,8 +223,16 @@ class Trainer:
     def _train_step(self) -> None:
         config, start = self.config, time.perf_counter()
         inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
+
+        def again() -> Tensor:
+            scaled: Tensor = self.scaler.scale(loss_of(self.model, inputs_BT, targets_BT))
+            return scaled
+
         loss = loss_of(self.model, inputs_BT, targets_BT)
         torch.autograd.backward(self.scaler.scale(loss))
+        self.history.train.append(loss.item())
+        if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
+            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for group in self.optimizer.param_groups:
@@ -228,25 +240,31 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.history.train.append(loss.item())
         skips = self.scaler.skipped > self.history.skipped
         self.history.skipped = self.scaler.skipped
         if self.scaler.gave_up or not (skips or math.isfinite(self.history.train[-1])):
-            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}")
+            self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         self.step += 1
         self.history.seconds += time.perf_counter() - start
         self.history.peak_bytes = max(self.history.peak_bytes, peak_bytes())
         if self.step % config.eval_every == 0 or self.step == config.steps:
-            held_out = evaluate(self.model, self.windows, config.batch)  # in the run's own precision
+            held_out = self._held_out_loss()
             self.history.held_out.append((self.step, held_out))
             if not math.isfinite(held_out):
-                self._fail(f"the held-out loss after {self.step} steps is {held_out}")
+                self._fail(f"the held-out loss after {self.step} steps is {held_out}", self._held_out_loss)
 
-    def _fail(self, what: str) -> NoReturn:
+    def _held_out_loss(self) -> float:
+        """In the run's own precision."""
+        return evaluate(self.model, self.windows, self.config.batch)
+
+    def _fail(self, what: str, again: Callable[[], Any]) -> NoReturn:
+        """Raise FloatingPointError, with what is the first to be not finite when ``again`` computes it once more."""
+        found = find_nonfinite(self.model, again)
         config, skipped = self.config, self.scaler.skipped
         steps = f", with {skipped} steps skipped by the loss scaler" if skipped else ""
         wider = "" if config.precision == "fp32" else f" or train in a wider format than {config.precision}"
-        raise FloatingPointError(f"{what}{steps}; lower the learning rate ({config.lr}){wider}")
+        first = "" if found is None else f": {found}"
+        raise FloatingPointError(f"{what}{steps}{first}; lower the learning rate ({config.lr}){wider}")
 
     @property
     def tokens_per_second(self) -> float:
@@ -267,6 +285,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "random": torch.get_rng_state(),
             "history": asdict(self.history),
+            "watch": None if self.watch is None else self.watch.state_dict(),
         }
         payload = io.BytesIO()
         torch.save(state, payload)
@@ -316,3 +335,5 @@ class Trainer:
         torch.set_rng_state(state["random"])
         self.step, self.history = state["step"], History(**state["history"])
         self.history.held_out = [(step, loss) for step, loss in self.history.held_out]
+        if self.watch is not None and state["watch"] is not None:
+            self.watch.load_state_dict(state["watch"])

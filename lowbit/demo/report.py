@@ -18,6 +18,7 @@ from lowbit.demo.optimizers import state_bytes
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.tables import markdown
+from lowbit.train.watch import HEAD, NUMBERS, Watch, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,18 +40,33 @@ _BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
 def write(
     directory: Path, settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
 ) -> Path:
-    """Write ``report.md``, ``report.json`` and, where matplotlib is installed, ``loss.png`` and ``recipes.png``.
+    """Write ``report.md``, ``report.json`` and, where matplotlib is installed, ``loss.png`` and ``recipes.png``; of
+    runs that were watched ``watch.json`` and ``watch.png``, each in its run's directory.
 
     Returns the path of ``report.md``.
     """
     plots = without_plots() is None
     if plots:
         _plots(directory, runs, rows)
+    for run, seen in _watched(runs):
+        data_path, plot_path = watch_paths(directory, run.config.precision)
+        seen.to_json(data_path)
+        if plots:
+            seen.plot(plot_path)
     data = json.dumps(as_json(settings, corpus, runs, rows), indent=2).encode() + b"\n"
     write_atomically(directory / "report.json", lambda file: file.write(data))
     text = "\n".join(_markdown(settings, corpus, runs, rows, command, plots)).encode() + b"\n"
     write_atomically(directory / "report.md", lambda file: file.write(text))
     return directory / "report.md"
+
+
+def watch_paths(directory: Path, precision: str) -> tuple[Path, Path]:
+    """Where the rows and the plot of a watched run go."""
+    return directory / precision / "watch.json", directory / precision / "watch.png"
+
+
+def _watched(runs: list[Trainer]) -> list[tuple[Trainer, Watch]]:
+    return [(run, run.watch) for run in runs if run.watch is not None and run.watch.rows]
 
 
 def without_plots() -> str | None:
@@ -90,6 +106,7 @@ def _markdown(
         "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing). "
         "Bytes of an optimizer are those of its states; weights and gradients take 4 each.",
         "",
+        *[line for run, seen in _watched(runs) for line in _losses_of_casts(run, seen, plots)],
         f"## The {runs[0].config.precision} run, quantized",
         "",
         *(["![perplexity, size and speed of each recipe](recipes.png)", ""] if plots else []),
@@ -186,6 +203,22 @@ def _skips(runs: list[Trainer]) -> list[str]:
             f"overflowed; the scale of its loss ends at {run.scaler.get_scale():g}.",
             "",
         )
+    ]
+
+
+def _losses_of_casts(run: Trainer, seen: Watch, plots: bool) -> list[str]:
+    """The section of a watched run: a plot, and the ten casts that lost the most in the last step watched."""
+    precision, worst = run.config.precision, seen.worst(10)
+    data, plot = watch_paths(Path(), precision)
+    return [
+        f"## What the casts of the {precision} run lose",
+        "",
+        *([f"![SQNR and underflow of each layer and operand]({plot.as_posix()})", ""] if plots else []),
+        markdown(HEAD, map(written, worst), numbers=NUMBERS),
+        "",
+        f"The worst by SQNR in step {worst[0].step}. All layers and operands, every {seen.every} steps, are in "
+        f"[{data.as_posix()}]({data.as_posix()}).",
+        "",
     ]
 
 

@@ -6,13 +6,14 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from lowbit.convert.report import LayerReport, Report
@@ -108,6 +109,8 @@ def mixed_(
     option that finds nothing to change or parameters that it cannot change; TypeError for what is no module.
     """
     check_model(model)
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("train.mixed_: expected the plain model, got what torch.compile made; call mixed_ before it")
     if precision not in PRECISIONS:
         raise ValueError(f"train.mixed_: precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     before = _setting(model)
@@ -116,10 +119,8 @@ def mixed_(
             f"train.mixed_: the model computes in mixed {before.precision} already; call lowbit.train.unmixed_(model) "
             f"first"
         )
-    dtype, size = PRECISIONS[precision], model_bytes(model)
-    layers, left = _layers(model)
-    held = {name: _bytes(layer) for name, (layer, _) in layers.items()}
-    copies = _to_store(model, layers, dtype) if working_copies else {}
+    dtype, sizes, left = PRECISIONS[precision], _sizes(model), _to_leave(model) if working_copies else {}
+    copies = _to_store(model, left, dtype) if working_copies else {}
     wide = bool(copies) and precision == "fp16" if fp32_gradients is None else fp32_gradients
     short = [p for p in model.parameters() if p.dtype in PRECISIONS.values() and p.requires_grad]
     if wide and not (short or copies):
@@ -127,25 +128,22 @@ def mixed_(
             "train.mixed_: fp32_gradients is for parameters in 16 bits, and the model has none: its gradients "
             "accumulate in fp32 already; leave it out, or give working_copies=True too"
         )
-    _require_plain([*short, *copies.values()] if wide else list(copies.values()))
+    _require_plain(model, [*short, *copies.values()] if wide else list(copies.values()))
     for param in copies.values():
         param.data = param.data.to(dtype)
     _put(model, _Setting(precision, tuple(copies), wide))
     if wide:
         _widen_gradients(model)
-    notes = ["floats in 16 bits come back in fp32", *_slowness(model, precision)]
-    rows = tuple(
-        LayerReport(name, type(layer).__name__, None, *_weights(layer, names), held[name], _bytes(layer))
-        for name, (layer, names) in layers.items()
-    )
-    done = f"multiply in {precision}"
-    return Report("train.mixed_", precision, rows, (), left, tuple(notes), size, model_bytes(model), done)
+    notes = ("floats in 16 bits come back in fp32", *_slowness(model, precision))
+    report = _report("train.mixed_", model, sizes, f"multiply in {precision}")
+    return replace(report, recipe=precision, left=left, notes=notes)
 
 
 def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
     """Make the forward of ``model`` what it was before ``mixed_``, in place, with parameters in fp32 again.
 
-    ``optimizer``: whose masters the weights of working copies become; without one they are the copies, in fp32.
+    ``optimizer``: whose masters the weights of working copies become; without one they are the copies, in fp32. Make
+    another afterwards, which takes this one's ``state_dict``.
     Raises ValueError, with the model untouched, for a model that is not mixed, whose forward was replaced since, or an
     optimizer without masters of its working copies.
     """
@@ -156,12 +154,10 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             "train.unmixed_: expected a model that lowbit.train.mixed_ changed and whose forward is still the one that "
             "it made; undo first what was done to model.forward since"
         )
-    size, params = model_bytes(model), dict(model.named_parameters())
+    sizes, params = _sizes(model), dict(model.named_parameters())
     copies = {name: params[name] for name in setting.copies}
     weights = {name: param.detach() if optimizer is None else _master(optimizer, name, param)
                for name, param in copies.items()}  # fmt: skip
-    layers, _ = _layers(model)
-    held = {name: _bytes(layer) for name, (layer, _) in layers.items()}
     for name, param in copies.items():
         param.grad, param.data = None, weights[name].float()
     made = vars(model).pop("forward")
@@ -170,12 +166,7 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     for param in model.parameters() if setting.fp32_gradients else ():
         if param.requires_grad and param.dtype in PRECISIONS.values():
             param.grad, param.grad_dtype = None, param.dtype
-    rows = tuple(
-        LayerReport(name, type(layer).__name__, None, *_weights(layer, names), held[name], _bytes(layer))
-        for name, (layer, names) in layers.items()
-    )
-    done = "multiply in their own dtype"
-    return Report("train.unmixed_", None, rows, bytes_before=size, bytes_after=model_bytes(model), done=done)
+    return _report("train.unmixed_", model, sizes, "multiply in their own dtype")
 
 
 # -- the forward ------------------------------------------------------------------------------------------------------
@@ -240,53 +231,61 @@ def _widen_gradients(model: nn.Module) -> None:
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
-def _layers(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, list[str]]], dict[str, str]]:
-    """Layers by name with the names of their matrices, and those left, with the reason."""
-    owners: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            owners.setdefault(id(param), []).append(module)
-    layers: dict[str, tuple[nn.Module, list[str]]] = {}
-    left: dict[str, str] = {}
+def _matrices(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
+    """By name, the layers that autocast runs in 16 bits, with their matrices; not those that have no shape yet."""
+    found = {}
     for path, module in model.named_modules():
         names = next((names for cls, names in _MATRICES.items() if isinstance(module, cls)), ())
-        mine = [name for name in names if module._parameters.get(name) is not None]
-        others = {type(o).__name__ for name in mine for o in owners[id(module._parameters[name])]
-                  if not isinstance(o, tuple(_MATRICES))}  # fmt: skip
-        if others:
-            left[path] = f"its weight is also that of {', '.join(sorted(others))}, and stays as it is"
-        elif mine:
-            layers[path] = module, mine
-    return layers, left
+        mine = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
+        if mine:
+            found[path] = module, mine
+    return found
 
 
-def _to_store(
-    model: nn.Module, layers: dict[str, tuple[nn.Module, list[str]]], dtype: torch.dtype
-) -> dict[str, nn.Parameter]:
+def _to_leave(model: nn.Module) -> dict[str, str]:
+    """By name, the layers whose matrices other modules compute with too, with the reason to leave them."""
+    others: dict[int, set[str]] = {}
+    for module in model.modules():
+        for param in () if isinstance(module, tuple(_MATRICES)) else module._parameters.values():
+            others.setdefault(id(param), set()).add(type(module).__name__)
+    return {
+        path: f"its weight is also that of {', '.join(sorted(shared))}, and stays as it is"
+        for path, (_, mine) in _matrices(model).items()
+        if (shared := set().union(*(others.get(id(param), ()) for param in mine)))
+    }
+
+
+def _to_store(model: nn.Module, left: Container[str], dtype: torch.dtype) -> dict[str, nn.Parameter]:
     """By name, the parameters that become working copies."""
-    inside = {id(layer._parameters[name]) for layer, names in layers.values() for name in names}
+    inside = {id(param) for path, (_, mine) in _matrices(model).items() if path not in left for param in mine}
     found = {name: p for name, p in model.named_parameters() if id(p) in inside and p.dtype == torch.float32}
     if not found:
         raise ValueError(
             "train.mixed_: working_copies is for matrices in fp32 of Linear, convolutions and attention that no other "
-            "module shares, and the model has none; leave it out"
+            "module shares, and the model has none; leave it out, or run a forward first if its layers are lazy"
         )
+    largest = torch.finfo(dtype).max
     for name, param in found.items():
         if param.grad is not None:
             raise ValueError(f"train.mixed_: {name} has a gradient in fp32; call optimizer.zero_grad() first")
-        if not is_dtensor(param) and not param.is_meta and bool((param.detach().abs() > torch.finfo(dtype).max).any()):
+        if not param.is_meta and bool((local(param).abs() > largest).any()):
             raise ValueError(
-                f"train.mixed_: {name} holds numbers beyond {dtype}, whose largest is {torch.finfo(dtype).max:g}; "
-                f"use 'bf16'"
+                f"train.mixed_: {name} holds numbers beyond {dtype}, whose largest is {largest:g}; use 'bf16'"
             )
     return found
 
 
-def _require_plain(params: Iterable[Tensor]) -> None:
+def _require_plain(model: nn.Module, params: list[Tensor]) -> None:
+    """Raises ValueError for parameters that something else has laid out by their dtype."""
     if any(is_dtensor(param) for param in params):
         raise ValueError(
             "train.mixed_: expected plain parameters for working_copies and fp32_gradients, got shards (DTensor); call "
             "mixed_ before fully_shard, or leave the options to its MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+        )
+    if params and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "train.mixed_: DistributedDataParallel has laid out gradients in the dtype that parameters had; call "
+            "mixed_ with working_copies before it"
         )
 
 
@@ -301,15 +300,19 @@ def _master(optimizer: torch.optim.Optimizer, name: str, param: Tensor) -> Tenso
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
-def _bytes(layer: nn.Module) -> int:
-    return tensor_bytes(t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None)
+def _sizes(model: nn.Module) -> tuple[int, dict[str, int]]:
+    """Bytes of the model, and of each layer by name."""
+    layers = {path: (*layer.parameters(), *layer.buffers()) for path, (layer, _) in _matrices(model).items()}
+    return model_bytes(model), {path: tensor_bytes(tensors) for path, tensors in layers.items()}
 
 
-def _weights(layer: nn.Module, names: Iterable[str]) -> tuple[int, float]:
-    """How many numbers a layer's matrices have, and bits of each."""
-    held = [local(layer._parameters[name]) for name in names]  # type: ignore[arg-type]
-    count = sum(t.numel() for t in held)
-    return count, 8 * sum(t.nbytes for t in held) / max(count, 1)
+def _report(what: str, model: nn.Module, before: tuple[int, dict[str, int]], done: str) -> Report:
+    after, rows = _sizes(model), []
+    for path, (layer, mine) in _matrices(model).items():
+        count = sum(p.numel() for p in mine)
+        bits = 8 * tensor_bytes(mine) / max(count, 1)
+        rows.append(LayerReport(path, type(layer).__name__, None, count, bits, before[1][path], after[1][path]))
+    return Report(what, None, tuple(rows), bytes_before=before[0], bytes_after=after[0], done=done)
 
 
 def _slowness(model: nn.Module, precision: str) -> list[str]:

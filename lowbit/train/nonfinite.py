@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,8 @@ class NonFinite:
     """Where a step first meets Inf or NaN; printed, it is a sentence.
 
     ``path`` and ``kind``: the module's name in the model and its class. ``role``: ``input``, ``output``, ``loss``,
-    ``grad_output``, ``grad_input``, a parameter's name such as ``weight``, its gradient such as ``grad_weight``, or of a
-    TrainLinear the operand of a product, such as ``grad_weight.a``. ``told``: the row of the table of sentences.
+    ``grad_output``, ``grad_input``, a parameter's name such as ``weight``, its gradient such as ``grad_weight``, or of
+    a TrainLinear the operand of a product, such as ``grad_weight.a``. ``told``: the row of the table of sentences.
     ``elements``: how many the tensor has; ``nans`` and ``infs`` of them are NaN and Inf.
     """
 
@@ -109,6 +109,9 @@ class _Marked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         ctx.look(grad)
         return grad, None
+
+
+_marked = cast(Callable[[Tensor, Callable[[Tensor], None]], Tensor], _Marked.apply)
 
 
 class _Search:
@@ -174,7 +177,7 @@ class _Search:
             if not isinstance(x, Tensor) or not x.requires_grad:
                 return x
             if id(x) not in marked:  # what is one tensor to the module stays one
-                marked[id(x)] = _Marked.apply(x, look)
+                marked[id(x)] = _marked(x, look)
             return marked[id(x)]
 
         changed: tuple[Any, Any] = pytree.tree_map(mark, (args, kwargs))

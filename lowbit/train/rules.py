@@ -36,10 +36,9 @@ def refuses(cast: Cast, role: str) -> str | None:
         return None
     if cast.rounding != "nearest":
         return f"rule={cast.rule!r} may clip, which makes stochastic rounding biased; say rule='amax'"
-    if cast.scheme.scale_format.name not in _OFFSETS:
-        return (
-            f"scales are searched among codes (e4m3, e8m0), and {cast.scheme} has {cast.scheme.scale_format.name} ones"
-        )
+    found = cast.scheme.scale_format.name
+    if found not in _OFFSETS:
+        return f"rule={cast.rule!r} tries codes of scales (e4m3, e8m0), and {cast.scheme} has {found} ones"
     return None
 
 

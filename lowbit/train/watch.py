@@ -7,7 +7,7 @@ of training, and follows stochastic rounding, delayed scales and scales that are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -54,9 +54,9 @@ class Row:
     ``role``: the operand, as ``Recipe.casts`` names it. ``elements``: how many were quantized. ``nonfinite``: how many
     of them were Inf or NaN before. ``amax``: the largest finite magnitude before. ``overflow``: the share that is not
     finite before or after. ``underflow``: the share that was not zero and became zero. ``saturated``: the share that
-    has the largest code and lies beyond it by more than half a step, so that more than rounding is lost; 0 of affine
-    schemes, whose scales span what they quantize. ``sqnr``: 10 log10 of the sum of squares over that of errors, in dB,
-    of elements that are finite before and after; Inf without errors, NaN without elements other than 0.
+    has the least or the largest code and lies half a step or more beyond it, so that more than rounding is lost; 0 of
+    affine schemes, whose scales span what they quantize. ``sqnr``: 10 log10 of the sum of squares over that of errors,
+    in dB, of elements that are finite before and after; Inf without errors, NaN without elements other than 0.
     """
 
     step: int
@@ -193,11 +193,12 @@ class Watch:
         write_json(Path(path), {"every": self.every, "rows": rows})
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, for a run that goes on later."""
-        return {"rows": [asdict(row) for row in self.rows]}
+        """The rows and the step, for a run that goes on later."""
+        return {"step": self._state.step, "rows": [asdict(row) for row in self.rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with these rows."""
+        """Begin with these rows, and at that step, which a model whose recipes need no State does not save."""
+        self._state.step = state["step"]
         self._before, self._sums = [Row(**row) for row in state["rows"]], {}
 
     def plot(self, path: str | Path) -> None:
@@ -245,10 +246,14 @@ def observed(view: View | None, look: Look) -> View:
 
 
 @cache
-def _clip(format: Format) -> float:
-    """The magnitude, as a multiple of the largest, from which half a step more would be another code, if there were."""
-    below = max(value for value in format.table if value < format.max)
-    return 1 + (format.max - below) / (2 * format.max)
+def _ends(format: Format) -> tuple[tuple[float, float], ...]:
+    """The least and the largest value, each with the multiple of it that lies half a step farther out.
+
+    The end that is 0 of unsigned formats is none.
+    """
+    values = sorted({value for value in format.table if math.isfinite(value)})
+    ends = ((values[0], values[1]), (values[-1], values[-2]))
+    return tuple((end, 1 + abs(end - inner) / (2 * abs(end))) for end, inner in ends if end)
 
 
 def _sums(x: Tensor, q: Quantized) -> Tensor:
@@ -257,12 +262,14 @@ def _sums(x: Tensor, q: Quantized) -> Tensor:
     finite = given.isfinite()
     both = finite & made.isfinite()
     codes = decode(unpack(q.codes, format.bits, tuple(q.shape)), format)
-    beyond = (codes.abs() == format.max) & (given.abs() > made.abs() * _clip(format)) & both
+    beyond = torch.zeros_like(both)
+    for end, clip in () if q.scheme.affine else _ends(format):
+        beyond |= (codes == end) & (given.abs() > made.abs() * clip) & both
     zeroed = (given != 0) & (made == 0) & both
     error = torch.where(both, given - made, 0.0).square().sum()
     signal = torch.where(both, given, 0.0).square().sum()
     amax = torch.where(finite, given.abs(), 0.0).amax() if x.numel() else given.new_zeros(())
-    counts = torch.stack([~finite, ~both, zeroed, beyond if not q.scheme.affine else torch.zeros_like(both)])
+    counts = torch.stack([~finite, ~both, zeroed, beyond])
     elements = given.new_full((), x.numel())
     return torch.stack([elements, *counts.flatten(1).sum(1).double(), signal, error, amax])
 
@@ -289,7 +296,7 @@ def written(row: Row) -> tuple[str, ...]:
     return tuple(format(getattr(row, name), style) for _, name, style in _COLUMNS)
 
 
-def _draw(rows: Iterable[Row], path: str | Path) -> None:
+def _draw(rows: Sequence[Row], path: str | Path) -> None:
     """As ``Watch.plot``."""
     try:
         from matplotlib.figure import Figure
@@ -300,10 +307,10 @@ def _draw(rows: Iterable[Row], path: str | Path) -> None:
         found.setdefault(row.role, {}).setdefault(row.layer, {})[row.step] = row
     if not found:
         raise ValueError("train.watch: no step was watched, so there is nothing to draw; train with the watch open")
-    roles, layers = sorted(found), sorted({layer for by_layer in found.values() for layer in by_layer})
+    roles, layers = list(found), list(dict.fromkeys(row.layer for row in rows))
     figure = Figure(figsize=(4 * len(roles), 4 + 0.14 * len(layers)), layout="constrained")
     top, bottom = figure.subplots(2, len(roles), squeeze=False, height_ratios=(3, 1 + 0.14 * len(layers)))
-    most = max(row.underflow for by_layer in found.values() for steps in by_layer.values() for row in steps.values())
+    most = max(row.underflow for row in rows)
     for role, lines, heat in zip(roles, top, bottom, strict=True):
         _draw_lines(lines, role, found[role])
         shown = _draw_heat(heat, layers, found[role], max(100 * most, 1e-3))

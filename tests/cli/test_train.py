@@ -75,6 +75,21 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
     assert "exists" in run(*quantize, code=1)
 
 
+def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
+    pytest.importorskip("matplotlib")
+    directory = tmp_path / "run"
+    few = ("--steps", "6", "--recipe", "int8", "--precision", "bf16", "--precision", "mxfp8", "--watch", "3")
+    run("train", "--out", str(directory), *TINY, *few)
+    report = (directory / "report.md").read_text()
+    assert "## What the casts of the mxfp8 run lose" in report and "The worst by SQNR in step 3." in report
+    assert (directory / "mxfp8" / "watch.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((directory / "mxfp8" / "watch.json").read_text())["rows"]
+    assert {row["step"] for row in rows} == {0, 3} and not (directory / "bf16" / "watch.json").exists()
+    assert "goes on with watch 3, not 2" in run("train", "--out", str(directory), "--resume", "--watch", "2", code=1)
+    run("train", "--out", str(directory), *TINY, *few[:-2], "--overwrite")
+    assert not list(directory.glob("*/watch.*"))
+
+
 def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
     from lowbit.demo import report
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -638,3 +639,45 @@ def test_a_signal_in_the_last_step_stops_too(corpus, tmp_path, monkeypatch, mome
     resumed = made(corpus, tmp_path, precision="fp32", steps=2)
     resumed.load()
     assert resumed.run().train == trainer.history.train
+
+
+# -- watched ---------------------------------------------------------------------------------------------------------
+def test_a_watched_run_has_the_bits_of_a_run_and_its_rows_go_on_after_a_stop(corpus, tmp_path):
+    def trainer(name: str, every: int) -> Trainer:
+        config = replace(SHORT, precision="fp8", checkpointing=True, save_every=6)
+        return Trainer(GPT(TINY, seed=config.seed), corpus, config, tmp_path / name, every)
+
+    plain, watched = trainer("plain", 0), trainer("watched", 4)
+    assert plain.run().train == watched.run().train and plain.watch is None
+    assert sorted({row.step for row in watched.watch.rows}) == [0, 4, 8, 12, 16]
+
+    class Stopped(Exception):
+        pass
+
+    def stop(now: Trainer) -> None:
+        if now.step == 9:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        trainer("stopped", 4).run(stop)
+    again = trainer("stopped", 4)
+    again.load()
+    assert again.step == 6
+    again.run()
+    assert list(map(repr, again.watch.rows)) == list(map(repr, watched.watch.rows))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_a_run_that_fails_names_the_layer(corpus, tmp_path, precision):
+    trainer = made(corpus, tmp_path, precision=precision)
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.run(lambda now: spoil(now.model) if now.step == 2 else None)
+    told = str(caught.value)
+    assert told.startswith("the loss at step 2 is nan: weight of blocks.1."), told
+    assert "has 1 NaN among" in told and "lower the learning rate" in told
+
+
+def spoil(model: GPT) -> None:
+    """One NaN in the first matrix of the second block."""
+    with torch.no_grad():
+        next(p for p in model.blocks[1].parameters() if p.ndim > 1)[0, 0] = float("nan")

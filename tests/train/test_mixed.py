@@ -296,7 +296,8 @@ def test_matrices_are_stored_in_16_bits_and_the_rest_in_fp32():
     assert short == {"mix.weight", "attention.in_proj_weight", "attention.out_proj.weight", "conv.weight"}
     assert report.left == {"head": "its weight is also that of Embedding, and stays as it is"}
     assert report.bytes_before - report.bytes_after == 2 * sum(model.get_parameter(name).numel() for name in short)
-    lb.train.mixed_(same, "bf16")
+    plain = lb.train.mixed_(same, "bf16")
+    assert plain.converted == ("mix", "head", "attention", "attention.out_proj", "conv") and plain.left == {}
     assert same_bits(model(tokens), same(tokens)), "products see the numbers that autocast makes"
 
 
@@ -310,6 +311,21 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: lb.train.L
         scaler.step(optimizer)
         scaler.update()
     return loss.item()
+
+
+def test_an_optimizer_made_after_the_way_back_takes_the_state_of_the_one_before():
+    model = Model()
+    lb.train.mixed_(model, "bf16", working_copies=True)
+    before = lb.optim.AdamW(model.parameters(), lr=1e-3, bits=32, master="fp32")
+    steps(model, before, lb.train.LossScaler(enabled=False), 3)
+    masters = [before.state[p].get("master", p).detach().clone() for p in model.parameters()]
+    lb.train.unmixed_(model, before)
+    assert all(same_bits(p.detach(), m) for p, m in zip(model.parameters(), masters, strict=True))
+    after = lb.optim.AdamW(model.parameters(), lr=1e-3, bits=32)
+    with pytest.warns(UserWarning, match=r"master weights \(fp32\) are dropped"):
+        after.load_state_dict(before.state_dict())
+    steps(model, after, lb.train.LossScaler(enabled=False), 1)
+    assert {int(state["step"]) for state in after.state.values()} == {4}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -392,6 +408,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     refused("the model must be an nn.Module, got list", [], error=TypeError)
     refused("fp32_gradients is for parameters in 16 bits", model, fp32_gradients=True)
     refused("working_copies is for matrices in fp32", nn.LayerNorm(4), working_copies=True)
+    refused("run a forward first if its layers are lazy", nn.LazyLinear(4), working_copies=True)
+    refused("got what torch.compile made; call mixed_ before it", torch.compile(Model(), backend="eager"))
     model(torch.randn(3, 8)).sum().backward()
     refused("up.weight has a gradient in fp32; call optimizer.zero_grad", model, working_copies=True)
     model.zero_grad()
