@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lowbit.train import rules
 from lowbit.train.eden import random_hadamard
 from lowbit.train.state import View
 
-__all__ = ["Products", "low_precision_linear"]
+__all__ = ["Products", "WeightOperands", "low_precision_linear"]
 
 Side = Quantized | Tensor
 
@@ -135,6 +135,18 @@ class Products:
         return {role: how for role, how in casts.items() if not (self.share_g and role == "grad_weight.a")}
 
 
+class WeightOperands(NamedTuple):
+    """A weight as forward multiplies it, and the tensors that are kept of it for the gradient of the input."""
+
+    forward: Side
+    kept: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor, products: Products, view: View | None, keeps: bool) -> WeightOperands:
+        forward = _encoded(weight, products.weight, view, "output.b")
+        return cls(forward, _kept(products.grad_input, forward, weight, view) if keeps else ())
+
+
 class _LowPrecisionLinear(torch.autograd.Function):
     """The three products. Codes carry no gradient, so backward has no derivative, and raises for one.
 
@@ -153,25 +165,27 @@ class _LowPrecisionLinear(torch.autograd.Function):
         view: View | None,
         dtype: torch.dtype,
         keeps: bool,
+        operands: WeightOperands | None,
     ) -> tuple[Tensor, ...]:
         flat = x.reshape(-1, x.shape[-1])
         a = _encoded(flat, products.input, view, "output.a")
-        b = _encoded(weight, products.weight, view, "output.b")
+        b, kept = operands or WeightOperands.of(weight, products, view, keeps)
         # No view, as of torch's Linear: whoever works in place on it, or hooks it, may.
         y = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), [*x.shape[:-1], weight.shape[0]])
         if not keeps:
             return (y,)
-        return y, *_kept(products.grad_input, b, weight, view), *_kept(products.grad_weight, a, flat, view)
+        return y, *(kept if operands is None else ()), *_kept(products.grad_weight, a, flat, view)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
-        x, weight, bias, products, view, *_ = inputs
+        x, weight, bias, products, view, _, _, operands = inputs
         ctx.backend, ctx.products, ctx.view = backend_now(), products, view
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         wants_x, wants_w = ctx.needs_input_grad[:2]
-        split = 1 + _parts_of(products.grad_input)
-        of_weight = output[1:split] if products.grad_input.kept else (weight,)
+        split = 1 + (_parts_of(products.grad_input) if operands is None else 0)
+        made = output[1:split] if operands is None else operands.kept
+        of_weight = made if products.grad_input.kept else (weight,)
         of_x = output[split:] if products.grad_weight.kept else (x,)
         ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
         ctx.split = len(of_weight) if wants_x else 0
@@ -182,7 +196,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 7
+            return (None,) * 8
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0]).contiguous()  # so that the bias's sum has one order, whatever the strides
@@ -201,7 +215,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_w, grad_bias, None, None, None, None
+        return grad_x, grad_w, grad_bias, *[None] * 5
 
 
 _forward: Any = _LowPrecisionLinear.forward
@@ -210,11 +224,19 @@ _apply = cast(Callable[..., tuple[Tensor, ...]], _LowPrecisionLinear.apply)
 
 
 def low_precision_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, view: View | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    products: Products,
+    view: View | None,
+    dtype: torch.dtype,
+    operands: WeightOperands | None = None,
 ) -> Tensor:
-    """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``; ``view``: of the training state, for products that are
-    ``stateful``."""
-    y: Tensor = _apply(x, weight, bias, products, view, dtype, torch.is_grad_enabled())[0]
+    """``x [..., K] @ weight [N, K].T + bias [N]`` in ``dtype``.
+
+    ``view``: of the training state, for products that are ``stateful``. ``operands``: of the weight, if they are there.
+    """
+    y: Tensor = _apply(x, weight, bias, products, view, dtype, torch.is_grad_enabled(), operands)[0]
     return y
 
 

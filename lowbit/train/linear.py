@@ -7,6 +7,7 @@ and the input is saved as the recipe says: by default as the codes that forward 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
 from lowbit.recipes import recipe as find_recipe
 from lowbit.train.ends import keep_ends
-from lowbit.train.gemms import Products, low_precision_linear
+from lowbit.train.gemms import Products, WeightOperands, low_precision_linear
+from lowbit.train.reuse import Reuse
 from lowbit.train.state import Place, State, View
 
 __all__ = ["TrainLinear", "convert_", "prepare_", "state"]
@@ -52,6 +54,7 @@ class TrainLinear(nn.Linear):
     state: State | None
     path: str
     places: dict[str, Place]
+    reuse: Reuse
     #: Within the steps that ``lowbit.train.watch`` looks at: makes the view of a call one that shows its casts.
     watcher: Callable[[View | None], View | None] | None = None
 
@@ -67,17 +70,24 @@ class TrainLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = find_recipe(recipe)
-        self.products, self.path, self.places = Products.of(self.recipe), "", {}
+        self.products, self.path, self.places, self.reuse = Products.of(self.recipe), "", {}, Reuse()
         vars(self)["state"] = None
 
     def forward(self, input: Tensor) -> Tensor:
         dtype, view = result_dtype(input), None
         if self.products.stateful:
             view = self._view(input.device)
-        if not torch.compiler.is_compiling() and self.watcher is not None:
-            view = self.watcher(view)
-        x = input.to(dtype) if self.products.input is None else input
-        return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype)
+        x, operands = input.to(dtype) if self.products.input is None else input, None
+        if not torch.compiler.is_compiling():
+            if self.watcher is not None:
+                view = self.watcher(view)
+            else:
+                operands = self.reuse.operands(self.weight, partial(self._operands, view))
+        return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype, operands)
+
+    def _operands(self, view: View | None) -> WeightOperands:
+        with torch.no_grad():
+            return WeightOperands.of(self.weight.detach(), self.products, view, True)
 
     def _view(self, device: torch.device) -> View:
         if self.state is None:
@@ -131,7 +141,7 @@ def prepare_(
         for layer, recipe in made.values():
             forget_bound_forward(layer)
             layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
-            layer.recipe, layer.products = recipe, products[recipe]
+            layer.recipe, layer.products, layer.reuse = recipe, products[recipe], Reuse()
         _share(State(), model, {paths[id(layer)]: layer for layer, _ in made.values()})
         sync_fused_kernels(model)
 
@@ -214,7 +224,7 @@ def convert_(model: nn.Module) -> Report:
         )
     for layer in prepared.values():
         forget_bound_forward(layer)
-        del layer.recipe, layer.products, layer.state, layer.path, layer.places
+        del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.places
         layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
     _unshare(model)
     sync_fused_kernels(model)

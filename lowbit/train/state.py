@@ -127,6 +127,7 @@ class State(nn.Module):
             held.zero_()
         if not torch.compiler.is_compiling():
             self._begun.clear()
+            self.layers.step_done()
 
     def next_micro_batch(self) -> None:
         """Another micro-batch begins, whose activations and gradients draw other random bits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakSet, ref
 
 import torch
@@ -41,6 +41,12 @@ class Layers:
     def belong_to(self, model: nn.Module) -> None:
         """``model`` is what was prepared."""
         self._model = ref(model)
+
+    def step_done(self) -> None:
+        """The optimizer has stepped: what layers keep of their weights is old."""
+        for layer in (one() for one in self._layers):
+            if isinstance(layer, nn.Linear):
+                cast(Any, layer).reuse.step_done(layer.weight)
 
     def leader(self) -> Tensor | None:
         """The parameter whose optimizer the State follows: the first layer's weight that trains now; where all are
