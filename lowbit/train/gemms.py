@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowbit.autograd import backend_now, on_backend
-from lowbit.functional import quantize, scaled_mm
+from lowbit.functional import scaled_mm
 from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
 from lowbit.scaling import Scheme, scheme
@@ -222,9 +222,7 @@ def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors:
     """``x``, times ``factors`` in fp32 if they are given, as ``how`` says."""
     if how is None:
         return x if factors is None else x * factors
-    if how.rule != "amax":
-        return rules.ruled(x if factors is None else x * factors, how)
-    return quantize(x, how.scheme, factors=factors) if view is None else view.quantize(x, how, role, factors)
+    return rules.quantized(x, how, factors) if view is None else view.quantize(x, how, role, factors)
 
 
 def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

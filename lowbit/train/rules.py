@@ -16,7 +16,7 @@ from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized, Scales
 
-__all__ = ["ROOM", "block_sums", "refuses", "ruled"]
+__all__ = ["ROOM", "block_sums", "quantized", "refuses", "ruled"]
 
 #: How far from the code of the nearest scale others are tried: from the largest element clipped to four fifths, up to
 #: where it takes 4 of FP4's 6.
@@ -40,6 +40,13 @@ def refuses(cast: Cast, role: str) -> str | None:
     if found not in _OFFSETS:
         return f"rule={cast.rule!r} tries codes of scales (e4m3, e8m0), and {cast.scheme} has {found} ones"
     return None
+
+
+def quantized(x: Tensor, cast: Cast, factors: Tensor | None = None) -> Quantized:
+    """``x [rows, cols]``, times ``factors`` in fp32, to nearest as a cast says that needs no training state."""
+    if cast.rule == "amax":
+        return quantize(x, cast.scheme, factors=factors)
+    return ruled(x if factors is None else x * factors, cast)
 
 
 def ruled(x: Tensor, cast: Cast) -> Quantized:

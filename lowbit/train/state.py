@@ -27,6 +27,7 @@ from lowbit.rounding import Rounding
 from lowbit.tensor.quantized import Quantized
 from lowbit.train.eden import corrected, random_signs
 from lowbit.train.moves import DATA, WEIGHT, advance_, derive_, next_micro_batch_, record_, record_eagerly
+from lowbit.train.rules import quantized
 from lowbit.train.steps import Layers, follow_steps
 
 __all__ = ["Place", "State", "View"]
@@ -353,6 +354,8 @@ class View:
         drawn = Rounding(self.keys[place.key], stream=place.stream)
         if cast.rounding == "eden":
             return corrected(x if factors is None else x * factors, cast.scheme, drawn)
+        if cast.rule != "amax":
+            return quantized(x, cast, factors)
         rounding = drawn if cast.rounding == "stochastic" else "nearest"
         if place.row is not None and factors is not None:
             x, factors = x * factors, None  # whose amax is remembered

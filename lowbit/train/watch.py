@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from lowbit.autograd import in_backward
 from lowbit.files import write_atomically, write_json
 from lowbit.formats import Format
-from lowbit.functional import decode, quantize, unpack
+from lowbit.functional import decode, unpack
 from lowbit.notice import warn
 from lowbit.recipes import Cast
 from lowbit.tables import aligned
 from lowbit.tensor.quantized import Quantized
 from lowbit.train.linear import TrainLinear, state
+from lowbit.train.rules import quantized
 from lowbit.train.state import View
 
 if TYPE_CHECKING:
@@ -230,18 +231,19 @@ class _Observed:
     view: View | None
     look: Look
 
-    def __getattr__(self, name: str) -> Any:
-        """All else is the view's."""
-        return getattr(self.view, name)
-
     def quantize(self, x: Tensor, how: Cast, role: str, factors: Tensor | None = None) -> Quantized:
         if self.view is None:
-            q = quantize(x, how.scheme, factors=factors)
+            q = quantized(x, how, factors)
         else:
             q = self.view.quantize(x, how, role, factors)
         if torch._C._functorch.maybe_current_level() is None:  # tensors of torch.func stand for many
             self.look(role, (x if factors is None else x * factors).detach(), how, q)
         return q
+
+    def signs(self, role: str, device: torch.device) -> Tensor:
+        """Those of the view, which recipes with random signs have."""
+        assert self.view is not None
+        return self.view.signs(role, device)
 
 
 def observed(view: View | None, look: Look) -> View:
