@@ -185,7 +185,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
             return (None,) * 7
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
-        g = grad.reshape(-1, w_shape[0])
+        g = grad.reshape(-1, w_shape[0]).contiguous()  # so that the bias's sum has one order, whatever the strides
         grad_x = grad_w = grad_bias = shared = None
         with on_backend(ctx.backend):
             if ctx.needs_input_grad[0]:

@@ -43,7 +43,7 @@ def next_micro_batch_(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: i
     _derive(keys, rng, micro_batch, replica)
 
 
-@torch.library.custom_op("lowbit::train_advance_", mutates_args=("keys", "rng", "micro_batch", "amax", "pending"))
+@torch.library.custom_op("lowbit::train_advance_", mutates_args=("keys", "rng", "micro_batch", "amax"))
 def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pending: Tensor, replica: int) -> None:
     """A step of the optimizer is done: the next one has other keys, and this one's magnitudes in its histories.
 
@@ -55,28 +55,26 @@ def advance_(keys: Tensor, rng: Tensor, micro_batch: Tensor, amax: Tensor, pendi
     _derive(keys, rng, micro_batch, replica)
     moved = torch.cat([pending[:, None], amax[:, :-1]], 1)
     amax.copy_(torch.where(pending[:, None] > 0, moved, amax))
-    pending.zero_()
 
 
 @torch.library.custom_op("lowbit::train_record_", mutates_args=("pending",))
-def record_(pending: Tensor, magnitudes: Tensor, row: int) -> None:
-    """``pending[row]`` is at least each of ``magnitudes`` that is finite, so recording twice is recording once.
+def record_(pending: Tensor, magnitudes: Tensor) -> None:
+    """``pending``, fp32 ``[1]``, is at least each of ``magnitudes`` that is finite, so recording twice changes nothing.
 
     ``record_eagerly`` is the same without the time that an op takes.
     """
-    record_eagerly(pending, magnitudes, row)
+    record_eagerly(pending, magnitudes)
 
 
 @record_.register_vmap
-def _record_all(info: Any, in_dims: Any, pending: Tensor, magnitudes: Tensor, row: int) -> tuple[None, None]:
-    record_(pending, magnitudes, row)
+def _record_all(info: Any, in_dims: Any, pending: Tensor, magnitudes: Tensor) -> tuple[None, None]:
+    record_(pending, magnitudes)
     return None, None
 
 
-def record_eagerly(pending: Tensor, magnitudes: Tensor, row: int) -> None:
+def record_eagerly(pending: Tensor, magnitudes: Tensor) -> None:
     """For code that is neither compiled nor transformed by torch.func, which refuses to change what it captured."""
-    held = pending[row]
-    held.copy_(torch.maximum(held, torch.where(magnitudes.isfinite(), magnitudes, 0.0).max()))
+    pending.copy_(torch.maximum(pending, torch.where(magnitudes.isfinite(), magnitudes, 0.0).max()))
 
 
 def _derive(keys: Tensor, rng: Tensor, micro_batch: Tensor, replica: int) -> None:

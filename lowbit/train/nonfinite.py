@@ -207,7 +207,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     layers = [module for module in model.modules() if isinstance(module, TrainLinear)]
     states = {id(layer.state): layer.state for layer in layers if layer.state is not None}.values()
-    moved = [(one, int(one.micro_batch), one.pending.clone()) for one in states]
+    moved = [(one, int(one.micro_batch), one.pending) for one in states]
     try:
         with torch.random.fork_rng():
             for param, _ in params:
@@ -222,5 +222,5 @@ def _kept(model: nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 buffer.copy_(value)
         for one, number, pending in moved:
-            one.pending.copy_(pending)
+            one.pending = pending
             one.set_micro_batch(number)

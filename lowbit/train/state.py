@@ -83,7 +83,8 @@ class State(nn.Module):
         self.register_buffer("streams", torch.zeros(0, dtype=torch.int64, device="cpu"), persistent=False)
         self.keys = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
         self.micro_batch = torch.tensor(-1, device="cpu")
-        self.pending = torch.zeros(0, device="cpu")
+        #: fp32 ``[1]`` for each operand, in memory of its own: of what a compiled block records in, no other writes.
+        self._pending: list[Tensor] = []
         self._replica: int | None = None
         self._steps: dict[str, int] = {}
         self._begun: list[tuple[int, Tensor]] = []
@@ -122,6 +123,8 @@ class State(nn.Module):
     def _advance(self) -> None:
         self._gather()
         advance_(self.keys, self.rng, self.micro_batch, self.amax, self.pending, self.replica)
+        for held in self._pending:
+            held.zero_()
         if not torch.compiler.is_compiling():
             self._begun.clear()
 
@@ -178,8 +181,10 @@ class State(nn.Module):
         None: the default group. Every rank calls it, and it is one all-reduce. Without a process group, and without
         delayed scaling, it does nothing.
         """
-        if len(self.pending) and processes() > 1:
-            dist.all_reduce(self.pending, dist.ReduceOp.MAX, group)
+        if self._pending and processes() > 1:
+            pending = self.pending
+            dist.all_reduce(pending, dist.ReduceOp.MAX, group)
+            self.pending = pending
 
     # -- what it says ----------------------------------------------------------------------------------------------
     @property
@@ -210,6 +215,16 @@ class State(nn.Module):
         return dist.get_rank() if processes() > 1 else 0
 
     @property
+    def pending(self) -> Tensor:
+        """fp32 ``[operands]``: the largest magnitude of each in the step under way."""
+        return torch.cat(self._pending) if self._pending else self.amax.new_zeros(0)
+
+    @pending.setter
+    def pending(self, magnitudes: Tensor) -> None:
+        for held, magnitude in zip(self._pending, magnitudes, strict=True):
+            held.fill_(magnitude)
+
+    @property
     def histories(self) -> dict[str, Tensor]:
         """By stream, the magnitudes of one operand: fp32 ``[steps]``, the newest first; 0 for a step not there yet."""
         return {stream: self.amax[row, :steps] for row, (stream, steps) in enumerate(self._steps.items())}
@@ -228,7 +243,7 @@ class State(nn.Module):
         amax[: len(self.amax), : self.amax.shape[-1]] = self.amax
         self.register_buffer("amax", amax, persistent=bool(rows))
         self.register_buffer("streams", self._crcs().to(amax.device), persistent=bool(rows))
-        self.pending = torch.cat([self.pending, self.pending.new_zeros(len(rows) - len(self.pending))])
+        self._pending += [amax.new_zeros(1) for _ in range(len(rows) - len(self._pending))]
         return {
             role: Place(crc32(stream.encode()), WEIGHT if role in _WEIGHT_ROLES else DATA, rows.get(stream))
             for role, stream in streams.items()
@@ -250,7 +265,7 @@ class State(nn.Module):
         if keys.device != device:
             keys, amax = keys.to(device), amax.to(device)
         # A clone made in a transform of torch.func is wrapped, and of no use in an autograd.Function that holds it.
-        return View(keys if _transformed() else keys.clone(), amax, self.pending, places, torch.is_grad_enabled())
+        return View(keys if _transformed() else keys.clone(), amax, self._pending, places, torch.is_grad_enabled())
 
     # -- as a module -----------------------------------------------------------------------------------------------
     def forward(self) -> None:
@@ -277,7 +292,8 @@ class State(nn.Module):
                 )
                 self.streams = own.to(self.streams.device)
             self.micro_batch.fill_(-1)
-            self.pending.zero_()
+            for held in self._pending:
+                held.zero_()
             self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,7 +315,7 @@ class State(nn.Module):
         device = self.rng.device
         if self.keys.device != device:
             self.keys, self.micro_batch = self.keys.to(device), self.micro_batch.to(device)
-            self.pending = self.pending.to(device)
+            self._pending = [held.to(device) for held in self._pending]
 
     def _restart(self) -> None:
         """Make the keys of what has been set."""
@@ -344,7 +360,7 @@ class View:
 
     keys: Tensor
     amax: Tensor
-    pending: Tensor
+    pending: list[Tensor]
     places: Mapping[str, Place]
     records: bool
 
@@ -377,7 +393,8 @@ class View:
         now = torch.linalg.vector_norm(x.detach(), torch.inf).float() if x.numel() else empty
         if self.records:
             record = record_ if torch.compiler.is_compiling() or _transformed() else record_eagerly
-            record(self.pending, now.to(self.pending.device), row)
+            held = self.pending[row]
+            record(held, now.to(held.device))
         past = self.amax[row, : cast.history].max()
         amax = torch.where(past > 0, past, now)
         scale = amax / torch.full_like(amax, cast.scheme.amax_divisor)

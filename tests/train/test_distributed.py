@@ -57,8 +57,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, which: 
 
 
 def _data_parallel(rank: int, path: Path) -> None:
-    model, optimizer, state = network()
-    state.attach(optimizer)
+    model, optimizer, state = network()  # the state follows the optimizer by itself, and reduces magnitudes
     wrapped = DDP(model)
     seen: list[tuple[int, Tensor]] = []
     model[2].register_forward_hook(lambda *_: seen.append((int(state.micro_batch), state.keys.clone())))

@@ -176,3 +176,14 @@ def test_forward_in_high_precision(recipe):
 def test_refusals(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-eden", "nvfp4:rule=search"])
+def test_watching_sees_every_operand_and_changes_no_bit(recipe):
+    layer, x = training_layer(64, 32, recipe), torch.randn(40, 64, requires_grad=True)
+    plain = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+    with lb.train.watch(layer, every=1) as watch:
+        layer.state.set_micro_batch(-1)
+        watched = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+    assert all(map(same_bits, plain, watched))
+    assert {row.role for row in watch.rows} == set(layer.recipe.casts(training=True))

@@ -46,7 +46,7 @@ def test_ops_declare_what_they_change():
     amax, pending = torch.rand(3, 5), torch.rand(3)
     torch.library.opcheck(torch.ops.lowbit.train_derive_, (keys, rng, number, 1))
     torch.library.opcheck(torch.ops.lowbit.train_next_micro_batch_, (keys, rng, number, 1))
-    torch.library.opcheck(torch.ops.lowbit.train_record_, (pending, torch.rand(2), 1))
+    torch.library.opcheck(torch.ops.lowbit.train_record_, (pending[:1], torch.rand(2)))
     torch.library.opcheck(torch.ops.lowbit.train_advance_, (keys, rng, number, amax, pending, 1))
 
 

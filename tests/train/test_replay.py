@@ -80,7 +80,7 @@ def run(recipe: str | lb.Recipe, way: str) -> list[Tensor]:
     """Losses and gradients of two steps of two micro-batches, which grow, and the weights in the end."""
     torch.manual_seed(0)
     model, seen = Model(way), []
-    lb.train.prepare_(model, recipe)
+    lb.train.prepare_(model, {"*.up": recipe, "*.down": recipe})  # by name: two blocks are the first and the last
     if way == "checkpoint_blocks_":
         checkpoint_blocks_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
