@@ -34,7 +34,7 @@ _DONE: dict[str, tuple[str | None, ...]] = {
 }  # fmt: skip
 
 #: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
-_TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
+_TRANSFORMS: dict[str | None, Callable[[Tensor, int, int], Tensor]] = {
     "hadamard": hadamard,
     "signed-hadamard": signed_hadamard,
 }
@@ -74,13 +74,11 @@ class Backward:
         if self.rotation is None or not isinstance(self.other, Cast):
             return matrix
         along_cols = is_g and self.role == "grad_input"
-        matrix = matrix if along_cols else matrix.t()
-        if self.other.transform == "random-hadamard":
-            assert view is not None
-            turned = random_hadamard(matrix, view.signs(self.g_role, matrix.device))
-        else:
-            turned = _TRANSFORMS[self.other.transform](matrix, self.rotation)
-        return turned if along_cols else turned.t()
+        if self.other.transform != "random-hadamard":
+            return _TRANSFORMS[self.other.transform](matrix, self.rotation, 1 if along_cols else 0)
+        assert view is not None
+        signs = view.signs(self.g_role, matrix.device)
+        return random_hadamard(matrix, signs) if along_cols else random_hadamard(matrix.t(), signs).t()
 
     @property
     def kept(self) -> Cast | None:
