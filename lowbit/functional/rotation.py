@@ -21,10 +21,11 @@ _CACHED = 1 << 16
 def hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
     """``x`` times the normalized Hadamard matrix of ``block``, in each block of ``block`` elements of an axis.
 
-    ``x``: float ``[..., K]``; the result has its shape and dtype. ``dim``: the last axis, or 0 of a matrix. The transform is its own inverse, up to rounding, and
-    products of two transformed operands are those of the plain ones. Where K is no multiple of ``block``, the rest is
-    transformed in blocks of the powers of two that it is the sum of, the largest first.
-    Computed in fp32, in one order of additions, so that bits are the same on every device and inside torch.compile.
+    ``x``: float ``[..., K]``; the result has its shape and dtype. ``dim``: the last axis, or 0 of a matrix. The
+    transform is its own inverse, up to rounding, and products of two transformed operands are those of the plain ones.
+    Where K is no multiple of ``block``, the rest is transformed in blocks of the powers of two that it is the sum of,
+    the largest first. Computed in fp32, in one order of additions, so that bits are the same on every device and inside
+    torch.compile.
     Raises ValueError for a ``block`` that is no power of two and for another axis; TypeError for what is no float
     tensor.
     Source: Tseng et al., QuIP#, arXiv 2402.04396; in blocks: arXiv 2509.23202.
