@@ -98,6 +98,7 @@ RUNS = (
     Run("int8-stochastic", "int8-stochastic"),
     Run("nvfp4", "nvfp4"),
     Run("nvfp4, all blocks", "nvfp4:ends=0"),
+    Run("nvfp4-eden, all blocks", "nvfp4-eden:ends=0"),
     Run("mxfp4", "mxfp4"),
     Run("mxfp8, scales rounded down", _mx("floor"), "changed"),
     Run("fp8, stochastic gradients", _gradients("fp8", rounding="stochastic"), "changed"),
@@ -107,6 +108,10 @@ RUNS = (
     Run("nvfp4, all blocks, nearest scales", _gradients("nvfp4:ends=0", scales="nearest"), "changed"),
     Run("nvfp4, all blocks, no Hadamard", _gradients("nvfp4:ends=0", transform=None), "changed"),
     Run("nvfp4, all blocks, 1-D weights", _narrow_weights(), "changed"),
+    Run("nvfp4, all blocks, four over six", "nvfp4:ends=0:rule=four-over-six", "changed"),
+    Run("nvfp4, all blocks, searched scales", "nvfp4:ends=0:rule=search", "changed"),
+    Run("nvfp4-eden, all blocks, four over six", "nvfp4-eden:ends=0:rule=four-over-six", "changed"),
+    Run("nvfp4-eden, all blocks, searched scales", "nvfp4-eden:ends=0:rule=search", "changed"),
 )
 #: What the larger model is trained in.
 LARGE = ("bf16", "fp8", "mxfp8", "int8", "nvfp4")

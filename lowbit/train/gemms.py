@@ -6,7 +6,7 @@ Axes: M tokens, K inputs, N outputs; ``x [M, K]``, ``w [N, K]``, ``y`` and its g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +34,7 @@ _DONE: dict[str, tuple[str | None, ...]] = {
 }  # fmt: skip
 
 #: What operands of backward products can go through first. Those of forward cannot: backward contracts other axes.
-_TRANSFORMS: dict[str | None, Callable[[Tensor, int], Tensor]] = {
+_TRANSFORMS: dict[str | None, Callable[[Tensor, int, int], Tensor]] = {
     "hadamard": hadamard,
     "signed-hadamard": signed_hadamard,
 }
@@ -74,13 +74,11 @@ class Backward:
         if self.rotation is None or not isinstance(self.other, Cast):
             return matrix
         along_cols = is_g and self.role == "grad_input"
-        matrix = matrix if along_cols else matrix.t()
-        if self.other.transform == "random-hadamard":
-            assert view is not None
-            turned = random_hadamard(matrix, view.signs(self.g_role, matrix.device))
-        else:
-            turned = _TRANSFORMS[self.other.transform](matrix, self.rotation)
-        return turned if along_cols else turned.t()
+        if self.other.transform != "random-hadamard":
+            return _TRANSFORMS[self.other.transform](matrix, self.rotation, 1 if along_cols else 0)
+        assert view is not None
+        signs = view.signs(self.g_role, matrix.device)
+        return random_hadamard(matrix, signs) if along_cols else random_hadamard(matrix.t(), signs).t()
 
     @property
     def kept(self) -> Cast | None:
@@ -96,7 +94,8 @@ class Products:
     """A training recipe with its schemes looked up, so that compiled code need not.
 
     ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
-    ``g``.
+    ``g``. ``one_weight``: all micro-batches of a step multiply the same operands of the weight; not where random signs,
+    which each draws anew, turn it with ``g``.
     """
 
     input: Cast | None
@@ -105,6 +104,7 @@ class Products:
     grad_weight: Backward
     stateful: bool
     share_g: bool
+    one_weight: bool
 
     @classmethod
     def of(cls, recipe: Recipe) -> Products:
@@ -127,7 +127,8 @@ class Products:
         g_role = "grad_input.a" if share_g else "grad_weight.a"
         grad_input = Backward.of("grad_input", recipe.grad_input, weight, "output.b", "grad_input.a")
         grad_weight = Backward.of("grad_weight", recipe.grad_weight, input, "output.a", g_role)
-        return cls(input, weight, grad_input, grad_weight, stateful, share_g)
+        turned = isinstance(grad_input.other, Cast) and grad_input.other.transform == "random-hadamard"
+        return cls(input, weight, grad_input, grad_weight, stateful, share_g, not turned)
 
     def casts(self, recipe: Recipe) -> dict[str, Cast]:
         """By role, the casts of ``recipe`` that are done: of one that both backward products share, the first."""
@@ -147,11 +148,14 @@ class WeightOperands(NamedTuple):
         return cls(forward, _kept(products.grad_input, forward, weight, view) if keeps else ())
 
 
-class _LowPrecisionLinear(torch.autograd.Function):
-    """The three products. Codes carry no gradient, so backward has no derivative, and raises for one.
+class _Operands(torch.autograd.Function):
+    """The operands of forward, and in backward the layer's gradients. Codes carry no gradient, so backward has no
+    derivative, and raises for one.
 
-    Forward returns the codes and scales that backward needs beside ``y``: that is how functions with a
-    ``setup_context``, which torch.func needs, pass on what they computed.
+    The first result is the product's place in the graph: it has its shape, and memory for one number. The others are
+    the codes and scales of the operands, and of those that backward multiplies where they are others: that is how
+    functions with a ``setup_context``, which torch.func needs, pass on what they computed. Because all that backward
+    needs is saved before there is a product, a checkpoint that recomputes a block stops before its last one.
     """
 
     generate_vmap_rule = True
@@ -164,29 +168,35 @@ class _LowPrecisionLinear(torch.autograd.Function):
         products: Products,
         view: View | None,
         dtype: torch.dtype,
-        keeps: bool,
         operands: WeightOperands | None,
     ) -> tuple[Tensor, ...]:
         flat = x.reshape(-1, x.shape[-1])
+        place = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], weight.shape[0])
         a = _encoded(flat, products.input, view, "output.a")
-        b, kept = operands or WeightOperands.of(weight, products, view, keeps)
-        # No view, as of torch's Linear: whoever works in place on it, or hooks it, may.
-        y = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), [*x.shape[:-1], weight.shape[0]])
-        if not keeps:
-            return (y,)
-        return y, *(kept if operands is None else ()), *_kept(products.grad_weight, a, flat, view)
+        others: tuple[Tensor, ...] = ()
+        made: tuple[Tensor, ...] = ()
+        if operands is None:
+            b, kept = WeightOperands.of(weight, products, view, True)
+            made, others = _parts(b), kept if products.grad_input.save == "operand" else ()
+        if products.grad_weight.save == "operand":
+            others += _kept(products.grad_weight, a, flat, view)
+        return place, *_parts(a), *made, *others
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
-        x, weight, bias, products, view, _, _, operands = inputs
+        x, weight, bias, products, view, _, operands = inputs
         ctx.backend, ctx.products, ctx.view = backend_now(), products, view
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
+        codes_x, rest = _split(output[1:], _count(products.input))
+        codes_weight, rest = _split(rest, 0 if operands else _count(products.weight))
+        ahead = operands is None and products.grad_input.save == "operand"
+        others_weight, others_x = _split(rest, _count(products.grad_input.kept) if ahead else 0)
+        of_weight = {"codes": codes_weight, "operand": others_weight}.get(products.grad_input.save, (weight,))
+        if operands is not None and products.grad_input.kept:
+            of_weight = operands.kept
+        of_x = {"codes": codes_x, "operand": others_x}.get(products.grad_weight.save, (x,))
         wants_x, wants_w = ctx.needs_input_grad[:2]
-        split = 1 + (_parts_of(products.grad_input) if operands is None else 0)
-        made = output[1:split] if operands is None else operands.kept
-        of_weight = made if products.grad_input.kept else (weight,)
-        of_x = output[split:] if products.grad_weight.kept else (x,)
         ctx.save_for_backward(*(of_weight if wants_x else ()), *(of_x if wants_w else ()))
         ctx.split = len(of_weight) if wants_x else 0
         ctx.shapes = (x.shape, weight.shape)
@@ -196,7 +206,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 8
+            return (None,) * 7
         products, view, saved = ctx.products, ctx.view, ctx.saved_tensors
         (shape, w_shape), (x_dtype, w_dtype, bias_dtype) = ctx.shapes, ctx.dtypes
         g = grad.reshape(-1, w_shape[0]).contiguous()  # so that the bias's sum has one order, whatever the strides
@@ -215,12 +225,49 @@ class _LowPrecisionLinear(torch.autograd.Function):
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 5
+        return grad_x, grad_w, grad_bias, *[None] * 4
 
 
-_forward: Any = _LowPrecisionLinear.forward
-_forward.__signature__ = inspect.signature(_forward)  # torch asks for it at every call, a fifth of a small layer's time
-_apply = cast(Callable[..., tuple[Tensor, ...]], _LowPrecisionLinear.apply)
+class _Forward(torch.autograd.Function):
+    """The product of forward at its ``place``, where its gradient goes on."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        place: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        operands: WeightOperands | None,
+        *codes: Tensor,
+    ) -> Tensor:
+        of_x, of_weight = _split(codes, _count(products.input))
+        flat = x.reshape(-1, x.shape[-1])
+        a = flat if products.input is None else _quantized(of_x, products.input, flat.shape, x.dtype)
+        b: Side = weight
+        if operands is not None:
+            b = operands.forward
+        elif products.weight is not None:
+            b = _quantized(of_weight[: _count(products.weight)], products.weight, weight.shape, weight.dtype)
+        return _multiplied(a, b, bias, place.shape, place.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.others = len(inputs) - 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, *[None] * ctx.others
+
+
+for _function in (_Operands, _Forward):  # torch asks for a signature at every call, a fifth of a small layer's time
+    _forward: Any = _function.forward
+    _forward.__signature__ = inspect.signature(_forward)
+_operands_of = cast(Callable[..., tuple[Tensor, ...]], _Operands.apply)
+_forward_of = cast(Callable[..., Tensor], _Forward.apply)
 
 
 def low_precision_linear(
@@ -236,8 +283,12 @@ def low_precision_linear(
 
     ``view``: of the training state, for products that are ``stateful``. ``operands``: of the weight, if they are there.
     """
-    y: Tensor = _apply(x, weight, bias, products, view, dtype, torch.is_grad_enabled(), operands)[0]
-    return y
+    if torch.is_grad_enabled():
+        place, *codes = _operands_of(x, weight, bias, products, view, dtype, operands)
+        return _forward_of(place, x, weight, bias, products, operands, *codes)
+    a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
+    b = _encoded(weight, products.weight, view, "output.b")
+    return _multiplied(a, b, bias, torch.Size((*x.shape[:-1], weight.shape[0])), dtype)
 
 
 def _encoded(x: Tensor, how: Cast | None, view: View | None, role: str, factors: Tensor | None = None) -> Side:
@@ -255,21 +306,39 @@ def _product(a: Side, b: Side, bias: Tensor | None, dtype: torch.dtype) -> Tenso
     return cast(Tensor, scaled_mm(a, b, bias, out_dtype=dtype))
 
 
-def _parts_of(product: Backward) -> int:
-    """How many tensors of the other operand's codes and scales are saved."""
-    if product.kept is None:
-        return 0
-    kind = product.kept.scheme
-    return 2 + kind.affine + (kind.global_scale is not None)
+def _multiplied(a: Side, b: Side, bias: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """``a @ b.T + bias`` in the shape of the result. No view, as of torch's Linear: whoever works in place on it, or
+    hooks it, may."""
+    y: Tensor = torch.ops.aten._unsafe_view(_product(a, b, bias, dtype), list(shape))
+    return y
+
+
+def _parts(side: Side) -> tuple[Tensor, ...]:
+    """The tensors of codes and scales; of a float operand none."""
+    return () if isinstance(side, Tensor) else tuple(side.parts.values())
+
+
+def _count(cast: Cast | None) -> int:
+    """How many they are of what is quantized so."""
+    return 0 if cast is None else 2 + cast.scheme.affine + (cast.scheme.global_scale is not None)
+
+
+def _split(tensors: Sequence[Tensor], first: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    return tuple(tensors[:first]), tuple(tensors[first:])
+
+
+def _quantized(parts: Sequence[Tensor], cast: Cast, shape: torch.Size, dtype: torch.dtype) -> Quantized:
+    """What ``_parts`` took apart."""
+    kind, rest = cast.scheme, list(parts[2:])
+    zero_point = rest.pop(0) if kind.affine else None
+    return Quantized(parts[0], parts[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
 
 
 def _kept(product: Backward, side: Side, matrix: Tensor, view: View | None) -> tuple[Tensor, ...]:
     """The saved codes and scales of ``matrix``, which forward multiplied as ``side``."""
     if product.save == "operand":
         side = _encoded(product.rotated(matrix, is_g=False, view=view), product.kept, view, f"{product.role}.b")
-    if product.kept is None or isinstance(side, Tensor):
-        return ()
-    return tuple(part for part in (side.codes, side.scale, side.zero_point, side.global_scale) if part is not None)
+    return () if product.kept is None else _parts(side)
 
 
 def _restored(
@@ -277,10 +346,8 @@ def _restored(
 ) -> Side:
     """The other operand as a matrix: what was saved, or forward's codes once more."""
     if product.kept is not None:
-        kind, rest = product.kept.scheme, list(saved[2:])
-        zero_point = rest.pop(0) if kind.affine else None
         shape = torch.Size((saved[0].shape[0], shape[1]))  # of more rows where a transform has whole vectors
-        return Quantized(saved[0], saved[1], zero_point, rest[0] if kind.global_scale else None, kind, shape, dtype)
+        return _quantized(saved, product.kept, shape, dtype)
     matrix = saved[0].reshape(shape)
     return matrix if product.save == "high" else _encoded(matrix, product.forward, view, product.forward_role)
 

@@ -81,7 +81,7 @@ class TrainLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             if self.watcher is not None:
                 view = self.watcher(view)
-            else:
+            elif self.products.one_weight:
                 operands = self.reuse.operands(self.weight, partial(self._operands, view))
         return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype, operands)
 

@@ -231,10 +231,6 @@ class _Observed:
     view: View | None
     look: Look
 
-    def __getattr__(self, name: str) -> Any:
-        """All else is the view's."""
-        return getattr(self.view, name)
-
     def quantize(self, x: Tensor, how: Cast, role: str, factors: Tensor | None = None) -> Quantized:
         if self.view is None:
             q = quantized(x, how, factors)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowbit as lb
+from lowbit.functional.rotation import signed_hadamard
 
 
 def sylvester(size: int) -> torch.Tensor:
@@ -65,6 +66,18 @@ def test_it_is_the_matrix_and_its_own_inverse(cols, block):
     leaf = x.float().requires_grad_()
     lb.hadamard(leaf, block).backward(grad.float())
     torch.testing.assert_close(leaf.grad.double(), grad @ matrix.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [1, 16, 32, 128])
+@pytest.mark.parametrize("turn", [lb.hadamard, signed_hadamard])
+def test_rows_are_transformed_as_columns_are(turn, block, dtype):
+    for rows, cols in ((1, 7), (0, 4), (37, 5), (16, 0), (100, 300), (700, 130)):
+        x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        for y in (x, x.t().contiguous().t()):
+            assert torch.equal(turn(y, block, 0), turn(x.t(), block).t()), (rows, cols)
+        leaf = x.clone().requires_grad_()
+        assert torch.equal(turn(leaf, block, 0), turn(x, block, 0))
 
 
 def test_no_columns_and_bad_input():

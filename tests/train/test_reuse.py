@@ -16,7 +16,7 @@ from lowbit.memory import checkpoint_blocks_
 from lowbit.train import gemms
 
 MICRO_BATCHES = 3
-RECIPES = ["fp8", "fp8-delayed", "mxfp8", "nvfp4:ends=0", "fp8:output=high"]
+RECIPES = ["fp8", "fp8-delayed", "mxfp8", "nvfp4:ends=0", "fp8:output=high", "nvfp4-eden:ends=0"]
 
 
 class Block(nn.Module):
@@ -72,7 +72,8 @@ def test_weights_are_encoded_once_a_step_and_no_bit_changes(recipe, checkpointed
         with encodings(monkeypatch) as made:
             step(net, optimizers[0], MICRO_BATCHES, number)
         once, forwards = 6, 6 * MICRO_BATCHES * (2 if checkpointed else 1)
-        assert len(made) == (once if number else forwards), number
+        turned = "eden" in recipe  # with random signs of each micro-batch
+        assert len(made) == (once if number and not turned else forwards), number
         step(other, optimizers[1], MICRO_BATCHES, number)
         for got, want in zip(net.parameters(), other.parameters(), strict=True):
             assert_same_bits(got.grad, want.grad, f"{recipe} step {number}")
