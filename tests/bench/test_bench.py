@@ -4,7 +4,6 @@ import csv
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from lowbit.checkout import adopt
@@ -125,19 +124,6 @@ def test_mixed_precision_is_measured_beside_fp32(tmp_path, monkeypatch):
     assert rows["bf16"][:2] == [4, 4] and rows["bf16"][5] < 1
     copies, wide = rows["bf16, working copies"], rows["bf16, working copies, gradients in fp32"]
     assert copies[0] == copies[1] == wide[0] < 4 == wide[1] and copies[3] == 16
-
-
-def test_a_peak_is_what_is_held_at_a_time():
-    from lowbit.bench.mixed import peak_bytes
-
-    def run() -> None:
-        a = torch.empty(1 << 20, dtype=torch.uint8)
-        b = torch.empty(2 << 20, dtype=torch.uint8)
-        del a
-        c = torch.empty(1 << 19, dtype=torch.uint8)
-        del b, c
-
-    assert peak_bytes(run) == 3 << 20
 
 
 def test_the_encoder_says_what_it_needs(tmp_path, monkeypatch):
