@@ -22,12 +22,17 @@ from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
 
-__all__ = ["backend_now", "in_backward", "on_backend"]
+__all__ = ["backend_now", "in_backward", "on_backend", "transformed"]
 
 
 def in_backward() -> bool:
     """Whether a backward pass runs this: a layer that is called there is recomputed by a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
 def backend_now() -> str | None:
