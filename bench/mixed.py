@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import lowbit as lb
 from lowbit.bench.timing import Budget, Case, Group, measure
@@ -90,26 +88,13 @@ class Training:
         return model_bytes(self.model) / count, grads / count, state_bytes(self.optimizer) / count
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that ``run`` has allocated at a time beyond what there was before it, by torch's allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    assert recorded.profiler is not None
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
 def table(config: GPTConfig) -> str:
     """A row a contender; their steps take turns."""
     trainings = {contender.name: Training(contender, config) for contender in CONTENDERS}
     cases = tuple(Case(name, training.step) for name, training in trainings.items())
     seconds = measure(Group("mixed", "step", "GPT", 0, 0, cases, ()), _BUDGET)
     base = next(iter(trainings))
-    peaks = {name: peak_bytes(training.step) for name, training in trainings.items()}
+    peaks = {name: lb.memory.allocated_peak(training.step) for name, training in trainings.items()}
     rows = []
     for name, training in trainings.items():
         held = training.held()

@@ -1,7 +1,8 @@
-"""Making a model fit: gradient checkpointing of blocks, and the process's high-water mark of memory."""
+"""Making a model fit: gradient checkpointing of blocks, and what a call or the process has held at most."""
 
 from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.models import find_blocks
 
-__all__ = ["checkpoint_blocks_", "find_blocks", "peak_bytes", "reset_peak"]
+__all__ = ["allocated_peak", "checkpoint_blocks_", "find_blocks", "peak_bytes", "reset_peak", "saved_bytes"]

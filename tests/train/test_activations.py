@@ -103,22 +103,6 @@ def block(recipe: str | None, compressed: bool, seed: int = 0) -> Block:
     return made
 
 
-def saved_bytes(run: Callable[[], Tensor], parameters: Iterator[nn.Parameter]) -> int:
-    """Bytes of the storages that a forward keeps for backward, each once, without those of the parameters."""
-    kept: dict[int, tuple[Tensor, int]] = {}
-    skipped = {p.untyped_storage().data_ptr() for p in parameters}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in skipped:
-            kept[storage.data_ptr()] = (t, storage.nbytes())  # held, so that no address comes twice
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return sum(size for _, size in kept.values())
-
-
 def test_a_block_keeps_less_than_two_thirds_of_bf16s_bytes():
     x = torch.randn(4, 32, 64)
     cos, sin = rope(torch.arange(32), 32, 10000.0)
@@ -126,7 +110,7 @@ def test_a_block_keeps_less_than_two_thirds_of_bf16s_bytes():
     def kept(recipe: str | None, compressed: bool) -> int:
         made = block(recipe, compressed)
         with torch.autocast("cpu", torch.bfloat16):
-            return saved_bytes(lambda: made(x.clone().requires_grad_() * 1, cos, sin), made.parameters())
+            return lb.memory.saved_bytes(lambda: made(x.clone().requires_grad_() * 1, cos, sin), made)
 
     bf16 = kept(None, False)
     assert kept("fp8", True) <= 0.65 * bf16

@@ -1,0 +1,62 @@
+"""What a call takes of memory by torch's own count, which other programs and freed pages do not disturb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["allocated_peak", "saved_bytes"]
+
+
+def allocated_peak(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """The most bytes that ``run()`` has allocated on ``device`` at a time, beyond what there was before it.
+
+    Bytes are those of torch's allocator: on a CPU by the profiler's events, on a CUDA device by the allocator's peak,
+    which starts again from what is held now. What kernels keep outside of it, such as scratch memory, is not seen.
+    ``run`` should free nothing of what there was before: on a CPU that is not seen, on CUDA it counts as less.
+    Raises ValueError for another kind of device.
+    """
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place)
+        before = torch.cuda.memory_allocated(place)
+        run()
+        return torch.cuda.max_memory_allocated(place) - before
+    if place.type != "cpu":
+        raise ValueError(
+            f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(place)!r}; measure there"
+        )
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    assert recorded.profiler is not None
+    events = recorded.profiler.kineto_results.events()
+    changes = [e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU]
+    now = peak = 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        now += change.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def saved_bytes(run: Callable[[], object], model: nn.Module) -> int:
+    """Bytes of the storages that a forward keeps for backward, each once, without the parameters of ``model``.
+
+    ``run()`` calls the model with gradients on. Copies of parameters, as autocast and recipes make, count; what a
+    checkpoint will recompute does not.
+    """
+    kept: dict[int, Tensor] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        address = t.untyped_storage().data_ptr()
+        if address not in parameters:
+            kept[address] = t  # held, so that no address comes twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
