@@ -17,11 +17,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lowbit.autograd import backend_now, on_backend, transformed
+from lowbit.autograd import backend_now, first_order, on_backend, transformed
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
@@ -236,7 +235,7 @@ class _FromCodes(torch.autograd.Function):
         return func(*args, **kwargs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
