@@ -37,6 +37,8 @@ EPILOG = """
 
 `lowbit train --explain --precision fp16` — what is computed in what, and the bytes of a step; trains nothing
 
+`lowbit train --precision bf16 --precision nvfp4 --tail 0.1` — 4 bits, and the last tenth of the steps in bf16
+
 `lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
 
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
@@ -47,6 +49,9 @@ _PRECISION = (
     "fp32, bf16, fp16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
 )
 _OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and adamw8bit for recipes."
+_ACTIVATIONS = "In runs of recipes, keep inputs of norms and activation functions for backward as FP8 codes."
+_CHECKPOINTING = "In all runs, keep a block's input alone for backward, which computes its inside again."
+_TAIL = "Share of the steps, the last ones, in which runs of recipes compute in bf16 or fp32 alone, such as 0.1."
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
 
 
@@ -69,6 +74,9 @@ def train(
     vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary; 256 is bytes.")] = _MODEL.vocab,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = _TRAIN.save_every,
     eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help=_CHECKPOINTING)] = False,
+    compress_activations: Annotated[bool, typer.Option(help=_ACTIVATIONS)] = True,
+    tail: Annotated[float, typer.Option(help=_TAIL)] = _TRAIN.tail,
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
@@ -86,6 +94,7 @@ def train(
         train=TrainConfig(
             outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
             warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
+            checkpointing=checkpointing, compress_activations=compress_activations, tail=tail,
         ),
         precisions=precisions,
         recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),

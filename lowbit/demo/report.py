@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.backends.cpu import processor
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Measurement, Settings, as_json
+from lowbit.demo.experiment import Measurement, Settings, as_json, run_path
 from lowbit.demo.loop import FLOATS, Trainer
 from lowbit.demo.optimizers import state_bytes
 from lowbit.files import write_atomically
@@ -62,7 +62,8 @@ def write(
 
 def watch_paths(directory: Path, precision: str) -> tuple[Path, Path]:
     """Where the rows and the plot of a watched run go."""
-    return directory / precision / "watch.json", directory / precision / "watch.png"
+    run = run_path(directory, precision)
+    return run / "watch.json", run / "watch.png"
 
 
 def _watched(runs: list[Trainer]) -> list[tuple[Trainer, Watch]]:

@@ -90,6 +90,14 @@ def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
     assert not list(directory.glob("*/watch.*"))
 
 
+def test_a_recipe_with_options_and_training_state_may_be_the_first_run(tmp_path, run, one_thread):
+    """Its directory has a name that links may have, and its model is saved without the state."""
+    few = ("--steps", "3", "--layers", "3", "--recipe", "int8", "--precision")
+    run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few, "nvfp4:rule=four-over-six")
+    assert (tmp_path / "nvfp4+rule=four-over-six" / "checkpoint.pt").exists()
+    assert not any("lowbit_state" in name for name in lb.load_model(tmp_path / "model").state_dict())
+
+
 def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
     from lowbit.demo import report
 

@@ -233,6 +233,66 @@ def test_interrupted_and_resumed_equals_straight_through_in_every_bit(corpus, tm
     assert resumed.step == 10
     resumed.run()
 
+    assert_same_runs(resumed, straight)
+
+
+@pytest.mark.parametrize("precision", ["fp8-delayed", "nvfp4:ends=0"])
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_run_with_a_tail_resumes_in_every_bit_before_it_at_its_beginning_and_in_it(corpus, tmp_path, precision, stop):
+    changes = {"precision": precision, "tail": 0.5, "steps": 8, "compress_activations": True, "save_every": stop}
+    straight = made(corpus, tmp_path / "a", **changes)
+    straight.run()
+
+    class Stopped(Exception):
+        pass
+
+    def leave(now: Trainer) -> None:
+        if now.step == stop + 1:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        made(corpus, tmp_path / "b", **changes).run(leave)
+    resumed = made(corpus, tmp_path / "b", **changes)
+    resumed.load()
+    assert resumed.step == stop and (resumed.attached is None) == (stop > 4)
+    resumed.run()
+    assert_same_runs(resumed, straight)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_tail_computes_as_a_run_in_floats(corpus, tmp_path, checkpointing):
+    """The oracle is a run in bf16 that begins with the weights and the optimizer's states of the recipe's steps."""
+    low = made(corpus, tmp_path / "low", precision="fp8", tail=0.2, compress_activations=True, save_every=16,
+               checkpointing=checkpointing)  # fmt: skip
+    floats = made(corpus, tmp_path / "floats", precision="bf16")
+    assert low.config.tail_begins == 16 and replace(low.config, precision="bf16").tail_begins == 20
+
+    def hand_over(now: Trainer) -> None:
+        if now.step == 16:
+            floats.model.load_state_dict(copy.deepcopy(now.model.state_dict()))
+            floats.optimizer.load_state_dict(copy.deepcopy(now.optimizer.state_dict()))
+            floats.step = 16
+
+    low.run(hand_over)
+    floats.run()
+    assert low.history.train[16:] == floats.history.train and low.history.held_out[-1] == floats.history.held_out[-1]
+    assert all(map(torch.equal, low.model.parameters(), floats.model.parameters()))
+    assert not any(isinstance(module, lb.train.TrainLinear) for module in low.model.modules())
+    assert not any(module._forward_pre_hooks for module in low.model.modules())
+
+
+def test_a_tail_that_is_no_share_and_a_state_from_before_it_are_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"tail is a share of the steps, from 0 to 1, got 1\.5"):
+        TrainConfig(tail=1.5)
+    trainer = made(corpus, tmp_path, precision="fp8", tail=0.25, steps=4, save_every=3)
+    before: list[bytes] = []
+    trainer.run(lambda now: before.append(now.path.read_bytes()) if now.step == 4 else None)
+    trainer.path.write_bytes(before[0])
+    with pytest.raises(ValueError, match=r"is of step 3, before the tail that begins after step 3, .*new Trainer"):
+        trainer.load()
+
+
+def assert_same_runs(resumed: Trainer, straight: Trainer) -> None:
     assert resumed.history.train == straight.history.train
     assert resumed.history.held_out == straight.history.held_out
     assert resumed.scaler.state_dict() == straight.scaler.state_dict()
