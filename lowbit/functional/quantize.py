@@ -10,6 +10,7 @@ from torch import Tensor
 from lowbit.calls import call, fill
 from lowbit.functional.arguments import random_bits, refuse_tangents
 from lowbit.functional.scales import given_scales
+from lowbit.ops.quantize import products
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
@@ -72,7 +73,7 @@ def quantize(
     kind = find_scheme(scheme)
     matrix = x.detach() if x.dim() else x.detach().reshape(1)
     if factors is not None and (kind.global_scale or scale is not None or return_amax):
-        matrix, factors = matrix.float() * factors, None
+        matrix, factors = products(matrix, factors).reshape(matrix.shape), None
     word, *rng = random_bits(rounding, x)
     scales = tuple(
         [None if s is None else s.detach() for s in given_scales(kind, matrix, scale, zero_point, global_scale)]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowbit.autograd import transformed
+
 __all__ = ["hadamard", "signed_hadamard"]
 
 #: The first 128 bits of the fraction of pi, which stand for signs that no data has chosen.
@@ -41,8 +43,7 @@ def hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1) if pieces else x
     if dim != 0 or x.dim() != 2:
         raise ValueError(f"hadamard: dim must be the last axis, or 0 of a matrix; got {dim} of {list(x.shape)}")
-    traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
-    if traced or (x.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or transformed() or (x.requires_grad and torch.is_grad_enabled()):
         return hadamard(x.t(), block).t()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start, length, size in _pieces(x.shape[0], block):
@@ -56,9 +57,9 @@ def signed_hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
     Products of two operands so transformed are those of the plain ones. Signs break what the transform would keep in
     one element: a block whose elements are equal. ``block``: at most 128. Source: arXiv 2509.25149, section 4.2.
     """
-    count = x.shape[dim]
+    count, by_row = x.shape[dim], dim == 0 and x.dim() == 2
     signs = torch.tensor(_SIGNS[:block], dtype=x.dtype, device=x.device).repeat(-(-count // block))[:count]
-    return hadamard(x * (signs if dim != 0 else signs[:, None]), block, dim)
+    return hadamard(x * (signs[:, None] if by_row else signs), block, dim)
 
 
 def _pieces(cols: int, block: int) -> Iterator[tuple[int, int, int]]:

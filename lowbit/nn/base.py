@@ -8,12 +8,13 @@ runs the forward of a layer's class in place of the layer's own ``forward`` has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-__all__ = ["KINDS", "forget_bound_forward", "full_name", "kind", "replaced_forward"]
+__all__ = ["KINDS", "forget_bound_forward", "full_name", "kind", "replaced_forward", "wrap_forward"]
 
 #: Every kind of layer, and what a conversion that needs a plain layer tells the user to do with one.
 KINDS = {
@@ -47,6 +48,18 @@ def replaced_forward(layer: nn.Module) -> Any:
     if isinstance(forward, partial) and forward.args[:1] == (layer,):
         return None if getattr(forward.func, "lowbit_runs_class_forward", False) else forward
     return forward
+
+
+def wrap_forward(module: nn.Module, of_class: Callable[..., Any], of_own: Callable[..., Any], *settings: Any) -> None:
+    """Give ``module`` a forward around its own: ``of_class(module, *settings, *args)``, which looks the forward of the
+    class up at each call, or ``of_own(forward, module, *settings, *args)`` where the module has one of its own.
+
+    It is no hook: those do not run after an interrupt, nor where a hook before them raised.
+    """
+    own, plain = vars(module).get("forward"), module.forward
+    made = partial(of_class, module, *settings) if own is None else partial(of_own, own, module, *settings)
+    made.__wrapped__ = plain  # type: ignore[attr-defined]  # whose signature it has
+    module.forward = made  # type: ignore[method-assign]
 
 
 def forget_bound_forward(layer: nn.Module) -> None:

@@ -103,8 +103,22 @@ class FakeQuantizeBackward(NamedTuple):
 
 def with_factors(call: Quantize) -> Tensor:
     """The matrix to quantize: ``x``, or its product with the factors in fp32."""
-    x = as_rows(call.x)
-    return x if call.factors is None else x.float() * call.factors
+    return as_rows(call.x) if call.factors is None else products(call.x, call.factors)
+
+
+def products(x: Tensor, factors: Tensor) -> Tensor:
+    """``x`` as a matrix, times ``factors`` in fp32. Raises ValueError for factors that are not one a row or column."""
+    require_factors(factors, *matrix_shape(x))
+    return as_rows(x).float() * factors
+
+
+def require_factors(factors: Tensor, rows: int, cols: int) -> None:
+    """Raises ValueError for what is not a number for each row or column of a matrix."""
+    require(
+        factors.dtype == torch.float32 and tuple(factors.shape) in ((rows, 1), (1, cols)),
+        f"lowbit.quantize: factors must be float32 [{rows}, 1] or [1, {cols}], one for each row or column of x; got "
+        f"{str(factors.dtype).removeprefix('torch.')} {list(factors.shape)}",
+    )
 
 
 # -- outputs (also the fake rules) -----------------------------------------------------------------------------------
@@ -157,11 +171,7 @@ def _check_quantize(call: Quantize) -> None:
     rows, cols = matrix_shape(call.x)
     require_global_scale("quantize", scheme, rows, call.global_scale)
     if call.factors is not None:
-        require(
-            call.factors.dtype == torch.float32 and tuple(call.factors.shape) in ((rows, 1), (1, cols)),
-            f"lowbit.quantize: factors must be float32 [{rows}, 1] or [1, {cols}], one for each row or column of x; "
-            f"got {str(call.factors.dtype).removeprefix('torch.')} {list(call.factors.shape)}",
-        )
+        require_factors(call.factors, rows, cols)
 
 
 def _check_static(call: QuantizeStatic) -> None:

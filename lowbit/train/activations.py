@@ -17,15 +17,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lowbit.autograd import backend_now, on_backend
+from lowbit.autograd import backend_now, first_order, on_backend, transformed
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.functional import quantize
+from lowbit.nn.base import wrap_forward
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized
@@ -69,7 +69,7 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
             f"own; use {ACTIVATIONS}, or another scheme that has none"
         )
-    if any(_enters(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()):
+    if any(_setting(module) is not None for module in model.modules()):
         raise ValueError(
             "train.compress_activations_: activations of this model are compressed already; call "
             "lowbit.train.uncompress_activations_(model) first"
@@ -81,21 +81,27 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"Linear; there is nothing whose inputs could be kept in few bits"
         )
     for module in modules.values():
-        module.register_forward_pre_hook(partial(_enter, kind))
-        module.register_forward_hook(_leave, always_call=True)
+        wrap_forward(module, _compressing, _compressing_own, kind)
     return report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}")
 
 
 def uncompress_activations_(model: nn.Module) -> Report:
-    """Undo ``compress_activations_``. A model without compressed activations stays as it is."""
+    """Undo ``compress_activations_``, in place. A model without compressed activations stays as it is.
+
+    Raises ValueError, with the model untouched, where a forward has been replaced since (checkpointing does so).
+    """
     check_model(model)
-    modules = {}
-    for path, module in model.named_modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if _enters(hook) or hook is _leave]:
-                del cast(Any, hooks)[key]
-                module._forward_hooks_always_called.pop(key, None)
-                modules[path] = module
+    modules = {path: module for path, module in model.named_modules() if _setting(module) is not None}
+    later = [path or "the model" for path, module in modules.items() if not _is_ours(vars(module)["forward"])]
+    if later:
+        raise ValueError(
+            f"train.uncompress_activations_: the forward of {', '.join(later)} has been replaced since (checkpointing "
+            f"does so); undo that first"
+        )
+    for module in modules.values():
+        made = vars(module).pop("forward")
+        if made.func is _compressing_own:
+            module.forward = made.args[0]
     return report_on("train.uncompress_activations_", model, modules, "inputs kept as they are")
 
 
@@ -109,37 +115,46 @@ def _computes(module: nn.Module) -> bool:
 
 # -- where it is on ----------------------------------------------------------------------------------------------------
 class _Active(threading.local):
-    """The mode of the module under way in this thread, and how many modules deep it is."""
+    """Whether a module under way in this thread has the mode on; modules inside it leave it as it is."""
 
-    mode: _Compressing | None = None
-    depth = 0
+    on = False
 
 
 _active = _Active()
 
 
-def _enters(hook: Any) -> bool:
-    return isinstance(hook, partial) and hook.func is _enter
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func in (_compressing, _compressing_own)
 
 
-def _enter(scheme: Scheme, module: nn.Module, args: Any) -> None:
-    """The hook before a module's forward."""
-    if torch.compiler.is_compiling():
-        return
-    if _active.depth == 0 and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None:
-        _active.mode = _Compressing(scheme)
-        cast(Any, _active.mode).__enter__()
-    _active.depth += 1
+def _setting(module: nn.Module) -> Scheme | None:
+    """The scheme of a module whose forward compresses, also below what has been put around that."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, partial) and not _is_ours(forward):
+        forward = next(iter(forward.args), None)
+    return forward.args[-1] if isinstance(forward, partial) else None
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    """The hook after it, which runs as well where it raised."""
-    if torch.compiler.is_compiling():
-        return
-    _active.depth -= 1
-    if _active.depth == 0 and _active.mode is not None:
-        cast(Any, _active.mode).__exit__(None, None, None)
-        _active.mode = None
+def _compressing(module: nn.Module, scheme: Scheme, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module's class, looked up now."""
+    return _compressing_own(partial(type(module).forward, module), module, scheme, *args, **kwargs)
+
+
+#: Conversions may change the class of such a module (lowbit/nn/base.py).
+_compressing.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
+
+
+def _compressing_own(
+    forward: Callable[..., Any], module: nn.Module, scheme: Scheme, /, *args: Any, **kwargs: Any
+) -> Any:
+    if torch.compiler.is_compiling() or _active.on or transformed() or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    try:
+        _active.on = True
+        with _Compressing(scheme):
+            return forward(*args, **kwargs)
+    finally:
+        _active.on = False
 
 
 class _Compressing(TorchFunctionMode):
@@ -166,8 +181,8 @@ class _Compressing(TorchFunctionMode):
         known = self.encoded.get(id(x))
         if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]
-        codes = quantize(x, self.scheme)
-        self.encoded[id(x)] = (weakref.ref(x), x._version, codes)
+        codes, key = quantize(x, self.scheme), id(x)
+        self.encoded[key] = (weakref.ref(x, lambda _: self.encoded.pop(key, None)), x._version, codes)
         return codes
 
 
@@ -220,7 +235,7 @@ class _FromCodes(torch.autograd.Function):
         return func(*args, **kwargs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]

@@ -74,7 +74,7 @@ class TrainLinear(nn.Linear):
         vars(self)["state"] = None
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype, view = result_dtype(input), None
+        dtype, view, weight = result_dtype(input), None, self.weight  # which a parametrization computes at each look
         if self.products.stateful:
             view = self._view(input.device)
         x, operands = input.to(dtype) if self.products.input is None else input, None
@@ -82,12 +82,12 @@ class TrainLinear(nn.Linear):
             if self.watcher is not None:
                 view = self.watcher(view)
             elif self.products.one_weight:
-                operands = self.reuse.operands(self.weight, partial(self._operands, view))
-        return low_precision_linear(x, self.weight, self.bias, self.products, view, dtype, operands)
+                operands = self.reuse.operands(weight, partial(self._operands, weight, view))
+        return low_precision_linear(x, weight, self.bias, self.products, view, dtype, operands)
 
-    def _operands(self, view: View | None) -> WeightOperands:
+    def _operands(self, weight: Tensor, view: View | None) -> WeightOperands:
         with torch.no_grad():
-            return WeightOperands.of(self.weight.detach(), self.products, view, True)
+            return WeightOperands.of(weight.detach(), self.products, view, True)
 
     def _view(self, device: torch.device) -> View:
         if self.state is None:
@@ -112,6 +112,7 @@ def prepare_(
     recipe: str | Recipe | recipes.Plan | Mapping[Any, str | Recipe | None] = "fp8",
     *,
     skip: Skip = DEFAULT_SKIP,
+    reuse_weights: bool = True,
 ) -> Report:
     """Make the nn.Linear layers of ``model`` train in low precision, in place.
 
@@ -120,6 +121,9 @@ def prepare_(
     ``skip`` and what is left as for ``quantize_``; an output layer keeps sharing its weight with an embedding. 4-bit
     recipes also leave the first and the last blocks (``Recipe.ends``), unless the option ``ends=0`` or a recipe for a
     layer's name says otherwise.
+    ``reuse_weights``: where gradients accumulate, the codes of a weight serve all micro-batches of a step, which takes
+    a byte a number or so until the optimizer steps. False makes them at each forward, as code needs that writes to
+    ``weight.data`` between micro-batches on a GPU.
     Raises ValueError, with the model untouched: a recipe for inference only, nothing to convert, layers that are
     prepared or quantized already or whose weight has no shape yet, a pattern without a match. TypeError for a weight
     in another dtype than fp32, bf16 and fp16.
@@ -141,7 +145,7 @@ def prepare_(
         for layer, recipe in made.values():
             forget_bound_forward(layer)
             layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
-            layer.recipe, layer.products, layer.reuse = recipe, products[recipe], Reuse()
+            layer.recipe, layer.products, layer.reuse = recipe, products[recipe], Reuse(reuse_weights)
         _share(State(), model, {paths[id(layer)]: layer for layer, _ in made.values()})
         sync_fused_kernels(model)
 

@@ -20,6 +20,7 @@ from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import check_model
 from lowbit.machine import float_precision, multiplies
 from lowbit.models.ties import model_bytes, tensor_bytes
+from lowbit.nn.base import wrap_forward
 from lowbit.notice import warn
 from lowbit.optim import Optimizer, masters
 from lowbit.optim.shards import is_dtensor, local
@@ -131,7 +132,7 @@ def mixed_(
     _require_plain(model, [*short, *copies.values()] if wide else list(copies.values()))
     for param in copies.values():
         param.data = param.data.to(dtype)
-    _put(model, _Setting(precision, tuple(copies), wide))
+    wrap_forward(model, _mixed, _mixed_own, _Setting(precision, tuple(copies), wide))
     if wide:
         _widen_gradients(model)
     notes = ("floats in 16 bits come back in fp32", *_slowness(model, precision))
@@ -170,14 +171,6 @@ def unmixed_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 # -- the forward ------------------------------------------------------------------------------------------------------
-def _put(model: nn.Module, setting: _Setting) -> None:
-    """Give ``model`` a forward around its own. It is no hook: an interrupt inside leaves no autocast behind."""
-    own, plain = vars(model).get("forward"), model.forward
-    made = partial(_mixed, model, setting) if own is None else partial(_mixed_own, own, model, setting)
-    made.__wrapped__ = plain  # type: ignore[attr-defined]  # whose signature it has
-    model.forward = made  # type: ignore[method-assign]
-
-
 def _setting(model: nn.Module) -> _Setting | None:
     forward = vars(model).get("forward")
     found: _Setting | None = None

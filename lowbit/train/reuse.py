@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.autograd import in_backward
+from lowbit.autograd import in_backward, transformed
 from lowbit.optim.shards import is_dtensor
 
 if TYPE_CHECKING:
@@ -17,20 +17,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Reuse"]
 
+#: Rows and columns of a weight that are compared.
+_SAMPLED = 16
+
 
 class Reuse:
     """What a layer remembers of its weight between the micro-batches of a step.
 
     Codes are kept where the step before had several forwards of the layer, and for as many forwards. So a run without
     accumulation holds none, and steps that no ``torch.optim.Optimizer`` does (which the layer does not see) let none
-    grow old. They are dropped as the optimizer has stepped, and made anew for a weight that is another one, or that
-    something has written to in place. Weights that are shards outside their forward are never kept whole.
+    grow old. They are dropped as the optimizer has stepped, and made anew for a weight that is another one or has
+    changed. Writes to ``weight.data`` raise no version: on the CPU a sample of the numbers tells, and elsewhere
+    ``allowed`` must be False where something writes so between micro-batches. Weights that are shards outside their
+    forward are never kept whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: bool = True) -> None:
+        self.allowed = allowed
         self._uses = 0
         self._expected = 0
-        self._made: tuple[weakref.ref[Tensor], int, WeightOperands] | None = None
+        self._made: _Made | None = None
 
     def step_done(self, weight: Tensor) -> None:
         """The optimizer has stepped."""
@@ -42,20 +48,46 @@ class Reuse:
 
         A forward that a checkpoint recomputes is no use of its own.
         """
-        if not torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None:
+        if not self.allowed or not torch.is_grad_enabled() or transformed():
             return None
         if not in_backward():
             self._uses += 1
         if self._expected < 2 or self._uses > self._expected:
             self._made = None
             return None
-        known = self._made
-        if known is None or known[0]() is not weight or known[1] != weight._version:
-            self._made = known = weakref.ref(weight), weight._version, make()
-        return known[2]
+        if self._made is None or not self._made.is_of(weight):
+            self._made = _Made.of(weight, make())
+        return self._made.operands
 
     def __deepcopy__(self, memo: Any) -> Reuse:
-        return Reuse()
+        return Reuse(self.allowed)
 
-    def __reduce__(self) -> tuple[type[Reuse], tuple[()]]:
-        return Reuse, ()
+    def __reduce__(self) -> tuple[type[Reuse], tuple[bool]]:
+        return Reuse, (self.allowed,)
+
+
+class _Made(NamedTuple):
+    """Operands, and the weight that they were made of: what it was, where its numbers are, and some of them."""
+
+    weight: weakref.ref[Tensor]
+    version: int
+    place: int
+    sample: Tensor | None
+    operands: WeightOperands
+
+    @classmethod
+    def of(cls, weight: Tensor, operands: WeightOperands) -> _Made:
+        return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _sample(weight), operands)
+
+    def is_of(self, weight: Tensor) -> bool:
+        same = self.weight() is weight and (self.version, self.place) == (weight._version, weight.data_ptr())
+        now = _sample(weight) if same else None
+        return same and (now is None or (self.sample is not None and torch.equal(now, self.sample)))
+
+
+def _sample(weight: Tensor) -> Tensor | None:
+    """Numbers from all over the matrix; of another device than the CPU none, where looking would wait for it."""
+    if weight.device.type != "cpu":
+        return None
+    rows, cols = (max(1, extent // _SAMPLED) for extent in weight.shape)
+    return weight.detach()[::rows, ::cols].clone()

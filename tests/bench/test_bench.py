@@ -126,6 +126,54 @@ def test_mixed_precision_is_measured_beside_fp32(tmp_path, monkeypatch):
     assert copies[0] == copies[1] == wide[0] < 4 == wide[1] and copies[3] == 16
 
 
+def test_training_is_measured_beside_bf16(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from lowbit.bench import training
+    from lowbit.demo.gpt import GPTConfig
+
+    tiny = GPTConfig(vocab=320, context=32, layers=3, heads=2, dim=64, hidden=128)
+    chosen = [one for one in training.CONTENDERS if one.name in ("fp32", "bf16", "fp8", "nvfp4")]
+    monkeypatch.setattr(training, "CONTENDERS", chosen)
+    monkeypatch.setattr(training, "KINDS", training.KINDS[:2])
+    monkeypatch.setattr(training, "PEAK_SIZES", (tiny,))
+    monkeypatch.setattr(training, "TIMED", tuple(replace(t, config=tiny, batch=2, seconds=0) for t in training.TIMED))
+
+    def refuses(model):
+        raise NotImplementedError("needs a GPU\nand more")
+
+    monkeypatch.setattr(training, "PEERS", {"none": lambda model: None, "refuses": refuses})
+    ran = bench("training", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    sections = (tmp_path / "training.md").read_text().split("\n## ")
+    kept, peak, time = ({row[0]: row for row in _rows(section)} for section in sections[1:])
+    assert list(kept) == list(peak) == [one.name for one in chosen]
+    # bf16: x and the weight in 2 bytes; fp8: in one, and a scale of 4 bytes a row.
+    elements, rows = 8 * 256 * 512 + 1536 * 512, 8 * 256 + 1536
+    assert kept["bf16"][1] == f"{2 * elements / 2**20:.1f} (1.00)"
+    assert kept["fp8"][1] == f"{(elements + 4 * rows) / 2**20:.1f} ({(elements + 4 * rows) / (2 * elements):.2f})"
+    assert all(float(row[column].partition(" ")[0]) > 0 for row in peak.values() for column in range(1, 5))
+    assert time["bf16"][2] == "1.00" and time["refuses"][1:] == ["-", "-", "NotImplementedError: needs a GPU"]
+    assert float(time["none"][1]) > 0
+    if (tmp_path / "training.png").exists():
+        assert "training.png" in sections[1]
+
+
+def _rows(text):
+    """The cells of the tables of ``text``, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if not line.startswith("| |")]
+
+
+def test_a_figure_above_its_goal_stands_out():
+    from lowbit.bench.training import _shown
+
+    goals = (("(mx)?fp8.*", 0.75), ("int8", 0.8))
+    assert _shown(3, 4, "mxfp8", goals) == "0.75" and _shown(3.1, 4, "fp8-tensor", goals) == "**0.78**"
+    assert _shown(4, 4, "int8", goals) == "**1.00**" and _shown(4, 4, "int8-stochastic", goals) == "1.00"
+    assert _shown(4, 4, "bf16", ((".*", 0.5),)) == "1.00", "goals are recipes'"
+
+
 def test_the_encoder_says_what_it_needs(tmp_path, monkeypatch):
     from lowbit.bench import embed
 

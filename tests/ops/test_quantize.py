@@ -339,6 +339,14 @@ def test_factors_multiply_in_fp32_before_anything_is_rounded(variant: Variant, s
 
 def test_factors_are_refused_by_shape_and_dtype():
     x = torch.randn(3, 5)
-    for factors in (torch.ones(5), torch.ones(3, 5), torch.ones(3, 1, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"factors must be float32 \[3, 1\] or \[1, 5\]"):
-            lb.quantize(x, "int8:row", factors=factors)
+    for factors in (torch.ones(5), torch.ones(3, 5), torch.ones(1, 1), torch.ones(3, 1, dtype=torch.bfloat16)):
+        for scheme in ("int8:row", "nvfp4"):
+            with pytest.raises(ValueError, match=r"factors must be float32 \[3, 1\] or \[1, 5\]"):
+                lb.quantize(x, scheme, factors=factors)
+
+
+@pytest.mark.parametrize("scheme", ["int8:row", "nvfp4"])
+def test_factors_are_of_the_rows_of_any_rank(scheme):
+    x, factors = torch.randn(2, 3, 32), torch.rand(6, 1)
+    got, want = lb.quantize(x, scheme, factors=factors), lb.quantize(x * factors.reshape(2, 3, 1), scheme)
+    assert got.shape == want.shape and all(torch.equal(got.parts[name], part) for name, part in want.parts.items())

@@ -155,11 +155,17 @@ def test_an_exception_inside_leaves_nothing_on():
     def raises(x: Tensor) -> Tensor:
         raise RuntimeError("inside")
 
+    def interrupted(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
     module = Wrapped(raises)
     lb.train.compress_activations_(module)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="inside"):
             module(torch.randn(4, 32).requires_grad_())
+    module.function = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        module(torch.randn(4, 32).requires_grad_())
     x = torch.randn(4, 32).requires_grad_()
     F.silu(x * 1).sum().backward()
     want = torch.autograd.grad(F.silu(x).sum(), x)[0]
@@ -172,9 +178,15 @@ def test_it_can_be_undone_copied_and_refused():
     assert keys == list(block("fp8", False).state_dict())
     with pytest.raises(ValueError, match="compressed already"):
         lb.train.compress_activations_(made)
-    assert any(made.norm1._forward_pre_hooks) and any(copy.deepcopy(made).norm1._forward_pre_hooks)
+    twin = copy.deepcopy(made)
+    assert vars(twin.norm1)["forward"].args[0] is twin.norm1
     lb.train.uncompress_activations_(made)
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in made.modules())
+    assert not any("forward" in vars(m) for m in made.modules())
+    checkpoint_blocks_(twin, [twin.mlp])
+    with pytest.raises(ValueError, match="forward of mlp has been replaced since"):
+        lb.train.uncompress_activations_(twin)
+    with pytest.raises(ValueError, match="compressed already"):
+        lb.train.compress_activations_(twin)
     with pytest.raises(ValueError, match="global scale"):
         lb.train.compress_activations_(made, "nvfp4")
     with pytest.raises(ValueError, match="nothing whose inputs"):
@@ -194,3 +206,26 @@ def test_compiled_code_takes_no_part_and_stays_one_graph():
     y = compiled(x)
     y.sum().backward()
     assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+def test_checkpointed_blocks_hold_no_codes_under_a_module_with_a_linear():
+    """The model is such a module itself: its own ``head`` is a Linear."""
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(8))
+            self.head = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in self.blocks:
+                x = checkpoint(each, x, use_reentrant=False)
+            return self.head(x)
+
+    def held(model: nn.Module) -> int:
+        x = torch.randn(256, 64).requires_grad_()
+        return lb.memory.allocated_peak(lambda: model(x))
+
+    plain, made = Headed(), Headed()
+    lb.train.compress_activations_(made)
+    assert held(made) < held(plain) + 4 * 256 * 64

@@ -90,7 +90,18 @@ def test_steps_of_one_micro_batch_keep_no_codes():
         optimizer.step()
 
 
-@pytest.mark.parametrize("change", ["in place", "another parameter", "loaded", "more micro-batches than before"])
+CHANGES = [
+    "in place",
+    "another parameter",
+    "loaded",
+    "more micro-batches than before",
+    "data",
+    "vector",
+    "another dtype",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_weight_that_changed_is_encoded_again(change):
     net = model("fp8")
     layer, optimizer = net[0].up, torch.optim.SGD(net.parameters(), lr=0.1)
@@ -104,10 +115,15 @@ def test_a_weight_that_changed_is_encoded_again(change):
             layer.weight = nn.Parameter(layer.weight * 2)
         elif change == "loaded":
             net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
+        elif change == "data":
+            layer.weight.data.mul_(2)
+        elif change == "vector":
+            nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
+        elif change == "another dtype":
+            net.bfloat16()
         else:
-            net(x), layer.weight.data.mul_(2)
-            torch.set_grad_enabled(True)
-            net(x)
+            with torch.enable_grad():
+                net(x), net(x)
     fresh = copy.deepcopy(net)
     with torch.enable_grad():
         assert_same_bits(net(x).detach(), fresh(x).detach(), change)
