@@ -201,12 +201,12 @@ def arrange_(model: nn.Module, config: TrainConfig) -> Report | None:
     Returns the report of ``prepare_`` where there is a recipe.
     """
     prepared = None if config.recipe is None else prepare_(model, config.recipe)
-    if config.compress_activations:
-        compress_activations_(model)
     if config.checkpointing:
         checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
     if config.floats != "fp32":
         mixed_(model, config.floats)
+    if config.compress_activations:  # the last, because a tail undoes it
+        compress_activations_(model)
     return prepared
 
 
@@ -281,8 +281,8 @@ class Trainer:
             self.watch.close()
         self.attached.remove()
         self.attached = None
-        convert_(self.model)
         uncompress_activations_(self.model)
+        convert_(self.model)
 
     def _train_step(self) -> None:
         config, start = self.config, time.perf_counter()

@@ -189,6 +189,19 @@ def test_explain_prints_the_table_of_mixed_precision_and_the_bytes_of_a_step(run
     assert not list(tmp_path.iterdir())
 
 
+def test_a_precision_that_is_slow_here_is_one_warning(tmp_path):
+    """In a process of its own, whose warnings no test collects."""
+    few = ("--steps", "1", "--layers", "1", "--recipe", "int8", "--precision", "fp16")
+    command = [*TINY[: TINY.index("--steps")], *few]
+    script = "import lowbit.train.mixed as m; m.multiplies = lambda _: False; import lowbit.cli as c; c.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "--out", str(tmp_path), *command], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+    )  # fmt: skip
+    told = [line for line in done.stderr.splitlines() if "mixed_" in line]
+    assert len(told) == 1 and told[0].startswith("warning: train.mixed_: this processor has no instructions"), told
+
+
 def test_sigterm_saves_as_well(tmp_path):
     assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
 
