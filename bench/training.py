@@ -370,9 +370,9 @@ def _peak_section() -> Iterator[str]:
 def _time_section() -> Iterator[str]:
     yield (
         f"\n## Time of a step\n\nSteps take turns, at most {TURNS}; medians. With one thread it is the processor's "
-        "time, which other programs disturb less. torchao trains without torch.compile, which its makers recommend. Its "
-        "float8 multiplies codes by torch._scaled_mm, or with `emulate=True` numbers "
-        "in bf16 that were rounded to FP8."
+        "time, which other programs disturb less. torchao trains without torch.compile, which its makers recommend. "
+        "Its float8 multiplies codes by torch._scaled_mm, or with `emulate=True` numbers in bf16 that were rounded to "
+        "FP8."
     )
     for timed in TIMED:
         yield f"\n### {timed.title}\n\n{_described(timed.config, timed.batch)}. Goals: {timed.words}.\n"
