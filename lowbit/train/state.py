@@ -196,7 +196,7 @@ class State(nn.Module):
     @seed.setter
     def seed(self, seed: int) -> None:
         self.rng[0] = _signed(seed)
-        self._restart()
+        self._restart(anew=True)
 
     @property
     def step(self) -> int:
@@ -206,7 +206,7 @@ class State(nn.Module):
     @step.setter
     def step(self, step: int) -> None:
         self.rng[1] = step
-        self._restart()
+        self._restart(anew=True)
 
     @property
     def replica(self) -> int:
@@ -250,8 +250,9 @@ class State(nn.Module):
             for role, stream in streams.items()
         }
 
-    def before_forward(self, *_: Any) -> None:
+    def before_forward(self, model: nn.Module, *_: Any) -> None:
         """The hook on the model's forward."""
+        self.layers.belong_to(model)
         if torch.is_grad_enabled() and not _recomputes():
             self.next_micro_batch()
 
@@ -295,7 +296,7 @@ class State(nn.Module):
             self.micro_batch.fill_(-1)
             for held in self._pending:
                 held.zero_()
-            self._restart()
+            self._restart(anew=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
@@ -318,10 +319,12 @@ class State(nn.Module):
             self.keys, self.micro_batch = self.keys.to(device), self.micro_batch.to(device)
             self._pending = [held.to(device) for held in self._pending]
 
-    def _restart(self) -> None:
-        """Make the keys of what has been set."""
+    def _restart(self, anew: bool = False) -> None:
+        """Make the keys of what has been set; ``anew``: of the weights too, so that their codes are old."""
         self._gather()
         self._begun.clear()
+        if anew:
+            self.layers.step_done()
         derive_(self.keys, self.rng, self.micro_batch, self.replica)
 
     def _remember(self) -> None:
