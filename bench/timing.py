@@ -45,11 +45,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to measure: ``samples`` of each case, of ``sample_seconds`` at least, in about ``seconds`` in all."""
+    """How long to measure: ``samples`` of each case, of ``sample_seconds`` at least, in about ``seconds`` in all.
+
+    ``clock``: of one thread, ``time.process_time`` leaves out what the machine does meanwhile for other programs.
+    """
 
     samples: int = 15
     sample_seconds: float = 0.004
     seconds: float = 2.5
+    clock: Callable[[], float] = time.perf_counter
 
 
 def usable(make: Callable[[], Case | None]) -> Iterator[Case]:
@@ -71,13 +75,13 @@ def rotating(cases: Sequence[Case]) -> Case:
     return Case(cases[0].who, lambda: next(turns)(), cases[0].enter)
 
 
-def once(case: Case, repeats: int = 1) -> float:
+def once(case: Case, repeats: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds that one run takes, averaged over ``repeats`` in a row."""
     case.enter()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         case.run()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def measure(group: Group, budget: Budget) -> dict[str, float]:
@@ -85,7 +89,7 @@ def measure(group: Group, budget: Budget) -> dict[str, float]:
     cases = (*group.cases, *group.limits)
     for case in cases:
         once(case)  # warms up
-    quick = {case.who: once(case) for case in cases}
+    quick = {case.who: once(case, clock=budget.clock) for case in cases}
     repeats = {who: max(1, round(budget.sample_seconds / max(seconds, 1e-7))) for who, seconds in quick.items()}
     share = budget.seconds / len(cases)
     rounds = {
@@ -95,5 +99,5 @@ def measure(group: Group, budget: Budget) -> dict[str, float]:
     for turn in range(max(rounds.values())):
         for case in cases:
             if turn < rounds[case.who]:
-                taken[case.who].append(once(case, repeats[case.who]))
+                taken[case.who].append(once(case, repeats[case.who], budget.clock))
     return {who: statistics.median(values) for who, values in taken.items()}

@@ -21,6 +21,7 @@ from torch import nn
 from lowbit.convert import model_bytes, prepack_, quantize_
 from lowbit.demo import optimizers, tokenizer
 from lowbit.demo.data import Corpus
+from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import FLOATS, OUTSIDE, STATE, TrainConfig, Trainer, evaluate
 from lowbit.files import read_json, shown, write_json
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
-#: Every named recipe that needs no data, and int4 with the finer groups that it is usually shipped with.
+#: By what it multiplies, the first of the named recipes that need no data: some that train are deployed as another.
+_DEPLOYED = {row.output: row for row in reversed(RECIPES.values()) if row.dynamic}
+
+#: These recipes, and int4 with the finer groups that it is usually shipped with.
 INFERENCE_RECIPES = tuple(
     name
     for row in RECIPES.values()
-    if row.dynamic
+    if _DEPLOYED.get(row.output) is row
     for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 
@@ -248,7 +252,9 @@ def generation_speeds(models: dict[str, GPT], prompt: torch.Tensor) -> dict[str,
     return {name: 1 / statistics.median(took) for name, took in seconds.items()}
 
 
-def as_json(settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> dict[str, Any]:
+def as_json(
+    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], memory: list[Held]
+) -> dict[str, Any]:
     """The numbers of the report, for programs."""
     return {
         "settings": asdict(settings),
@@ -259,5 +265,6 @@ def as_json(settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[
             "held_out_bytes": corpus.held_out_bytes,
         },
         "runs": {run.config.precision: asdict(run.history) for run in runs},
+        "memory": [row.to_dict() for row in memory],
         "recipes": [{**asdict(row), "perplexity": row.perplexity} for row in rows],
     }

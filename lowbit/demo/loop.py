@@ -29,7 +29,6 @@ from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
-from lowbit.memory.rss import peak_bytes
 from lowbit.train import (
     LossScaler,
     compress_activations_,
@@ -147,7 +146,6 @@ class History:
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
-    peak_bytes: int = 0
     skipped: int = 0
 
 
@@ -310,7 +308,6 @@ class Trainer:
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         self.step += 1
         self.history.seconds += time.perf_counter() - start
-        self.history.peak_bytes = max(self.history.peak_bytes, peak_bytes())
         if self.step % config.eval_every == 0 or self.step == config.steps:
             held_out = self._held_out_loss()
             self.history.held_out.append((self.step, held_out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -50,8 +50,9 @@ class Layers:
         ``held``: the ``id`` of each parameter that has moved; None: any of them may have.
         """
         for layer in (one() for one in self._layers):
-            if isinstance(layer, nn.Linear) and (held is None or id(_weight(layer)) in held):
-                cast(Any, layer).reuse.step_done(layer.weight)
+            reuse = getattr(layer, "reuse", None)  # none of a layer that has been converted back
+            if layer is not None and reuse is not None and (held is None or id(_weight(layer)) in held):
+                reuse.step_done(layer.weight)
 
     def leader(self) -> Tensor | None:
         """The parameter whose optimizer the State follows: the first layer's weight that trains now; where all are

@@ -29,8 +29,10 @@ from lowbit import files
 from lowbit.demo import experiment, text, tokenizer
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Settings
+from lowbit.demo.explain import held
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import Interrupted, TrainConfig, Trainer, evaluate
+from lowbit.demo.optimizers import state_bytes
 from lowbit.files import read_checked, write_atomically, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.models import find_blocks
@@ -205,7 +207,7 @@ def test_training_learns(corpus, tmp_path):
     history = made(corpus, tmp_path, precision="fp32", steps=30, lr=1e-2).run()
     assert history.held_out[-1][1] < history.train[0] - 0.5
     assert [step for step, _ in history.held_out] == list(range(5, 31, 5))
-    assert history.peak_bytes > 0 and history.seconds > 0
+    assert history.seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -300,6 +302,21 @@ def assert_same_runs(resumed: Trainer, straight: Trainer) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     mine, other = (t.optimizer.state_dict()["state"] for t in (resumed, straight))
     assert all(torch.equal(mine[k][name], other[k][name]) for k in mine for name in mine[k])
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp8-delayed", "compress_activations": True}])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_a_run_holds_is_measured_beside_it(corpus, tmp_path, changes, checkpointing):
+    """The oracle is a step of the run itself, which makes its batch and clips besides."""
+    trainer = made(corpus, tmp_path, optimizer="adamw8bit", checkpointing=checkpointing, **changes)
+    random = torch.get_rng_state()
+    found = held(replace(TINY, vocab=corpus.tokenizer.get_vocab_size()), trainer.config)
+    assert torch.equal(random, torch.get_rng_state())
+    trainer._train_step()
+    peak = lb.memory.allocated_peak(trainer._train_step)
+    assert found.step == pytest.approx(peak, abs=4096) and found.states == state_bytes(trainer.optimizer)
+    weights, state = (sum(t.nbytes for t in kind()) for kind in (trainer.model.parameters, trainer.model.buffers))
+    assert (found.weights, found.gradients) == (weights + state, weights)
 
 
 @pytest.mark.parametrize("moment", ["between steps", "while a state is written"])

@@ -312,3 +312,14 @@ def test_a_plain_model_again_is_followed_no_longer():
     gc.collect()
     sgd(model).step()
     assert state() is None
+
+
+def test_a_step_after_convert_finds_plain_layers():
+    """Somebody may hold the State of a model that has been converted back."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lb.train.prepare_(model, "fp8", skip=())
+    held, optimizer = lb.train.state(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 8)).sum().backward()
+    lb.train.convert_(model)
+    optimizer.step()
+    assert held.step == 1
