@@ -90,6 +90,8 @@ class State(nn.Module):
         self._begun: list[tuple[int, Tensor]] = []
         self._attached: RemovableHandle | None = None
         self._warned = self._draws = False
+        #: What ``counted`` says, the tensor that it was read of, and which version of that.
+        self._counted: tuple[int, Tensor, int] | None = None
         #: Whether it follows an optimizer by itself, and which one has moved it since the last micro-batch began.
         self._follows = True
         self._mover: ref[torch.optim.Optimizer] | None = None
@@ -122,10 +124,12 @@ class State(nn.Module):
 
     def _advance(self) -> None:
         self._gather()
+        count = None if torch.compiler.is_compiling() else self._count()
         advance_(self.keys, self.rng, self.micro_batch, self.amax, self.pending, self.replica)
         for held in self._pending:
             held.zero_()
         if not torch.compiler.is_compiling():
+            self._counted = None if count is None else (count + 1, self.rng, self.rng._version)
             self._begun.clear()
             self.layers.step_done()
 
@@ -207,6 +211,15 @@ class State(nn.Module):
     def step(self, step: int) -> None:
         self.rng[1] = step
         self._restart(anew=True)
+
+    @property
+    def counted(self) -> int:
+        """``step`` as the calls of this process count it, which waits for no GPU; not where a CUDA graph advances."""
+        count = self._count()
+        if count is None:
+            count = self.step
+            self._counted = count, self.rng, self.rng._version
+        return count
 
     @property
     def replica(self) -> int:
@@ -301,7 +314,7 @@ class State(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
         anew."""
-        return {**vars(self), "_begun": [], "_attached": None, "_follows": True, "_mover": None}
+        return {**vars(self), "_begun": [], "_attached": None, "_counted": None, "_follows": True, "_mover": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -311,6 +324,13 @@ class State(nn.Module):
     def _crcs(self) -> Tensor:
         """What ``streams`` holds."""
         return torch.tensor([crc32(stream.encode()) for stream in self._steps], dtype=torch.int64, device="cpu")
+
+    def _count(self) -> int | None:
+        """``counted``, where nothing else has written to ``rng`` since."""
+        if self._counted is None:
+            return None
+        count, of, version = self._counted
+        return count if of is self.rng and version == of._version else None
 
     def _gather(self) -> None:
         """Bring what is no buffer to where the buffers are; FSDP2 moves those alone."""

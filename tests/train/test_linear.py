@@ -11,6 +11,7 @@ from support.layers import TRAINING, bound, exact, training_layer
 from support.training import backward_operands, forward_operands, product
 from support.variants import serving
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -228,6 +229,17 @@ def test_refusals(change, recipe, message):
     with pytest.raises(ValueError, match=message):
         lb.train.prepare_(model, recipe)
     assert kinds == [type(m) for m in model.modules()]
+
+
+def test_a_layer_that_was_parametrized_since_is_not_made_plain():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    lb.train.prepare_(model, "fp8", skip=())
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    with pytest.raises(ValueError, match=r"1 \(ParametrizedTrainLinear\).*remove_parametrizations"):
+        lb.train.convert_(model)
+    assert type(model[0]) is lb.train.TrainLinear
+    parametrize.remove_parametrizations(model[1], "weight")
+    assert lb.train.convert_(model).converted == ("0", "1")
 
 
 def test_scales_that_cannot_be_folded_are_refused():

@@ -190,6 +190,16 @@ def test_an_optimizer_for_each_parameter_in_the_backward_pass(where):
     assert all(map(same_bits, gradients(True), gradients(False)))
 
 
+def test_steps_in_the_backward_pass_count_as_step_is_called():
+    model = prepared()
+    optimizer = lb.optim.in_backward_(model, lb.optim.SGD, lr=0.1)
+    for number in range(2):
+        model(torch.randn(4, 8)).square().mean().backward()
+        assert step_of(model) == number
+        optimizer.step()
+        assert step_of(model) == number + 1
+
+
 # -- what is said goes first -------------------------------------------------------------------------------------------
 def test_an_attached_optimizer_goes_first_and_removing_it_ends_all():
     model = prepared()
