@@ -196,7 +196,7 @@ class _Evaluated:
 
 
 def _trained(recipe: str) -> str:
-    """How far the held-out loss of the demo's GPT is from that of the run it is compared with, by the recorded report."""
+    """How far the held-out loss of the demo's GPT is from that of the run beside it, by the recorded report."""
     report = (ROOT / "bench" / "results" / "demo" / "report.md").read_text()
     found = re.search(rf"^\| {recipe} training, held-out loss against (\S+) \| (\S+) \|", report, re.MULTILINE)
     assert found is not None
