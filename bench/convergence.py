@@ -164,7 +164,7 @@ def _section(size: Size, chosen: Sequence[Run], directory: Path, only: re.Patter
     rows = [row for row in _rows(size, chosen, directory, only) if any(loss is not None for loss in row[1])]
     about = (
         f"{parameters / 1e6:.1f} million parameters, {size.steps:,} steps of {size.batch} x {size.model.context} "
-        f"tokens: {tokens / parameters:.1f} tokens a parameter.\n"
+        f"tokens: {tokens / parameters:.2f} tokens a parameter.\n"
     )
     return f"{about}\n{runs.losses_table(rows, size.seeds)}" if rows else about
 
