@@ -282,7 +282,8 @@ def low_precision_linear(
 
     ``view``: of the training state, for products that are ``stateful``. ``operands``: of the weight, if they are there.
     """
-    if torch.is_grad_enabled():
+    trains = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trains and torch.is_grad_enabled():
         place, *codes = _operands_of(x, weight, bias, products, view, dtype, operands)
         return _forward_of(place, x, weight, bias, products, operands, *codes)
     a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")

@@ -79,3 +79,11 @@ def test_compiled_code_takes_any_number_of_rows(recipe):
         assert same_bits(y.detach(), expected.detach())
         assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
     assert counter.frame_count == 1
+
+
+def test_frozen_layers_compile_where_nothing_wants_a_gradient():
+    model, x = nn.Sequential(nn.Linear(33, 20), nn.Linear(20, 8)), torch.randn(4, 33)
+    lb.train.prepare_(model, "fp8", skip=())
+    model.requires_grad_(False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
