@@ -43,17 +43,19 @@ TEN_MILLION = Size("10m", GPTConfig(layers=6, heads=6, dim=384, hidden=1024), st
 
 @dataclass(frozen=True)
 class Run:
-    """A precision or recipe; ``group``: the table that shows it."""
+    """A precision or recipe; ``group``: the table that shows it. ``settings``: of the training, besides."""
 
     name: str
     recipe: str | Recipe
     group: str = "recipes"
+    settings: tuple[tuple[str, Any], ...] = ()
 
 
 def _mx(rounding: str) -> Recipe:
     """``mxfp8`` with scales rounded otherwise."""
-    kind = f"mxfp8:{rounding}"
-    return Recipe(Gemm(kind, kind), Gemm(kind, f"{kind}:T"), Gemm(f"{kind}:T", f"{kind}:T"), name=f"mxfp8-{rounding}")
+    kind, across = f"mxfp8:{rounding}", f"mxfp8:{rounding}:T"
+    backward = Gemm(kind, across, save="operand"), Gemm(across, across, save="operand")
+    return Recipe(Gemm(kind, kind), *backward, name=f"mxfp8-{rounding}")
 
 
 def _gradients(name: str, **changes: Any) -> Recipe:
@@ -104,6 +106,8 @@ RUNS = (
     Run("fp8, stochastic gradients", _gradients("fp8", rounding="stochastic"), "changed"),
     Run("fp8, gradients in E4M3", "fp8:gradients=e4m3", "changed"),
     Run("fp8, weight gradients high", "fp8:grad_weight=high", "changed"),
+    Run("fp8, compressed activations", "fp8", "changed", (("compress_activations", True),)),
+    Run("nvfp4, all blocks, bf16 in the last tenth", "nvfp4:ends=0", "changed", (("tail", 0.1),)),
     Run("nvfp4, all blocks, nearest gradients", _gradients("nvfp4:ends=0", rounding="nearest"), "changed"),
     Run("nvfp4, all blocks, nearest scales", _gradients("nvfp4:ends=0", scales="nearest"), "changed"),
     Run("nvfp4, all blocks, no Hadamard", _gradients("nvfp4:ends=0", transform=None), "changed"),
@@ -121,7 +125,7 @@ def _about(run: Run, size: Size, seed: int) -> dict[str, Any]:
     """What decides the bits of a run; recipes by what they do, so that a changed one is trained again."""
     kind = run.recipe if run.recipe in FLOATS else recipes.recipe(run.recipe).to_dict()
     shape = {key: value for key, value in asdict(size).items() if key not in ("name", "seeds")}
-    return {"run": run.name, "precision": kind, **shape, "seed": seed}
+    return {"run": run.name, "precision": kind, **dict(run.settings), **shape, "seed": seed}
 
 
 def _loss(run: Run, size: Size, seed: int, directory: Path, train: bool) -> float | None:
@@ -136,7 +140,7 @@ def _loss(run: Run, size: Size, seed: int, directory: Path, train: bool) -> floa
             recipes.register_recipe(run.recipe)
         config = TrainConfig(
             precision=name, steps=size.steps, batch=size.batch, lr=size.rate, warmup=size.steps // 10, seed=seed,
-            eval_every=250,
+            eval_every=250, **dict(run.settings),
         )  # fmt: skip
         return Trainer(GPT(size.model, seed=seed), corpus, config, scratch)
 

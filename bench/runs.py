@@ -6,6 +6,7 @@ import json
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def trained(path: Path, about: dict[str, Any], vocab: int, make: Callable[[Corpu
         scratch.mkdir(parents=True, exist_ok=True)
         told.write_text(json.dumps(about))
         trainer = make(Corpus.load(None, vocab), scratch)
-        if trainer.path.exists():
+        with suppress(FileNotFoundError, ValueError):  # a state of another version of the loop: from the beginning
             trainer.load()
         try:
             history = trainer.run()

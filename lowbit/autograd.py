@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lowbit.backends.registry import forced, use_backend
 from lowbit.calls import below_autograd
@@ -22,7 +23,7 @@ from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
 
-__all__ = ["backend_now", "in_backward", "on_backend", "transformed"]
+__all__ = ["backend_now", "first_order", "in_backward", "on_backend", "transformed"]
 
 
 def in_backward() -> bool:
@@ -33,6 +34,27 @@ def in_backward() -> bool:
 def transformed() -> bool:
     """Whether a transform of torch.func (grad, vmap) runs this; dynamo traces those of compiled code."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function's backward that has no derivative: ``create_graph=True`` is refused.
+
+    torch's ``once_differentiable`` refuses it where the incoming gradient requires grad, and lets a gradient of a
+    gradient with respect to weights be lost where it is a constant.
+    """
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed():
+            raise RuntimeError(
+                "a backward pass with create_graph=True came to a function of lowbit.train whose gradient has no "
+                "derivative; take gradients of gradients of a plain model (lowbit.train.convert_, "
+                "uncompress_activations_)"
+            )
+        return once(ctx, *grads)
+
+    return refusing
 
 
 def backend_now() -> str | None:

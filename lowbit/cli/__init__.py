@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -67,13 +68,22 @@ def _options(
     """Low-bit numbers for PyTorch: formats, training in FP8, quantized models, measured kernels."""
 
 
+def _told(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning without the line of the command's own code that it was raised at."""
+    errors.print(Text.assemble(("warning:", "bold yellow"), f" {message}"), highlight=False, soft_wrap=True)
+
+
 def main() -> None:
-    """Run the command line; a user's mistake is one message and exit code 1 (set LOWBIT_TRACEBACK=1 for its origin)."""
+    """Run the command line. A warning is one message, and a user's mistake is another and exit code 1 (set
+    LOWBIT_TRACEBACK=1 for their origin).
+    """
     if os.environ.get("LOWBIT_TRACEBACK"):
         app()
         return
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _told
+            app()
     except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError) as error:
         message = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
         errors.print(message, highlight=False, soft_wrap=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +14,13 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lowbit.cli.console import errors, out, print_json, size
+from lowbit.cli.console import errors, out, print_json
 from lowbit.demo import experiment, report
 from lowbit.demo.data import Corpus
-from lowbit.demo.explain import held_bytes
+from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.loop import OUTSIDE, Interrupted, TrainConfig, Trainer
 from lowbit.machine import float_precision
-from lowbit.memory.rss import reset_peak
 from lowbit.tables import rich_table
 from lowbit.train.mixed import PARTS
 
@@ -37,6 +37,8 @@ EPILOG = """
 
 `lowbit train --explain --precision fp16` — what is computed in what, and the bytes of a step; trains nothing
 
+`lowbit train --precision bf16 --precision nvfp4 --tail 0.1` — 4 bits, and the last tenth of the steps in bf16
+
 `lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
 
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
@@ -47,6 +49,9 @@ _PRECISION = (
     "fp32, bf16, fp16 or a recipe that trains; repeat. By default bf16 (fp32 on a processor without it) and fp8."
 )
 _OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and adamw8bit for recipes."
+_ACTIVATIONS = "In runs of recipes, keep inputs of norms and activation functions for backward as FP8 codes."
+_CHECKPOINTING = "In all runs, keep a block's input alone for backward, which computes its inside again."
+_TAIL = "Share of the steps, the last ones, in which runs of recipes compute in bf16 or fp32 alone, such as 0.1."
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
 
 
@@ -69,6 +74,9 @@ def train(
     vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary; 256 is bytes.")] = _MODEL.vocab,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = _TRAIN.save_every,
     eval_every: Annotated[int, typer.Option(help="Steps between held-out evaluations.")] = _TRAIN.eval_every,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help=_CHECKPOINTING)] = False,
+    compress_activations: Annotated[bool, typer.Option(help=_ACTIVATIONS)] = True,
+    tail: Annotated[float, typer.Option(help=_TAIL)] = _TRAIN.tail,
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
@@ -86,6 +94,7 @@ def train(
         train=TrainConfig(
             outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
             warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
+            checkpointing=checkpointing, compress_activations=compress_activations, tail=tail,
         ),
         precisions=precisions,
         recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),
@@ -119,17 +128,23 @@ train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 def _explain(settings: experiment.Settings, json: bool) -> None:
     """The table of mixed precision, and what a step of each run holds."""
-    held = {precision: held_bytes(settings, precision) for precision in dict.fromkeys(("fp32", *settings.precisions))}
+    wanted = replace(settings, precisions=tuple(dict.fromkeys(("fp32", *settings.precisions))))
+    memory = _memory(wanted, settings.model)
     if json:
-        print_json({"parts": [asdict(part) for part in PARTS], "bytes": held})
+        print_json({"parts": [asdict(part) for part in PARTS], "bytes": [row.to_dict() for row in memory]})
         return
     rows = [(p.name, p.of_fp32, p.of_short + (f", on CUDA {p.on_cuda}" if p.on_cuda else ""), p.why) for p in PARTS]
     out.print("In bf16 and fp16, and outside of what a recipe computes:")
     out.print(rich_table(("part", "of fp32", "of 16 bits", "why"), rows))
-    names = list(next(iter(held.values())))
-    sizes = [(name, *map(size, (*parts.values(), sum(parts.values())))) for name, parts in held.items()]
-    out.print("Bytes of a step beside activations:")
-    out.print(rich_table(("precision", *names, "in all"), sizes, numbers=range(1, len(names) + 2)))
+    out.print("\nMemory of a run:")
+    out.print(rich_table(HEAD, written(memory), numbers=range(1, len(HEAD))))
+    out.print(SAYS)
+
+
+def _memory(settings: experiment.Settings, shape: GPTConfig) -> list[Held]:
+    """What the runs hold, and what lies between the first and each other."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which counts, would tell of each of its runs
+    return [held(shape, config) for config in one_by_one([settings.of(name) for name in settings.precisions])]
 
 
 def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
@@ -212,7 +227,6 @@ def _train(settings: experiment.Settings, corpus: Corpus, directory: Path, resum
     runs = []
     with bar:
         for trainer in experiment.trainers(settings, corpus, directory, resume):
-            reset_peak()
             name = trainer.config.precision
             task = bar.add_task(name, total=trainer.config.steps, completed=trainer.step, status="")
             _show(bar, task, trainer)
@@ -226,7 +240,7 @@ def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
     held_out = f" held-out {history.held_out[-1][1]:.3f}" if history.held_out else ""
     skipped = f" skipped {history.skipped}" if history.skipped else ""
     loss = f"loss {history.train[-1]:.3f}{held_out}{skipped}" if history.train else "starting"
-    status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s  peak {size(history.peak_bytes)}"
+    status = f"{loss}  {trainer.tokens_per_second:,.0f} tok/s"
     bar.update(task, completed=trainer.step, status=status)
     config = trainer.config
     if not errors.is_terminal and trainer.step and trainer.step % config.eval_every == 0:  # a log has no bar to redraw
@@ -247,11 +261,12 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
             lambda name: bar.update(task, description=name, advance=1),
         )  # fmt: skip
         bar.update(task, completed=turns)
-    path = report.write(directory, settings, corpus, runs, rows, shlex.join(["lowbit", *sys.argv[1:]]))
+    memory = _memory(settings, trained.config)
+    path = report.write(directory, settings, corpus, runs, rows, memory, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
-        print_json(experiment.as_json(settings, corpus, runs, rows))
+        print_json(experiment.as_json(settings, corpus, runs, rows, memory))
     else:
-        for claim in report.claims(runs, rows):
+        for claim in report.claims(runs, rows, memory):
             verdict = "holds" if claim.holds else Text("fails", "bold red")
             out.print(f"{claim.name}: {claim.measured:+.2%}, at most {claim.allowed:+.1%}:", verdict, soft_wrap=True)
         out.print(f"report: {path}", soft_wrap=True)

@@ -21,6 +21,7 @@ from torch import nn
 from lowbit.convert import model_bytes, prepack_, quantize_
 from lowbit.demo import optimizers, tokenizer
 from lowbit.demo.data import Corpus
+from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
 from lowbit.demo.loop import FLOATS, OUTSIDE, STATE, TrainConfig, Trainer, evaluate
 from lowbit.files import read_json, shown, write_json
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["INFERENCE_RECIPES", "Measurement", "Settings", "measure_recipes", "trainers"]
 
-#: Every named recipe that needs no data, and int4 with the finer groups that it is usually shipped with.
+#: By what it multiplies, the first of the named recipes that need no data: some that train are deployed as another.
+_DEPLOYED = {row.output: row for row in reversed(RECIPES.values()) if row.dynamic}
+
+#: These recipes, and int4 with the finer groups that it is usually shipped with.
 INFERENCE_RECIPES = tuple(
     name
     for row in RECIPES.values()
-    if row.dynamic
+    if _DEPLOYED.get(row.output) is row
     for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 
@@ -49,7 +53,7 @@ SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a demo run depends on; precision, checkpointing and optimizer of ``train`` are set for each run.
+    """All that a demo run depends on. Runs differ in precision, and in what ``of`` sets for each.
 
     ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
     from one look at the casts of recipes' runs to the next; 0: none.
@@ -106,22 +110,33 @@ class Settings:
         return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
 
     def of(self, precision: str) -> TrainConfig:
-        """A run's configuration: the same seed and batches; low precision comes with checkpointing and 8-bit states."""
+        """A run's configuration: the same seed, batches and checkpointing. A recipe's run has states of 8 bits, and
+        compressed activations where ``train`` has them.
+        """
         low = precision not in FLOATS
-        optimizer = self.optimizer or ("adamw8bit" if low else "adamw")
-        return replace(self.train, precision=precision, checkpointing=low, optimizer=optimizer)
+        return replace(
+            self.train,
+            precision=precision,
+            compress_activations=low and self.train.compress_activations,
+            optimizer=self.optimizer or ("adamw8bit" if low else "adamw"),
+        )
+
+
+def run_path(directory: Path, precision: str) -> Path:
+    """The directory of the run in ``precision``. A colon would begin a link's scheme, and some systems refuse it."""
+    return directory / precision.replace(":", "+")
 
 
 def state_path(directory: Path, precision: str) -> Path:
     """Where the run in ``precision`` keeps its state."""
-    return directory / precision / STATE
+    return run_path(directory, precision) / STATE
 
 
 def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) -> Iterator[Trainer]:
     """A trainer for each precision, at its saved state when resuming and one is there."""
     for precision in settings.precisions:
         model = GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
-        trainer = Trainer(model, corpus, settings.of(precision), directory / precision, settings.watch)
+        trainer = Trainer(model, corpus, settings.of(precision), run_path(directory, precision), settings.watch)
         if resume and trainer.path.exists():
             trainer.load()
         yield trainer
@@ -184,7 +199,7 @@ class Measurement:
 def plain_copy(trained: GPT) -> GPT:
     """A GPT of ordinary Linear layers with the master weights of ``trained``, whatever it was trained in."""
     model = GPT(trained.config)
-    model.load_state_dict({name: value.detach().float() for name, value in trained.state_dict().items()})
+    model.load_state_dict({name: value.detach().float() for name, value in trained.named_parameters()})
     return model.eval()
 
 
@@ -237,7 +252,9 @@ def generation_speeds(models: dict[str, GPT], prompt: torch.Tensor) -> dict[str,
     return {name: 1 / statistics.median(took) for name, took in seconds.items()}
 
 
-def as_json(settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement]) -> dict[str, Any]:
+def as_json(
+    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], memory: list[Held]
+) -> dict[str, Any]:
     """The numbers of the report, for programs."""
     return {
         "settings": asdict(settings),
@@ -248,5 +265,6 @@ def as_json(settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[
             "held_out_bytes": corpus.held_out_bytes,
         },
         "runs": {run.config.precision: asdict(run.history) for run in runs},
+        "memory": [row.to_dict() for row in memory],
         "recipes": [{**asdict(row), "perplexity": row.perplexity} for row in rows],
     }

@@ -23,15 +23,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.convert import Report
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
 from lowbit.memory.checkpoint import checkpoint_blocks_
-from lowbit.memory.rss import peak_bytes
-from lowbit.train import LossScaler, find_nonfinite, mixed_, prepare_, state, watch
+from lowbit.train import (
+    LossScaler,
+    compress_activations_,
+    convert_,
+    find_nonfinite,
+    mixed_,
+    prepare_,
+    state,
+    uncompress_activations_,
+    watch,
+)
 
-__all__ = ["FLOATS", "OUTSIDE", "STATE", "History", "Interrupted", "TrainConfig", "Trainer", "evaluate", "optimizer_of"]
+__all__ = [
+    "FLOATS",
+    "OUTSIDE",
+    "STATE",
+    "History",
+    "Interrupted",
+    "TrainConfig",
+    "Trainer",
+    "arrange_",
+    "evaluate",
+    "loss_of",
+    "optimizer_of",
+    "update",
+]
 
 
 #: What a recipe's run may compute in outside of its Linear layers, and a trained model be kept in.
@@ -50,6 +73,9 @@ class TrainConfig:
 
     ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``. ``optimizer``: a name
     of ``OPTIMIZERS``; ``lr`` and ``weight_decay`` are AdamW's, and others take their share of them.
+    ``compress_activations``: norms and activation functions keep their inputs for backward as FP8 codes.
+    ``checkpointing``: blocks keep their input alone, and backward computes them again. ``tail``: the share of the
+    steps, the last ones, in which a recipe's run computes all in the floats of ``outside`` and keeps no codes.
     """
 
     precision: str = "bf16"
@@ -65,6 +91,8 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     checkpointing: bool = False
+    compress_activations: bool = False
+    tail: float = 0.0
     eval_every: int = 50
     eval_windows: int = 48
     save_every: int = 100
@@ -79,6 +107,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        if not 0 <= self.tail <= 1:
+            raise ValueError(f"tail is a share of the steps, from 0 to 1, got {self.tail}")
         find(self.optimizer)
         if self.outside not in OUTSIDE:
             raise ValueError(f"outside must be one of {', '.join(OUTSIDE)}, got {self.outside!r}")
@@ -92,6 +122,11 @@ class TrainConfig:
     def floats(self) -> str:
         """The precision of what no recipe computes."""
         return self.precision if self.recipe is None else self.outside
+
+    @property
+    def tail_begins(self) -> int:
+        """The first step of the tail; ``steps`` where there is none."""
+        return self.steps - (0 if self.recipe is None else round(self.tail * self.steps))
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up to ``lr``, then a cosine down to ``final_lr * lr`` at the last step."""
@@ -111,7 +146,6 @@ class History:
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
-    peak_bytes: int = 0
     skipped: int = 0
 
 
@@ -161,9 +195,33 @@ def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer
     return named.make([g for g in groups if g["params"]], lr=config.lr * named.factor)
 
 
+def arrange_(model: nn.Module, config: TrainConfig) -> Report | None:
+    """Make ``model`` compute, in place, as ``config`` says: by its recipe, with what backward keeps, in its floats.
+
+    Returns the report of ``prepare_`` where there is a recipe.
+    """
+    prepared = None if config.recipe is None else prepare_(model, config.recipe)
+    if config.checkpointing:
+        checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
+    if config.floats != "fp32":
+        mixed_(model, config.floats)
+    if config.compress_activations:  # the last, because a tail undoes it
+        compress_activations_(model)
+    return prepared
+
+
 def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean cross-entropy in nats a token."""
     return F.cross_entropy(model(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, clip: float) -> None:
+    """What follows backward: gradients without their scale, clipped; the optimizer's step; no gradients."""
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -184,16 +242,11 @@ class Trainer:
     def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path, every: int = 0) -> None:
         self.model, self.corpus, self.config = model, corpus, config
         self.path = directory / STATE
-        if config.recipe is not None:
-            prepare_(model, config.recipe)
-        if config.checkpointing:
-            checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
-        if config.floats != "fp32":
-            mixed_(model, config.floats)
+        self.prepared = arrange_(model, config)
         self.optimizer = optimizer_of(model, config)
         self.scaler = LossScaler(enabled=config.floats == "fp16")
-        if config.recipe is not None:
-            state(model).attach(self.optimizer)
+        #: What moves the training state of a recipe on; None where the run has no recipe, or not any more.
+        self.attached = None if config.recipe is None else state(model).attach(self.optimizer)
         self.watch = watch(model, every) if every and config.recipe is not None else None
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
         self.history = History()
@@ -220,8 +273,21 @@ class Trainer:
             raise Interrupted(self.step, self.path)
         return self.history
 
+    def _begin_tail(self) -> None:
+        """From now on the recipe's run computes in floats alone."""
+        if self.attached is None:
+            return
+        if self.watch is not None:
+            self.watch.close()
+        self.attached.remove()
+        self.attached = None
+        uncompress_activations_(self.model)
+        convert_(self.model)
+
     def _train_step(self) -> None:
         config, start = self.config, time.perf_counter()
+        if self.step >= config.tail_begins:
+            self._begin_tail()
         inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
 
         def again() -> Tensor:
@@ -233,20 +299,15 @@ class Trainer:
         self.history.train.append(loss.item())
         if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(self.step) * find(config.optimizer).factor
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        update(self.model, self.optimizer, self.scaler, config.clip)
         skips = self.scaler.skipped > self.history.skipped
         self.history.skipped = self.scaler.skipped
         if self.scaler.gave_up or not (skips or math.isfinite(self.history.train[-1])):
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         self.step += 1
         self.history.seconds += time.perf_counter() - start
-        self.history.peak_bytes = max(self.history.peak_bytes, peak_bytes())
         if self.step % config.eval_every == 0 or self.step == config.steps:
             held_out = self._held_out_loss()
             self.history.held_out.append((self.step, held_out))
@@ -303,8 +364,8 @@ class Trainer:
     def load(self) -> None:
         """Go back to the saved state.
 
-        Raises: FileNotFoundError when there is none; ValueError when it is damaged, or of another configuration or
-        text.
+        Raises: FileNotFoundError when there is none; ValueError when it is damaged, of another configuration or text,
+        or from before the tail that this run is in.
         """
         if not self.path.exists():
             raise FileNotFoundError(f"nothing to resume: {self.path} does not exist; run without --resume first")
@@ -328,6 +389,13 @@ class Trainer:
             raise ValueError(
                 f"{self.path} was trained on another text (its CRC {state['corpus']:08x}, this one's "
                 f"{self.corpus.fingerprint:08x}); resume with the same data and the same Python version"
+            )
+        if state["step"] > self.config.tail_begins:
+            self._begin_tail()
+        elif self.attached is None and self.config.recipe is not None:
+            raise ValueError(
+                f"{self.path} is of step {state['step']}, before the tail that begins after step "
+                f"{self.config.tail_begins}, and this run is in its tail; load it into a new Trainer"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.backends.cpu import processor
+from lowbit.demo import explain
 from lowbit.demo.data import Corpus
-from lowbit.demo.experiment import Measurement, Settings, as_json
+from lowbit.demo.experiment import Measurement, Settings, as_json, run_path
+from lowbit.demo.explain import Held
 from lowbit.demo.loop import FLOATS, Trainer
-from lowbit.demo.optimizers import state_bytes
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.tables import markdown
@@ -27,6 +28,8 @@ __all__ = ["claims", "without_plots", "write"]
 
 #: What a run or recipe may lose before it counts as a failure, as a fraction: of held-out loss, of perplexity.
 LOSS_TARGET = 0.01
+#: What the peak of a step in a recipe may be beside the first run's, as a fraction, without and with checkpointing.
+PEAK_TARGETS = {False: -0.25, True: -0.05}
 PERPLEXITY_TARGETS = {"int8": 0.005, "int4-weight-only:group32": 0.05}
 
 #: What ``write`` writes.
@@ -38,7 +41,13 @@ _BARS = ("#2f6fde", "#e08e0b", "#1c9a86")
 
 
 def write(
-    directory: Path, settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str
+    directory: Path,
+    settings: Settings,
+    corpus: Corpus,
+    runs: list[Trainer],
+    rows: list[Measurement],
+    memory: list[Held],
+    command: str,
 ) -> Path:
     """Write ``report.md``, ``report.json`` and, where matplotlib is installed, ``loss.png`` and ``recipes.png``; of
     runs that were watched ``watch.json`` and ``watch.png``, each in its run's directory.
@@ -53,16 +62,17 @@ def write(
         seen.to_json(data_path)
         if plots:
             seen.plot(plot_path)
-    data = json.dumps(as_json(settings, corpus, runs, rows), indent=2).encode() + b"\n"
+    data = json.dumps(as_json(settings, corpus, runs, rows, memory), indent=2).encode() + b"\n"
     write_atomically(directory / "report.json", lambda file: file.write(data))
-    text = "\n".join(_markdown(settings, corpus, runs, rows, command, plots)).encode() + b"\n"
+    text = "\n".join(_markdown(settings, corpus, runs, rows, memory, command, plots)).encode() + b"\n"
     write_atomically(directory / "report.md", lambda file: file.write(text))
     return directory / "report.md"
 
 
 def watch_paths(directory: Path, precision: str) -> tuple[Path, Path]:
     """Where the rows and the plot of a watched run go."""
-    return directory / precision / "watch.json", directory / precision / "watch.png"
+    run = run_path(directory, precision)
+    return run / "watch.json", run / "watch.png"
 
 
 def _watched(runs: list[Trainer]) -> list[tuple[Trainer, Watch]]:
@@ -83,7 +93,13 @@ def bits_per_byte(loss: float, corpus: Corpus) -> float:
 
 # -- text ------------------------------------------------------------------------------------------------------------
 def _markdown(
-    settings: Settings, corpus: Corpus, runs: list[Trainer], rows: list[Measurement], command: str, plots: bool
+    settings: Settings,
+    corpus: Corpus,
+    runs: list[Trainer],
+    rows: list[Measurement],
+    memory: list[Held],
+    command: str,
+    plots: bool,
 ) -> list[str]:
     model = runs[0].model
     parameters = sum(p.numel() for p in model.parameters())
@@ -95,16 +111,22 @@ def _markdown(
         f"{settings.model.dim}), trained from seed {config.seed} on {corpus.origin}: {len(corpus.train):,} tokens, "
         f"{config.steps} steps of {config.batch} x {config.context}. Held out, by document: {len(corpus.held_out):,}.",
         "",
-        *_verdicts(runs, rows),
+        *_verdicts(runs, rows, memory),
         "## Training",
         "",
         *(["![held-out loss of each run](loss.png)", ""] if plots else []),
         _runs(corpus, runs),
         "",
-        *_skips(runs),
+        *[line for run in runs for line in _remarks(run)],
         "Loss is in nats a token on held-out text, in the precision of the run. All runs start from the same weights "
-        "and see the same batches; low-precision runs recompute their blocks in backward (gradient checkpointing). "
-        "Bytes of an optimizer are those of its states; weights and gradients take 4 each.",
+        "and see the same batches.",
+        "",
+        "### Memory",
+        "",
+        markdown(explain.HEAD, explain.written(memory), numbers=range(1, len(explain.HEAD))),
+        "",
+        f"{explain.SAYS} All rows are {'with' if config.checkpointing else 'without'} gradient checkpointing, and are "
+        "measured beside the runs, on models of their own.",
         "",
         *[line for run, seen in _watched(runs) for line in _losses_of_casts(run, seen, plots)],
         f"## The {runs[0].config.precision} run, quantized",
@@ -138,7 +160,7 @@ class Claim(NamedTuple):
         return self.measured <= self.allowed
 
 
-def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
+def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> list[Claim]:
     """Those claims that the runs and recipes at hand can be held to."""
     first = runs[0]
     losses = [
@@ -149,18 +171,31 @@ def claims(runs: list[Trainer], rows: list[Measurement]) -> list[Claim]:
         )
         for run in runs[1:]
     ]
-    base = baseline(rows, first.config.outside)
-    return losses + [
-        Claim(f"{row.recipe}, perplexity against {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe])
-        for row in rows
-        if row.recipe in PERPLEXITY_TARGETS
+    base, whole = baseline(rows, first.config.outside), memory[0]
+    peaks = [
+        Claim(
+            f"{row.config.precision} training, peak of a step against {whole.config.precision}",
+            row.step / whole.step - 1,
+            PEAK_TARGETS[row.config.checkpointing],
+        )
+        for row in memory[1:]
+        if row.config.compress_activations and row.config.optimizer == whole.config.optimizer
     ]
+    return (
+        losses
+        + peaks
+        + [
+            Claim(f"{row.recipe}, perplexity against {base.recipe}", change(row, base), PERPLEXITY_TARGETS[row.recipe])
+            for row in rows
+            if row.recipe in PERPLEXITY_TARGETS
+        ]
+    )
 
 
-def _verdicts(runs: list[Trainer], rows: list[Measurement]) -> list[str]:
+def _verdicts(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> list[str]:
     verdicts = [
         (claim.name, f"{claim.measured:+.2%}", f"{claim.allowed:+.1%}", "holds" if claim.holds else "**fails**")
-        for claim in claims(runs, rows)
+        for claim in claims(runs, rows, memory)
     ]
     return [markdown(("claim", "measured", "at most", ""), verdicts, numbers=(1, 2)), ""] if verdicts else []
 
@@ -177,33 +212,42 @@ def change(row: Measurement, base: Measurement) -> float:
 
 def _runs(corpus: Corpus, runs: list[Trainer]) -> str:
     base = runs[0].history.held_out[-1][1]
-    parameters = sum(p.numel() for p in runs[0].model.parameters())
 
     def row(run: Trainer) -> tuple[str, ...]:
         loss, history = run.history.held_out[-1][1], run.history
         return (
-            run.config.precision, f"{loss:.4f}", f"{loss / base - 1:+.2%}", f"{bits_per_byte(loss, corpus):.3f}",
-            f"{run.tokens_per_second:,.0f}", f"{history.seconds:.1f}", f"{history.peak_bytes / 2**20:,.0f} MiB",
-            run.config.optimizer, f"{state_bytes(run.optimizer) / parameters:.2f}",
+            run.config.precision, run.config.optimizer, f"{loss:.4f}", f"{loss / base - 1:+.2%}",
+            f"{bits_per_byte(loss, corpus):.3f}", f"{run.tokens_per_second:,.0f}", f"{history.seconds:.1f}",
         )  # fmt: skip
 
     precision = runs[0].config.precision
-    head = ("run", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds", "peak memory")
-    return markdown((*head, "optimizer", "its bytes a parameter"), map(row, runs), numbers=(*range(1, len(head)), 8))
+    head = ("run", "optimizer", "held-out loss", f"from {precision}", "bits a byte", "tokens/s", "seconds")
+    return markdown(head, map(row, runs), numbers=range(2, len(head)))
 
 
-def _skips(runs: list[Trainer]) -> list[str]:
-    """A sentence for each run that skipped steps."""
-    return [
-        line
-        for run in runs
-        if run.history.skipped
-        for line in (
-            f"The {run.config.precision} run skipped {run.history.skipped} of {run.step} steps, whose gradients "
-            f"overflowed; the scale of its loss ends at {run.scaler.get_scale():g}.",
-            "",
+def _remarks(run: Trainer) -> list[str]:
+    """A paragraph on what a run did otherwise than its name says; none where there is nothing."""
+    config, history, floats = run.config, run.history, run.config.outside
+    found = []
+    left, low = (set(), set()) if run.prepared is None else map(_blocks, (run.prepared.left, run.prepared.converted))
+    if left:
+        found.append(
+            f"computes blocks {', '.join(map(str, sorted(left)))} of {len(left | low)} in {floats}, because its recipe "
+            f"leaves the first and the last blocks"
         )
-    ]
+    if config.tail_begins < config.steps:
+        found.append(f"computes in {floats} alone from step {config.tail_begins:,} on (its tail)")
+    if history.skipped:
+        found.append(
+            f"skipped {history.skipped} of {run.step} steps, whose gradients overflowed; the scale of its loss ends at "
+            f"{run.scaler.get_scale():g}"
+        )
+    return [line for what in found for line in (f"The {config.precision} run {what}.", "")]
+
+
+def _blocks(names: Iterable[str]) -> set[int]:
+    """The numbers, from 1, of the blocks that layers of these names are in."""
+    return {int(name.split(".")[1]) + 1 for name in names if name.startswith("blocks.")}
 
 
 def _losses_of_casts(run: Trainer, seen: Watch, plots: bool) -> list[str]:

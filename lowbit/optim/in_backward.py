@@ -19,8 +19,8 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
 
     ``optimizer``: an optimizer of ``lowbit.optim``, or its class, which is made of the model's parameters with
     ``options``. It is returned: schedulers, ``state_dict`` and ``zero_grad`` work as before, and ``step()`` finds
-    nothing left to do. One backward pass is one step; what needs all gradients at once cannot be combined with it,
-    see docs/optimizers.md.
+    nothing left to do. Call it all the same for a model of ``prepare_``, whose training state moves on as it ends. One
+    backward pass is one step; what needs all gradients at once cannot be combined with it, see docs/optimizers.md.
 
     Parameters that are frozen now stay out of it. Raises TypeError for another optimizer; ValueError for a model in
     DistributedDataParallel, whose gradients are reduced only after they are complete, or to be put into it, where

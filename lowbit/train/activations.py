@@ -17,11 +17,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lowbit.autograd import backend_now, on_backend, transformed
+from lowbit.autograd import backend_now, first_order, on_backend, transformed
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
@@ -70,7 +69,7 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
             f"own; use {ACTIVATIONS}, or another scheme that has none"
         )
-    if any(_setting(module) is not None for module in model.modules()):
+    if any(_ours(module) is not None for module in model.modules()):
         raise ValueError(
             "train.compress_activations_: activations of this model are compressed already; call "
             "lowbit.train.uncompress_activations_(model) first"
@@ -81,8 +80,9 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"train.compress_activations_: {type(model).__name__} has no module without children, and none with a "
             f"Linear; there is nothing whose inputs could be kept in few bits"
         )
-    for module in modules.values():
-        wrap_forward(module, _compressing, _compressing_own, kind)
+    for module in model.modules():
+        if _computes(module) or not isinstance(module, nn.Linear | nn.Embedding | nn.ModuleList | nn.ModuleDict):
+            wrap_forward(module, _compressing, _compressing_own, kind if _computes(module) else None)
     return report_on("train.compress_activations_", model, modules, f"inputs kept as {kind}")
 
 
@@ -92,8 +92,8 @@ def uncompress_activations_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since (checkpointing does so).
     """
     check_model(model)
-    modules = {path: module for path, module in model.named_modules() if _setting(module) is not None}
-    later = [path or "the model" for path, module in modules.items() if not _is_ours(vars(module)["forward"])]
+    modules = {path: module for path, module in model.named_modules() if _ours(module) is not None}
+    later = [path or "the model" for path, module in modules.items() if vars(module)["forward"] is not _ours(module)]
     if later:
         raise ValueError(
             f"train.uncompress_activations_: the forward of {', '.join(later)} has been replaced since (checkpointing "
@@ -103,7 +103,8 @@ def uncompress_activations_(model: nn.Module) -> Report:
         made = vars(module).pop("forward")
         if made.func is _compressing_own:
             module.forward = made.args[0]
-    return report_on("train.uncompress_activations_", model, modules, "inputs kept as they are")
+    computing = {path: module for path, module in modules.items() if _computes(module)}
+    return report_on("train.uncompress_activations_", model, computing, "inputs kept as they are")
 
 
 def _computes(module: nn.Module) -> bool:
@@ -116,27 +117,26 @@ def _computes(module: nn.Module) -> bool:
 
 # -- where it is on ----------------------------------------------------------------------------------------------------
 class _Active(threading.local):
-    """Whether a module under way in this thread has the mode on; modules inside it leave it as it is."""
+    """Whether the module under way in this thread compresses, and whether the mode is there."""
 
     on = False
+    inside = False
 
 
 _active = _Active()
 
 
-def _is_ours(forward: Any) -> bool:
-    return isinstance(forward, partial) and forward.func in (_compressing, _compressing_own)
-
-
-def _setting(module: nn.Module) -> Scheme | None:
-    """The scheme of a module whose forward compresses, also below what has been put around that."""
+def _ours(module: nn.Module) -> Any:
+    """The forward of ours that ``module`` has, also below what has been put around it; None: it has none."""
     forward = vars(module).get("forward")
-    while isinstance(forward, partial) and not _is_ours(forward):
+    while isinstance(forward, partial):
+        if forward.func in (_compressing, _compressing_own):
+            return forward
         forward = next(iter(forward.args), None)
-    return forward.args[-1] if isinstance(forward, partial) else None
+    return None
 
 
-def _compressing(module: nn.Module, scheme: Scheme, /, *args: Any, **kwargs: Any) -> Any:
+def _compressing(module: nn.Module, scheme: Scheme | None, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of the module's class, looked up now."""
     return _compressing_own(partial(type(module).forward, module), module, scheme, *args, **kwargs)
 
@@ -146,16 +146,26 @@ _compressing.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 
 def _compressing_own(
-    forward: Callable[..., Any], module: nn.Module, scheme: Scheme, /, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], module: nn.Module, scheme: Scheme | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if torch.compiler.is_compiling() or _active.on or transformed() or not torch.is_grad_enabled():
+    """``scheme`` None: the module is not one of those whose functions keep codes, whatever it is called in."""
+    if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    before = _active.on, _active.inside
+    _active.on = scheme is not None
     try:
-        _active.on = True
+        if scheme is None or _active.inside:
+            return forward(*args, **kwargs)
+        _active.inside = True
         with _Compressing(scheme):
             return forward(*args, **kwargs)
     finally:
-        _active.on = False
+        _active.on, _active.inside = before
+
+
+def _saved_tensors_hooks() -> Any:
+    """What saved tensors go through now: a checkpoint that is not reentrant has hooks of its own."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Compressing(TorchFunctionMode):
@@ -163,20 +173,26 @@ class _Compressing(TorchFunctionMode):
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.hooks = scheme, _saved_tensors_hooks()
         self.encoded: dict[int, tuple[weakref.ref[Tensor], int, Quantized]] = {}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in FUNCTIONS or kwargs.get("inplace") or not torch.is_grad_enabled():
+        if func not in FUNCTIONS or kwargs.get("inplace") or not self._serves():
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not any(_is_activation(leaf) for leaf in wanted) or _keeps_nothing(func, wanted):
             return func(*args, **kwargs)
         return cast(Any, _FromCodes).apply(self, func, spec, *leaves)
+
+    def _serves(self) -> bool:
+        """Whether functions keep codes now. Not in a part of the module's forward that a checkpoint will recompute by
+        itself: the mode will not be on there.
+        """
+        return _active.on and torch.is_grad_enabled() and _saved_tensors_hooks() == self.hooks
 
     def encode(self, x: Tensor) -> Quantized:
         known = self.encoded.get(id(x))
@@ -236,7 +252,7 @@ class _FromCodes(torch.autograd.Function):
         return func(*args, **kwargs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lowbit.autograd import backend_now, on_backend
+from lowbit.autograd import backend_now, first_order, on_backend
 from lowbit.functional import scaled_mm
 from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
@@ -203,7 +202,7 @@ class _Operands(torch.autograd.Function):
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @first_order
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 7

@@ -97,6 +97,10 @@ class TrainLinear(nn.Linear):
             )
         return self.state.view(self.places, device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not watched."""
+        return {name: value for name, value in vars(self).items() if name != "watcher"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy joins its own model's State."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -217,9 +221,20 @@ def _unshare(model: nn.Module) -> None:
 def convert_(model: nn.Module) -> Report:
     """Make every TrainLinear of ``model`` the nn.Linear it was, with what it has learned, and report them.
 
-    Raises ValueError, with the model untouched, where a layer has got a forward of its own since.
+    Raises ValueError, with the model untouched, where a layer has got a forward or a class of its own since.
     """
-    prepared: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) is TrainLinear}
+    prepared: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, TrainLinear)}
+    others = [
+        f"{name or 'the model'} ({type(one).__name__})"
+        for name, one in prepared.items()
+        if type(one) is not TrainLinear
+    ]
+    if others:
+        raise ValueError(
+            f"train.convert_: expected layers of the class TrainLinear, got {', '.join(others)}, whose class was made "
+            f"of it since; undo that first, such as a parametrization with "
+            f"torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight'), then call convert_ again"
+        )
     hooked = [name or "the model" for name, layer in prepared.items() if replaced_forward(layer) is not None]
     if hooked:
         raise ValueError(
@@ -229,6 +244,7 @@ def convert_(model: nn.Module) -> Report:
     for layer in prepared.values():
         forget_bound_forward(layer)
         del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.places
+        vars(layer).pop("watcher", None)
         layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
     _unshare(model)
     sync_fused_kernels(model)

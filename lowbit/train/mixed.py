@@ -7,14 +7,14 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import check_model
@@ -95,8 +95,9 @@ def mixed_(
     """Make the forward of ``model`` compute in mixed precision, in place, as ``PARTS`` says.
 
     ``precision``: ``"bf16"``, or ``"fp16"``, which needs a ``LossScaler``. The forward runs under autocast of the
-    device of its inputs; floats that it returns in 16 bits come back in fp32. Parameters and their names stay, and so
-    do layers of ``prepare_``, checkpointing and DDP. Methods other than ``forward`` run as before.
+    device of its inputs; floats that it returns in 16 bits, also within containers and dataclasses, come back in fp32.
+    Parameters and their names stay, and so do layers of ``prepare_``, checkpointing and DDP. Methods other than
+    ``forward`` run as before.
 
     ``working_copies``: the matrices that autocast would cast in each forward (of Linear, convolutions and attention)
     are stored in 16 bits; norms, embeddings with what shares their table, and biases stay in fp32. Use it with the
@@ -193,7 +194,7 @@ def _mixed_own(forward: Callable[..., Any], model: nn.Module, setting: _Setting,
         _refuse_ddp()
         _widen_gradients(model)  # a copy of the model, and one that has moved, have forgotten it
     with torch.autocast(_device_type(model, (*args, *kwargs.values())), PRECISIONS[setting.precision]):
-        return tree_map_only(Tensor, _widened, forward(*args, **kwargs))
+        return _widened(forward(*args, **kwargs))
 
 
 def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
@@ -203,8 +204,24 @@ def _device_type(model: nn.Module, given: Iterable[Any]) -> str:
     return "cpu" if found is None else found.device.type
 
 
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in PRECISIONS.values() else x
+def _widened(result: Any) -> Any:
+    """``result`` with its floats of 16 bits in fp32, in the containers that torch knows and in dataclasses."""
+    return tree_map(_widened_leaf, result)
+
+
+def _widened_leaf(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.float() if x.dtype in PRECISIONS.values() else x
+    if not is_dataclass(x) or isinstance(x, (type, dict)):  # torch knows those of dict that transformers makes
+        return x
+    held = {field.name: getattr(x, field.name) for field in fields(x) if hasattr(x, field.name)}
+    wide = {name: _widened(value) for name, value in held.items()}
+    if all(wide[name] is held[name] for name in held):
+        return x
+    made = object.__new__(type(x))  # __init__ may ask for more than fields, and frozen ones take no setattr
+    for name, value in {**getattr(x, "__dict__", {}), **wide}.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _refuse_ddp() -> None:

@@ -75,8 +75,10 @@ def find_nonfinite(model: nn.Module, step: Callable[[], Any]) -> NonFinite | Non
     outputs in forward, then the gradients of outputs, operands, parameters and inputs. An input that holds -Inf alone
     is taken for a mask. The search ends at the first finding; None: there is none.
 
-    The step begins with the first micro-batch of the model's training state. Afterwards gradients, buffers, random
-    state and training state are what they were. Checkpointing is as usual; compiled code runs uncompiled.
+    The step begins with the first micro-batch of the model's training state. Hooks that run as a gradient is complete
+    (``register_post_accumulate_grad_hook``) do not, since optimizers that step in the backward pass are such.
+    Afterwards gradients, buffers, random state and training state are what they were. Checkpointing is as usual;
+    compiled code runs uncompiled.
     Raises what ``step`` raises.
     """
     model = getattr(model, "_orig_mod", model)
@@ -202,8 +204,10 @@ class _Search:
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Within, a step begins; afterwards gradients, buffers, random state and training states are as they were."""
+    """Within, a step begins, and no optimizer steps in the backward pass; afterwards gradients, buffers, random state
+    and training states are as they were."""
     params = [(param, param.grad) for param in model.parameters()]
+    hooked = [(p, hooks) for p in cast(Any, model.parameters()) if (hooks := p._post_accumulate_grad_hooks)]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     layers = [module for module in model.modules() if isinstance(module, TrainLinear)]
     states = {id(layer.state): layer.state for layer in layers if layer.state is not None}.values()
@@ -212,6 +216,8 @@ def _kept(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng():
             for param, _ in params:
                 param.grad = None
+            for param, _ in hooked:
+                param._post_accumulate_grad_hooks = {}  # None would leave them on
             for one, _, _ in moved:
                 one.set_micro_batch(-1)
             yield
@@ -219,6 +225,8 @@ def _kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for param, grad in params:
                 param.grad = grad
+            for param, hooks in hooked:
+                param._post_accumulate_grad_hooks = hooks
             for buffer, value in buffers:
                 buffer.copy_(value)
         for one, number, pending in moved:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,9 +66,9 @@ class Reuse:
 
 
 class _Made(NamedTuple):
-    """Operands, and the weight that they were made of: what it was, where its numbers are, and some of them."""
+    """Operands, and the weight that they were made of: its id, where its numbers are, and some of them."""
 
-    weight: weakref.ref[Tensor]
+    weight: int
     version: int
     place: int
     sample: Tensor | None
@@ -77,10 +76,10 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, operands: WeightOperands) -> _Made:
-        return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _sample(weight), operands)
+        return cls(id(weight), weight._version, weight.data_ptr(), _sample(weight), operands)
 
     def is_of(self, weight: Tensor) -> bool:
-        same = self.weight() is weight and (self.version, self.place) == (weight._version, weight.data_ptr())
+        same = (self.weight, self.version, self.place) == (id(weight), weight._version, weight.data_ptr())
         now = _sample(weight) if same else None
         return same and (now is None or (self.sample is not None and torch.equal(now, self.sample)))
 

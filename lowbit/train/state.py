@@ -90,6 +90,8 @@ class State(nn.Module):
         self._begun: list[tuple[int, Tensor]] = []
         self._attached: RemovableHandle | None = None
         self._warned = self._draws = False
+        #: What ``counted`` says, the tensor that it was read of, and which version of that.
+        self._counted: tuple[int, Tensor, int] | None = None
         #: Whether it follows an optimizer by itself, and which one has moved it since the last micro-batch began.
         self._follows = True
         self._mover: ref[torch.optim.Optimizer] | None = None
@@ -122,10 +124,12 @@ class State(nn.Module):
 
     def _advance(self) -> None:
         self._gather()
+        count = None if torch.compiler.is_compiling() else self._count()
         advance_(self.keys, self.rng, self.micro_batch, self.amax, self.pending, self.replica)
         for held in self._pending:
             held.zero_()
         if not torch.compiler.is_compiling():
+            self._counted = None if count is None else (count + 1, self.rng, self.rng._version)
             self._begun.clear()
             self.layers.step_done()
 
@@ -196,7 +200,7 @@ class State(nn.Module):
     @seed.setter
     def seed(self, seed: int) -> None:
         self.rng[0] = _signed(seed)
-        self._restart()
+        self._restart(anew=True)
 
     @property
     def step(self) -> int:
@@ -206,7 +210,16 @@ class State(nn.Module):
     @step.setter
     def step(self, step: int) -> None:
         self.rng[1] = step
-        self._restart()
+        self._restart(anew=True)
+
+    @property
+    def counted(self) -> int:
+        """``step`` as the calls of this process count it, which waits for no GPU; not where a CUDA graph advances."""
+        count = self._count()
+        if count is None:
+            count = self.step
+            self._counted = count, self.rng, self.rng._version
+        return count
 
     @property
     def replica(self) -> int:
@@ -250,8 +263,9 @@ class State(nn.Module):
             for role, stream in streams.items()
         }
 
-    def before_forward(self, *_: Any) -> None:
+    def before_forward(self, model: nn.Module, *_: Any) -> None:
         """The hook on the model's forward."""
+        self.layers.belong_to(model)
         if torch.is_grad_enabled() and not _recomputes():
             self.next_micro_batch()
 
@@ -295,12 +309,12 @@ class State(nn.Module):
             self.micro_batch.fill_(-1)
             for held in self._pending:
                 held.zero_()
-            self._restart()
+            self._restart(anew=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
         anew."""
-        return {**vars(self), "_begun": [], "_attached": None, "_follows": True, "_mover": None}
+        return {**vars(self), "_begun": [], "_attached": None, "_counted": None, "_follows": True, "_mover": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -311,6 +325,13 @@ class State(nn.Module):
         """What ``streams`` holds."""
         return torch.tensor([crc32(stream.encode()) for stream in self._steps], dtype=torch.int64, device="cpu")
 
+    def _count(self) -> int | None:
+        """``counted``, where nothing else has written to ``rng`` since."""
+        if self._counted is None:
+            return None
+        count, of, version = self._counted
+        return count if of is self.rng and version == of._version else None
+
     def _gather(self) -> None:
         """Bring what is no buffer to where the buffers are; FSDP2 moves those alone."""
         device = self.rng.device
@@ -318,10 +339,12 @@ class State(nn.Module):
             self.keys, self.micro_batch = self.keys.to(device), self.micro_batch.to(device)
             self._pending = [held.to(device) for held in self._pending]
 
-    def _restart(self) -> None:
-        """Make the keys of what has been set."""
+    def _restart(self, anew: bool = False) -> None:
+        """Make the keys of what has been set; ``anew``: of the weights too, so that their codes are old."""
         self._gather()
         self._begun.clear()
+        if anew:
+            self.layers.step_done()
         derive_(self.keys, self.rng, self.micro_batch, self.replica)
 
     def _remember(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -27,7 +27,8 @@ class Follower(Protocol):
 class Layers:
     """The layers of a State and the model that was prepared, none of which it keeps alive.
 
-    A copy of the State begins without them; those of the copied model join it as they are copied.
+    A copy of the State begins without them: the layers of the copied model join it as they are copied, and the model
+    at its first forward.
     """
 
     def __init__(self) -> None:
@@ -39,27 +40,33 @@ class Layers:
         self._layers = [one for one in self._layers if one() not in (None, layer)] + [ref(layer)]
 
     def belong_to(self, model: nn.Module) -> None:
-        """``model`` is what was prepared."""
-        self._model = ref(model)
+        """``model`` is what was prepared, or a copy of it."""
+        if self._model is None or self._model() is not model:
+            self._model = ref(model)
 
-    def step_done(self) -> None:
-        """The optimizer has stepped: what layers keep of their weights is old."""
+    def step_done(self, held: Container[int] | None = None) -> None:
+        """The optimizer has stepped: what layers keep of their weights is old.
+
+        ``held``: the ``id`` of each parameter that has moved; None: any of them may have.
+        """
         for layer in (one() for one in self._layers):
-            if isinstance(layer, nn.Linear):
-                cast(Any, layer).reuse.step_done(layer.weight)
+            reuse = getattr(layer, "reuse", None)  # none of a layer that has been converted back
+            if layer is not None and reuse is not None and (held is None or id(_weight(layer)) in held):
+                reuse.step_done(layer.weight)
 
     def leader(self) -> Tensor | None:
         """The parameter whose optimizer the State follows: the first layer's weight that trains now; where all are
-        frozen, as under LoRA, the first parameter of the model that does.
+        frozen, as under LoRA, or computed of others, the first parameter of the model that does.
 
         It is looked up at each step, because FSDP2 exchanges the parameters of modules.
         """
-        return next((param for param in self._candidates() if param.requires_grad), None)
+        return next((param for param in self._candidates() if param.requires_grad and param.is_leaf), None)
 
     def _candidates(self) -> Iterator[Tensor]:
         for layer in (one() for one in self._layers):
-            if isinstance(layer, nn.Linear):
-                yield layer.weight
+            weight = None if layer is None else _weight(layer)
+            if weight is not None:
+                yield weight
         model = None if self._model is None else self._model()
         yield from () if model is None else model.parameters()
 
@@ -68,6 +75,11 @@ class Layers:
 
     def __reduce__(self) -> tuple[type[Layers], tuple[()]]:
         return Layers, ()
+
+
+def _weight(layer: nn.Module) -> nn.Parameter | None:
+    """The weight as a parameter; None where it is computed, as by a parametrization, which no optimizer holds."""
+    return layer._parameters.get("weight")
 
 
 _followers: WeakSet[Any] = WeakSet()
@@ -85,12 +97,18 @@ def follow_steps(follower: Follower) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Python decides which States move
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step in the backward pass counts when that is over, since the rest of it is of the same step."""
+    """A step in the backward pass counts when that is over, since the rest of it is of the same step.
+
+    Codes of the weights that it has moved are dropped: by the State that moves on, or here, where it follows another.
+    """
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for follower in list(_followers):
         leader = follower.layers.leader()
-        if any(param is leader for group in optimizer.param_groups for param in group["params"]):
-            stepped = partial(follower.stepped, ref(optimizer))
-            if in_backward():
-                torch.autograd.Variable._execution_engine.queue_callback(stepped)
-            else:
-                stepped()
+        if leader is None or id(leader) not in held:
+            follower.layers.step_done(held)
+            continue
+        stepped = partial(follower.stepped, ref(optimizer))
+        if in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(stepped)
+        else:
+            stepped()

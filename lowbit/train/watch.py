@@ -75,6 +75,7 @@ class Row:
 
 class Watch:
     """The rows of a model that is watched. ``close()``, or the end of a ``with`` block, stops watching; rows stay.
+    ``convert_`` ends it for the layers that it makes plain again. Copies of a model, and of this, are not watched.
 
     ``rows`` are in the order of steps, and of calls within a step. Printed, it is the table of the last step watched.
     """
@@ -87,7 +88,7 @@ class Watch:
         self._layers = {name: one for name, one in model.named_modules() if isinstance(one, TrainLinear)}
         self._before: list[Row] = []
         self._sums: dict[tuple[int, str, str, str], Tensor] = {}
-        self._first = self._state.step
+        self._first = self._state.counted
         self._evaluates = self._ran = False
         self._graphs: dict[str, bool] = {}
         self._hooks = [
@@ -114,6 +115,10 @@ class Watch:
             )
         self._hooks = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model has copies of the hooks, which then find no layers."""
+        return {**vars(self), "_layers": {}, "_hooks": []}
+
     # -- looking ---------------------------------------------------------------------------------------------------
     def _begin(self, *_: Any) -> None:
         """Before a forward of the model: whether its layers are looked at, until the next forward that trains."""
@@ -121,7 +126,7 @@ class Watch:
             return
         self._evaluates = not torch.is_grad_enabled()
         if not self._evaluates:
-            self._ran, step = True, self._state.step
+            self._ran, step = True, self._state.counted
             due = step % self.every == 0
             self._set({name: partial(self._view, name, step) for name in self._layers} if due else {})
 
@@ -131,7 +136,8 @@ class Watch:
 
     def _set(self, watchers: dict[str, Callable[[View | None], View | None]]) -> None:
         for name, layer in self._layers.items():
-            vars(layer)["watcher"] = watchers.get(name)
+            if isinstance(layer, TrainLinear):  # no longer where convert_ has made it plain
+                vars(layer)["watcher"] = watchers.get(name)
 
     def _view(self, name: str, step: int, view: View | None) -> View | None:
         """What a call of a layer quantizes with."""

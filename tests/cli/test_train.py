@@ -78,16 +78,42 @@ def test_ctrl_c_loses_nothing(tmp_path, run, one_thread):
 def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
     pytest.importorskip("matplotlib")
     directory = tmp_path / "run"
-    few = ("--steps", "6", "--recipe", "int8", "--precision", "bf16", "--precision", "mxfp8", "--watch", "3")
+    few = (
+        "--steps",
+        "6",
+        "--recipe",
+        "int8",
+        "--precision",
+        "bf16",
+        "--precision",
+        "mxfp8",
+        "--tail",
+        "0.3",
+        "--watch",
+        "3",
+    )
     run("train", "--out", str(directory), *TINY, *few)
     report = (directory / "report.md").read_text()
     assert "## What the casts of the mxfp8 run lose" in report and "The worst by SQNR in step 3." in report
+    assert "The mxfp8 run computes in bf16 alone from step 4 on (its tail)." in report
+    assert "without gradient checkpointing" in report and "| mxfp8, codes, adamw |" in report
     assert (directory / "mxfp8" / "watch.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((directory / "mxfp8" / "watch.json").read_text())["rows"]
     assert {row["step"] for row in rows} == {0, 3} and not (directory / "bf16" / "watch.json").exists()
     assert "goes on with watch 3, not 2" in run("train", "--out", str(directory), "--resume", "--watch", "2", code=1)
     run("train", "--out", str(directory), *TINY, *few[:-2], "--overwrite")
     assert not list(directory.glob("*/watch.*"))
+
+
+def test_a_recipe_with_options_and_training_state_may_be_the_first_run(tmp_path, run, one_thread):
+    """Its directory has a name that links may have, and its model is saved without the state."""
+    recipe = "nvfp4:rule=four-over-six"
+    few = ("--steps", "3", "--layers", "3", "--recipe", "int8", "--precision", recipe, "--precision", "bf16")
+    run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few)
+    report = (tmp_path / "report.md").read_text()
+    assert "computes blocks 1, 3 of 3 in bf16, because its recipe leaves the first and the last blocks." in report
+    assert (tmp_path / "nvfp4+rule=four-over-six" / "checkpoint.pt").exists()
+    assert not any("lowbit_state" in name for name in lb.load_model(tmp_path / "model").state_dict())
 
 
 def test_training_needs_no_matplotlib(tmp_path, run, monkeypatch, one_thread):
@@ -144,16 +170,36 @@ def test_explain_prints_the_table_of_mixed_precision_and_the_bytes_of_a_step(run
     matrices, head, vectors = 2 * (3 * 32 * 32 + 32 * 32 + 2 * 64 * 32 + 64 * 32), 300 * 32, 5 * 32
     numbers = matrices + 2 * head + vectors
     floats = {"weights": 4 * numbers, "copies": 0, "gradients": 4 * numbers}
-    for precision, copies in (("fp32", 0), ("fp16", 2 * (matrices + head))):
-        held = told["bytes"][precision]
-        assert held.pop("states") - 8 * numbers in range(1000), "two states, and a step for each parameter"
+    first, second, *others = told["bytes"]
+    for held, precision, copies in ((first, "fp32", 0), (second, "fp16", 2 * (matrices + head))):
+        assert [held.pop(name) for name in ("precision", "compress_activations", "optimizer")] == [
+            precision, False, "adamw"]  # fmt: skip
+        states, step, total = (held.pop(name) for name in ("states", "step", "total"))
+        assert states - 8 * numbers in range(1000), "two states, and a step for each parameter"
+        assert step > held["gradients"] + held["copies"] and total == held["weights"] + states + step
         assert held == {**floats, "copies": copies}
-    fp8 = told["bytes"]["fp8-tensor"]
+    steps = [("fp8-tensor", False, "adamw"), ("fp8-tensor", True, "adamw"), ("fp8-tensor", True, "adamw8bit")]
+    assert [(row["precision"], row["compress_activations"], row["optimizer"]) for row in others] == steps
+    plain, compressed, fp8 = others
+    assert plain["step"] > compressed["step"] == fp8["step"] and plain["states"] == compressed["states"] > fp8["states"]
     scales, casts = 8 * 4, (0, 2 * head)  # the head is computed in what the processor multiplies
     assert fp8["copies"] - matrices - scales in casts and fp8["states"] < 8 * numbers
     text = run("train", "--explain", *options)
-    assert all(word in text for word in ("residual sums", "masters", "gradients", "fp8-tensor", "KiB"))
+    assert all(word in text for word in ("residual sums", "masters", "gradients", "fp8-tensor", "MiB"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_precision_that_is_slow_here_is_one_warning(tmp_path):
+    """In a process of its own, whose warnings no test collects."""
+    few = ("--steps", "1", "--layers", "1", "--recipe", "int8", "--precision", "fp16")
+    command = [*TINY[: TINY.index("--steps")], *few]
+    script = "import lowbit.train.mixed as m; m.multiplies = lambda _: False; import lowbit.cli as c; c.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "--out", str(tmp_path), *command], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+    )  # fmt: skip
+    told = [line for line in done.stderr.splitlines() if "mixed_" in line]
+    assert len(told) == 1 and told[0].startswith("warning: train.mixed_: this processor has no instructions"), told
 
 
 def test_sigterm_saves_as_well(tmp_path):

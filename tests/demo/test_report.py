@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import platform
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lowbit.demo import report
+from lowbit.demo import explain, report
 from lowbit.demo.experiment import Measurement
 from lowbit.demo.loop import History, TrainConfig
 from lowbit.machine import float_precision
@@ -26,9 +27,36 @@ def measured(recipe: str, perplexity: float) -> Measurement:
     return Measurement(recipe, 0, 0, math.log(perplexity), 1.0, "")
 
 
+def held(precision: str, step: int, **changes: Any) -> explain.Held:
+    """What a run holds, all of it in its step."""
+    return explain.Held(TrainConfig(precision=precision, **changes), 0, 0, step, 0, 0)
+
+
+@pytest.mark.parametrize(("checkpointing", "allowed"), [(False, 75), (True, 95)])
+def test_the_peak_of_a_step_is_compared_with_the_same_optimizer_and_checkpointing(checkpointing, allowed):
+    changes = {"checkpointing": checkpointing}
+    memory = [held("bf16", 100, **changes), held("fp8", 10, **changes)]
+    for peak in (allowed, allowed + 1):
+        codes = held("fp8", peak, compress_activations=True, **changes)
+        eight = held("fp8", 10, compress_activations=True, optimizer="adamw8bit", **changes)
+        (claim,) = report.claims([ran("bf16", 2.0)], [measured("bf16", 3.0)], [*memory, codes, eight])
+        assert claim.name == "fp8 training, peak of a step against bf16"
+        assert claim.measured == pytest.approx(peak / 100 - 1) and claim.holds == (peak == allowed)
+
+
+def test_rows_of_memory_change_one_thing_each():
+    bf16 = TrainConfig(batch=2, seed=3)
+    fp8 = replace(bf16, precision="fp8", compress_activations=True, optimizer="adamw8bit")
+    mxfp8 = replace(bf16, precision="mxfp8")
+    codes, products = replace(fp8, optimizer="adamw"), replace(bf16, precision="fp8")
+    assert explain.one_by_one([bf16, fp8, mxfp8]) == [bf16, products, codes, fp8, mxfp8]
+    eight = replace(bf16, optimizer="adamw8bit")
+    assert explain.one_by_one([fp8, bf16]) == [fp8, replace(fp8, precision="bf16"), eight, bf16]
+
+
 def test_training_is_held_to_the_last_loss_of_the_first_run():
     runs = [ran("bf16", 9.0, 2.0), ran("fp8", 1.0, 2.019), ran("mxfp8", 1.0, 2.021), ran("fp32", 5.0, 1.9)]
-    first, second, third = report.claims(runs, [measured("bf16", 3.0)])
+    first, second, third = report.claims(runs, [measured("bf16", 3.0)], [held("bf16", 100)])
     assert [c.holds for c in (first, second, third)] == [True, False, True]
     assert first.name == "fp8 training, held-out loss against bf16" and first.allowed == report.LOSS_TARGET == 0.01
     assert first.measured == pytest.approx(0.0095) and third.measured == pytest.approx(-0.05)
@@ -39,7 +67,7 @@ def test_recipes_are_held_to_the_model_in_the_precision_that_they_have_outside(o
     rows = [measured("fp32", 20.0), measured("bf16", 10.0), measured("int8", perplexity * 1.004),
             measured("nf4", perplexity * 2), measured("int4-weight-only:group32", perplexity * 1.06)]  # fmt: skip
     assert report.baseline(rows, outside).perplexity == pytest.approx(perplexity)
-    int8, int4 = report.claims([ran(outside, 2.0, outside=outside)], rows)
+    int8, int4 = report.claims([ran(outside, 2.0, outside=outside)], rows, [held(outside, 100)])
     assert int8.name == f"int8, perplexity against {outside}"
     assert (int8.measured, int8.allowed, int8.holds) == (0.004, 0.005, True)
     assert (int4.measured, int4.allowed, int4.holds) == (0.06, 0.05, False)
@@ -47,7 +75,8 @@ def test_recipes_are_held_to_the_model_in_the_precision_that_they_have_outside(o
 
 def test_a_claim_at_its_limit_holds_and_one_that_is_no_number_does_not():
     assert report.Claim("", 0.01, 0.01).holds and not report.Claim("", math.nan, 0.01).holds
-    (claim,) = report.claims([ran("bf16", 2.0), ran("fp8", math.nan)], [measured("bf16", 3.0)])
+    runs = [ran("bf16", 2.0), ran("fp8", math.nan)]
+    (claim,) = report.claims(runs, [measured("bf16", 3.0)], [held("bf16", 100)])
     assert not claim.holds
     assert math.copysign(1, report.change(measured("int8", 3.0 - 1e-7), measured("bf16", 3.0))) == 1, "no -0.00%"
 

@@ -229,3 +229,44 @@ def test_checkpointed_blocks_hold_no_codes_under_a_module_with_a_linear():
     plain, made = Headed(), Headed()
     lb.train.compress_activations_(made)
     assert held(made) < held(plain) + 4 * 256 * 64
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_that_a_checkpoint_recomputes_keeps_its_bits_inside_a_module_with_a_linear(reentrant):
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Sequential(nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.b(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.gate, self.head, self.checkpointed = Gate(), nn.Linear(32, 4), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.gate, x, use_reentrant=reentrant) if self.checkpointed else self.gate(x)
+            return self.head(y * y)
+
+    def gradient(checkpointed: bool) -> Tensor:
+        net = Net()
+        lb.train.compress_activations_(net)
+        net.checkpointed = checkpointed
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        net(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert_same_bits(gradient(True), gradient(False), "checkpointed")
+
+
+def test_a_hook_that_raises_before_it_turns_nothing_off():
+    module, x = nn.Sequential(nn.Linear(32, 32), nn.SiLU()), torch.randn(8, 32)
+    module[1].register_forward_pre_hook(lambda _, args: 1 / 0 if len(args[0]) == 3 else None)
+    lb.train.compress_activations_(module)
+    with pytest.raises(ZeroDivisionError):
+        module(torch.randn(3, 32))
+    assert type(module(x).grad_fn).__name__ == "_FromCodesBackward"

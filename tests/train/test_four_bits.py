@@ -45,50 +45,64 @@ def test_backward_products_are_within_the_bound_of_their_kernels(recipe, rows, d
     assert bool(((grad_w.double() - exact(*for_w)).abs() <= bound(*for_w, None, torch.float32)).all())
 
 
+def along(found: Tensor, wanted: Tensor) -> Tensor:
+    """The component of each matrix ``[..., rows, cols]`` along the one that is wanted: 1 where nothing shrinks."""
+    return (found.double() * wanted).sum((-2, -1)) / wanted.double().square().sum()
+
+
+def assert_mean_is_one(draws: list[Tensor], limit: float) -> None:
+    """Of draws that are independent of each other, within six standard errors, which are below ``limit``."""
+    every = torch.stack(draws)
+    error = every.std() / every.numel() ** 0.5
+    assert error < limit and abs(every.mean() - 1) < 6 * error
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_have_no_bias(recipe):
     """The mean over random bits is the product of the float gradient by the codes of the other operand. Scales that
-    clip, as those rounded to nearest do, would shrink it by 0.3%, which is more than six standard errors."""
+    clip, as those rounded to nearest do, would shrink it by 0.3%, which is more than six standard errors.
+
+    Bits depend on the place, so copies below each other draw their own: each has its rows of the input's gradient, and
+    the weight's gradient is the sum over them.
+    """
     torch.manual_seed(0)
-    layer, block, draws = training_layer(32, 16, recipe), BLOCK[recipe], 1500
-    x, g = torch.randn(32, 32, requires_grad=True), torch.randn(32, 16)
-    state, sums, squares = lb.train.state(layer), [0.0, 0.0], [0.0, 0.0]
+    layer, block, copies, steps = training_layer(32, 16, recipe), BLOCK[recipe], 50, 30
+    x, g = torch.randn(32, 32), torch.randn(32, 16)
     w = lb.quantize(layer.weight.detach(), lb.recipe(recipe).trained.b.scheme).dequantize()
-    turned = [signed_hadamard(t.detach().t(), block).t() for t in (g, x)]
-    wanted = [g @ w, turned[0].t() @ lb.quantize(turned[1], NEAREST[recipe]).dequantize()]
-    for _ in range(draws):
-        found = torch.autograd.grad(layer(x), (x, layer.weight), g)
-        for i, grad in enumerate(found):
-            along = (grad.double() * wanted[i]).sum() / wanted[i].square().sum()  # 1 where nothing shrinks
-            sums[i], squares[i] = sums[i] + along, squares[i] + along * along
+    turned = [signed_hadamard(t.t(), block).t() for t in (g, x)]
+    wanted_x, wanted_w = g @ w, turned[0].t() @ lb.quantize(turned[1], NEAREST[recipe]).dequantize()
+    state, many_x, many_g = lb.train.state(layer), x.repeat(copies, 1).requires_grad_(), g.repeat(copies, 1)
+    of_x, of_w = [], []
+    for _ in range(steps):
+        grad_x, grad_w = torch.autograd.grad(layer(many_x), (many_x, layer.weight), many_g)
+        of_x.append(along(grad_x.unflatten(0, (copies, -1)), wanted_x))
+        of_w.append(along(grad_w / copies, wanted_w))
         state.advance()
-    for total, square in zip(sums, squares, strict=True):
-        mean = total / draws
-        error = ((square / draws - mean * mean) / draws).sqrt()
-        assert error < 5e-4 and abs(mean - 1) < 6 * error
+    assert_mean_is_one(of_x, 5e-4)
+    assert_mean_is_one(of_w, 5e-4)
 
 
 def test_eden_has_no_bias_and_half_the_error():
-    """The mean over turns and random bits is the vector; against stochastic rounding the squared error is below 0.6."""
+    """The mean over turns and random bits is the vector; against stochastic rounding the squared error is below 0.6.
+
+    The copies of a step share its turn, so their mean is one draw.
+    """
     torch.manual_seed(0)
-    x, draws = torch.randn(4, 200), 3000
-    state, sums, squares, wrong = State(), 0.0, 0.0, [0.0, 0.0]
+    x, copies, steps = torch.randn(4, 200), 20, 150
+    state, many, draws, wrong = State(), x.repeat(copies, 1), [], [0.0, 0.0]
     cast = lb.Cast("nvfp4", "eden", "random-hadamard")
     places = state.places("", {"grad_input.a": cast})
-    for _ in range(draws):
+    for _ in range(steps):
         view = state.view(places, x.device)
         signs = view.signs("grad_input.a", x.device)
-        y = view.quantize(random_hadamard(x, signs), cast, "grad_input.a").dequantize().double()
-        back = (lb.hadamard(y.float(), 128) * signs.repeat(2))[:, :200].double()
-        along = (back * x).sum() / x.double().square().sum()
-        sums, squares = sums + along, squares + along * along
-        wrong[0] += (back - x).square().sum()
-        drawn_too = lb.quantize(x, "nvfp4:ceil", rounding=lb.Rounding(state.step)).dequantize()
-        wrong[1] += (drawn_too.double() - x).square().sum()
+        y = view.quantize(random_hadamard(many, signs), cast, "grad_input.a").dequantize()
+        back = (lb.hadamard(y, 128) * signs.repeat(2))[:, :200]
+        draws.append(along(back.unflatten(0, (copies, -1)), x).mean())
+        wrong[0] += (back.double() - many).square().sum()
+        drawn_too = lb.quantize(many, "nvfp4:ceil", rounding=lb.Rounding(state.step)).dequantize()
+        wrong[1] += (drawn_too.double() - many).square().sum()
         state.advance()
-    mean = sums / draws
-    error = ((squares / draws - mean * mean) / draws).sqrt()
-    assert error < 2e-4 and abs(mean - 1) < 6 * error
+    assert_mean_is_one(draws, 2e-4)
     assert wrong[0] < 0.6 * wrong[1]
 
 

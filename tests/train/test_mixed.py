@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -185,6 +186,38 @@ def test_results_in_containers_are_widened_and_others_left_alone():
     found = model(torch.ones(1, 2))
     assert found["y"].dtype is torch.float32 and found["count"] == 3
     assert found["rest"][0].dtype is torch.int64 and found["rest"][1][0].dtype is torch.float64
+
+
+@dataclass(frozen=True)
+class Output:
+    y: Tensor
+    rest: Any
+    more: int = field(default=1, init=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_in_dataclasses_are_widened(compiled):
+    class Gives(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return Output(y, [Output(y, None), x])
+
+    torch._dynamo.reset()
+    model, x = Gives(2, 2), torch.ones(1, 2)
+    lb.train.mixed_(model)
+    found = (torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(x)
+    assert (found.y.dtype, found.rest[0].y.dtype, found.more) == (torch.float32, torch.float32, 1)
+    assert found.rest[0].rest is None and torch.equal(found.rest[1], x)
+
+
+def test_a_dataclass_without_floats_of_16_bits_comes_back_itself():
+    class Gives(nn.Linear):
+        def forward(self, x):
+            return given
+
+    given, model = Output(torch.ones(2), "text"), Gives(2, 2)
+    lb.train.mixed_(model)
+    assert model(torch.ones(1, 2)) is given
 
 
 def test_copies_and_pickles_run_their_own_weights():

@@ -140,3 +140,36 @@ def test_evaluation_takes_no_codes_of_training():
     fresh = copy.deepcopy(net)
     with torch.no_grad():
         assert_same_bits(net(x), fresh(x), "evaluation")
+
+
+def kept(layer: nn.Module) -> bool:
+    return layer.reuse._made is not None
+
+
+def test_codes_go_with_the_step_of_whichever_optimizer_holds_the_weight():
+    """Fused optimizers raise no version of the weights, and on a GPU no sample of the numbers tells."""
+    net = model("fp8")
+    first, second = (torch.optim.SGD(block.parameters(), lr=0.1) for block in net[:2])
+    x = torch.randn(7, 48)
+    net(x), net(x)
+    first.step()
+    net(x)
+    assert kept(net[0].up) and kept(net[1].up)
+    second.step()
+    assert kept(net[0].up) and not kept(net[1].up)
+    first.step()
+    assert not kept(net[0].up)
+
+
+@pytest.mark.parametrize("setting", ["seed", "step", "loaded"])
+def test_codes_go_with_the_random_bits_that_they_have(setting):
+    net = model("fp8-delayed")
+    state, optimizer = lb.train.state(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    step(net, optimizer, 2, 0)
+    net(torch.randn(7, 48))
+    assert kept(net[0].up)
+    if setting == "loaded":
+        net.load_state_dict({name: value for name, value in net.state_dict().items() if "lowbit_state" in name}, False)
+    else:
+        setattr(state, setting, 5)
+    assert not kept(net[0].up)

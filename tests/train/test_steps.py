@@ -13,6 +13,7 @@ import torch
 from support.bits import same_bits
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -137,6 +138,16 @@ def test_a_frozen_layer_is_passed_over():
     assert step_of(model) == 3
 
 
+def test_a_weight_that_is_computed_is_passed_over():
+    model = prepared()
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    train(model, sgd(model[2]), 2)
+    assert step_of(model) == 2
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    train(model, sgd(model), 2)
+    assert step_of(model) == 4
+
+
 def test_under_lora_the_adapters_optimizer_moves_it():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(prepared(), peft.LoraConfig(target_modules=["0", "2"], r=2))
@@ -177,6 +188,16 @@ def test_an_optimizer_for_each_parameter_in_the_backward_pass(where):
         return sorted(seen, key=lambda grad: (grad.shape, grad.flatten()[0].item()))
 
     assert all(map(same_bits, gradients(True), gradients(False)))
+
+
+def test_steps_in_the_backward_pass_count_as_step_is_called():
+    model = prepared()
+    optimizer = lb.optim.in_backward_(model, lb.optim.SGD, lr=0.1)
+    for number in range(2):
+        model(torch.randn(4, 8)).square().mean().backward()
+        assert step_of(model) == number
+        optimizer.step()
+        assert step_of(model) == number + 1
 
 
 # -- what is said goes first -------------------------------------------------------------------------------------------
@@ -247,6 +268,33 @@ def test_a_copy_follows_its_own_optimizer(copied: Callable[[nn.Module], nn.Modul
     assert (step_of(twin), step_of(layer)) == (1, 2)
 
 
+class Adapted(nn.Module):
+    """Prepared layers that are frozen, and a scale that trains beside them, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_whose_layers_are_frozen_follows_the_adapters(copied: Callable[[nn.Module], nn.Module], compiled: bool):
+    torch._dynamo.reset()
+    model = Adapted()
+    lb.train.prepare_(model, RECIPE, skip=())
+    model.body.requires_grad_(False)
+    twin = copied(model)
+    run = torch.compile(twin, backend="aot_eager", fullgraph=True) if compiled else twin
+    optimizer = torch.optim.SGD([twin.scale], lr=0.1)
+    for number in range(2):
+        run(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        optimizer.step()
+        assert (step_of(model), step_of(twin)) == (0, number + 1)
+
+
 def test_nothing_is_kept_alive():
     model = prepared()
     train(model, sgd(model))
@@ -264,3 +312,14 @@ def test_a_plain_model_again_is_followed_no_longer():
     gc.collect()
     sgd(model).step()
     assert state() is None
+
+
+def test_a_step_after_convert_finds_plain_layers():
+    """Somebody may hold the State of a model that has been converted back."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lb.train.prepare_(model, "fp8", skip=())
+    held, optimizer = lb.train.state(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 8)).sum().backward()
+    lb.train.convert_(model)
+    optimizer.step()
+    assert held.step == 1

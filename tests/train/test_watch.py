@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from support.bits import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
@@ -145,6 +147,60 @@ def test_steps_between_and_after_a_watch_have_no_watcher():
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_watched_model_is_not_watched(copied):
+    model = Model("fp8")
+    with watch(model, every=1) as w:
+        model(batch(0))
+        twin, seen = copied(model), len(w.rows)
+        twin(batch(0)).sum().backward()
+        assert len(w.rows) == seen
+        assert not any(layer.watcher for layer in twin.modules() if isinstance(layer, TrainLinear))
+        assert all(layer.watcher for layer in model.modules() if isinstance(layer, TrainLinear))
+
+
+def test_a_model_made_plain_while_it_is_watched_is_plain():
+    model, never = Model("fp8"), Model("fp8")
+    with watch(model, every=1) as w:
+        model(batch(0)).sum().backward()
+        seen = w.rows
+        for one in (model, never):
+            lb.train.convert_(one)
+        model(batch(0))
+        assert len(seen) == len(w.rows) > 0
+    assert vars(model.head).keys() == vars(never.head).keys()
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that the host asks of tensors, for each of which it waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_are_counted_without_waiting_for_a_gpu():
+    model = Model("fp8-delayed")
+    state, optimizer, reads = lb.train.state(model), torch.optim.SGD(model.parameters(), lr=0.1), Reads()
+    with watch(model, every=1000):
+        for _ in range(2):
+            with reads:
+                model(batch(0))
+            optimizer.step()
+            assert state.counted == state.step
+    assert reads.count == 0
+    state.step = 7
+    assert state.counted == 7
+    state.load_state_dict(Model("fp8-delayed").blocks[0].up.lowbit_state.state_dict(), strict=False)
+    assert state.counted == state.step == 0
+    optimizer.step()
+    assert copy.deepcopy(state).counted == state.counted == 1
+
+
 def by_rows(x: Tensor, dtype: torch.dtype, largest: float, dim: int = 1) -> Tensor:
     """``x`` in FP8 with a scale for each row (or column), decoded, by torch's casts."""
     scale = (x.abs().amax(dim, keepdim=True) / largest).clamp(min=2.0**-126)
@@ -318,6 +374,16 @@ def test_a_finite_step_has_no_finding_and_leaves_no_trace(recipe, way):
     assert all(param.grad is None for param in searched.parameters()) and searched.head.watcher is None
     assert all(map(same_bits, before.values(), searched.state_dict().values()))
     assert all(map(same_bits, trained(plain), trained(searched)))
+
+
+def test_optimizers_that_step_in_the_backward_pass_do_not():
+    model = Model("fp8")
+    lb.optim.in_backward_(model, lb.optim.SGD, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert find_nonfinite(model, lambda: model(batch(0)).square().mean()) is None
+    assert all(map(same_bits, before, model.parameters()))
+    model(batch(0)).square().mean().backward()
+    assert not any(map(same_bits, before, model.parameters()))
 
 
 @WAYS
