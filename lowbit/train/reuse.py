@@ -38,8 +38,8 @@ class Reuse:
         self._made: _Made | None = None
 
     def step_done(self, weight: Tensor) -> None:
-        """The optimizer has stepped."""
-        self._expected = 0 if is_dtensor(weight) else self._uses
+        """An optimizer has stepped; of several that step in turn, the layer had its forwards before the first."""
+        self._expected = 0 if is_dtensor(weight) else self._uses or self._expected
         self._uses, self._made = 0, None
 
     def operands(self, weight: Tensor, make: Callable[[], WeightOperands]) -> WeightOperands | None:

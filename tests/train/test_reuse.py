@@ -173,3 +173,19 @@ def test_codes_go_with_the_random_bits_that_they_have(setting):
     else:
         setattr(state, setting, 5)
     assert not kept(net[0].up)
+
+
+def test_weights_of_another_optimizer_are_kept_too(monkeypatch):
+    """The State follows that of the first layer; both drop what is old."""
+    net = model("fp8")
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net[:1], net[1:])]
+    for number in range(3):
+        with encodings(monkeypatch) as made:
+            for _ in range(MICRO_BATCHES):
+                net(torch.randn(7, 48)).square().mean().backward()
+        assert len(made) == (6 if number else 6 * MICRO_BATCHES), number
+        for optimizer in optimizers:
+            optimizer.step()
+        fresh, x = copy.deepcopy(net), torch.randn(7, 48)
+        with torch.no_grad():
+            assert_same_bits(net(x), fresh(x), f"step {number}")
