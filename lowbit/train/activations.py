@@ -117,10 +117,10 @@ def _computes(module: nn.Module) -> bool:
 
 # -- where it is on ----------------------------------------------------------------------------------------------------
 class _Active(threading.local):
-    """Whether the module under way in this thread compresses, and whether the mode is there."""
+    """Whether the module under way in this thread compresses, and the innermost mode that is there."""
 
     on = False
-    inside = False
+    mode: _Compressing | None = None
 
 
 _active = _Active()
@@ -151,16 +151,17 @@ def _compressing_own(
     """``scheme`` None: the module is not one of those whose functions keep codes, whatever it is called in."""
     if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    before = _active.on, _active.inside
+    before = _active.on, _active.mode
     _active.on = scheme is not None
     try:
-        if scheme is None or _active.inside:
+        # A checkpoint inside the module that has the mode recomputes without it: what is called there has its own.
+        if scheme is None or (_active.mode is not None and _active.mode.hooks == _saved_tensors_hooks()):
             return forward(*args, **kwargs)
-        _active.inside = True
-        with _Compressing(scheme):
+        _active.mode = _Compressing(scheme)
+        with _active.mode:
             return forward(*args, **kwargs)
     finally:
-        _active.on, _active.inside = before
+        _active.on, _active.mode = before
 
 
 def _saved_tensors_hooks() -> Any:

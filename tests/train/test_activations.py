@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
-from lowbit.demo.gpt import Block, GPTConfig, rope
+from lowbit.demo.gpt import GPT, Block, GPTConfig, rope
 from lowbit.memory import checkpoint_blocks_
 from lowbit.train.activations import FUNCTIONS
 
@@ -149,6 +149,24 @@ def test_checkpointing_changes_no_bit(how):
     plain = gradients(lambda made, x: made(x, cos, sin))
     for index, (got, want) in enumerate(zip(gradients(recomputed), plain, strict=True)):
         assert_same_bits(got, want, f"{how} {index}")
+
+
+def test_checkpointed_blocks_of_a_model_that_computes_itself_change_no_bit():
+    """The model has a Linear of its own, so that it compresses around its checkpointed blocks."""
+    tokens = torch.randint(CONFIG.vocab, (2, CONFIG.context), generator=torch.Generator().manual_seed(3))
+    found = []
+    for checkpointed in (False, True):
+        model = GPT(CONFIG)
+        lb.train.prepare_(model, "fp8")
+        lb.train.compress_activations_(model)
+        if checkpointed:
+            checkpoint_blocks_(model)
+        with threads(1), torch.autocast("cpu", torch.bfloat16):
+            y = model(tokens)
+        y.float().square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    for index, (got, want) in enumerate(zip(*found, strict=True)):
+        assert_same_bits(got, want, str(index))
 
 
 def test_an_exception_inside_leaves_nothing_on():
