@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit.autograd import in_backward, transformed
 from lowbit.optim.shards import is_dtensor
@@ -54,8 +55,10 @@ class Reuse:
         if self._expected < 2 or self._uses > self._expected:
             self._made = None
             return None
-        if self._made is None or not self._made.is_of(weight):
-            self._made = _Made.of(weight, make())
+        # A selective checkpoint counts the ops that it sees, and would see these in one of its two passes alone.
+        with _disable_current_modes():
+            if self._made is None or not self._made.is_of(weight):
+                self._made = _Made.of(weight, make())
         return self._made.operands
 
     def __deepcopy__(self, memo: Any) -> Reuse:

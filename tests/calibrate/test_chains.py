@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from support.processes import run_processes
 from torch import Tensor, nn
 
 import lowbit as lb
@@ -188,7 +188,7 @@ def _process(rank: int, path: str) -> None:
 
 
 def test_processes_agree_on_what_is_a_chain(tmp_path: Path) -> None:
-    mp.spawn(_process, (str(tmp_path),), nprocs=2)  # to the first alone it is one
+    run_processes(_process, (str(tmp_path),))  # to the first alone it is one
     first, second = (lb.Calibration.load(tmp_path / str(rank)) for rank in range(2))
     assert all(torch.equal(q.codes, second.weights[name].codes) for name, q in first.weights.items())
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.processes import run_processes
 from torch import Tensor, nn
 
 import lowbit as lb
@@ -431,7 +431,7 @@ def _process(rank: int, model: nn.Module, batches: list[Tensor], methods: list[s
 
 def test_two_processes_with_half_of_the_batches_find_what_one_does(tmp_path):
     model, batches, methods = Stack(2), tokens(4), ["gptq", "guided-gptq"]
-    mp.spawn(_process, (model, batches, methods, str(tmp_path)), nprocs=2)
+    run_processes(_process, (model, batches, methods, str(tmp_path)))
     for method in methods:
         whole = lb.calibrate(model, "int4-weight-only:group32", batches, method)
         first, second = (lb.Calibration.load(tmp_path / f"{method}{rank}") for rank in range(2))

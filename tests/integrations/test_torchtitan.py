@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from support.bits import same_bits
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -193,4 +193,4 @@ def _sharded(rank: int, path: Path) -> None:
 
 def test_sharded_in_two_processes(tmp_path):
     """The state moves on after each step of the container once, with the largest magnitudes of both processes."""
-    mp.spawn(_sharded, (tmp_path,), WORLD)
+    run_processes(_sharded, (tmp_path,), WORLD)

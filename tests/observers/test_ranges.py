@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes import run_processes
 from torch import Tensor
 
 import lowbit as lb
@@ -138,7 +138,7 @@ def _process(rank: int, batches: list[Tensor], path: str) -> None:
 def test_two_processes_see_what_one_does(tmp_path):
     batches = [torch.randn(50, 4) * 2.0**k for k in (0, 3, -2, 5, 1, 2)]
     whole = seen(batches)
-    mp.spawn(_process, (batches, str(tmp_path)), nprocs=2)
+    run_processes(_process, (batches, str(tmp_path)))
     for rank in range(2):
         low, high, average, counts, exponent = torch.load(tmp_path / str(rank))
         assert torch.equal(low, whole.low)

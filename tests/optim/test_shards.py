@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from support.bits import same_bits
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -184,4 +184,4 @@ def _run(rank: int, path: str) -> None:
 
 
 def test_bits_are_those_of_the_whole_tensor(tmp_path: Path):
-    mp.spawn(_run, (str(tmp_path),), WORLD)
+    run_processes(_run, (str(tmp_path),), WORLD)

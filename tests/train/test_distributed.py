@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from support.bits import same_bits
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -126,4 +126,4 @@ def _checks(rank: int, path: Path) -> None:
 
 
 def test_two_processes(tmp_path):
-    mp.spawn(_checks, (tmp_path,), WORLD)
+    run_processes(_checks, (tmp_path,), WORLD)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from support.bits import same_bits
+from support.processes import run_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -137,4 +137,4 @@ def _checks(rank: int, path: Path) -> None:
 
 
 def test_two_processes(tmp_path):
-    mp.spawn(_checks, (tmp_path,), WORLD)
+    run_processes(_checks, (tmp_path,), WORLD)
