@@ -268,7 +268,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Any) -> Recipe:
         """The Recipe that ``to_dict`` described. Raises ValueError for other data."""
-        known = ("name", "ends", *_PRODUCTS)
+        known = ("name", *_PRODUCTS, "ends")
         values = checked("Recipe", data, known, ("output",))
         gemms = {role: Gemm.from_dict(values[role]) for role in _PRODUCTS if values.get(role) is not None}
         return from_data(cls, {**values, **gemms}, known, ("output",))

@@ -37,7 +37,7 @@ def test_the_version_is_printed(run):
         (["train", "--resume", "--out", "/nowhere"], "nothing to resume"),
         (["train", "--out", "{tmp}", "--dim", "33"], "multiple of 2 * heads"),
         (["train", "--out", "{tmp}", "--recipe", "int9"], "unknown recipe"),
-        (["train", "--out", "{tmp}", "--precision", "int8"], "for inference only"),
+        (["train", "--out", "{tmp}", "--precision", "int8-weight-only"], "for inference only"),
         (["train", "--out", "{tmp}", "--data", "/nowhere"], "/nowhere cannot be read (No such file or directory)"),
         (["train", "--out", "{tmp}", *TINY, "--lr", "nan"], "lr must be positive and finite, got nan"),
         (["train", "--out", "{tmp}", *TINY, "--seed", "-1"], "seed must be from 0"),
