@@ -114,7 +114,6 @@ RUNS = (
     Run("nvfp4, all blocks, 1-D weights", _narrow_weights(), "changed"),
     Run("nvfp4, all blocks, four over six", "nvfp4:ends=0:rule=four-over-six", "changed"),
     Run("nvfp4, all blocks, searched scales", "nvfp4:ends=0:rule=search", "changed"),
-    Run("nvfp4-eden, all blocks, four over six", "nvfp4-eden:ends=0:rule=four-over-six", "changed"),
     Run("nvfp4-eden, all blocks, searched scales", "nvfp4-eden:ends=0:rule=search", "changed"),
 )
 #: What the larger model is trained in.

@@ -31,7 +31,7 @@ def there(path: Path, about: dict[str, Any]) -> bool:
 def trained(path: Path, about: dict[str, Any], vocab: int, make: Callable[[Corpus, Path], Trainer]) -> dict[str, Any]:
     """What ``path`` says of a run: ``about``, the curve on held-out text, seconds. Trained now where it says nothing.
 
-    ``about``: all that decides the bits of the run, as JSON has it; a file about another run is made anew.
+    ``about``: all that decides the bits of the run, as JSON has it; a file about another run is replaced.
     ``make(corpus, directory)``: the Trainer, which keeps its state in ``directory`` until the run is done.
     """
     if not there(path, about):

@@ -56,7 +56,7 @@ def into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     )
     try:
         torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
-    except Exception:
+    except BaseException:  # an interrupt too leaves the optimizer as it was
         optimizer.param_groups = groups
         optimizer.state.clear()
         optimizer.state.update(states)

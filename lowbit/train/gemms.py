@@ -94,7 +94,7 @@ class Products:
 
     ``stateful``: some cast needs the training state. ``share_g``: both backward products multiply the same codes of
     ``g``. ``one_weight``: all micro-batches of a step multiply the same operands of the weight; not where random signs,
-    which each draws anew, turn it with ``g``.
+    which each draws for itself, turn it with ``g``.
     """
 
     input: Cast | None

@@ -26,7 +26,7 @@ class Reuse:
 
     Codes are kept where the step before had several forwards of the layer, and for as many forwards. So a run without
     accumulation holds none, and steps that no ``torch.optim.Optimizer`` does (which the layer does not see) let none
-    grow old. They are dropped as the optimizer has stepped, and made anew for a weight that is another one or has
+    grow old. They are dropped as the optimizer has stepped, and made again for a weight that is another one or has
     changed. Writes to ``weight.data`` raise no version: on the CPU a sample of the numbers tells, and elsewhere
     ``allowed`` must be False where something writes so between micro-batches. Weights that are shards outside their
     forward are never kept whole.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lowbit.formats import find
 from lowbit.functional.quantize import quantize
 from lowbit.recipes import Cast
 from lowbit.tensor.quantized import Quantized, Scales
@@ -23,8 +24,9 @@ __all__ = ["ROOM", "block_sums", "quantized", "refuses", "ruled"]
 _OFFSETS = {"fp8_e4m3": (-2, -1, 1, 2, 3, 4, 5), "e8m0": (-1, 1)}
 #: The largest codes that are numbers.
 _MOST = {"fp8_e4m3": 126, "e8m0": 254}
-#: What the global scale is raised by, 448 / 256, where block scales may become up to 1.75 times as large.
-ROOM = 1.75
+#: What the global scale is raised by where block scales may become larger than amax makes them, up to this many times:
+#: their largest number over 256, the largest that the papers let amax give.
+ROOM = find("fp8_e4m3").max / 256
 
 
 def refuses(cast: Cast, role: str) -> str | None:

@@ -200,7 +200,7 @@ class State(nn.Module):
     @seed.setter
     def seed(self, seed: int) -> None:
         self.rng[0] = _signed(seed)
-        self._restart(anew=True)
+        self._restart(weights_too=True)
 
     @property
     def step(self) -> int:
@@ -210,7 +210,7 @@ class State(nn.Module):
     @step.setter
     def step(self, step: int) -> None:
         self.rng[1] = step
-        self._restart(anew=True)
+        self._restart(weights_too=True)
 
     @property
     def counted(self) -> int:
@@ -309,11 +309,11 @@ class State(nn.Module):
             self.micro_batch.fill_(-1)
             for held in self._pending:
                 held.zero_()
-            self._restart(anew=True)
+            self._restart(weights_too=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no backward pass to come, and follows an optimizer of its own; another process numbers its nodes
-        anew."""
+        itself."""
         return {**vars(self), "_begun": [], "_attached": None, "_counted": None, "_follows": True, "_mover": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -339,11 +339,11 @@ class State(nn.Module):
             self.keys, self.micro_batch = self.keys.to(device), self.micro_batch.to(device)
             self._pending = [held.to(device) for held in self._pending]
 
-    def _restart(self, anew: bool = False) -> None:
-        """Make the keys of what has been set; ``anew``: of the weights too, so that their codes are old."""
+    def _restart(self, weights_too: bool = False) -> None:
+        """Make the keys of what has been set; ``weights_too``: those of weights change, so that their codes are old."""
         self._gather()
         self._begun.clear()
-        if anew:
+        if weights_too:
             self.layers.step_done()
         derive_(self.keys, self.rng, self.micro_batch, self.replica)
 

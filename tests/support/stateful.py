@@ -18,6 +18,13 @@ STOCHASTIC = lb.Recipe(
     lb.Gemm(cast("fp8_e5m2", rounding="stochastic"), cast("fp8_e4m3", rounding="stochastic"), save="high"),
     name="stochastic",
 )
+#: With folded scales, and operands of forward rounded so too.
+STOCHASTIC_ROWS = lb.Recipe(
+    lb.Gemm(*[lb.Cast("fp8_e4m3:row", rounding="stochastic")] * 2),
+    lb.Gemm(lb.Cast("fp8_e5m2:row", rounding="stochastic"), "fold"),
+    lb.Gemm(lb.Cast("fp8_e5m2:col", rounding="stochastic"), "fold"),
+    name="stochastic-rows",
+)
 DELAYED = lb.Recipe(
     lb.Gemm(*[cast("fp8_e4m3", scale="delayed", history=3)] * 2),
     lb.Gemm(cast("fp8_e5m2", scale="delayed", history=3), "reuse"),

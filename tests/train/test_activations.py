@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.bits import assert_same_bits
+from support.variants import threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -115,16 +115,6 @@ def test_a_block_keeps_less_than_two_thirds_of_bf16s_bytes():
     bf16 = kept(None, False)
     assert kept("fp8", True) <= 0.65 * bf16
     assert kept("fp8", True) < kept("fp8", False) < bf16
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def gradients(run: Callable[[Block, Tensor], Tensor], recipe: str = "fp8") -> list[Tensor]:

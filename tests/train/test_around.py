@@ -9,19 +9,13 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.layers import TRAINING, training_layer
+from support.stateful import STOCHASTIC_ROWS
 from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.train import TrainLinear
 
-DRAWN = lb.Cast("fp8_e4m3:row", rounding="stochastic")
-STOCHASTIC = lb.Recipe(
-    lb.Gemm(DRAWN, DRAWN),
-    lb.Gemm(lb.Cast("fp8_e5m2:row", rounding="stochastic"), "fold"),
-    lb.Gemm(lb.Cast("fp8_e5m2:col", rounding="stochastic"), "fold"),
-    name="stochastic",
-)
-RECIPES = pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC], ids=str)
+RECIPES = pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC_ROWS], ids=str)
 
 
 def results(layer: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
@@ -153,7 +147,7 @@ def test_accumulated_gradients_are_sums_and_are_clipped_as_any(recipe):
         torch.testing.assert_close(param.grad, total / 2)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC, "fp8-delayed"], ids=str)
+@pytest.mark.parametrize("recipe", ["fp8", STOCHASTIC_ROWS, "fp8-delayed"], ids=str)
 def test_compiled_blocks_under_autocast_have_the_bits_of_eager(recipe):
     """Blocks that are compiled one by one, inside a model that is not, under bf16 autocast."""
     torch._dynamo.reset()

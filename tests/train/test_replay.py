@@ -14,20 +14,14 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.layers import TRAINING, training_layer
+from support.stateful import STOCHASTIC_ROWS
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowbit as lb
 from lowbit.memory import checkpoint_blocks_
 
-DRAWN = lb.Cast("fp8_e4m3:row", rounding="stochastic")
-STOCHASTIC = lb.Recipe(
-    lb.Gemm(DRAWN, DRAWN),
-    lb.Gemm(lb.Cast("fp8_e5m2:row", rounding="stochastic"), "fold"),
-    lb.Gemm(lb.Cast("fp8_e5m2:col", rounding="stochastic"), "fold"),
-    name="stochastic",
-)
-RECIPES = pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC], ids=str)
+RECIPES = pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC_ROWS], ids=str)
 
 
 @pytest.fixture(autouse=True)
