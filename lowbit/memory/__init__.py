@@ -2,7 +2,22 @@
 
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.measure import allocated_peak, saved_bytes
+from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
 
-__all__ = ["allocated_peak", "checkpoint_blocks_", "find_blocks", "peak_bytes", "reset_peak", "saved_bytes"]
+__all__ = [
+    "Leak",
+    "Moment",
+    "Profile",
+    "Snapshot",
+    "Usage",
+    "allocated_peak",
+    "checkpoint_blocks_",
+    "find_blocks",
+    "peak_bytes",
+    "profile",
+    "reset_peak",
+    "saved_bytes",
+]
