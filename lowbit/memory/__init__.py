@@ -2,6 +2,7 @@
 
 from lowbit.memory.accumulate import accumulation_weights, micro_batches
 from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.models import find_blocks
@@ -11,6 +12,7 @@ __all__ = [
     "allocated_peak",
     "checkpoint_blocks_",
     "find_blocks",
+    "linear_cross_entropy",
     "micro_batches",
     "peak_bytes",
     "reset_peak",

@@ -1,7 +1,8 @@
 """Gradient accumulation: a batch in parts, each with the weight that makes their sum the loss of the whole batch.
 
 The mean of the parts' mean losses is not the mean over the batch where parts have different numbers of targets.
-Trainers took it for that until 2024 (https://unsloth.ai/blog/gradient, https://github.com/huggingface/transformers/pull/34191).
+Trainers took it for that until 2024: https://unsloth.ai/blog/gradient,
+https://github.com/huggingface/transformers/pull/34191.
 """
 
 from __future__ import annotations
