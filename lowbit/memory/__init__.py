@@ -1,6 +1,7 @@
 """Making a model fit: gradient checkpointing of blocks, and what a call or the process has held at most."""
 
 from lowbit.memory.accumulate import accumulation_weights, micro_batches
+from lowbit.memory.attention import attention, attention_backends
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
@@ -10,6 +11,8 @@ from lowbit.models import find_blocks
 __all__ = [
     "accumulation_weights",
     "allocated_peak",
+    "attention",
+    "attention_backends",
     "checkpoint_blocks_",
     "find_blocks",
     "linear_cross_entropy",
