@@ -1,8 +1,8 @@
-"""Making a model fit: gradient checkpointing of blocks, and what a call or the process has held at most."""
+"""Making a model fit: gradient checkpointing, and what a call or the process has held at most."""
 
 from lowbit.memory.accumulate import accumulation_weights, micro_batches
 from lowbit.memory.attention import attention, attention_backends
-from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
@@ -20,7 +20,7 @@ __all__ = [
     "allocated_peak",
     "attention",
     "attention_backends",
-    "checkpoint_blocks_",
+    "checkpoint_",
     "find_blocks",
     "linear_cross_entropy",
     "micro_batches",
@@ -28,4 +28,5 @@ __all__ = [
     "profile",
     "reset_peak",
     "saved_bytes",
+    "uncheckpoint_",
 ]
