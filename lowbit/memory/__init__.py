@@ -3,6 +3,7 @@
 from lowbit.memory.accumulate import accumulation_weights, micro_batches
 from lowbit.memory.attention import attention, attention_backends
 from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
+from lowbit.memory.estimate import Estimate, estimate, usual_loss
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
@@ -11,6 +12,7 @@ from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
 
 __all__ = [
+    "Estimate",
     "Leak",
     "Moment",
     "Profile",
@@ -21,6 +23,7 @@ __all__ = [
     "attention",
     "attention_backends",
     "checkpoint_",
+    "estimate",
     "find_blocks",
     "linear_cross_entropy",
     "micro_batches",
@@ -29,4 +32,5 @@ __all__ = [
     "reset_peak",
     "saved_bytes",
     "uncheckpoint_",
+    "usual_loss",
 ]
