@@ -6,6 +6,7 @@ from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.tokens import tokens
 from lowbit.models import find_blocks
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "peak_bytes",
     "reset_peak",
     "saved_bytes",
+    "tokens",
 ]
