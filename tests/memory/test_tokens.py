@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
+import random
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lowbit.memory import tokens
+from tests.support.processes import run_processes
 
-ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
 
 
 def written(path: Path, count: int, dtype: str = "uint16", first: int = 1) -> np.ndarray:
@@ -74,37 +74,29 @@ def test_workers_and_processes_share_the_items(tmp_path):
     assert sorted(torch.cat(shares).flatten().tolist()) == values[:100].tolist()
 
 
-SPARSE = """
-import random, sys
-from lowbit.memory import tokens
-def resident():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS:"))
-data = tokens(sys.argv[1], 1 << 20, "uint16")
-data[0]
-before = resident()
-for index in random.Random(0).sample(range(len(data)), 50):
-    inputs, targets = data[index]
-print(len(data), int(data[len(data) - 1][1][-1]), resident() - before)
-"""
+def resident() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
+
+
+def _in_process(_: int, path: str) -> None:
+    data = tokens(path, MIB, "uint16")
+    assert len(data) == 2500 and data[-1][1][-1] == 7
+    before = resident()
+    for index in random.Random(0).sample(range(len(data)), 50):
+        data[index]
+    assert resident() - before < 24 * MIB  # 50 items have 100 MiB in the file; one has 8 MiB as int64
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 def test_resident_memory_stays_flat_over_a_large_file(tmp_path):
-    path = tmp_path / "sparse.bin"
-    count = 2500 * (1 << 20) + 1  # 5 GiB, of which the disk holds the end
+    path, end = tmp_path / "sparse.bin", 2 * 2500 * MIB  # 5 GiB, of which the disk holds the last token
     with path.open("wb") as stream:
-        stream.truncate(2 * (count - 1))
-        stream.seek(2 * (count - 1))
+        stream.seek(end)
         stream.write(b"\x07\x00")
-    if path.stat().st_blocks * 512 > 1 << 20:
+    if path.stat().st_blocks * 512 > MIB:
         pytest.skip("files on this system are not sparse")
-    done = subprocess.run(
-        [sys.executable, "-c", SPARSE, str(path)], capture_output=True, text=True, cwd=ROOT, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stderr
-    items, last, grown = map(int, done.stdout.split())
-    assert (items, last) == (2500, 7)
-    assert grown < 24 * 1024  # 50 items have 100 MiB in the file; one has 8 MiB as int64
+    run_processes(_in_process, (str(path),), 1)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
