@@ -8,6 +8,7 @@ from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.tokens import tokens
 from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
 
@@ -31,6 +32,7 @@ __all__ = [
     "profile",
     "reset_peak",
     "saved_bytes",
+    "tokens",
     "uncheckpoint_",
     "usual_loss",
 ]
