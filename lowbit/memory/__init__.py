@@ -2,7 +2,16 @@
 
 from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.measure import allocated_peak, saved_bytes
+from lowbit.memory.offload import offload_activations
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.models import find_blocks
 
-__all__ = ["allocated_peak", "checkpoint_blocks_", "find_blocks", "peak_bytes", "reset_peak", "saved_bytes"]
+__all__ = [
+    "allocated_peak",
+    "checkpoint_blocks_",
+    "find_blocks",
+    "offload_activations",
+    "peak_bytes",
+    "reset_peak",
+    "saved_bytes",
+]
