@@ -47,9 +47,9 @@ class Scratch:
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         self.path, self._lock = _locked(parent)
-        self.budget, self.used = budget, 0
+        self.budget, self.used, self._process = budget, 0, os.getpid()
         self._numbers, self._guard = itertools.count(), threading.RLock()  # garbage is collected inside, too
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._process)
 
     def reserve(self, size: int) -> Path:
         """A new file of ``size`` bytes, which the disk has room for.
@@ -86,7 +86,8 @@ class Scratch:
 
     def release(self, path: Path, size: int) -> None:
         """Remove a file of ``reserve``; one that is gone already is no error."""
-        path.unlink(missing_ok=True)
+        if os.getpid() == self._process:  # a fork has the same objects, and no right to the files
+            path.unlink(missing_ok=True)
         with self._guard:
             self.used -= size
 
@@ -170,6 +171,6 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(path: Path, lock: int, process: int) -> None:
-    if os.getpid() == process:  # a fork has the same objects, and no right to the files
+    if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
