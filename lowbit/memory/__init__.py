@@ -6,6 +6,7 @@ from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
 from lowbit.memory.estimate import Estimate, estimate, usual_loss
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
+from lowbit.memory.offload import offload_activations
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.memory.tokens import tokens
@@ -28,6 +29,7 @@ __all__ = [
     "find_blocks",
     "linear_cross_entropy",
     "micro_batches",
+    "offload_activations",
     "peak_bytes",
     "profile",
     "reset_peak",
