@@ -1,15 +1,31 @@
 """Making a model fit: gradient checkpointing, and what a call or the process has held at most."""
 
+from lowbit.memory.accumulate import accumulation_weights, micro_batches
+from lowbit.memory.attention import attention, attention_backends
 from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
+from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
+from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
 
 __all__ = [
+    "Leak",
+    "Moment",
+    "Profile",
+    "Snapshot",
+    "Usage",
+    "accumulation_weights",
     "allocated_peak",
+    "attention",
+    "attention_backends",
     "checkpoint_",
     "find_blocks",
+    "linear_cross_entropy",
+    "micro_batches",
     "peak_bytes",
+    "profile",
     "reset_peak",
     "saved_bytes",
     "uncheckpoint_",
