@@ -137,7 +137,7 @@ class Frame:
         if versions != [_version(t) for t in outside]:
             place = next(i for i, t in enumerate(outside) if versions[i] != _version(t))
             raise NotReplayed(
-                f"{path!r} is checkpointed and writes to a tensor of shape {tuple(outside[place].shape)} that it is given, "
+                f"{path!r} is checkpointed and writes to a tensor {tuple(outside[place].shape)} that it is given, "
                 f"and cannot be computed again from it. Make the write one to a copy (an activation with "
                 f"inplace=False), or leave the module out of checkpoint_"
             )
