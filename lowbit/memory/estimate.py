@@ -63,8 +63,8 @@ def estimate(
     arguments or a dict of keyword arguments; on meta or real, only shapes count. ``loss(output, batch)`` is a scalar;
     None takes ``usual_loss``. ``recipe``: of ``lb.train.prepare_``. ``precision``: ``"bf16"`` or ``"fp16"``, as
     ``lb.train.mixed_`` makes of it. ``checkpoint``: a policy of ``checkpoint_``. ``prepare(model)``: called on the copy
-    last, for whatever else is done to the model. ``optimizer``: a name (``adamw``, ``adamw8bit``, ``lion8bit``), what makes
-    one of parameters, or None for no step. ``micro_batches``: so many of ``batch`` are accumulated before the step.
+    last, for whatever else is done to the model. ``optimizer``: a name (``adamw``, ``adamw8bit``), what makes one of
+    parameters, or None for no step. ``micro_batches``: so many of ``batch`` are accumulated before the step.
     ``device``: where the training will run; by default where the parameters are, and ``cpu`` for those on meta.
 
     The result has ``peak_bytes``, ``moment``, ``by_kind``, ``by_layer``, ``by_phase`` and ``timeline`` of the second
