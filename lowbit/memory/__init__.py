@@ -4,6 +4,7 @@ from lowbit.memory.accumulate import accumulation_weights, micro_batches
 from lowbit.memory.attention import attention, attention_backends
 from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
 from lowbit.memory.estimate import Estimate, estimate, usual_loss
+from lowbit.memory.inplace import inplace_, safe_inplace
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.offload import offload_activations
@@ -27,12 +28,14 @@ __all__ = [
     "checkpoint_",
     "estimate",
     "find_blocks",
+    "inplace_",
     "linear_cross_entropy",
     "micro_batches",
     "offload_activations",
     "peak_bytes",
     "profile",
     "reset_peak",
+    "safe_inplace",
     "saved_bytes",
     "tokens",
     "uncheckpoint_",
