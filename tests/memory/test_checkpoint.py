@@ -54,7 +54,8 @@ def test_every_policy_is_tested():
 def test_no_policy_changes_a_bit(name):
     plain, loss = made(name)
     want, keys = outcome(copy.deepcopy(plain), loss), list(plain.state_dict())
-    whole = saved_bytes(lambda: loss(plain), plain)
+    twin = copy.deepcopy(plain)
+    whole = saved_bytes(lambda: loss(twin), twin)
     kept = {}
     for policy in [policy for case, policy in CASES if case == name]:
         model = copy.deepcopy(plain)
@@ -87,13 +88,13 @@ def chain(blocks: int) -> nn.Sequential:
 def test_segments_keep_as_many_inputs_as_there_are_segments():
     x = torch.randn(128, 16)
     model, one = chain(64), x.nbytes
+    whole = lb.memory.allocated_peak(lambda: model(x).sum().backward())
     checkpoint_(model, "sqrt")
     kept = saved_bytes(lambda: model(x), model)
     assert 8 * one <= kept <= 2 * 8 * one
-    peak = lb.memory.allocated_peak(lambda: model(x).sum().backward())
+    assert lb.memory.allocated_peak(lambda: model(x).sum().backward()) < whole / 4
     checkpoint_(model, "block")
     assert saved_bytes(lambda: model(x), model) == 64 * one
-    assert peak < lb.memory.allocated_peak(lambda: model(x).sum().backward())
 
 
 def products(model: nn.Module, x: Tensor) -> int:
@@ -138,7 +139,6 @@ def test_a_stage_is_what_comes_before_the_last_down_sampling():
     [
         (["blocks.1", "re:blocks\\.3"], ["blocks.1", "blocks.3"]),
         (["*.attention"], [f"blocks.{i}.attention" for i in range(BLOCKS)]),
-        ({"blocks": "every:3", "lm_head": None}, None),
         (lambda module, path: path in ("blocks.0", "blocks.0.mlp"), ["blocks.0"]),
         ("ratio:0.5", ["blocks.0", "blocks.2"]),
         ("every:3", ["blocks.0", "blocks.3"]),
@@ -147,11 +147,16 @@ def test_a_stage_is_what_comes_before_the_last_down_sampling():
 def test_modules_by_pattern_and_function(policy, expected):
     model, loss = made("gpt")
     want = outcome(copy.deepcopy(model), loss)
-    if expected is None:
-        with pytest.raises(ValueError, match="ModuleList has no|pass a list"):
-            checkpoint_(nn.Sequential(nn.Linear(2, 2)), policy["blocks"])
-        expected = ["blocks.0", "blocks.3"]
     assert list(checkpoint_(model, policy).converted) == expected
+    assert_equal(outcome(model, loss), want)
+
+
+def test_each_pattern_of_a_mapping_has_its_policy():
+    model, loss = made("t5")
+    want = outcome(copy.deepcopy(model), loss)
+    report = checkpoint_(model, {"encoder": "every:3", "decoder": "segments:2", "decoder.final_layer_norm": None})
+    decoder = [f"decoder.block.{i}" for i in range(BLOCKS)]
+    assert report.converted == ("encoder.block.0", "encoder.block.3", *decoder)
     assert_equal(outcome(model, loss), want)
 
 
@@ -203,9 +208,8 @@ def test_it_is_undone_copied_and_pickled():
     assert sum(type(layer).__name__.startswith("Checkpointed") for layer in model.modules()) == 2
     assert uncheckpoint_(model).converted == ("model.layers.0", "model.layers.2")
     assert uncheckpoint_(model).converted == ()
-    assert all(
-        type(a) is type(b) and vars(a).keys() == vars(b).keys() for a, b in zip(model.modules(), plain.modules())
-    )
+    for one, other in zip(model.modules(), plain.modules(), strict=True):
+        assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
     assert_equal(outcome(model, loss), want)
 
 
@@ -330,7 +334,7 @@ def test_a_cache_with_tokens_is_refused_in_training():
     tokens = torch.randint(3, 60, (1, 4))
     cache = model(tokens).past_key_values
     checkpoint_(model)
-    with pytest.raises(ValueError, match="expected an empty cache for 'model.layers.0'"):
+    with pytest.raises(ValueError, match=r"expected an empty cache for 'model\.layers\.0'"):
         model(tokens, past_key_values=cache)
     assert model.eval()(tokens).past_key_values.get_seq_length() == 4
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lowbit.memory import checkpoint_blocks_
+from lowbit.memory import checkpoint_
 from lowbit.optim import AdamW
 from lowbit.train import compress_activations_, mixed_, prepare_
 
@@ -67,7 +67,7 @@ RUNGS = (
 def arrange_(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Make ``model`` train by ``settings``, in place, and make its optimizer."""
     if settings.checkpoint:
-        checkpoint_blocks_(model)
+        checkpoint_(model)
     if settings.recipe is not None:
         # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
         prepare_(model, settings.recipe, reuse_weights=False)
