@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.architectures import ARCHITECTURES, BLOCKS, ResNet
 from support.bits import same_bits
 from torch import Tensor, nn
@@ -308,6 +309,28 @@ def test_compiled_models_recompute(policy):
     checkpoint_(model, "sqrt")
     with pytest.raises(Exception, match="recomputes one module at a time"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "shard"])
+def test_sharded_blocks_are_gathered_for_their_segment(first):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, plain, x = chain(4), chain(4), torch.randn(4, 16)
+        if first == "checkpoint":
+            checkpoint_(model, "sqrt")
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for module in (*model, model):
+            fsdp.fully_shard(module, mesh=mesh)
+        if first == "shard":
+            checkpoint_(model, "sqrt")
+        for one in (model, plain):
+            one(x).square().sum().backward()
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(got.grad.to_local(), want.grad)
+        assert len(uncheckpoint_(model).layers) == 4 and same_bits(model(x), plain(x))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_checkpointing_of_transformers_gives_way():
