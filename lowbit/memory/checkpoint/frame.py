@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowbit.memory.checkpoint.calls import Contexts, Random, Surroundings, unmoved
+from lowbit.memory.checkpoint.calls import Contexts, Random, Surroundings, gather, unmoved
 
 __all__ = ["Frame", "NotReplayed"]
 
@@ -207,6 +207,7 @@ class Frame:
             return (made if leaf.made else kept)[leaf.call][leaf.place]
 
         args, kwargs = tree_unflatten([found(leaf) for leaf in call.given], call.structure)
+        gather(call.module)
         with unmoved(call.module), call.around.again(), call.context:
             return call.forward(*args, **kwargs)
 
