@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from lowbit.models.surround import surround, surrounding, unsurround
 __all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]
 
 
-def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
+def checkpoint_(model: nn.Module, policy: Choice = "block", **settings: Any) -> Report:
     """Checkpoint the parts of ``model`` that ``policy`` says, in place: of such a part backward has its inputs alone,
     and computes its inside again. No bit of losses and gradients changes. Another policy replaces the one before.
 
@@ -25,6 +26,7 @@ def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
     ``"sqrt"``, ``"segments:4"``, ``"save_matmuls"``, ``"stages"``; a list of modules or of patterns
     (``lowbit.models.names``); ``{pattern: policy or None}``, for the modules that each pattern names; or a function
     ``(module, path) -> bool``. Of nested modules the outermost is taken, but for modules of a list.
+    ``"planned"`` takes ``budget=``, ``batch=`` and other settings of ``plan_checkpoints``, whose plan is a policy too.
 
     The second run has the autocast, the random state and the backend (``use_backend``) of the first, and leaves the
     running statistics of BatchNorm as they are; inside torch.compile torch's own checkpointing does it, one module at
@@ -41,7 +43,7 @@ def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
     check_model(model)
-    chosen = choose(model, policy)
+    chosen = choose(model, policy, settings)
     names = {id(module): name for name, module in model.named_modules()}
     uncheckpoint_(model)
     notes = _switch_off(model)
