@@ -61,13 +61,17 @@ RUNGS = (
     Rung("bf16", {"mixed": "bf16"},
          "Products and their weights in bf16; 8 more bits of each weight stay beside it for the optimizer."),
     Rung("8-bit AdamW", {"bits": 8}, "Both states of Adam as 8-bit codes with a scale a block."),
+    Rung("fp8", {"recipe": "fp8", "compress": True},
+         "Feed-forward layers multiply FP8 codes, and norms and GELU keep FP8 codes for backward."),
+    Rung("micro-batches", {"micro": 4},
+         "A batch in four parts, whose gradients add up: a quarter of the activations at a time.", "close"),
 )  # fmt: skip
 
 
 def arrange_(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Make ``model`` train by ``settings``, in place, and make its optimizer."""
     if settings.checkpoint:
-        checkpoint_(model)
+        checkpoint_(model, "block")
     if settings.recipe is not None:
         # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
         prepare_(model, settings.recipe, reuse_weights=False)
