@@ -87,8 +87,10 @@ _LINEAR = (
      Setting("mxfp8", "bf16", "adamw8bit", "save_matmuls"), Setting("nvfp4", "bf16", "sgd", "mlp", 2)),
 )  # fmt: skip
 _CONV = (
-    (Setting(), Setting(None, "bf16", "sgd"), Setting(None, None, "adamw8bit", "stages"), Setting(None, None, "sgd", None, 2)),
-    (Setting(), Setting(None, "bf16", "adamw8bit"), Setting(None, "bf16", "lion8bit", "stages"), Setting(None, None, "muon8bit")),
+    (Setting(), Setting(None, "bf16", "sgd"), Setting(None, None, "adamw8bit", "stages"),
+     Setting(None, None, "sgd", None, 2)),
+    (Setting(), Setting(None, "bf16", "adamw8bit"), Setting(None, "bf16", "lion8bit", "stages"),
+     Setting(None, None, "muon8bit")),
 )  # fmt: skip
 
 _LLAMA = {"vocab_size": 2048, "num_key_value_heads": 3, "tie_word_embeddings": True, "use_cache": False}

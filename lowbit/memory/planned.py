@@ -138,7 +138,8 @@ def plan_checkpoints(
     smallest = min((m.usage for m in tables.values()), key=lambda usage: usage.peak_bytes)
     raise ValueError(
         f"memory.checkpoint_: a step fits into {amount(allowed)} by no choice of checkpoints; the least is "
-        f"{amount(least)}, in {smallest.moment}. Ask for as much, take a smaller batch with accumulation, an optimizer of fewer bits, or offload its states"
+        f"{amount(least)}, in {smallest.moment}. Ask for as much, take a smaller batch with accumulation, an "
+        f"optimizer of fewer bits, or offload its states"
     )
 
 

@@ -17,7 +17,7 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, plan_checkpoints, profile, uncheckpoint_, usual_loss
 from lowbit.memory.planned import Option, best
 
-CONFIG = GPTConfig(vocab=256, layers=4, heads=2, dim=128, hidden=256)
+CONFIG = GPTConfig(vocab=256, layers=2, heads=2, dim=128, hidden=256)
 
 
 def peak(options, outside):
@@ -98,7 +98,7 @@ def test_budgets_of_a_real_model_are_kept_and_no_bit_changes():
         model.zero_grad()
 
     before = 1 << 62
-    for share in ("85%", "70%", "55%"):
+    for share in ("85%", "65%"):
         plan = plan_checkpoints(model, batch, share, optimizer=None)
         checkpoint_(model, plan)
         gc.collect()
@@ -108,7 +108,7 @@ def test_budgets_of_a_real_model_are_kept_and_no_bit_changes():
         assert held < before
         before = held
         assert all(map(torch.equal, outcome(model, batch), want))
-        assert set(plan.options) == {f"blocks.{i}" for i in range(4)}
+        assert set(plan.options) == {f"blocks.{i}" for i in range(2)}
         assert plan.why("blocks.0").startswith("blocks.0: ") and "budget" in str(plan)
     uncheckpoint_(model)
 
@@ -116,7 +116,7 @@ def test_budgets_of_a_real_model_are_kept_and_no_bit_changes():
 def test_the_policy_by_name():
     model, batch = GPT(CONFIG), torch.randint(256, (8, 64))
     report = checkpoint_(model, "planned", budget="60%", batch=batch, optimizer=None)
-    assert len(report.converted) >= 4
+    assert len(report.converted) >= 2
     assert checkpoint_(model, "planned", budget="8GB", batch=batch, optimizer=None).converted == ()
 
 
