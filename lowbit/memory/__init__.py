@@ -4,6 +4,7 @@ from lowbit.memory.checkpoint import checkpoint_blocks_
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.offload import offload_activations
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.stream import stream_blocks_, unstream_
 from lowbit.models import find_blocks
 
 __all__ = [
@@ -14,4 +15,6 @@ __all__ = [
     "peak_bytes",
     "reset_peak",
     "saved_bytes",
+    "stream_blocks_",
+    "unstream_",
 ]
