@@ -11,6 +11,7 @@ from lowbit.memory.offload import offload_activations
 from lowbit.memory.planned import CheckpointPlan, plan_checkpoints
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.stream import stream_blocks_, unstream_
 from lowbit.memory.tokens import tokens
 from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
@@ -40,7 +41,9 @@ __all__ = [
     "reset_peak",
     "safe_inplace",
     "saved_bytes",
+    "stream_blocks_",
     "tokens",
     "uncheckpoint_",
+    "unstream_",
     "usual_loss",
 ]

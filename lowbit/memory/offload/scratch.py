@@ -96,9 +96,12 @@ class Scratch:
         self._finalizer()
 
 
-def write(path: Path, memory: memoryview) -> None:
-    """Write ``memory`` to a reserved file, and let go of the pages that the system keeps of it. Raises OSError."""
-    _transfer(path, os.O_WRONLY, memory, os.pwrite)
+def write(path: Path, memory: memoryview, durable: bool = False) -> None:
+    """Write ``memory`` to a reserved file, and let go of the pages that the system keeps of it. Raises OSError.
+
+    ``durable``: it is on the disk afterwards, and not on its way there.
+    """
+    _transfer(path, os.O_WRONLY | (os.O_DSYNC if durable else 0), memory, os.pwrite)
 
 
 def read(path: Path, memory: memoryview) -> None:
