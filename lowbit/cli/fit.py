@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from lowbit.cli.budget import bytes_in
 from lowbit.cli.console import errors, out, print_json, resumable
 from lowbit.plan.ladder import Climb, climb, report
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.progress import bar
+from lowbit.sizes import bytes_in
 from lowbit.tables import rich_table
 
 EPILOG = """

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.backends.cpu import processor
-from lowbit.convert.report import amount
 from lowbit.files import write_atomically, write_json
 from lowbit.machine import provenance
 from lowbit.plan.ladder.climb import Ladder, Row
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import textbook
+from lowbit.sizes import amount
 from lowbit.tables import markdown
 
 __all__ = ["HEAD", "NUMBERS", "write", "written"]
