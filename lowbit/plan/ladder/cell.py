@@ -93,7 +93,7 @@ def _ended(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     name = signal.Signals(-code).name
-    return f"by {name}{', as the system ends processes when the machine runs out' if name == 'SIGKILL' else ''}"
+    return f"by {name}{', as the system ends processes when the machine runs out,' if name == 'SIGKILL' else ''}"
 
 
 # -- the child --------------------------------------------------------------------------------------------------------

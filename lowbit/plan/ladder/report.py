@@ -15,7 +15,7 @@ from lowbit.plan.ladder.shape import textbook
 from lowbit.sizes import amount
 from lowbit.tables import markdown
 
-__all__ = ["HEAD", "NUMBERS", "write", "written"]
+__all__ = ["HEAD", "NUMBERS", "explained", "remarks", "setting", "write", "written"]
 
 #: The head of the table, whose cells are ``written``; the columns of ``NUMBERS`` are numbers.
 HEAD = ("rung", "peak, MiB", "of fp32", "trains", "s a step", "tokens/s", "loss", "losses", "largest")
