@@ -71,6 +71,7 @@ class Ledger(TorchDispatchMode):
     """Write down, while it is entered, every op and every storage that comes and goes, on ``device`` only.
 
     ``wrap(number)``: a context that each op runs within, or None. ``lines``: note the caller's line of each storage.
+    ``scratch(name, args, out)``: bytes that an op takes for itself, which are then in ``scratch`` by the op's number.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Ledger(TorchDispatchMode):
         device: torch.device,
         wrap: Callable[[int], Any] | None = None,
         lines: bool = False,
+        scratch: Callable[[str, tuple[Any, ...], Any], int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.device = model, device
@@ -86,7 +88,8 @@ class Ledger(TorchDispatchMode):
         self.pieces: list[Piece] = []
         self.steps: list[int] = []
         self.live = 0
-        self._wrap, self._lines = wrap, lines
+        self.scratch: list[tuple[int, int]] = []
+        self._wrap, self._lines, self._scratch = wrap, lines, scratch
         self._open: dict[int, tuple[weakref.ref[Any], Piece]] = {}
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._of_parameter: dict[int, str] = {}
@@ -148,6 +151,12 @@ class Ledger(TorchDispatchMode):
         for thing in found:
             if type(thing) in (Tensor, nn.Parameter) and thing.device == self.device:
                 self.claim(thing, None, OUTSIDE)
+
+    def forget_model(self) -> None:
+        """Keep nothing alive of what was written down."""
+        self._names.clear()
+        self._open.clear()
+        del self.model
 
     # -- what a storage is ---------------------------------------------------------------------------------------
     def claim(self, tensors: Any, kind: str | None, layer: str | None = None) -> None:
@@ -239,6 +248,9 @@ class Ledger(TorchDispatchMode):
         else:
             with self._wrap(number):
                 out = func(*args, **kwargs)
+        if self._scratch is not None:
+            size = self._scratch(self.ops[number].name, args, out)
+            self.scratch += [(number, size)] if size else []
         kind = None if phase == "step" else _inherited(self._kinds(tree_leaves((args, kwargs))))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device == self.device:

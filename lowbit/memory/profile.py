@@ -85,6 +85,8 @@ class Profile(Usage):
         self._profiler.__exit__(*error)
         self._read()
         self._ended = True
+        self._ledger.forget_model()
+        del self._model, self._profiler
 
     def snapshot(self, name: str) -> Snapshot:
         """Note what is held now under a name."""

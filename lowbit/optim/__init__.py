@@ -6,6 +6,7 @@ from lowbit.optim.base import Optimizer
 from lowbit.optim.in_backward import in_backward_
 from lowbit.optim.lion import Lion, Lion4bit, Lion8bit
 from lowbit.optim.muon import Muon, Muon8bit
+from lowbit.optim.offload import clip_grad_norm_, offload_, unoffload_
 from lowbit.optim.sgd import SGD, SGD8bit
 from lowbit.optim.states import STATES, States
 from lowbit.optim.watch import saturation
@@ -25,6 +26,9 @@ __all__ = [
     "Optimizer",
     "SGD8bit",
     "States",
+    "clip_grad_norm_",
     "in_backward_",
+    "offload_",
     "saturation",
+    "unoffload_",
 ]

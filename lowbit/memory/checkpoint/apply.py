@@ -53,10 +53,7 @@ def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
 
 
 def uncheckpoint_(model: nn.Module) -> Report:
-    """Undo ``checkpoint_``, in place; nothing where nothing is checkpointed.
-
-    Raises TypeError where the class of a checkpointed module has been changed since, as ``fully_shard`` does.
-    """
+    """Undo ``checkpoint_``, in place; nothing where nothing is checkpointed."""
     check_model(model)
     found = {name: module for name, module in model.named_modules() if isinstance(surrounding(module), Recomputed)}
     for module in found.values():
@@ -75,8 +72,9 @@ def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, around in zip(modules, before, strict=True):
-            unsurround(module)
-            if around is not None:
+            if around is None:
+                unsurround(module)
+            else:
                 surround(module, around)
 
 

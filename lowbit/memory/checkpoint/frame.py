@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowbit.memory.checkpoint.calls import Contexts, Random, Surroundings, unmoved
+from lowbit.memory.checkpoint.calls import Contexts, Random, Surroundings, gather, unmoved
 
 __all__ = ["Frame", "NotReplayed"]
 
@@ -137,7 +137,7 @@ class Frame:
         if versions != [_version(t) for t in outside]:
             place = next(i for i, t in enumerate(outside) if versions[i] != _version(t))
             raise NotReplayed(
-                f"{path!r} is checkpointed and writes to a tensor of shape {tuple(outside[place].shape)} that it is given, "
+                f"{path!r} is checkpointed and writes to a tensor {tuple(outside[place].shape)} that it is given, "
                 f"and cannot be computed again from it. Make the write one to a copy (an activation with "
                 f"inplace=False), or leave the module out of checkpoint_"
             )
@@ -207,6 +207,7 @@ class Frame:
             return (made if leaf.made else kept)[leaf.call][leaf.place]
 
         args, kwargs = tree_unflatten([found(leaf) for leaf in call.given], call.structure)
+        gather(call.module)
         with unmoved(call.module), call.around.again(), call.context:
             return call.forward(*args, **kwargs)
 

@@ -58,9 +58,11 @@ class Recomputed:
             return forward(*args, **kwargs)
         if module.__dict__.get("gradient_checkpointing"):
             self._take_over(module)
-        if any(map(_is_cache, (*args, *kwargs.values()))):
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if caches:
             if not module.training:
                 return forward(*args, **kwargs)  # a cache that the caller may go on with
+            self._refuse_filled(module, caches)
             args = tuple(None if _is_cache(value) else value for value in args)
             kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         if torch.compiler.is_compiling():
@@ -77,6 +79,15 @@ class Recomputed:
         if self.segment.contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self.segment.contexts, **kwargs)
+
+    def _refuse_filled(self, module: nn.Module, caches: list[Any]) -> None:
+        """Raises ValueError for a cache that this layer would read."""
+        layer = next((m.layer_idx for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+        if any(cache.get_seq_length(layer) for cache in caches):
+            raise ValueError(
+                f"memory.checkpoint_: expected an empty cache for {self.path!r} in training, got one with tokens; call "
+                f"the model with use_cache=False, or memory.uncheckpoint_(model) first"
+            )
 
     def _take_over(self, module: nn.Module) -> None:
         """Switch the checkpointing of transformers off, where it has been enabled since."""

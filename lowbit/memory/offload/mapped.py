@@ -1,0 +1,34 @@
+"""Tensors in files that are mapped into memory: read and written in place, their pages dropped after use."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+from lowbit.memory.offload.scratch import Scratch
+
+__all__ = ["drop_pages", "mapped_like"]
+
+
+def mapped_like(tensor: Tensor, files: Scratch) -> Tensor:
+    """A CPU tensor of that shape, dtype and order of strides in a file of ``files``, which goes with its storage.
+
+    What it holds is not defined before it is written. The disk has room for all of it. Raises OSError.
+    """
+    plan = torch.empty_like(tensor, device="meta")
+    path = files.reserve(plan.nbytes)
+    raw = torch.from_file(str(path), shared=True, size=plan.nbytes, dtype=torch.uint8)
+    weakref.finalize(raw.untyped_storage(), files.release, path, plan.nbytes)
+    return raw.view(plan.dtype).as_strided(plan.shape, plan.stride())
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Take the pages of a mapped tensor out of the process; the system writes what has changed and reads it again."""
+    storage = tensor.untyped_storage()
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is not None and storage.nbytes():
+        advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)

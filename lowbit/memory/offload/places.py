@@ -1,0 +1,255 @@
+"""Where bytes go that are needed later: host memory from CUDA, files from either. One protocol, ``Parked``.
+
+A copy from CUDA runs on a stream of its own. What leaves stays in memory until its copy is done, and the number that
+leaves at a time is bounded. What comes back is allocated on the caller's stream, so it may be freed at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lowbit.memory.offload import scratch
+from lowbit.memory.offload.scratch import Scratch
+from lowbit.memory.offload.traffic import Traffic
+
+__all__ = ["Disk", "Host", "Parked", "Place", "place"]
+
+#: What may leave at a time, in bytes for a disk and in copies for a CUDA device; the newest may always.
+_QUEUED_BYTES = 64 << 20
+_QUEUED_COPIES = 2
+
+
+class Parked(Protocol):
+    """The bytes of one storage, elsewhere."""
+
+    def start(self) -> None:
+        """Begin to bring them back; nothing where that has begun."""
+
+    def take(self) -> Tensor:
+        """The bytes, uint8, on the device that they were on. They stay parked, too. Raises OSError."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Give up what they take."""
+
+
+class Place(Protocol):
+    """Where bytes are parked."""
+
+    traffic: Traffic
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether bytes on ``device`` gain by being moved here."""
+        raise NotImplementedError
+
+    def park(self, raw: Tensor) -> Parked:
+        """Begin to move ``raw``, uint8, whose memory may be freed after that. Raises OSError, and moves nothing."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises OSError where a copy has failed, whose bytes are in memory still."""
+
+
+def place(where: str | os.PathLike[str], budget: int | None = None) -> Place:
+    """The place of that name: ``"cpu"``, or a directory. Raises ValueError and OSError."""
+    if budget is not None and budget < 0:
+        raise ValueError(f"offload: budget is a number of bytes, got {budget}; give None for no limit")
+    return Host(budget) if where == "cpu" else Disk(where, budget)
+
+
+# -- host memory -------------------------------------------------------------------------------------------------------
+@functools.cache
+def side_stream(device: torch.device) -> Any:
+    """The stream of a CUDA device on which copies run."""
+    return torch.cuda.Stream(device)
+
+
+def _to_host(raw: Tensor, traffic: Traffic) -> tuple[Tensor, Any]:
+    """A pinned copy of CUDA bytes on the side stream, and the event after which it is there."""
+    host = torch.empty(raw.numel(), dtype=torch.uint8, pin_memory=True)
+    stream = side_stream(raw.device)
+    stream.wait_stream(torch.cuda.current_stream(raw.device))
+    with torch.cuda.stream(stream):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        host.copy_(raw, non_blocking=True)
+        end.record()
+    traffic.events("copying", start, end)
+    return host, end
+
+
+class Host:
+    """Pinned memory of the host, for bytes on CUDA devices."""
+
+    def __init__(self, budget: int | None) -> None:
+        self.traffic, self.budget, self.used = Traffic("cpu"), budget, 0
+        self.leaving: deque[_OnHost] = deque()
+
+    def serves(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def park(self, raw: Tensor) -> Parked:
+        if self.budget is not None and self.used + raw.numel() > self.budget:
+            raise OSError(
+                f"offload: {raw.numel()} bytes more than the {self.used} of {self.budget} in use exceed the budget of "
+                f"host memory; raise budget=, or offload less (a larger min_bytes=, checkpointing)"
+            )
+        parked = _OnHost(self, raw)
+        self.leaving.append(parked)
+        while len(self.leaving) > _QUEUED_COPIES:
+            self.leaving.popleft().leave()
+        return parked
+
+    def check(self) -> None:
+        """Copies to the host do not fail."""
+
+
+class _OnHost:
+    def __init__(self, place: Host, raw: Tensor) -> None:
+        self.place, self.device, self.size = place, raw.device, raw.numel()
+        self.raw: Tensor | None = raw
+        self.host, self.done = _to_host(raw, place.traffic)
+        place.used += self.size
+        place.traffic.moved(out=self.size)
+
+    def leave(self) -> None:
+        """Free the bytes on the device, which computations from now on may use again."""
+        if self.raw is not None:
+            self._wait()
+            self.raw = None
+
+    def start(self) -> None:
+        if self.raw is not None:
+            return
+        self.raw = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        stream = side_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # which may use that memory until then
+        with torch.cuda.stream(stream):
+            start, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.raw.copy_(self.host, non_blocking=True)
+            self.done.record()
+        self.place.traffic.events("copying", start, self.done)
+        self.place.traffic.moved(back=self.size)
+
+    def take(self) -> Tensor:
+        self.start()
+        self._wait()
+        raw, self.raw = self.raw, None
+        assert raw is not None
+        return raw
+
+    def _wait(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        stream.wait_event(self.done)
+        end.record(stream)
+        self.place.traffic.events("waited", start, end)
+
+    def discard(self) -> None:
+        self.leave()  # the copy on the side stream reads or writes that memory
+        if self in self.place.leaving:
+            self.place.leaving.remove(self)
+        self.place.used -= self.size
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+@functools.cache
+def _worker(what: str) -> ThreadPoolExecutor:
+    """The one thread of the process that writes, and the one that reads."""
+    return ThreadPoolExecutor(1, f"lowbit-offload-{what}")
+
+
+os.register_at_fork(after_in_child=_worker.cache_clear)  # a fork has no threads
+
+
+class Disk:
+    """Files in a directory, for bytes on the CPU and on CUDA devices."""
+
+    def __init__(self, where: str | os.PathLike[str], budget: int | None) -> None:
+        self.traffic, self.scratch = Traffic(str(where)), Scratch(where, budget)
+        self.leaving: deque[tuple[Future[None], int]] = deque()
+        self.failed: BaseException | None = None
+
+    def serves(self, device: torch.device) -> bool:
+        return device.type in ("cpu", "cuda")
+
+    def park(self, raw: Tensor) -> Parked:
+        self.check()
+        parked = _OnDisk(self, raw)
+        while self.leaving and self.leaving[0][0].done():
+            self.leaving.popleft()
+        self.leaving.append((parked.write, parked.size))
+        while len(self.leaving) > 1 and sum(size for _, size in self.leaving) > _QUEUED_BYTES:
+            with self.traffic.timed("waited"):
+                wait([self.leaving.popleft()[0]])
+        return parked
+
+    def check(self) -> None:
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            raise OSError(f"offload: a file could not be written, its tensor is in memory still: {failed}") from failed
+
+
+class _OnDisk:
+    def __init__(self, place: Disk, raw: Tensor) -> None:
+        self.place, self.device, self.size = place, raw.device, raw.numel()
+        self.path = place.scratch.reserve(self.size)
+        self.raw: Tensor | None = raw
+        self.pinned = _to_host(raw, place.traffic) if raw.is_cuda else None
+        self.read: Future[Tensor] | None = None
+        self.write = _worker("write").submit(self._write)
+        place.traffic.moved(out=self.size)
+
+    def _write(self) -> None:
+        raw = self.raw
+        if raw is None:
+            return
+        try:
+            if self.pinned is not None:
+                raw, copied = self.pinned
+                copied.synchronize()
+            with self.place.traffic.timed("copying"):
+                scratch.write(self.path, scratch.bytes_of(raw))
+            self.raw = self.pinned = None
+        except OSError as error:
+            self.place.failed = error
+
+    def _read(self) -> Tensor:
+        raw = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        with self.place.traffic.timed("copying"):
+            scratch.read(self.path, scratch.bytes_of(raw))
+        return raw
+
+    def start(self) -> None:
+        if self.read is None and self.write.done() and self.raw is None:
+            self.read = _worker("read").submit(self._read)
+            self.place.traffic.moved(back=self.size)
+
+    def take(self) -> Tensor:
+        with self.place.traffic.timed("waited"):
+            if not self.write.cancel():  # what is not written yet need not be
+                self.write.result()
+            if self.raw is not None:
+                return self.raw
+            self.start()
+            assert self.read is not None
+            raw, self.read = self.read.result(), None
+            return raw.to(self.device, non_blocking=True)
+
+    def discard(self) -> None:
+        self.raw = None
+        self.write.cancel()
+        self.write.add_done_callback(functools.partial(_release, self.place.scratch, self.path, self.size))
+
+
+def _release(files: Scratch, path: Any, size: int, _: object) -> None:
+    files.release(path, size)

@@ -1,0 +1,176 @@
+"""Files of one process that nobody needs once it is gone: a locked directory, a budget, whole buffers in and out.
+
+The lock is the directory's own (``flock``), which the system releases however the process ends. So a directory
+``lowbit-offload-*`` that can be locked is abandoned, and the next one that is made beside it removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import secrets
+import shutil
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Scratch", "bytes_of", "read", "write"]
+
+_PREFIX = "lowbit-offload-"
+#: The most that one system call moves: it is cut into pieces of this size, since Linux moves 2 GiB at a time.
+_PIECE = 256 << 20
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a CPU tensor's whole storage, without a copy."""
+    raw = tensor.new_empty(0, dtype=torch.uint8)
+    array: Any = raw.set_(tensor.untyped_storage()).numpy()
+    return memoryview(array)
+
+
+class Scratch:
+    """A directory ``lowbit-offload-PID-...`` in ``where`` for files of this process, of ``budget`` bytes together.
+
+    It goes with the object, at exit, and, after a crash, when the next one is made in ``where``. A process that is
+    forked may not use it. Raises OSError where ``where`` cannot be made or written to.
+    """
+
+    def __init__(self, where: str | os.PathLike[str], budget: int | None = None) -> None:
+        parent = Path(where)
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(parent)
+        self.path, self._lock = _locked(parent)
+        self.budget, self.used, self._process = budget, 0, os.getpid()
+        self._numbers, self._guard = itertools.count(), threading.RLock()  # garbage is collected inside, too
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, self._process)
+
+    def reserve(self, size: int) -> Path:
+        """A new file of ``size`` bytes, which the disk has room for.
+
+        Raises OSError (ENOSPC), with nothing reserved, where the budget or the disk is exhausted.
+        """
+        with self._guard:
+            if self.budget is not None and self.used + size > self.budget:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"offload: {size} bytes more than the {self.used} of {self.budget} in use exceed the budget; "
+                    f"raise budget=, or offload less (a larger min_bytes=, checkpointing)",
+                    str(self.path),
+                )
+            self.used += size
+        path = self.path / f"{next(self._numbers)}.bin"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _allocate(file, size)
+            finally:
+                os.close(file)
+        except BaseException as error:
+            self.release(path, size)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    error.errno,
+                    f"offload: the disk has no room for {size} bytes more than the {self.used} in use; free some, or "
+                    f"name a directory on another disk ({os.strerror(error.errno)})",
+                    str(self.path),
+                ) from error
+            raise
+        return path
+
+    def release(self, path: Path, size: int) -> None:
+        """Remove a file of ``reserve``; one that is gone already is no error."""
+        if os.getpid() == self._process:  # a fork has the same objects, and no right to the files
+            path.unlink(missing_ok=True)
+        with self._guard:
+            self.used -= size
+
+    def close(self) -> None:
+        """Remove the directory with all that is in it."""
+        self._finalizer()
+
+
+def write(path: Path, memory: memoryview) -> None:
+    """Write ``memory`` to a reserved file, and let go of the pages that the system keeps of it. Raises OSError."""
+    _transfer(path, os.O_WRONLY, memory, os.pwrite)
+
+
+def read(path: Path, memory: memoryview) -> None:
+    """Fill ``memory`` from a file. Raises OSError, also for a file that has become shorter."""
+    _transfer(path, os.O_RDONLY, memory, lambda file, piece, offset: os.preadv(file, [piece], offset))
+
+
+def _transfer(path: Path, mode: int, memory: memoryview, move: Callable[[int, memoryview, int], int]) -> None:
+    file = os.open(path, mode | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < len(memory):
+            moved = move(file, memory[done : done + _PIECE], done)
+            if not moved:
+                raise OSError(
+                    errno.EIO, f"offload: {done} of {len(memory)} bytes are there; who changed it?", str(path)
+                )
+            done += moved
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
+def _allocate(file: int, size: int) -> None:
+    """Blocks for all of a file, so that no later write meets a full disk."""
+    if hasattr(os, "posix_fallocate") and size:
+        try:
+            return os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    os.ftruncate(file, size)
+
+
+# -- whose a directory is ----------------------------------------------------------------------------------------------
+def remove_abandoned(parent: Path) -> None:
+    """Remove the directories in ``parent`` that no process has locked. What cannot be removed stays."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        lock = _lock(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(parent: Path) -> tuple[Path, int]:
+    """A new directory and its lock. Another process that finds it before it is locked removes it: then try again."""
+    while True:
+        path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        path.mkdir(mode=0o700)
+        lock = _lock(path)
+        if lock is not None:
+            if path.is_dir():
+                return path, lock
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """A directory's lock; None where another one has it, or the directory is gone."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove(path: Path, lock: int, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)

@@ -1,0 +1,319 @@
+"""States of any optimizer in host memory or in files, and gradients too: parameters step a few at a time.
+
+Source: Ren et al., "ZeRO-Offload", arXiv 2101.06840, and "ZeRO-Infinity", arXiv 2104.07857, whose states go to disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit import notice
+from lowbit.memory.offload.mapped import drop_pages, mapped_like
+from lowbit.memory.offload.places import side_stream
+from lowbit.memory.offload.scratch import Scratch
+from lowbit.optim.base import Optimizer
+
+__all__ = ["clip_grad_norm_", "offload_", "unoffload_"]
+
+#: Parameters step together up to this many bytes of them, so that small ones cost no step each.
+_TOGETHER = 16 << 20
+#: Smaller states stay where they are.
+_LEAST = 4096
+#: The attribute of an optimizer that says what is offloaded.
+_ATTRIBUTE = "_lowbit_offload"
+
+_Any = TypeVar("_Any", bound=torch.optim.Optimizer)
+_Place = tuple[dict[str, Any], int]
+
+
+def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: bool = False) -> _Any:
+    """Keep the states of ``optimizer``, masters too, in ``where``; it stays the same object, and is returned.
+
+    ``where``: ``"cpu"``, pinned memory of the host, for parameters on CUDA devices; or a directory, in whose files
+    states are mapped into memory. A step brings the states of a few parameters at a time to their device, and has the
+    bits that it has without. Schedulers, clipping, accumulation, ``zero_grad``, ``add_param_group``, ``state_dict`` and
+    ``load_state_dict`` work as before; hooks of steps run once a step.
+
+    ``gradients``: they move as they appear, and add up in ``where``. In files each stays ``param.grad``. Those of
+    parameters on CUDA devices are in host memory, ``param.grad`` is None, ``step`` uses them up, ``zero_grad`` of the
+    optimizer drops them, and clipping is ``lowbit.optim.clip_grad_norm_(optimizer, ...)``; a ``LossScaler`` or
+    ``GradScaler`` raises, as it finds no gradients.
+
+    Files belong to this process, and go with it. After a crash the next call for the same directory removes
+    them: a half-written step is never read, and training resumes from the last ``state_dict`` that was saved.
+
+    Raises TypeError for what is no optimizer, for LBFGS, whose step needs all parameters at once, and for DTensors;
+    ValueError for an optimizer that is offloaded already, steps in backward, or has a ``step`` of its own; OSError
+    where the disk has no room.
+    """
+    _check(optimizer)
+    if where == "cpu" and all(param.device.type == "cpu" for param in _params(optimizer)):
+        notice.warn(
+            'optim.offload_(optimizer, "cpu"): the parameters are on the CPU, and so are their states; give a '
+            "directory to keep them in files"
+        )
+    before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
+    offload = _Offload(None if where == "cpu" else Scratch(where), gradients, before)
+    offload.park(optimizer, list(_params(optimizer)))
+    setattr(optimizer, _ATTRIBUTE, offload)
+    step = _hooked_step()
+    step._wrapped_by_lr_sched = before[0] is not None  # type: ignore[attr-defined]  # the scheduler looks for it
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
+    offload.hooks.append(optimizer.register_load_state_dict_post_hook(_loaded))
+    offload.watch(optimizer)
+    return optimizer
+
+
+def unoffload_(optimizer: _Any) -> _Any:
+    """Undo ``offload_``: states are beside their parameters again. An optimizer that is not offloaded stays as it is.
+
+    Gradients that wait in host memory become ``param.grad``.
+    """
+    offload: _Offload | None = getattr(optimizer, _ATTRIBUTE, None)
+    if offload is None:
+        return optimizer
+    for param in _params(optimizer):
+        for key, value in offload.states.get(param, {}).items():
+            if optimizer.state.get(param, {}).get(key) is value:
+                optimizer.state[param][key] = value.to(param.device, copy=True)
+        if param in offload.gradients:
+            param.grad = offload.gradients.pop(param).to(param.device)
+        elif offload.files is not None and param.grad is not None:
+            param.grad = param.grad.clone()
+    for hook in (*offload.hooks, *offload.watched.values()):
+        hook.remove()
+    for name, value in zip(("step", "zero_grad"), offload.before, strict=True):
+        vars(optimizer).pop(name)
+        if value is not None:
+            setattr(optimizer, name, value)
+    delattr(optimizer, _ATTRIBUTE)
+    return optimizer
+
+
+@torch.no_grad()
+def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of an optimizer's gradients, wherever ``offload_`` has put them.
+
+    Returns the norm before. On CUDA devices with ``offload_(..., gradients=True)`` it is computed on the host.
+    """
+    offload: _Offload | None = getattr(optimizer, _ATTRIBUTE, None)
+    waiting = {} if offload is None else offload.gradients
+    given = [waiting.get(param, param.grad) for param in _params(optimizer)]
+    gradients = [gradient for gradient in given if gradient is not None]
+    if waiting:
+        torch.cuda.synchronize()  # copies to the host are under way
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradient.device))
+    return norm
+
+
+# -- what is offloaded -------------------------------------------------------------------------------------------------
+class _Offload:
+    """Where the states of one optimizer are. ``states``: the tensors in ``where``, by parameter and name."""
+
+    def __init__(self, files: Scratch | None, gradients: bool, before: tuple[Any, Any]) -> None:
+        self.files, self.moves_gradients, self.before = files, gradients, before
+        self.states: dict[Tensor, dict[str, Tensor]] = {}
+        self.gradients: dict[Tensor, Tensor] = {}  # of parameters on CUDA devices
+        self.hooks: list[Any] = []
+        self.watched: dict[Tensor, Any] = {}
+
+    def home(self, param: Tensor, name: str, like: Tensor) -> Tensor:
+        """The tensor in ``where`` of that name, made where there is none of its shape and dtype."""
+        homes = self.states.setdefault(param, {})
+        known = homes.get(name)
+        if known is None or (known.shape, known.dtype) != (like.shape, like.dtype):
+            if self.files is not None:
+                known = mapped_like(like, self.files)
+            else:
+                known = torch.empty_like(like, device="cpu", pin_memory=True)
+            homes[name] = known
+        return known
+
+    def moves(self, value: Any) -> bool:
+        """Whether a state gains by being in ``where``."""
+        large = isinstance(value, Tensor) and value.nbytes >= _LEAST
+        return large and (self.files is not None or value.device.type == "cuda")
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def fetch(self, optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
+        """The states and gradients of these parameters, on their devices."""
+        for group, place in places:
+            param = group["params"][place]
+            if param in self.gradients:
+                param.grad = self.gradients[param].to(param.device, non_blocking=True)
+            if param.device.type == "cpu":
+                continue  # files are where a step reads and writes
+            stream = side_stream(param.device)
+            for name, value in self.states.get(param, {}).items():
+                with torch.cuda.stream(stream):
+                    fetched = value.to(param.device, non_blocking=True)
+                fetched.record_stream(torch.cuda.current_stream(param.device))
+                optimizer.state[param][name] = fetched
+            torch.cuda.current_stream(param.device).wait_stream(stream)
+
+    @torch.no_grad()
+    def park(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+        """Move the states of these parameters to ``where``, and let go of their pages."""
+        for param in params:
+            for name, value in optimizer.state.get(param, {}).items():
+                if not self.moves(value):
+                    continue
+                home = self.home(param, name, value)
+                if home is not value:
+                    if value.is_cuda:
+                        side_stream(value.device).wait_stream(torch.cuda.current_stream(value.device))
+                        with torch.cuda.stream(side_stream(value.device)):
+                            home.copy_(value, non_blocking=True)
+                        value.record_stream(side_stream(value.device))
+                    else:
+                        home.copy_(value)
+                    optimizer.state[param][name] = home
+            if self.files is not None:
+                for home in self.states.get(param, {}).values():
+                    drop_pages(home)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the gradients of all parameters moved, those of later groups too."""
+        for param in _params(optimizer) if self.moves_gradients else ():
+            if param not in self.watched and param.requires_grad:
+                self.watched[param] = param.register_post_accumulate_grad_hook(self._move_gradient)
+                if param.grad is not None:
+                    self._move_gradient(param)
+
+    @torch.no_grad()
+    def _move_gradient(self, param: Tensor) -> None:
+        gradient = param.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        if param.is_cuda:
+            if param in self.gradients:
+                self.gradients[param].add_(gradient.cpu())
+            else:
+                home = torch.empty_like(gradient, device="cpu", pin_memory=True)
+                self.gradients[param] = home.copy_(gradient, non_blocking=True)
+            param.grad = None
+        elif self.files is not None:
+            home = self.home(param, ".grad", gradient)
+            if gradient is not home:
+                param.grad = home.copy_(gradient)
+            drop_pages(home)
+
+
+# -- the methods of an optimizer ---------------------------------------------------------------------------------------
+def _hooked_step() -> Callable[..., Any]:
+    """A step with the hooks of steps around it, which run once."""
+    return torch.optim.Optimizer.profile_hook_step(_step)
+
+
+def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers want to know
+    offload: _Offload | None = getattr(optimizer, _ATTRIBUTE, None)
+    if offload is None:  # a scheduler that was made meanwhile still calls this
+        _advance(optimizer, list(_places(optimizer)))
+        return loss
+    offload.watch(optimizer)
+    for places in _chunks(optimizer, offload):
+        params = [group["params"][place] for group, place in places]
+        try:
+            offload.fetch(optimizer, places)
+            _advance(optimizer, places)
+        finally:
+            offload.park(optimizer, params)
+            for param in params:
+                if offload.gradients.pop(param, None) is not None:
+                    param.grad = None
+                elif offload.moves_gradients and offload.files is not None and param.grad is not None:
+                    drop_pages(param.grad)
+    for device in {param.device for param in offload.states if param.is_cuda}:
+        side_stream(device).synchronize()  # others may read the states from now on
+    return loss
+
+
+def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    getattr(optimizer, _ATTRIBUTE).gradients.clear()
+    type(optimizer).zero_grad(optimizer, set_to_none)
+
+
+def _loaded(optimizer: torch.optim.Optimizer) -> None:
+    """Move what ``load_state_dict`` has put beside the parameters."""
+    getattr(optimizer, _ATTRIBUTE).park(optimizer, list(_params(optimizer)))
+
+
+def _advance(optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
+    """A step of some parameters, without the hooks of steps."""
+    if isinstance(optimizer, Optimizer):
+        optimizer.advance(places)
+        return
+    step = type(optimizer).step
+    plain = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    before = [group["params"] for group in optimizer.param_groups]
+    chosen = {id(group["params"][place]) for group, place in places}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in chosen]
+        plain(optimizer)
+    finally:
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params
+
+
+def _places(optimizer: torch.optim.Optimizer) -> Iterator[_Place]:
+    return ((group, place) for group in optimizer.param_groups for place in range(len(group["params"])))
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (group["params"][place] for group, place in _places(optimizer))
+
+
+def _chunks(optimizer: torch.optim.Optimizer, offload: _Offload) -> Iterator[list[_Place]]:
+    """The parameters that have gradients, a few at a time."""
+    chunk: list[_Place] = []
+    size = 0
+    for group, place in _places(optimizer):
+        param = group["params"][place]
+        if param.grad is None and param not in offload.gradients:
+            continue
+        if chunk and size + param.nbytes > _TOGETHER:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((group, place))
+        size += param.nbytes
+    if chunk:
+        yield chunk
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optim.offload_: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("optim.offload_: a step of LBFGS needs all parameters at once; use another optimizer")
+    if any(hasattr(param, "placements") for param in _params(optimizer)):
+        raise TypeError(
+            "optim.offload_: parameters are DTensors, whose states are sharded already; use fully_shard(..., "
+            "offload_policy=CPUOffloadPolicy()) for them"
+        )
+    if hasattr(optimizer, _ATTRIBUTE):
+        raise ValueError("optim.offload_: the optimizer is offloaded already; call lowbit.optim.unoffload_ first")
+    if getattr(optimizer, "in_backward", False):
+        raise ValueError("optim.offload_: the optimizer steps in backward (in_backward_); make one that does not")
+    step = vars(optimizer).get("step")
+    if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
+        raise ValueError(
+            "optim.offload_: something has replaced the optimizer's step, and would not be called any more; offload "
+            "the optimizer before that"
+        )

@@ -1,0 +1,85 @@
+"""Directories for files of one process: they go with it, however it ends, and with no other one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lowbit.memory.offload import scratch
+from lowbit.memory.offload.scratch import Scratch
+
+CHILD = """
+import sys, torch
+from lowbit.memory.offload import offload_activations
+x = torch.randn(64, 64, requires_grad=True)
+with offload_activations(sys.argv[1], min_bytes=0) as context:
+    loss = (x * 2).sin().cos().sin().sum()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def owners(directory) -> dict[str, list[str]]:
+    """The files of each process that has a directory."""
+    return {path.name.split("-")[2]: os.listdir(path) for path in directory.iterdir()}
+
+
+def test_killed_processes_leave_what_the_next_one_removes_and_others_keep_theirs_until_they_end(tmp_path):
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as living, subprocess.Popen(command, **pipes) as killed:
+        assert living.stdout.readline() == killed.stdout.readline() == "ready\n"
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+        assert owners(tmp_path).keys() == {str(living.pid), str(killed.pid)}
+        assert owners(tmp_path)[str(killed.pid)]
+        mine = Scratch(tmp_path)
+        assert owners(tmp_path).keys() == {str(living.pid), str(os.getpid())}
+        assert owners(tmp_path)[str(living.pid)]
+        mine.close()
+        living.stdin.close()
+        assert living.wait(60) == 0
+    assert not owners(tmp_path)
+
+
+def test_the_directory_goes_with_the_object_and_a_fork_does_not_remove_it(tmp_path):
+    files = Scratch(tmp_path)
+    child = os.fork()
+    if child == 0:
+        files.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert files.path.is_dir()
+    del files
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_come_back_and_room_is_given_back(tmp_path):
+    files = Scratch(tmp_path, budget=4000)
+    numbers = torch.randn(1000)
+    path = files.reserve(4000)
+    with pytest.raises(OSError, match="1 bytes more than the 4000 of 4000 in use exceed the budget"):
+        files.reserve(1)
+    scratch.write(path, scratch.bytes_of(numbers))
+    back = torch.empty(1000)
+    scratch.read(path, scratch.bytes_of(back))
+    assert torch.equal(back, numbers)
+    os.truncate(path, 100)
+    with pytest.raises(OSError, match="100 of 4000 bytes are there"):
+        scratch.read(path, scratch.bytes_of(back))
+    files.release(path, 4000)
+    files.release(files.reserve(4000), 4000)
+    assert files.used == 0 and not list(files.path.iterdir())
+
+
+def test_what_is_no_directory_of_ours_stays(tmp_path):
+    (tmp_path / "lowbit-offload-7-abc").write_text("a file")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "lowbit-offload-8-abc").symlink_to(tmp_path / "target")
+    Scratch(tmp_path).close()
+    assert len(list(tmp_path.iterdir())) == 3
