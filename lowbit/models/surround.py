@@ -47,18 +47,10 @@ def surrounding(module: nn.Module) -> Around | None:
 def unsurround(module: nn.Module) -> None:
     """Take away what is around the module's forward; nothing where nothing is.
 
-    Raises TypeError where the class has been changed since, as ``fully_shard`` does.
+    A class that was made of the surrounded one since, as by ``fully_shard``, stays, and runs the plain forward.
     """
-    if surrounding(module) is None:
-        return
-    plain = plain_class(module)
-    if plain is type(module):
-        raise TypeError(
-            f"expected the class that the module got with what is around its forward, got {type(module).__name__}, "
-            f"which was made of it since; undo that first"
-        )
-    module.__class__ = plain
-    del vars(module)[AROUND]
+    if vars(module).pop(AROUND, None) is not None:
+        module.__class__ = plain_class(module)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -85,7 +77,10 @@ class _Forward:
         forward = module.__dict__.get("forward")
         if forward is None:
             forward = partial(self.plain.forward, module)
-        called = partial(module.__dict__[AROUND].__call__, module, forward)
+        around = module.__dict__.get(AROUND)
+        if around is None:
+            return forward
+        called = partial(around.__call__, module, forward)
         if not torch.compiler.is_compiling():
             called.__wrapped__ = forward  # type: ignore[attr-defined]  # whose signature it has
         return called

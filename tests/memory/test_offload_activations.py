@@ -58,9 +58,9 @@ def files(directory) -> list[str]:
 
 PREPARE = {
     "plain": lambda model: None,
-    "checkpointed": lb.memory.checkpoint_blocks_,
+    "checkpointed": lb.memory.checkpoint_,
     "fp8": lambda model: lb.train.prepare_(model, "fp8"),
-    "fp8 checkpointed": lambda model: (lb.train.prepare_(model, "fp8"), lb.memory.checkpoint_blocks_(model)),
+    "fp8 checkpointed": lambda model: (lb.train.prepare_(model, "fp8"), lb.memory.checkpoint_(model)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +14,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.autograd import backend_now, on_backend
 
-__all__ = ["Random", "Surroundings", "unmoved"]
+__all__ = ["Contexts", "Random", "Surroundings", "gather", "unmoved"]
+
+#: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
+Contexts = Callable[[], tuple[Any, Any]]
 
 
 class Random:
@@ -73,5 +77,10 @@ def unmoved(module: nn.Module) -> Iterator[None]:
             buffer.data.copy_(before)  # by data: no version moves, since backward may have saved the buffer
 
 
-#: What makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
-Contexts = Callable[[], tuple[Any, Any]]
+def gather(module: nn.Module) -> None:
+    """Gather the parameters of a module that FSDP2 has sharded: it does so itself before the backward of each module,
+    and the second run of a segment comes before that of its last.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        module.unshard()

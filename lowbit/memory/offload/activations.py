@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lowbit import notice
 from lowbit.memory.offload.places import Parked, Place, place
 
-__all__ = ["Offloading", "offload_activations"]
+__all__ = ["Offloading", "offload_activations", "unmodified"]
 
 #: How many storages come back before backward asks for them, how far back they are looked for, and how many that it
 #: has asked for stay in memory for other views.
@@ -186,13 +186,18 @@ class _Saved:
         if kept is None:
             raw = self.storage.bytes()
             return torch.empty(0, dtype=self.dtype, device=raw.device).set_(raw.untyped_storage(), *self.layout)
-        if kept._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{kept.dtype} tensor of {list(kept.shape)} is at version {kept._version}; expected version "
-                f"{self.version}. Write to a copy of it"
-            )
-        return kept
+        return unmodified(kept, self.version)
+
+
+def unmodified(tensor: Tensor, version: int) -> Tensor:
+    """A tensor that a hook keeps for backward. Raises RuntimeError where it has changed, as torch does by itself."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of {list(tensor.shape)} is at version {tensor._version}; expected version "
+            f"{version}. Write to a copy of it"
+        )
+    return tensor
 
 
 # -- what is moved -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.memory.offload.scratch import Scratch
 
-__all__ = ["drop_pages", "mapped_like"]
+__all__ = ["drop_pages", "mapped_like", "read_ahead"]
 
 
 def mapped_like(tensor: Tensor, files: Scratch) -> Tensor:
@@ -28,7 +28,16 @@ def mapped_like(tensor: Tensor, files: Scratch) -> Tensor:
 
 def drop_pages(tensor: Tensor) -> None:
     """Take the pages of a mapped tensor out of the process; the system writes what has changed and reads it again."""
+    _advise(tensor, mmap.MADV_DONTNEED)
+
+
+def read_ahead(tensor: Tensor) -> None:
+    """Have the system read a mapped tensor before it is used."""
+    _advise(tensor, mmap.MADV_WILLNEED)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
     storage = tensor.untyped_storage()
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is not None and storage.nbytes():
-        advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
+        advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), advice)

@@ -12,6 +12,7 @@ import itertools
 import os
 import secrets
 import shutil
+import stat
 import threading
 import weakref
 from collections.abc import Callable
@@ -96,9 +97,12 @@ class Scratch:
         self._finalizer()
 
 
-def write(path: Path, memory: memoryview) -> None:
-    """Write ``memory`` to a reserved file, and let go of the pages that the system keeps of it. Raises OSError."""
-    _transfer(path, os.O_WRONLY, memory, os.pwrite)
+def write(path: Path, memory: memoryview, durable: bool = False) -> None:
+    """Write ``memory`` to a reserved file, and let go of the pages that the system keeps of it. Raises OSError.
+
+    ``durable``: it is on the disk afterwards, and not on its way there.
+    """
+    _transfer(path, os.O_WRONLY | (os.O_DSYNC if durable else 0), memory, os.pwrite)
 
 
 def read(path: Path, memory: memoryview) -> None:
@@ -148,7 +152,7 @@ def _locked(parent: Path) -> tuple[Path, int]:
     """A new directory and its lock. Another process that finds it before it is locked removes it: then try again."""
     while True:
         path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=stat.S_IRWXU)
         lock = _lock(path)
         if lock is not None:
             if path.is_dir():

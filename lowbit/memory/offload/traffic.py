@@ -95,11 +95,14 @@ class Traffic:
             )
 
     def __str__(self) -> str:
+        hidden = self.hidden
+        seconds = max(self.copying, 1e-9)
         rows = [
             ("place", self.place),
             ("moved away", f"{self.out_bytes / 1e6:.1f} MB"),
             ("moved back", f"{self.back_bytes / 1e6:.1f} MB"),
-            ("hidden", f"{self.hidden:.3f} s"),
+            ("bandwidth", f"{(self.out_bytes + self.back_bytes) / seconds / 1e9:.2f} GB/s"),
+            ("hidden", f"{hidden:.3f} s"),
             ("waited", f"{self.waited:.3f} s of {self.elapsed:.3f} s"),
         ]
         return aligned(rows)

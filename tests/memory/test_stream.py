@@ -1,0 +1,207 @@
+"""Streamed blocks: the bits of those that are in memory, in forward, backward, training and state."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowbit as lb
+from lowbit.memory import stream
+from lowbit.memory.stream import stream_blocks_, unstream_
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("seen", torch.zeros(2048))
+
+    def forward(self, x):
+        self.seen += 1
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*(Block() for _ in range(4))), nn.Linear(64, 64))
+
+
+@pytest.fixture(params=["mapped", "copied"])
+def kind(request, monkeypatch):
+    """Mapped files, as on a CPU, and copies that come and go, as on a CUDA device, whose memory a CPU stands for."""
+    if request.param == "copied":
+        monkeypatch.setattr(stream, "_kind", lambda tensors: stream._Copied)
+    return request.param
+
+
+def train(model, optimizer, steps=3):
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        for part in range(2):
+            torch.manual_seed(10 * number + part)
+            loss = model(torch.randn(32, 64)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    return losses
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+PREPARE = {
+    "plain": lambda model: None,
+    "frozen": lambda model: model[1].requires_grad_(False),
+    "checkpointed before": lb.memory.checkpoint_blocks_,
+    "fp8": lambda model: lb.train.prepare_(model, "fp8"),
+}
+
+
+@pytest.mark.parametrize("name", [*PREPARE, "checkpointed after"])
+def test_training_keeps_its_bits(tmp_path, kind, name):
+    results = []
+    for streamed in (False, True):
+        model = network()
+        PREPARE.get(name, PREPARE["plain"])(model)
+        if streamed:
+            report = stream_blocks_(model, tmp_path)
+            assert len(report.layers) == 4
+        if name == "checkpointed after":
+            lb.memory.checkpoint_blocks_(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = train(model, optimizer)
+        results.append([*losses, *(value.clone() for value in model.state_dict().values())])
+        if streamed and name not in ("checkpointed after",):
+            unstream_(model)
+            assert same(results[0], [*losses, *model.state_dict().values()])
+    assert same(*results)
+
+
+def test_weights_leave_memory_between_uses(tmp_path, monkeypatch):
+    """Of copies that come and go at most two blocks' are there at a time, also while autograd keeps the graph."""
+    monkeypatch.setattr(stream, "_kind", lambda tensors: stream._Copied)
+    model = network()
+    stream_blocks_(model, tmp_path)
+    blocks = vars(model[1][0])["forward"].args[1].blocks
+    counts = []
+
+    def count(*_):
+        counts.append(sum(block.copies is not None for block in blocks))
+
+    for block in model[1]:
+        block.up.register_forward_hook(count)
+        block.up.register_full_backward_hook(count)
+    loss = model(torch.randn(8, 64)).sum()
+    assert not blocks[0].loaded and not blocks[1].loaded
+    loss.backward()
+    assert len(counts) == 8 and max(counts) == 2
+    assert not any(block.loaded for block in blocks)
+
+
+def test_quantized_layers_and_inference(tmp_path, kind):
+    model = network().eval()
+    lb.quantize_(model, "int4-weight-only:group32")
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        expected = model(x)
+        stream_blocks_(model, tmp_path)
+        assert torch.equal(model(x), expected) and torch.equal(model(x), expected)
+        unstream_(model)
+    assert not list(tmp_path.iterdir())
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def test_activations_and_states_elsewhere_as_well(tmp_path, kind):
+    results = []
+    for offloaded in (False, True):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if offloaded:
+            stream_blocks_(model, tmp_path)
+            lb.optim.offload_(optimizer, tmp_path, gradients=kind == "mapped")
+        context = lb.memory.offload_activations(tmp_path, min_bytes=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.manual_seed(0)
+            with context:
+                loss = model(torch.randn(32, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert context.traffic.out_bytes > 0 and same(*results)
+
+
+def test_state_is_loaded_into_streamed_blocks(tmp_path, kind):
+    model, other = network().eval(), network().eval()
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(4, 64)
+    stream_blocks_(model, tmp_path)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(x), other(x))
+
+
+def test_a_weight_that_changes_between_forward_and_backward_is_an_error(tmp_path, kind):
+    model = network()
+    stream_blocks_(model, tmp_path)
+    loss = model(torch.randn(8, 64)).sum()
+    with torch.no_grad():
+        model[1][1].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)  # goes on
+
+
+def test_shared_weights_stay_and_wrong_arguments_are_errors(tmp_path):
+    model = network()
+    model[1][1].up.weight = model[1][0].up.weight
+    stream_blocks_(model, tmp_path)
+    x = torch.randn(8, 64)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="streamed already"):
+        stream_blocks_(model, tmp_path)
+    lb.memory.checkpoint_blocks_(model)
+    with pytest.raises(ValueError, match="has been replaced since"):
+        unstream_(model)
+    with pytest.raises(ValueError, match="found none in Linear"):
+        stream_blocks_(nn.Linear(4, 4), tmp_path)
+    with pytest.raises(ValueError, match="got others"):
+        stream_blocks_(network(), tmp_path, blocks=[nn.Linear(4, 4)])
+    with pytest.raises(ValueError, match="this one is on the CPU"):
+        stream_blocks_(network(), "cpu")
+    assert len(unstream_(network()).layers) == 0
+
+
+PEAK = """
+import sys, torch, lowbit as lb
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(24))).requires_grad_(False)
+lb.memory.stream_blocks_(model, sys.argv[1])
+x = torch.randn(4, 1024, requires_grad=True)
+assert lb.memory.reset_peak()
+before = lb.memory.peak_bytes()
+for _ in range(2):
+    model(x).sum().backward()
+print(lb.memory.peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the system tells no peak of a part")
+def test_resident_memory_holds_a_few_blocks(tmp_path):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env, timeout=120)
+    assert int(done.stdout) < 8 * (4 << 20), "of 24 blocks of 4 MiB"
