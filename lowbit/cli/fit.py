@@ -33,7 +33,8 @@ def fit(
     ladder: Annotated[bool, typer.Option("--ladder", help=_LADDER)] = False,
     memory: Annotated[str, typer.Option(help="What a step may take, such as 2GiB.")] = "2GiB",
     directory: Annotated[Path | None, typer.Option("--out", help="Where report and finished runs go.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two steps each, no search for the largest model.")] = False,
+    search: Annotated[int, typer.Option(help="Models tried for the largest of a technique; 0: none.")] = 6,
+    quick: Annotated[bool, typer.Option("--quick", help="Two steps each, and no search.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -42,9 +43,10 @@ def fit(
         raise ValueError("lowbit fit expects --ladder, which is what there is; write lowbit fit --ladder --memory 2GiB")
     if device not in LIMITS:
         raise ValueError(f"--device is one of {', '.join(LIMITS)}, got {device!r}")
-    asked = Climb(bytes_in(memory), device, directory=directory)
-    if quick:
-        asked = Climb(asked.budget, device, steps=2, search=0, directory=directory)
+    if search < 0:
+        raise ValueError(f"--search is a number of models, got {search}; 0 searches for none")
+    steps, tries = (2, 0) if quick else (3, search)
+    asked = Climb(bytes_in(memory), device, steps, tries, directory)
     with bar("climbing") as progress, resumable():
         climbed = climb(asked, progress=progress)
     path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))

@@ -18,6 +18,7 @@ def test_without_a_ladder_it_says_what_there_is(run):
     [
         (("--memory", "much"), "'much' is no size"),
         (("--memory", "1MiB"), "needs a budget that its smallest transformer does not exceed"),
+        (("--search", "-1"), "--search is a number of models, got -1"),
         (("--device", "tpu"), "--device is one of cpu, cuda, got 'tpu'"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -44,21 +43,20 @@ class Rung:
     """A technique: what it ``changes`` of the settings, and a sentence on it.
 
     ``losses``: what they are beside those of the rung below: ``"equal"`` in every bit, ``"close"`` (another order of
-    sums), or ``"own"`` (another arithmetic). ``needs``: functions of lowbit without which there is no such rung.
+    sums), or ``"own"`` (another arithmetic).
     """
 
     name: str
     changes: Mapping[str, Any]
     about: str
     losses: Literal["equal", "close", "own"] = "own"
-    needs: tuple[tuple[ModuleType, str], ...] = ()
 
     def on(self, below: Settings) -> Settings:
         """The settings of this rung on top of those ``below``."""
         return replace(below, **self.changes)
 
 
-_ROWS = (
+RUNGS = (
     Rung("fp32", {}, "Weights, gradients, two states of Adam and all activations in fp32."),
     Rung("checkpointing", {"checkpoint": True},
          "Backward has each block's input alone, and computes its inside again.", "equal"),
@@ -69,12 +67,10 @@ _ROWS = (
          "Feed-forward layers multiply FP8 codes, and norms and GELU keep FP8 codes for backward."),
     Rung("offload", {"offload": True},
          "States of the optimizer and inputs of blocks lie on disk (on a GPU: in host memory) until they are needed.",
-         "equal", needs=((memory, "offload_activations"), (optim, "offload_"))),
+         "equal"),
     Rung("micro-batches", {"micro": 4},
          "A batch in four parts, whose gradients add up: a quarter of the activations at a time.", "close"),
 )  # fmt: skip
-
-RUNGS = tuple(row for row in _ROWS if all(hasattr(module, name) for module, name in row.needs))
 
 
 def arrange_(model: nn.Module, settings: Settings, where: str) -> torch.optim.Optimizer:
@@ -90,7 +86,7 @@ def arrange_(model: nn.Module, settings: Settings, where: str) -> torch.optim.Op
         mixed_(model, settings.mixed, working_copies=True)
     optimizer = _optimizer(model, settings)
     if settings.offload:
-        getattr(optim, "offload_")(optimizer, where)  # noqa: B009
+        optim.offload_(optimizer, where)
     return optimizer
 
 
@@ -104,7 +100,4 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:
     """The context of forward and backward, in which offload keeps activations in ``where``."""
-    if not settings.offload:
-        return nullcontext()
-    found: AbstractContextManager[Any] = getattr(memory, "offload_activations")(where)  # noqa: B009
-    return found
+    return memory.offload_activations(where) if settings.offload else nullcontext()
