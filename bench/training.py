@@ -246,7 +246,7 @@ def peak(contender: Contender, saving: Saving, config: GPTConfig) -> int:
     if saving.compressed:
         lb.train.compress_activations_(step.model)
     if saving.checkpointed:
-        lb.memory.checkpoint_blocks_(step.model)
+        lb.memory.checkpoint_(step.model)
     step.begin()
     return lb.memory.allocated_peak(step)
 
@@ -389,7 +389,7 @@ def _text(directory: Path) -> Iterator[str]:
     yield (
         "\nAll but fp32 is under bf16 autocast, recipes too; nothing is compiled. In parentheses: the part of bf16's "
         "figure. In bold: above the goal, where there is one. `compressed` is with `train.compress_activations_`, "
-        "`checkpointed` with `memory.checkpoint_blocks_`."
+        "`checkpointed` with `memory.checkpoint_`."
     )
     yield from _kept_section(directory / "training.png")
     yield from _peak_section()

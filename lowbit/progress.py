@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lowbit.convert.report import amount
 from lowbit.memory.rss import peak_bytes
+from lowbit.sizes import amount
 
 __all__ = ["Progress", "bar", "reporting"]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.losses import Loss, default_loss
 from lowbit.calibrate.recording import Observed
-from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.checkpoint import recomputing
 from lowbit.models.batches import feed
-from lowbit.models.blocks import find_blocks, restored_forwards
+from lowbit.models.blocks import find_blocks
 from lowbit.models.writes import Unchanged, Written, despite_writes
 from lowbit.processes import processes
 
@@ -127,8 +127,7 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
         if not given.pop():
             raise Written
 
-    with restored_forwards(blocks), ExitStack() as hooks:
-        checkpoint_blocks_(model, blocks)
+    with recomputing(blocks), ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(called, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(returned, with_kwargs=True).remove)

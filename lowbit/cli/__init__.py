@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from lowbit._version import __version__
-from lowbit.cli import bench, calibrate, doctor, evaluate, formats, quantize, train
+from lowbit.cli import bench, calibrate, doctor, evaluate, fit, formats, quantize, train
 from lowbit.cli.console import errors, out
 
 __all__ = ["app", "main"]
@@ -21,6 +21,7 @@ __all__ = ["app", "main"]
 COMMANDS: tuple[Callable[..., None], ...] = (
     formats.formats,
     train.train,
+    fit.fit,
     calibrate.calibrate,
     quantize.quantize,
     evaluate.evaluate,

@@ -35,6 +35,7 @@ class Suite(str, Enum):
     optimizers = "optimizers"
     mixed = "mixed"
     training = "training"
+    memory = "memory"
     convergence = "convergence"
 
 
@@ -44,7 +45,7 @@ def bench(
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; bytes "
-            "and time of training in each recipe; where that ends; or what quantization-aware training brings back, of "
+            "and time of training in each recipe; what an estimate of memory is worth; where training ends; or what quantization-aware training brings back, of "
             "the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ from lowbit.plan import sensitivity
 from lowbit.progress import bar
 from lowbit.recipes import Plan, Recipe, plan
 from lowbit.recipes import recipe as find_recipe
+from lowbit.sizes import bytes_in
 
-__all__ = ["CANDIDATES", "Budget", "bytes_in"]
+__all__ = ["CANDIDATES", "Budget"]
 
 #: What is chosen from where the user names no recipes.
 CANDIDATES = ("int4-weight-only", "nf4", "int4-weight-only:group32", "int8-weight-only")
@@ -27,17 +27,6 @@ Candidates = list[Recipe | None]
 
 #: The side of a matrix beside which what a whole row or tensor shares is nothing.
 _LARGE = 1 << 20
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def bytes_in(text: str) -> int:
-    """The bytes that a size such as ``80MB`` or ``1.5GiB`` stands for. Raises ValueError for another text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", text)
-    unit = None if match is None else next((u for u in _UNITS if u.lower() == (match[2] or "B").lower()), None)
-    if match is None or unit is None:
-        raise ValueError(f"{text!r} is no size; write for instance 80MB or 1.5GiB ({', '.join(_UNITS)})")
-    return int(float(match[1]) * _UNITS[unit])
 
 
 def _least_bits(recipe: Recipe) -> float:

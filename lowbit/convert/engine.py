@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lowbit.convert.adapters import Adapter
 from lowbit.convert.report import LayerReport, Report
 from lowbit.convert.select import Chosen, Judge, Protection, Selection, Skip, nothing_found, select
+from lowbit.models.surround import AROUND, plain_class, surround, surrounding
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.nn.base import kind
 from lowbit.nn.linear import QuantLinear
@@ -92,7 +93,7 @@ def convert(
         )
     made = make_all(found.chosen, task.make)
     before = model_bytes(model)
-    kinds = {name: type(chosen.module).__name__ for name, chosen in found.chosen.items()}
+    kinds = {name: plain_class(chosen.module).__name__ for name, chosen in found.chosen.items()}
     rows = [
         LayerReport(
             name,
@@ -124,7 +125,7 @@ def report_on(what: str, model: nn.Module, layers: Mapping[str, Any], done: str)
         numbers, held = sum(w.numel() for w in weights), tensor_bytes((*layer.parameters(), *layer.buffers()))
         bits = 8 * sum(w.nbytes for w in weights) / max(numbers, 1)
         recipe = getattr(getattr(layer, "recipe", None), "name", None)
-        rows.append(LayerReport(name, type(layer).__name__, recipe, numbers, bits, held, held))
+        rows.append(LayerReport(name, plain_class(layer).__name__, recipe, numbers, bits, held, held))
     return Report(what, None, tuple(rows), bytes_before=size, bytes_after=size, done=done)
 
 
@@ -159,8 +160,11 @@ def take_over(new: nn.Module, layer: nn.Module) -> None:
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(layer, hooks))
     forward = vars(layer).get("forward")
-    if isinstance(forward, partial):  # a checkpointed block's, since all others are refused
-        vars(new)["forward"] = partial(forward.func, new)
+    if isinstance(forward, partial):  # one that runs its class's, since all others are refused
+        vars(new)["forward"] = partial(forward.func, new, *forward.args[1:])
+    around = surrounding(layer)
+    if around is not None:
+        surround(new, around)
     if kind(new) is not None:
         vars(new)[_ORIGIN] = origin(layer) if kind(layer) is not None else _origin_of(layer)
 
@@ -177,9 +181,12 @@ def _origin_of(layer: nn.Module) -> Origin:
 
 def shell(layer: nn.Module) -> nn.Module:
     """A copy of ``layer``, and of the modules inside, with None for every parameter and buffer, and without hooks."""
-    bare = type(layer).__new__(type(layer))
+    plain = plain_class(layer)
+    bare = plain.__new__(plain)
     nn.Module.__init__(bare)
-    own = {name: value for name, value in vars(layer).items() if name not in vars(bare) and name != "forward"}
+    own = {
+        name: value for name, value in vars(layer).items() if name not in vars(bare) and name not in ("forward", AROUND)
+    }
     vars(bare).update(own)
     bare.training = layer.training
     bare._parameters.update(dict.fromkeys(layer._parameters))

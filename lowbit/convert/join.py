@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
+from lowbit.models.surround import plain_class
 from lowbit.nn.conv import QuantConv
 from lowbit.nn.linear import QuantLinear, is_signed
 
@@ -85,7 +86,7 @@ def _static(modules: dict[str, nn.Module], node: fx.Node) -> QuantLinear | None:
     if not isinstance(module, QuantLinear | QuantConv):
         return None
     layer = _inner(module)
-    return layer if type(layer) is QuantLinear and layer.recipe.static else None
+    return layer if plain_class(layer) is QuantLinear and layer.recipe.static else None
 
 
 def _consumers(modules: dict[str, nn.Module], node: fx.Node) -> tuple[str, ...]:

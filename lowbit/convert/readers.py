@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.convert.adapters import find
+from lowbit.models.surround import plain_class
 from lowbit.nn.base import full_name
 
 __all__ = ["read_layers"]
@@ -62,7 +63,7 @@ def read_layers(model: nn.Module, trained: bool = False) -> dict[int, str]:
     out, as they are now, are left out, and so are torch's own classes, whose fused kernels a conversion switches off.
     """
     modules = list(model.modules())
-    reads: dict[type, list[_Read]] = {type(module): [] for module in modules}
+    reads: dict[type, list[_Read]] = {plain_class(module): [] for module in modules}
     names, seen = {"forward", "__call__"}, set[str]()
     while new := names - seen:
         seen |= new
@@ -73,7 +74,7 @@ def read_layers(model: nn.Module, trained: bool = False) -> dict[int, str]:
                 names |= code.names
     readers: dict[int, str] = {}
     for module in modules:
-        for read in reads[type(module)]:
+        for read in reads[plain_class(module)]:
             for layers, (parameter, *attributes) in _resolved(module, read.path):
                 plain = find(layers[-1]).listed == full_name(nn.Linear)
                 answered = attributes and attributes[0] in (_ANSWERED_BY_LINEAR if plain else _ANSWERED)

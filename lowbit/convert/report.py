@@ -7,21 +7,20 @@ from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lowbit.sizes import amount
 from lowbit.tables import rich_table
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-__all__ = ["LayerReport", "Report", "amount", "families", "family", "left_lines"]
+__all__ = ["LayerReport", "Report", "families", "family", "left_lines"]
 
 #: Longer tables show layers whose names differ in numbers only, and that came out alike, as one row.
 _MOST_ROWS = 40
 
 #: What the printed table may take; names of layers are long, and are broken beyond it.
 _WIDTH = 180
-
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -174,9 +173,3 @@ def left_lines(left: dict[str, str]) -> list[str]:
 def _shortened(names: list[str], most: int = 4) -> list[str]:
     more = len(names) - most
     return names if more <= 0 else [*names[: most - 1], f"{names[most - 1]} and {more} more"]
-
-
-def amount(size: int) -> str:
-    """A number of bytes in the unit that suits it."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
-    return f"{size} B" if unit == "B" else f"{size / _UNITS[unit]:.2f} {unit}"

@@ -28,7 +28,7 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
-from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.checkpoint import checkpoint_
 from lowbit.train import (
     LossScaler,
     compress_activations_,
@@ -202,7 +202,7 @@ def arrange_(model: nn.Module, config: TrainConfig) -> Report | None:
     """
     prepared = None if config.recipe is None else prepare_(model, config.recipe)
     if config.checkpointing:
-        checkpoint_blocks_(model, model.blocks if isinstance(model, GPT) else None)
+        checkpoint_(model, model.blocks if isinstance(model, GPT) else "block")
     if config.floats != "fp32":
         mixed_(model, config.floats)
     if config.compress_activations:  # the last, because a tail undoes it

@@ -1,20 +1,46 @@
-"""Making a model fit: gradient checkpointing of blocks, and what a call or the process has held at most."""
+"""Making a model fit: gradient checkpointing, and what a call or the process has held at most."""
 
-from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory.accumulate import accumulation_weights, micro_batches
+from lowbit.memory.attention import attention, attention_backends
+from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
+from lowbit.memory.estimate import Estimate, estimate, usual_loss
+from lowbit.memory.inplace import inplace_, safe_inplace
+from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.offload import offload_activations
+from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.memory.stream import stream_blocks_, unstream_
+from lowbit.memory.tokens import tokens
+from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
 
 __all__ = [
+    "Estimate",
+    "Leak",
+    "Moment",
+    "Profile",
+    "Snapshot",
+    "Usage",
+    "accumulation_weights",
     "allocated_peak",
-    "checkpoint_blocks_",
+    "attention",
+    "attention_backends",
+    "checkpoint_",
+    "estimate",
     "find_blocks",
+    "inplace_",
+    "linear_cross_entropy",
+    "micro_batches",
     "offload_activations",
     "peak_bytes",
+    "profile",
     "reset_peak",
+    "safe_inplace",
     "saved_bytes",
     "stream_blocks_",
+    "tokens",
+    "uncheckpoint_",
     "unstream_",
+    "usual_loss",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
 
-__all__ = ["available_bytes", "peak_bytes", "reset_peak"]
+__all__ = ["available_bytes", "peak_bytes", "reset_peak", "resident_bytes"]
 
 
 def reset_peak() -> bool:
@@ -39,3 +40,11 @@ def available_bytes() -> int | None:
     except OSError:
         pass
     return None
+
+
+def resident_bytes() -> int:
+    """What the process has of memory now; 0 where the system does not say (all but Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowbit.models.batches import copied, feed
+from lowbit.models.surround import plain_class
 from lowbit.models.writes import Unchanged
 
 __all__ = ["Chain", "find_blocks", "restored_forwards", "same"]
@@ -27,7 +28,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     stacks = [
         module
         for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(b) for b in module}) == 1
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module) > 1
+        and len({plain_class(b) for b in module}) == 1
     ]
     return list(max(stacks, key=weight)) if stacks else []
 

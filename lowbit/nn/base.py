@@ -3,7 +3,7 @@
 A layer class says what it is by the class attribute ``lowbit_kind``, one of ``KINDS``, or by a property where it is
 what the layers inside are. Modules above this one ask ``kind(module)`` and need not import the class. A function that
 runs the forward of a layer's class in place of the layer's own ``forward`` has the attribute
-``lowbit_runs_class_forward`` (gradient checkpointing sets it).
+``lowbit_runs_class_forward`` (``wrap_forward`` takes such functions).
 """
 
 from __future__ import annotations

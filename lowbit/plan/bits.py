@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowbit.convert.report import amount, family
+from lowbit.convert.report import family
 from lowbit.recipes import Recipe
+from lowbit.sizes import amount
 from lowbit.tables import aligned
 
 __all__ = ["FLOAT", "Option", "Score", "Sensitivity", "allocate"]

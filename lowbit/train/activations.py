@@ -89,15 +89,14 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
 def uncompress_activations_(model: nn.Module) -> Report:
     """Undo ``compress_activations_``, in place. A model without compressed activations stays as it is.
 
-    Raises ValueError, with the model untouched, where a forward has been replaced since (checkpointing does so).
+    Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
     modules = {path: module for path, module in model.named_modules() if _ours(module) is not None}
     later = [path or "the model" for path, module in modules.items() if vars(module)["forward"] is not _ours(module)]
     if later:
         raise ValueError(
-            f"train.uncompress_activations_: the forward of {', '.join(later)} has been replaced since (checkpointing "
-            f"does so); undo that first"
+            f"train.uncompress_activations_: the forward of {', '.join(later)} has been replaced since; undo that first"
         )
     for module in modules.values():
         made = vars(module).pop("forward")

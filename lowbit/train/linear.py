@@ -20,6 +20,7 @@ from lowbit.convert.maker import measured, require_float
 from lowbit.convert.protect import protections
 from lowbit.convert.report import Report
 from lowbit.convert.select import DEFAULT_SKIP, Skip, plain_layers
+from lowbit.models.surround import change_class, plain_class
 from lowbit.nn.base import forget_bound_forward, replaced_forward
 from lowbit.nn.linear import result_dtype
 from lowbit.recipes import Recipe
@@ -148,7 +149,8 @@ def prepare_(
         paths = {id(module): path for path, module in model.named_modules()}
         for layer, recipe in made.values():
             forget_bound_forward(layer)
-            layer._lowbit_class, layer.__class__ = type(layer), TrainLinear
+            layer._lowbit_class = plain_class(layer)
+            change_class(layer, TrainLinear)
             layer.recipe, layer.products, layer.reuse = recipe, products[recipe], Reuse(reuse_weights)
         _share(State(), model, {paths[id(layer)]: layer for layer, _ in made.values()})
         sync_fused_kernels(model)
@@ -227,7 +229,7 @@ def convert_(model: nn.Module) -> Report:
     others = [
         f"{name or 'the model'} ({type(one).__name__})"
         for name, one in prepared.items()
-        if type(one) is not TrainLinear
+        if plain_class(one) is not TrainLinear
     ]
     if others:
         raise ValueError(
@@ -245,7 +247,7 @@ def convert_(model: nn.Module) -> Report:
         forget_bound_forward(layer)
         del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.places
         vars(layer).pop("watcher", None)
-        layer.__class__ = vars(layer).pop("_lowbit_class", nn.Linear)
+        change_class(layer, vars(layer).pop("_lowbit_class", nn.Linear))
     _unshare(model)
     sync_fused_kernels(model)
     return report_on("train.convert_", model, prepared, "converted")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lowbit as lb
-from lowbit.cli.budget import bytes_in
+from lowbit.sizes import bytes_in
 
 WORDS = [f"w{i}" for i in range(90)]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT
-from lowbit.memory.checkpoint import checkpoint_blocks_
+from lowbit.memory import checkpoint_
 from lowbit.models import find_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:train.mixed_. this processor")
@@ -54,7 +54,7 @@ def test_checkpointed_gradients_have_the_same_bits_and_keep_less(corpus, kind):
         plain, x = nn.Sequential(*(Noisy() for _ in range(4))), torch.randn(16, 8)
     again = copy.deepcopy(plain)
     names = list(again.state_dict())
-    first, second = checkpoint_blocks_(again), checkpoint_blocks_(again)
+    first, second = checkpoint_(again), checkpoint_(again)
     assert len(first.layers) == len(find_blocks(plain)) and first == second
     assert list(again.state_dict()) == names
     (expected, whole), (got, less) = gradients(plain, x), gradients(again, x)
@@ -64,7 +64,7 @@ def test_checkpointed_gradients_have_the_same_bits_and_keep_less(corpus, kind):
 
 def test_checkpointed_models_can_be_copied(corpus):
     model = GPT(TINY)
-    checkpoint_blocks_(model)
+    checkpoint_(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.blocks[0].mlp.down.weight.fill_(0.0)
@@ -75,7 +75,7 @@ def test_checkpointed_models_can_be_copied(corpus):
 @pytest.mark.parametrize(("forward", "backward"), [("reference", None), (None, "reference")])
 def test_blocks_are_recomputed_on_the_backend_of_their_forward(forward, backward):
     model = nn.Sequential(*(lb.train.TrainLinear(8, 8) for _ in range(2)))
-    checkpoint_blocks_(model)
+    checkpoint_(model)
     with lb.use_backend(forward):
         loss = model(torch.randn(4, 8)).sum()
     with lb.use_backend(backward), serving() as served:
@@ -85,5 +85,5 @@ def test_blocks_are_recomputed_on_the_backend_of_their_forward(forward, backward
 
 
 def test_a_model_without_blocks_is_a_clear_error():
-    with pytest.raises(ValueError, match=r"pass blocks="):
-        checkpoint_blocks_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pass a list of modules"):
+        checkpoint_(nn.Linear(2, 2))

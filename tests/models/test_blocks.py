@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.memory import checkpoint_blocks_
+from lowbit.memory import checkpoint_
 from lowbit.models.blocks import Chain, find_blocks, restored_forwards
 
 
@@ -43,15 +43,15 @@ def test_blocks_are_the_largest_list_of_modules_of_one_class():
 
 
 def test_checkpointing_needs_blocks():
-    with pytest.raises(ValueError, match=r"Linear has no ModuleList or Sequential .*pass blocks=\[\.\.\.\]"):
-        checkpoint_blocks_(nn.Linear(2, 2))
-    assert checkpoint_blocks_(nn.Linear(2, 2), []).converted == ()
+    with pytest.raises(ValueError, match=r"Linear has no ModuleList or Sequential .*pass a list of modules"):
+        checkpoint_(nn.Linear(2, 2))
+    assert checkpoint_(nn.Linear(2, 2), []).converted == ()
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="blocks are modules, got str '0'; write"):
-        checkpoint_blocks_(model, [model[0], "0"])
-    with pytest.raises(ValueError, match="a Linear of blocks is no module of the model"):
-        checkpoint_blocks_(model, [model[0], nn.Linear(2, 2)])
-    assert "forward" not in vars(model[0])
+    with pytest.raises(TypeError, match=r"a pattern is a string .*got int"):
+        checkpoint_(model, [model[0], 0])
+    with pytest.raises(ValueError, match="a Linear of the list is no module of the model"):
+        checkpoint_(model, [model[0], nn.Linear(2, 2)])
+    assert type(model[0]) is nn.Linear
 
 
 def test_a_chain_gives_each_block_what_the_one_before_returned():

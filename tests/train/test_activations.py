@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, Block, GPTConfig, rope
-from lowbit.memory import checkpoint_blocks_
+from lowbit.memory import checkpoint_
 from lowbit.train.activations import FUNCTIONS
 
 
@@ -126,13 +127,13 @@ def gradients(run: Callable[[Block, Tensor], Tensor], recipe: str = "fp8") -> li
     return [y.detach(), x.grad, *(p.grad for p in made.parameters())]
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "checkpoint_blocks_"])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "checkpoint_"])
 def test_checkpointing_changes_no_bit(how):
     cos, sin = rope(torch.arange(32), 32, 10000.0)
 
     def recomputed(made: Block, x: Tensor) -> Tensor:
-        if how == "checkpoint_blocks_":
-            checkpoint_blocks_(nn.Sequential(made), [made])
+        if how == "checkpoint_":
+            checkpoint_(nn.Sequential(made), [made])
             return made(x, cos, sin)
         return checkpoint(made, x, cos, sin, use_reentrant=how == "reentrant")
 
@@ -150,7 +151,7 @@ def test_checkpointed_blocks_of_a_model_that_computes_itself_change_no_bit():
         lb.train.prepare_(model, "fp8")
         lb.train.compress_activations_(model)
         if checkpointed:
-            checkpoint_blocks_(model)
+            checkpoint_(model)
         with threads(1), torch.autocast("cpu", torch.bfloat16):
             y = model(tokens)
         y.float().square().mean().backward()
@@ -190,7 +191,11 @@ def test_it_can_be_undone_copied_and_refused():
     assert vars(twin.norm1)["forward"].args[0] is twin.norm1
     lb.train.uncompress_activations_(made)
     assert not any("forward" in vars(m) for m in made.modules())
-    checkpoint_blocks_(twin, [twin.mlp])
+    again = copy.deepcopy(twin)
+    checkpoint_(again, [again.mlp])
+    lb.train.uncompress_activations_(again)
+    assert not any("forward" in vars(m) for m in again.modules()), "checkpointing is no forward of the module's own"
+    twin.mlp.forward = partial(lambda forward, x: forward(x), twin.mlp.forward)
     with pytest.raises(ValueError, match="forward of mlp has been replaced since"):
         lb.train.uncompress_activations_(twin)
     with pytest.raises(ValueError, match="compressed already"):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowbit as lb
-from lowbit.memory import checkpoint_blocks_
+from lowbit.memory import checkpoint_
 
 RECIPES = pytest.mark.parametrize("recipe", [*TRAINING, STOCHASTIC_ROWS], ids=str)
 
@@ -55,7 +55,7 @@ WAYS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "selective": partial(
         checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, selective)
     ),
-    "checkpoint_blocks_": lambda block, x: block(x),
+    "checkpoint_": lambda block, x: block(x),
 }
 
 
@@ -75,8 +75,8 @@ def run(recipe: str | lb.Recipe, way: str) -> list[Tensor]:
     torch.manual_seed(0)
     model, seen = Model(way), []
     lb.train.prepare_(model, {"*.up": recipe, "*.down": recipe})  # by name: two blocks are the first and the last
-    if way == "checkpoint_blocks_":
-        checkpoint_blocks_(model)
+    if way == "checkpoint_":
+        checkpoint_(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         for _ in range(2):

@@ -12,7 +12,7 @@ from support.bits import assert_same_bits
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.memory import checkpoint_blocks_
+from lowbit.memory import checkpoint_
 from lowbit.train import gemms
 
 MICRO_BATCHES = 3
@@ -63,7 +63,7 @@ def test_weights_are_encoded_once_a_step_and_no_bit_changes(recipe, checkpointed
     net, other = model(recipe), model(recipe)
     for one in (net, other):
         if checkpointed:
-            checkpoint_blocks_(one)
+            checkpoint_(one)
         for layer in one.modules():
             if one is other and isinstance(layer, lb.train.TrainLinear):
                 layer.reuse.step_done = lambda weight: None  # nothing is ever kept

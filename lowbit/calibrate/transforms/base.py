@@ -18,6 +18,7 @@ from lowbit.calibrate.recording import Observed
 from lowbit.calibrate.statistics import Statistics
 from lowbit.calibrate.transforms import awq, smoothquant
 from lowbit.calibrate.transforms.maps import MAPS, Map
+from lowbit.models.surround import plain_class
 
 __all__ = ["TRANSFORMS", "Transform", "transform_"]
 
@@ -58,7 +59,7 @@ def transform_(root: nn.Module, transform: Transform, names: dict[int, str]) -> 
 
     Raises ValueError where no map knows a block.
     """
-    known = [module for module in root.modules() if type(module).__name__ in MAPS]
+    known = [module for module in root.modules() if plain_class(module).__name__ in MAPS]
     if not known:
         raise ValueError(
             f"{transform.name} needs to know which norm feeds which layers, and no map does for any module of a "
@@ -77,7 +78,7 @@ def transform_(root: nn.Module, transform: Transform, names: dict[int, str]) -> 
 def _groups(block: nn.Module) -> Iterator[tuple[Map, nn.Module, list[Observed]]]:
     """The maps of a block that apply to it: its modules are there, and all of ``after`` are to be quantized."""
     modules = dict(block.named_modules())
-    for one in MAPS[type(block).__name__]:
+    for one in MAPS[plain_class(block).__name__]:
         before = modules.get(one.before)
         after = [layer for name in one.after if isinstance(layer := modules.get(name), Observed)]
         if before is None or len(after) < len(one.after) or _width(before, one) != after[0].weight.shape[1]:

@@ -1,0 +1,200 @@
+"""What an estimate and a profile say of the memory of training, beside what the allocator held.
+
+``lowbit bench memory`` writes memory.md: five models in two sizes, each with four ways to train. The models have the
+shapes of the real ones in few layers, and random weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.machine import provenance
+from lowbit.optim.names import by_name
+from lowbit.tables import markdown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to train: arguments of ``lb.memory.estimate``."""
+
+    recipe: str | None = None
+    precision: str | None = None
+    optimizer: str = "adamw"
+    checkpoint: str | None = None
+    micro_batches: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.recipe or "", self.precision or ("" if self.recipe else "fp32"), self.optimizer]
+        parts += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
+        parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        return ", ".join(part for part in parts if part)
+
+
+class Subject(NamedTuple):
+    """A model with a batch, by its name."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    settings: tuple[Setting, ...]
+
+
+def _gpt(layers: int, dim: int) -> Callable[[], nn.Module]:
+    return lambda: GPT(GPTConfig(vocab=1024, layers=layers, heads=dim // 64, dim=dim, hidden=2 * dim))
+
+
+def _of_transformers(name: str, **shape: Any) -> Callable[[], nn.Module]:
+    """A model of a class of transformers, of that shape, with random weights."""
+
+    def make() -> nn.Module:
+        import transformers
+
+        kind = getattr(transformers, name)
+        model: nn.Module = kind(kind.config_class(**shape))
+        return model.train()
+
+    return make
+
+
+def _tokens(vocab: int, rows: int, length: int) -> Callable[[], Any]:
+    return lambda: {"input_ids": torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(0))}
+
+
+def _images(rows: int, side: int) -> Callable[[], Any]:
+    return lambda: {"pixel_values": torch.randn(rows, 3, side, side, generator=torch.Generator().manual_seed(0))}
+
+
+def _gpt_tokens(rows: int, length: int) -> Callable[[], Any]:
+    return lambda: torch.randint(1024, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+#: Ways to train models of Linear layers, and of convolutions.
+_LINEAR = (
+    (Setting(), Setting("fp8", "bf16", "adamw8bit"), Setting(None, "bf16", "adamw8bit", "block"),
+     Setting("int8", "bf16", "lion8bit", "attention")),
+    (Setting(None, "bf16"), Setting("fp8-tensor", "bf16", "adamw4bit", "block"),
+     Setting("mxfp8", "bf16", "adamw8bit", "save_matmuls"), Setting("nvfp4", "bf16", "sgd", "mlp", 2)),
+)  # fmt: skip
+_CONV = (
+    (Setting(), Setting(None, "bf16", "sgd"), Setting(None, None, "adamw8bit", "stages"), Setting(None, None, "sgd", None, 2)),
+    (Setting(), Setting(None, "bf16", "adamw8bit"), Setting(None, "bf16", "lion8bit", "stages"), Setting(None, None, "muon8bit")),
+)  # fmt: skip
+
+_LLAMA = {"vocab_size": 2048, "num_key_value_heads": 3, "tie_word_embeddings": True, "use_cache": False}
+_VIT = {"image_size": 64, "patch_size": 8, "num_labels": 100}
+_RESNET = {"layer_type": "basic", "depths": [2, 2, 2, 2], "num_labels": 100}
+
+SUBJECTS = (
+    Subject("GPT, 3 layers of 256", _gpt(3, 256), _gpt_tokens(4, 256), _LINEAR[0]),
+    Subject("GPT, 6 layers of 384", _gpt(6, 384), _gpt_tokens(2, 256), _LINEAR[1]),
+    Subject("Llama, 3 layers of 384", _of_transformers("LlamaForCausalLM", hidden_size=384, intermediate_size=1024,
+            num_hidden_layers=3, num_attention_heads=6, **_LLAMA), _tokens(2048, 4, 128), _LINEAR[0]),
+    Subject("Llama, 4 layers of 576", _of_transformers("LlamaForCausalLM", hidden_size=576, intermediate_size=1536,
+            num_hidden_layers=4, num_attention_heads=9, **_LLAMA), _tokens(2048, 2, 256), _LINEAR[1]),
+    Subject("ViT, 4 layers of 192", _of_transformers("ViTForImageClassification", hidden_size=192, num_hidden_layers=4,
+            num_attention_heads=3, intermediate_size=768, **_VIT), _images(16, 64), _LINEAR[0]),
+    Subject("ViT, 4 layers of 384", _of_transformers("ViTForImageClassification", hidden_size=384, num_hidden_layers=4,
+            num_attention_heads=6, intermediate_size=1536, **_VIT), _images(8, 64), _LINEAR[1]),
+    Subject("ResNet-18, 64 x 64", _of_transformers("ResNetForImageClassification", hidden_sizes=[64, 128, 256, 512],
+            embedding_size=64, **_RESNET), _images(16, 64), _CONV[0]),
+    Subject("ResNet-18, half as wide, 96 x 96", _of_transformers("ResNetForImageClassification",
+            hidden_sizes=[32, 64, 128, 256], embedding_size=32, **_RESNET), _images(16, 96), _CONV[1]),
+    Subject("MiniLM, 3 layers of 384", _of_transformers("BertForSequenceClassification", vocab_size=4096, hidden_size=384,
+            num_hidden_layers=3, num_attention_heads=12, intermediate_size=1536), _tokens(4096, 8, 128), _LINEAR[0]),
+    Subject("MiniLM, 6 layers of 384", _of_transformers("BertForSequenceClassification", vocab_size=4096, hidden_size=384,
+            num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536), _tokens(4096, 4, 64), _LINEAR[1]),
+)  # fmt: skip
+
+
+class Row(NamedTuple):
+    """Bytes of a step's peak: estimated, profiled, and held by the allocator. ``seconds``: of the estimate."""
+
+    subject: str
+    setting: str
+    estimated: int
+    profiled: int
+    held: int
+    seconds: float
+
+
+def _storages(tree: Any) -> int:
+    """Bytes of the storages of the tensors in a tree, each once."""
+    tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+def row(subject: Subject, setting: Setting) -> Row:
+    """Estimate, then train three steps: one for the states, one under the allocator, one under the profile."""
+    model, batch = subject.make(), subject.batch()
+    begin = time.perf_counter()
+    estimate = lb.memory.estimate(
+        model, batch, None, setting.recipe, setting.optimizer, setting.checkpoint, precision=setting.precision,
+        micro_batches=setting.micro_batches,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    if setting.recipe:
+        lb.train.prepare_(model, setting.recipe)
+    if setting.precision:
+        lb.train.mixed_(model, setting.precision)
+    if setting.checkpoint:
+        lb.memory.checkpoint_(model, setting.checkpoint)
+    optimizer = by_name(setting.optimizer)(model.parameters())
+
+    def step(given: Any) -> None:
+        for _ in range(setting.micro_batches):
+            output = model(**given) if isinstance(given, dict) else model(given)
+            lb.memory.usual_loss(output, given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(batch)
+    states = [state for state in optimizer.state.values()]
+    before = _storages([list(model.parameters()), list(model.buffers()), states, batch])
+    held = lb.memory.allocated_peak(lambda: step(batch)) + before
+    gc.collect()
+    with lb.memory.profile(model) as profile:
+        step(batch)
+    profiled = profile.peak_bytes - profile.by_kind.get("other", 0)
+    return Row(subject.name, str(setting), estimate.peak_bytes, profiled, held, seconds)
+
+
+def _errors(rows: list[Row], take: Callable[[Row], float]) -> str:
+    errors = [abs(take(row)) for row in rows]
+    return f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
+
+
+def run(directory: Path) -> Path:
+    """Measure, and write ``memory.md``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    about = provenance(packages=("transformers",))
+    rows = [row(subject, setting) for subject in SUBJECTS for setting in subject.settings]
+    cells = [
+        (r.subject, r.setting, *(f"{size / 2**20:.1f}" for size in (r.estimated, r.profiled, r.held)),
+         f"{r.estimated / r.held - 1:+.2%}", f"{r.profiled / r.held - 1:+.2%}", f"{r.seconds:.1f}")
+        for r in rows
+    ]  # fmt: skip
+    head = ("model", "training", "estimated, MiB", "profiled", "held", "estimate is off by", "profile is off by",
+            "the estimate took, s")  # fmt: skip
+    text = [
+        "# Memory: estimated, profiled, held\n",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        f"\n{len(rows)} configurations. The estimate is made before the first step, on fake tensors. Held is the peak of "
+        "torch's allocator in the third step: what the profiler of torch counts, above parameters, states and batch.\n",
+        f"- the estimate against what was held: {_errors(rows, lambda r: r.estimated / r.held - 1)}",
+        f"- the profile against what was held: {_errors(rows, lambda r: r.profiled / r.held - 1)}\n",
+        markdown(head, cells, numbers=range(2, len(head))),
+    ]
+    path = directory / "memory.md"
+    path.write_text("\n".join(text) + "\n")
+    return path

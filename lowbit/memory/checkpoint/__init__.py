@@ -1,0 +1,9 @@
+"""Gradient checkpointing by policy: keep what a part of a model is given, and compute its inside again in backward.
+
+``policies`` says what is checkpointed, ``parts`` finds it in a model, ``apply`` does it, ``frame`` keeps and
+recomputes, ``calls`` is what one call has to be given again, ``selective`` keeps some results besides.
+"""
+
+from lowbit.memory.checkpoint.apply import checkpoint_, recomputing, uncheckpoint_
+
+__all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]

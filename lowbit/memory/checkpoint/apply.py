@@ -1,0 +1,92 @@
+"""``checkpoint_`` and ``uncheckpoint_``: a model's modules are given what recomputes them, or lose it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
+from lowbit.convert.select import check_model
+from lowbit.memory.checkpoint.policies import Choice, Chosen, choose
+from lowbit.memory.checkpoint.segment import Recomputed, Segment
+from lowbit.models.surround import surround, surrounding, unsurround
+
+__all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]
+
+
+def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
+    """Checkpoint the parts of ``model`` that ``policy`` says, in place: of such a part backward has its inputs alone,
+    and computes its inside again. No bit of losses and gradients changes. Another policy replaces the one before.
+
+    ``policy``: a row of ``POLICIES``, ``"block"``, ``"attention"``, ``"mlp"``, ``"every:2"``, ``"ratio:0.5"``,
+    ``"sqrt"``, ``"segments:4"``, ``"save_matmuls"``, ``"stages"``; a list of modules or of patterns
+    (``lowbit.models.names``); ``{pattern: policy or None}``, for the modules that each pattern names; or a function
+    ``(module, path) -> bool``. Of nested modules the outermost is taken, but for modules of a list.
+
+    The second run has the autocast, the random state and the backend (``use_backend``) of the first, and leaves the
+    running statistics of BatchNorm as they are; inside torch.compile torch's own checkpointing does it, one module at
+    a time. Without gradients nothing changes. Names of parameters, ``isinstance``, copies and pickles stay as they are;
+    a module's class is called ``Checkpointed...``. Modules may be converted before and after (``quantize_``,
+    ``train.prepare_``, ``train.convert_``). Gradient checkpointing of transformers is switched off where it is on, and
+    a cache of keys and values is not passed to a checkpointed layer in training mode.
+
+    A module must not write to its inputs, and must compute the same twice: ``NotReplayed``, a RuntimeError, names one
+    that does not.
+
+    Raises ValueError for an unknown policy, one that finds nothing, a pattern without a match, and for modules that are
+    not of ``model``; TypeError for what is no policy; each before anything is changed.
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+    """
+    check_model(model)
+    chosen = choose(model, policy)
+    names = {id(module): name for name, module in model.named_modules()}
+    uncheckpoint_(model)
+    notes = _switch_off(model)
+    for one in chosen:
+        _checkpoint(one, names)
+    layers = {names[id(module)]: module for one in chosen for module in one.modules}
+    report = report_on("memory.checkpoint_", model, layers, "checkpointed")
+    return report if not notes else Report(**{**vars(report), "notes": notes})
+
+
+def uncheckpoint_(model: nn.Module) -> Report:
+    """Undo ``checkpoint_``, in place; nothing where nothing is checkpointed."""
+    check_model(model)
+    found = {name: module for name, module in model.named_modules() if isinstance(surrounding(module), Recomputed)}
+    for module in found.values():
+        unsurround(module)
+    return report_on("memory.uncheckpoint_", model, found, "restored")
+
+
+@contextmanager
+def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, each of ``modules`` is checkpointed; afterwards it is what it was."""
+    modules = list(dict.fromkeys(modules))
+    before = [surrounding(module) for module in modules]
+    try:
+        for module in modules:
+            surround(module, Recomputed(type(module).__name__, Segment(1)))
+        yield
+    finally:
+        for module, around in zip(modules, before, strict=True):
+            if around is None:
+                unsurround(module)
+            else:
+                surround(module, around)
+
+
+def _checkpoint(chosen: Chosen, names: dict[int, str]) -> None:
+    segment = Segment(len(chosen.modules), chosen.contexts)
+    for index, module in enumerate(chosen.modules):
+        surround(module, Recomputed(names[id(module)], segment, index))
+
+
+def _switch_off(model: nn.Module) -> tuple[str, ...]:
+    """Switch the gradient checkpointing of transformers off; what the report says of it."""
+    on = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
+    for module in on:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    return ("transformers' gradient checkpointing is switched off; this takes its place",) if on else ()

@@ -1,0 +1,86 @@
+"""The surroundings of one call of a module, with which the call is made again in backward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lowbit.autograd import backend_now, on_backend
+
+__all__ = ["Contexts", "Random", "Surroundings", "gather", "unmoved"]
+
+#: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
+Contexts = Callable[[], tuple[Any, Any]]
+
+
+class Random:
+    """The state of the random generators that a call may draw from: the CPU's, and those of its tensors' devices."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self.cpu = torch.get_rng_state()
+        self.kind = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
+        self.devices, self.states = get_device_states(*tensors) if self.kind else ([], [])
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.kind:
+            set_device_states(self.devices, self.states, device_type=self.kind)
+
+
+class Surroundings:
+    """Random state, autocast and backend as they are now."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self.random = Random(tensors)
+        kinds = {"cpu", *(t.device.type for t in tensors)}
+        self.autocasts = [_autocast(kind) for kind in sorted(kinds) if torch.amp.is_autocast_available(kind)]
+        self.backend = backend_now()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, all is as it was; the random state moves on from there."""
+        self.random.restore()
+        with ExitStack() as entered:
+            for kind, settings in self.autocasts:
+                entered.enter_context(torch.autocast(kind, **settings))
+            entered.enter_context(on_backend(self.backend))
+            yield
+
+
+def _autocast(kind: str) -> tuple[str, dict[str, Any]]:
+    settings = {
+        "dtype": torch.get_autocast_dtype(kind),
+        "enabled": torch.is_autocast_enabled(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+    return kind, settings
+
+
+@contextmanager
+def unmoved(module: nn.Module) -> Iterator[None]:
+    """Afterwards the running statistics of BatchNorm in ``module`` are as before: forward alone moves them."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    held = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, before in held:
+            buffer.data.copy_(before)  # by data: no version moves, since backward may have saved the buffer
+
+
+def gather(module: nn.Module) -> None:
+    """Gather the parameters of a module that FSDP2 has sharded: it does so itself before the backward of each module,
+    and the second run of a segment comes before that of its last.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        module.unshard()

@@ -1,0 +1,128 @@
+"""Where the parts of a model are that are worth checkpointing: its stacks of blocks, attention and feed-forward in a
+block, the stages of a convolutional net.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
+
+from lowbit.models.blocks import find_blocks
+from lowbit.models.surround import plain_class
+
+__all__ = ["PARTS", "find_part", "find_stacks", "find_stages"]
+
+#: By the part of a block: what the name of such a module, or of its class, has in it.
+PARTS = {
+    "attention": re.compile(r"attn|attention|(^|_)mha$", re.IGNORECASE),
+    "mlp": re.compile(r"mlp|ffn|(^|_)ff$|feed_?forward|moe|experts$|LayerFF|DenseActDense", re.IGNORECASE),
+}
+#: Feed-forward parts that are no module: the names of the children that follow one another in it.
+_MLP_CHILDREN = (("intermediate", "output"), ("fc1", "activation_fn", "fc2"))
+#: What has one of these words in its name is a part's normalization or dropout.
+_BESIDES = re.compile(r"norm|dropout|ln_", re.IGNORECASE)
+
+Segments = list[Sequence[nn.Module]]
+
+
+def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
+    """Every outermost list of repeated blocks (an encoder has one, a decoder another), without the blocks that it
+    repeats; the largest list alone where that is one of single layers.
+    """
+    largest = list(dict.fromkeys(find_blocks(model)))
+    if not largest or not any(True for _ in largest[0].children()):
+        return [largest] if largest else []
+    found: list[list[nn.Module]] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        blocks = list(dict.fromkeys(module))
+        alike = len(module) > 1 and len({plain_class(b) for b in blocks}) == 1
+        if alike and any(True for _ in blocks[0].children()):
+            found.append(blocks)
+            inside |= {id(inner) for inner in module.modules()}
+    return found
+
+
+def find_part(block: nn.Module, part: str) -> Segments:
+    """The modules, or modules that follow one another, that are this ``part`` of a block; none where it has none."""
+    found: Segments = []
+    taken: set[str] = set()
+    for path, module in block.named_modules():
+        if not path or any(path.startswith(f"{above}.") for above in taken):
+            continue
+        name = path.rsplit(".", 1)[-1]
+        words = (name, plain_class(module).__name__)
+        if _BESIDES.search(name) or "Norm" in words[1] or not _multiplies(module):
+            continue
+        if any(PARTS[other].search(words[1]) or PARTS[other].search(name) for other in PARTS if other != part):
+            if not PARTS[part].search(words[1]):
+                taken.add(path)
+                continue
+        if any(PARTS[part].search(word) for word in words):
+            found.append([module])
+            taken.add(path)
+    if part == "mlp" and not found:
+        children = dict(block.named_children())
+        rows = [row for row in _MLP_CHILDREN if all(name in children for name in row)]
+        found += [[children[name] for name in row] for row in rows[:1]]
+    return found
+
+
+def find_stages(model: nn.Module) -> Segments:
+    """Of a convolutional net what comes before its last down-sampling, by blocks; layers that stand in a Sequential
+    of their own are taken together, up to each down-sampling.
+    """
+    units: Segments = []
+    loose: list[nn.Module] = []
+    for module in _units(model):
+        leaf = not any(True for _ in module.children())
+        if not leaf and loose:
+            units.append(loose)
+            loose = []
+        if not leaf:
+            units.append([module])
+            continue
+        loose.append(module)
+        if _downsamples(module):
+            units.append(loose)
+            loose = []
+    strided = [i for i, unit in enumerate(units) if any(map(_downsamples, unit))]
+    if not strided:
+        return []
+    last = strided[-1]
+    return units[: last + 1 if len(units[last]) > 1 else last]
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of the model's Sequentials, down to what is no plain Sequential."""
+    for child in module.children():
+        plain = plain_class(child) in (nn.Sequential, nn.ModuleList)
+        if plain and any(isinstance(m, _ConvNd) for m in child.modules()):
+            yield from _units(child)
+        elif isinstance(module, nn.Sequential) or (
+            any(True for _ in child.children()) and any(isinstance(m, _ConvNd) for m in child.modules())
+        ):
+            yield child
+
+
+def _downsamples(module: nn.Module) -> bool:
+    return any(
+        isinstance(m, _ConvNd | _MaxPoolNd | _AvgPoolNd) and any(s > 1 for s in _numbers(m.stride))
+        for m in module.modules()
+    )
+
+
+def _numbers(stride: Any) -> Sequence[int]:
+    return (stride,) if isinstance(stride, int) else tuple(stride)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module has layers inside, or matrices of its own."""
+    return any(True for _ in module.children()) or any(p.dim() > 1 for p in module.parameters(recurse=False))

@@ -1,0 +1,106 @@
+"""What stands around the forward of a checkpointed module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.memory.checkpoint.calls import Contexts
+from lowbit.memory.checkpoint.frame import Frame
+from lowbit.notice import warn
+
+__all__ = ["Recomputed", "Segment"]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Modules that follow one another and are recomputed as one. ``size``: how many. ``contexts``: what keeps results
+    besides, None for nothing.
+    """
+
+    size: int
+    contexts: Contexts | None = None
+    _open: ref[Frame] | None = field(default=None, repr=False)
+
+    def frame(self, index: int) -> Frame:
+        """The frame of a call of the module at ``index``: the open one, or a new one where the segment begins again."""
+        frame = None if self._open is None else self._open()
+        if frame is None or frame.last >= index:
+            frame = Frame()
+        frame.last = index
+        self._open = ref(frame) if index + 1 < self.size else None
+        return frame
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": None}  # a copy has no forward under way
+
+
+@dataclass(eq=False)
+class Recomputed:
+    """Around a forward: without gradients nothing, else what backward computes again. ``path``: the module's.
+
+    ``index``: its place in the segment.
+    """
+
+    path: str
+    segment: Segment
+    index: int = 0
+    prefix = "Checkpointed"
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if module.__dict__.get("gradient_checkpointing"):
+            self._take_over(module)
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if caches:
+            if not module.training:
+                return forward(*args, **kwargs)  # a cache that the caller may go on with
+            self._refuse_filled(module, caches)
+            args = tuple(None if _is_cache(value) else value for value in args)
+            kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if torch.compiler.is_compiling():
+            return self._compiled(forward, args, kwargs)
+        frame = self.segment.frame(self.index)
+        return frame.run(self.path, module, forward, args, kwargs, self.segment.contexts)
+
+    def _compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.segment.size > 1:
+            raise RuntimeError(
+                "memory.checkpoint_: torch.compile recomputes one module at a time, and a segment has several; "
+                "expected a policy of single modules such as 'block', or uncheckpoint_ before torch.compile"
+            )
+        if self.segment.contexts is None:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self.segment.contexts, **kwargs)
+
+    def _refuse_filled(self, module: nn.Module, caches: list[Any]) -> None:
+        """Raises ValueError for a cache that this layer would read."""
+        layer = next((m.layer_idx for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+        if any(cache.get_seq_length(layer) for cache in caches):
+            raise ValueError(
+                f"memory.checkpoint_: expected an empty cache for {self.path!r} in training, got one with tokens; call "
+                f"the model with use_cache=False, or memory.uncheckpoint_(model) first"
+            )
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Switch the checkpointing of transformers off, where it has been enabled since."""
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+        if not torch.compiler.is_compiling():
+            warn(
+                f"{self.path!r} is checkpointed by memory.checkpoint_, which takes the place of transformers' gradient "
+                f"checkpointing; for that one call memory.uncheckpoint_(model) first"
+            )
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a cache of keys and values, as generation with transformers has: a second run of a layer
+    would append to it once more.
+    """
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

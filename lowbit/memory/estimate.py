@@ -1,0 +1,202 @@
+"""An estimate of the memory of a step of training, before anything is allocated.
+
+The step runs on fake tensors, which have shapes and no data: every op that the real step would call is called, and the
+storages that it would make are written down, when they come and when they go.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowbit.convert.select import check_model
+from lowbit.memory.checkpoint import checkpoint_
+from lowbit.memory.ledger import Ledger
+from lowbit.memory.scratch import scratch_bytes
+from lowbit.memory.usage import Holding, Usage, kinds_of
+from lowbit.models.batches import tokens_of
+from lowbit.optim.names import by_name
+from lowbit.recipes import Recipe
+from lowbit.train import mixed_, prepare_
+from lowbit.train.mixed import PRECISIONS
+
+__all__ = ["Estimate", "call", "estimate", "usual_loss"]
+
+#: Makes an optimizer of parameters.
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Estimate(Usage):
+    """See ``estimate``."""
+
+
+def estimate(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    recipe: str | Recipe | Mapping[str, Any] | None = None,
+    optimizer: str | MakeOptimizer | None = "adamw",
+    checkpoint: Any = None,
+    *,
+    precision: str | None = None,
+    prepare: Callable[[nn.Module], object] | None = None,
+    micro_batches: int = 1,
+    device: torch.device | str | None = None,
+) -> Estimate:
+    """What a step of training ``model`` on ``batch`` will hold of memory, in bytes of the allocator.
+
+    Nothing is computed and ``model`` stays as it is; it may be on the meta device. ``batch``: a tensor, a tuple of
+    arguments or a dict of keyword arguments; on meta or real, only shapes count. ``loss(output, batch)`` is a scalar;
+    None takes ``usual_loss``. ``recipe``: of ``lb.train.prepare_``. ``precision``: ``"bf16"`` or ``"fp16"``, as
+    ``lb.train.mixed_`` makes of it. ``checkpoint``: a policy of ``checkpoint_``. ``prepare(model)``: called on the copy
+    last, for whatever else is done to the model. ``optimizer``: a name (``adamw``, ``adamw8bit``), what makes one of
+    parameters, or None for no step. ``micro_batches``: so many of ``batch`` are accumulated before the step.
+    ``device``: where the training will run; by default where the parameters are, and ``cpu`` for those on meta.
+
+    The result has ``peak_bytes``, ``moment``, ``by_kind``, ``by_layer``, ``by_phase`` and ``timeline`` of the second
+    step, in which states of optimizers exist from the start; ``print`` shows it.
+    Beside the allocator's bytes a process holds its libraries, and on CUDA a context and what fragmentation costs.
+    Memory that a kernel allocates for itself is known for the ops of ``lowbit.memory.scratch``.
+
+    Raises ValueError for a model whose forward reads values of tensors, as data-dependent routing does: profile a real
+    step of it. TypeError for what is no module.
+    """
+    check_model(model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        copied = _fake_model(model, fake, device)
+        place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
+        given = tree_map(lambda leaf: _fake(leaf, fake, place) if isinstance(leaf, Tensor) else leaf, batch)
+        if recipe is not None:
+            prepare_(copied, recipe)
+        if precision in PRECISIONS:
+            mixed_(copied, precision)
+        elif precision not in (None, "fp32"):
+            raise ValueError(f"memory.estimate: precision is fp32, {', '.join(PRECISIONS)} or None, got {precision!r}")
+        if checkpoint is not None:
+            checkpoint_(copied, checkpoint)
+        if prepare is not None:
+            prepare(copied)
+        ledger, since = _run(copied, given, loss or usual_loss, optimizer, micro_batches, place)
+    return Estimate(*_read(ledger), since=since)
+
+
+def _run(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor],
+    optimizer: str | MakeOptimizer | None,
+    micro_batches: int,
+    device: torch.device,
+) -> tuple[Ledger, int]:
+    """Two steps, and the number of the op that the second one begins with."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
+    stepper = None if make is None else make(trained)
+    with Ledger(model, device, scratch=scratch_bytes) as ledger:
+        ledger.claim(batch, "inputs")
+        for _ in range(2):
+            since = len(ledger.ops)
+            try:
+                for _ in range(micro_batches):
+                    loss(call(model, batch), batch).backward()
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"memory.estimate: {type(model).__name__} reads values of tensors in its forward ({error}), and an "
+                    f"estimate has none; profile a real step with memory.profile(model, batch, step)"
+                ) from None
+            if stepper is not None:
+                with _Scalars():  # type: ignore[no-untyped-call]
+                    stepper.step()
+            for parameter in trained:
+                parameter.grad = None
+    return ledger, since
+
+
+class _Scalars(TorchDispatchMode):
+    """Reading a number from a tensor gives 1: no memory of an optimizer depends on the count of its steps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _read(ledger: Ledger) -> tuple[Any, list[float], list[Holding]]:
+    times = [float(number) for number in range(len(ledger.ops))]
+    pieces = ledger.pieces
+    deaths = [math.inf if piece.died is None else piece.died + 0.5 for piece in pieces]
+    births = [piece.born for piece in pieces]
+    kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
+    rows = zip(pieces, kinds, births, deaths, strict=True)
+    holdings = [Holding(piece.bytes, kind, piece.layer, born, died) for piece, kind, born, died in rows]
+    for number, size in ledger.scratch:
+        holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
+    return ledger.ops, times, holdings
+
+
+# -- fake copies ------------------------------------------------------------------------------------------------------
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | None) -> Tensor:
+    """A tensor of the same shape, strides and dtype without data. A view stands alone."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    place = device if device is not None else "cpu" if tensor.device.type == "meta" else tensor.device
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+
+
+def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, device), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake(buffer, mode, device)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            memo[id(parameter.grad)] = None
+    return copy.deepcopy(model, memo)
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call ``model`` with a tensor as it is, a tuple or list by position, a mapping by keyword."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+def usual_loss(output: Any, batch: Any) -> Tensor:
+    """The model's own loss where it answers with one; the mean cross-entropy of the next token for logits [B, T, V] of
+    token ids [B, T], of the first class for logits [B, C]; else the mean square of what it answers.
+    """
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    ids = tokens_of(batch)
+    if isinstance(logits, Tensor) and ids is not None and logits.dim() == 3 and logits.shape[:2] == ids.shape:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten().long())
+    if isinstance(logits, Tensor) and logits.dim() == 2:
+        return F.cross_entropy(logits.float(), torch.zeros(len(logits), dtype=torch.long, device=logits.device))
+    answers = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not answers:
+        raise ValueError(
+            f"the model answers {type(output).__name__} without a tensor that has a gradient; give "
+            f"loss=lambda output, batch: ..."
+        )
+    return torch.stack([answer.float().square().mean() for answer in answers]).sum()

@@ -1,0 +1,294 @@
+"""A book of the storages that a piece of training makes: which op made each, of which layer, and when it went.
+
+It sees what goes through torch's dispatcher, so it serves real tensors and fake ones alike. What a kernel allocates for
+itself is not seen: a profile adds it from the allocator, an estimate from what is written of the op.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["KINDS", "OUTSIDE", "Ledger", "Op", "Piece"]
+
+#: What bytes are for.
+KINDS = (
+    "parameters", "buffers", "gradients", "optimizer state", "master copies", "weight copies", "activations", "inputs",
+    "temporaries", "other",
+)  # fmt: skip
+
+#: The layer of what no module of the model computes.
+OUTSIDE = "(outside)"
+
+#: Entries of an optimizer's state that are copies of the parameters, in the words of lowbit and of others.
+_MASTERS = frozenset({"master", "masters", "master_param", "master_weight", "master_params"})
+
+#: Kinds that what is made of them alone inherits: a cast or the codes of a weight.
+_OF_WEIGHTS = frozenset({"parameters", "buffers", "weight copies"})
+
+_TORCH = os.path.dirname(torch.__file__)
+_LOWBIT = os.path.dirname(os.path.dirname(__file__))
+
+
+class Op(NamedTuple):
+    """One call of an op. ``phase``: forward, recomputation, backward, step or end."""
+
+    name: str
+    layer: str
+    phase: str
+
+
+class Piece:
+    """One storage: its bytes, its address, the number of the op that made it (-1: it was there before), that of the op
+    after which it went (None: it is still there), the line of the caller that made it.
+    """
+
+    __slots__ = ("address", "born", "bytes", "died", "kind", "layer", "line")
+
+    def __init__(self, storage: torch.UntypedStorage, born: int, kind: str | None, layer: str, line: str) -> None:
+        self.bytes = storage.nbytes()
+        self.address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        self.born, self.died = born, None
+        self.kind, self.layer, self.line = kind, layer, line
+
+    died: int | None
+
+
+class Ledger(TorchDispatchMode):
+    """Write down, while it is entered, every op and every storage that comes and goes, on ``device`` only.
+
+    ``wrap(number)``: a context that each op runs within, or None. ``lines``: note the caller's line of each storage.
+    ``scratch(name, args, out)``: bytes that an op takes for itself, which are then in ``scratch`` by the op's number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        wrap: Callable[[int], Any] | None = None,
+        lines: bool = False,
+        scratch: Callable[[str, tuple[Any, ...], Any], int] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model, self.device = model, device
+        self.ops: list[Op] = []
+        self.pieces: list[Piece] = []
+        self.steps: list[int] = []
+        self.live = 0
+        self.scratch: list[tuple[int, int]] = []
+        self._wrap, self._lines, self._scratch = wrap, lines, scratch
+        self._open: dict[int, tuple[weakref.ref[Any], Piece]] = {}
+        self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self._of_parameter: dict[int, str] = {}
+        self._inside: list[str] = []
+        self._stepping = 0
+        self._nodes: list[int] = []
+        self._node_layers: list[str] = []
+        self._exits = ExitStack()
+
+    # -- entering and leaving ------------------------------------------------------------------------------------
+    def __enter__(self) -> Ledger:
+        self._write_down_model()
+        keep = self._exits.callback
+        for made in (
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            keep(made.remove)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                keep(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._exits.close()
+        self._write_down_gradients()
+        self._inside.clear()
+
+    def _write_down_model(self) -> None:
+        owners = {
+            id(tensor): self._names[module]
+            for module in self.model.modules()
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        }
+        for kind, tensors in (("parameters", self.model.parameters()), ("buffers", self.model.buffers())):
+            for tensor in tensors:
+                self.claim(tensor, kind, owners[id(tensor)])
+                self._of_parameter[id(tensor)] = owners[id(tensor)]
+        self._write_down_gradients()
+
+    def _write_down_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            self._accumulated(parameter)
+
+    def baseline(self) -> None:
+        """Write down every other tensor of the process: states of optimizers by name, the rest as ``other``."""
+        mine = {id(p) for p in self.model.parameters()}
+        found = gc.get_objects()
+        for thing in found:
+            if issubclass(type(thing), Optimizer) and any(
+                id(p) in mine for g in thing.param_groups for p in g["params"]
+            ):
+                self._after_step(thing, (), {}, count=False)
+        for thing in found:
+            if type(thing) in (Tensor, nn.Parameter) and thing.device == self.device:
+                self.claim(thing, None, OUTSIDE)
+
+    def forget_model(self) -> None:
+        """Keep nothing alive of what was written down."""
+        self._names.clear()
+        self._open.clear()
+        del self.model
+
+    # -- what a storage is ---------------------------------------------------------------------------------------
+    def claim(self, tensors: Any, kind: str | None, layer: str | None = None) -> None:
+        """Say of what kind, and of which layer, the storages of a tree of tensors are."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                for storage in _storages(tensor):
+                    piece = self._piece(storage, OUTSIDE if layer is None else layer)
+                    if piece is not None and kind is not None and piece.kind not in ("parameters", "buffers"):
+                        piece.kind = kind
+                        piece.layer = piece.layer if layer is None else layer
+
+    def _piece(self, storage: torch.UntypedStorage, layer: str, kind: str | None = None) -> Piece | None:
+        key = storage._cdata
+        known = self._open.get(key)
+        if known is not None:
+            return known[1]
+        if storage.nbytes() == 0:
+            return None
+        piece = Piece(storage, len(self.ops) - 1, kind, layer, _caller() if self._lines and self.ops else "")
+        self.pieces.append(piece)
+        self.live += piece.bytes
+        self._open[key] = (weakref.ref(storage, lambda _: self._gone(key)), piece)
+        return piece
+
+    def _gone(self, key: int) -> None:
+        _, piece = self._open.pop(key)
+        piece.died = max(len(self.ops) - 1, piece.born)
+        self.live -= piece.bytes
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.claim(parameter.grad, "gradients", self._of_parameter.get(id(parameter), OUTSIDE))
+
+    # -- where the program is ------------------------------------------------------------------------------------
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module is self.model:
+            self.claim(args, "inputs")
+        name = self._names.get(module)
+        self._inside.append((self._inside[-1] if self._inside else OUTSIDE) if name is None else name)
+        self._note_nodes()
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside and not torch.compiler.is_compiling():
+            self._inside.pop()
+            self._note_nodes()
+
+    def _note_nodes(self) -> None:
+        """Nodes of autograd made from now on are of this layer."""
+        if torch.is_grad_enabled():
+            self._nodes.append(torch._C._autograd._get_sequence_nr())
+            self._node_layers.append(self._inside[-1] if self._inside else OUTSIDE)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping += 1
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any, count: bool = True) -> None:
+        for parameter, state in optimizer.state.items():
+            layer = self._of_parameter.get(id(parameter), OUTSIDE)
+            for name, value in state.items() if isinstance(state, dict) else ():
+                self.claim(value, "master copies" if name in _MASTERS else "optimizer state", layer)
+        if count:
+            self._stepping -= 1
+            self.steps.append(len(self.ops))
+
+    def _place(self) -> tuple[str, str]:
+        """The layer and the phase of the op that comes now."""
+        if self._stepping:
+            return "(optimizer)", "step"
+        if torch._C._current_graph_task_id() == -1:
+            return (self._inside[-1] if self._inside else OUTSIDE), "forward"
+        if torch.is_grad_enabled() and self._inside:
+            return self._inside[-1], "recomputation"
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        index = bisect_right(self._nodes, number) - 1 if 0 <= number < 1 << 62 else -1
+        return (self._node_layers[index] if index >= 0 else OUTSIDE), "backward"
+
+    # -- ops -----------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layer, phase = self._place()
+        number = len(self.ops)
+        self.ops.append(Op(str(func), layer, phase))
+        if self._wrap is None:
+            out = func(*args, **kwargs)
+        else:
+            with self._wrap(number):
+                out = func(*args, **kwargs)
+        if self._scratch is not None:
+            size = self._scratch(self.ops[number].name, args, out)
+            self.scratch += [(number, size)] if size else []
+        kind = None if phase == "step" else _inherited(self._kinds(tree_leaves((args, kwargs))))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device == self.device:
+                for storage in _storages(tensor):
+                    self._piece(storage, layer, kind)
+        return out
+
+    def _kinds(self, leaves: Iterable[Any]) -> Iterable[str | None]:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                for storage in _storages(leaf):
+                    known = self._open.get(storage._cdata)
+                    yield None if known is None else known[1].kind
+
+
+def _inherited(kinds: Iterable[str | None]) -> str | None:
+    found = list(kinds)
+    return "weight copies" if found and all(kind in _OF_WEIGHTS for kind in found) else None
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor, those of the tensors within where it is a subclass made of others."""
+    parts = getattr(type(tensor), "__tensor_flatten__", None)
+    if parts is not None:
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [storage for name in names for storage in _storages(getattr(tensor, name))]
+    try:
+        return [tensor.untyped_storage()]
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like
+        return []
+
+
+def _caller() -> str:
+    """The file and line of the innermost frame that is neither torch's nor lowbit's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _LOWBIT, "<")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

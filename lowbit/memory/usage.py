@@ -1,0 +1,235 @@
+"""What memory was for: bytes by kind and by layer, at the peak and over time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowbit.files import write_atomically
+from lowbit.memory.ledger import KINDS, OUTSIDE, Op
+from lowbit.sizes import amount
+from lowbit.tables import aligned
+
+__all__ = ["Holding", "Moment", "Usage", "kinds_of"]
+
+_COLORS = {
+    "parameters": "#2f6fde", "buffers": "#9aa5b1", "gradients": "#e08e0b", "optimizer state": "#862e9c",
+    "master copies": "#5f3dc4", "weight copies": "#0b7285", "activations": "#2b8a3e", "inputs": "#74b816",
+    "temporaries": "#d9480f", "other": "#ced4da",
+}  # fmt: skip
+
+
+class Holding(NamedTuple):
+    """``bytes`` of one kind from the time ``born`` until ``died``, in the unit of the times of ops."""
+
+    bytes: int
+    kind: str
+    layer: str
+    born: float
+    died: float
+
+
+class Moment(NamedTuple):
+    """A moment of training: ``bytes`` are the most that were held while ``op``, of ``layer``, ran."""
+
+    bytes: int
+    phase: str
+    layer: str
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.phase} of {self.layer} ({self.op})"
+
+
+class Usage:
+    """What was held, when, and for what. Sizes are bytes of the allocator; ``print`` shows a table.
+
+    ``kinds``: parameters, buffers, gradients, optimizer state, master copies (of weights, in optimizers), weight copies
+    (casts and codes made of weights alone), activations (made in a forward, alive in backward), inputs (of the
+    model), temporaries, other (tensors that were there before and are none of these).
+    """
+
+    def __init__(self, ops: Sequence[Op], times: Sequence[float], holdings: Iterable[Holding], since: int = 0) -> None:
+        self._ops, self._times, self._since = list(ops), list(times), since
+        self._holdings = list(holdings)
+
+    # -- sums ----------------------------------------------------------------------------------------------------
+    @cached_property
+    def _curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times at which bytes change, and the bytes held from each on."""
+        changes: Counter[float] = Counter()
+        for holding in self._holdings:
+            changes[holding.born] += holding.bytes
+            changes[holding.died] -= holding.bytes
+        times = np.array(sorted(t for t in changes if t < math.inf), dtype=np.float64)
+        return times, np.cumsum([changes[t] for t in times.tolist()], dtype=np.int64)
+
+    @cached_property
+    def _peaks(self) -> np.ndarray:
+        """For each op the most bytes from its start until the next one's."""
+        times, held = self._curve
+        starts = np.searchsorted(times, self._times, side="right") - 1
+        ends = np.append(starts[1:], len(times) - 1)[: len(starts)]
+        return np.array([held[max(a, 0) : b + 1].max(initial=0) for a, b in zip(starts, ends, strict=True)])
+
+    @cached_property
+    def _peak_time(self) -> float:
+        times, held = self._curve
+        begins = self._times[self._since] if self._since < len(self._times) else -math.inf
+        counted = np.flatnonzero(times >= begins)
+        return float(times[counted[np.argmax(held[counted])]]) if len(counted) else begins
+
+    def _at(self, time: float) -> Iterable[Holding]:
+        return (holding for holding in self._holdings if holding.born <= time < holding.died)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at a time."""
+        return sum(holding.bytes for holding in self._at(self._peak_time))
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The bytes of each kind at the peak, largest first; they sum to ``peak_bytes``."""
+        sums: Counter[str] = Counter()
+        for holding in self._at(self._peak_time):
+            sums[holding.kind] += holding.bytes
+        return dict(sums.most_common())
+
+    @property
+    def by_layer(self) -> dict[str, dict[str, int]]:
+        """The bytes of each layer at the peak, by kind; the layers that hold most come first."""
+        layers: dict[str, Counter[str]] = {}
+        for holding in self._at(self._peak_time):
+            layers.setdefault(holding.layer, Counter())[holding.kind] += holding.bytes
+        return {
+            name: dict(k.most_common()) for name, k in sorted(layers.items(), key=lambda row: -sum(row[1].values()))
+        }
+
+    @property
+    def moment(self) -> Moment:
+        """When the peak was: the phase, the layer and the op that ran."""
+        index = int(np.searchsorted(self._times, self._peak_time, side="right")) - 1
+        op = self._ops[index] if 0 <= index < len(self._ops) else Op("none", OUTSIDE, "forward")
+        return Moment(self.peak_bytes, op.phase, op.layer, op.name)
+
+    @property
+    def timeline(self) -> list[Moment]:
+        """Every op in order, with the most bytes held while it ran."""
+        first = self._since
+        return [
+            Moment(int(size), op.phase, op.layer, op.name)
+            for size, op in zip(self._peaks[first:], self._ops[first:], strict=True)
+        ]
+
+    @property
+    def by_phase(self) -> dict[str, int]:
+        """The peak of each phase: forward, recomputation, backward, step."""
+        peaks: dict[str, int] = {}
+        for moment in self.timeline:
+            peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.bytes)
+        return peaks
+
+    # -- for people ----------------------------------------------------------------------------------------------
+    def table(self, layers: int = 12) -> str:
+        """The peak by kind, and the ``layers`` that hold most of it."""
+        peak = self.peak_bytes
+        lines = [f"peak {amount(peak)} in {self.moment}", ""]
+        phases = ", ".join(f"{phase} {amount(size)}" for phase, size in self.by_phase.items())
+        kinds = [(kind, amount(size), f"{size / max(peak, 1):.0%}") for kind, size in self.by_kind.items()]
+        lines += [aligned([("kind", "at the peak", ""), *kinds], (1, 2))]
+        named = list(self.by_layer.items())
+        rows = [(name, amount(sum(of.values())), _described(of)) for name, of in named[:layers]]
+        rest = sum(sum(of.values()) for _, of in named[layers:])
+        rows += [(f"{len(named) - layers} more", amount(rest), "")] if rest else []
+        lines += ["", aligned([("layer", "at the peak", "of which"), *rows], (1,)), "", f"peaks by phase: {phases}"]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "moment": self.moment._asdict(),
+            "by_kind": self.by_kind,
+            "by_layer": self.by_layer,
+            "by_phase": self.by_phase,
+            "timeline": [moment._asdict() for moment in self.timeline],
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``as_dict()`` as JSON."""
+        target = Path(path)
+        text = json.dumps(self.as_dict(), indent=1).encode()
+        write_atomically(target, lambda file: file.write(text))
+        return target
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the bytes of each kind over the ops. Raises ImportError without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("memory.Usage.plot needs matplotlib: pip install matplotlib") from None
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        axes = figure.subplots()
+        times = np.array(self._times[self._since :])
+        kinds = [kind for kind in KINDS if any(h.kind == kind for h in self._holdings)]
+        areas = [self._over_time(kind, times) / 2**20 for kind in kinds]
+        axes.stackplot(range(len(times)), areas, labels=kinds, colors=[_COLORS[kind] for kind in kinds], step="post")
+        phases = [op.phase for op in self._ops[self._since :]]
+        for index in range(1, len(phases)):
+            if phases[index] != phases[index - 1]:
+                axes.axvline(index, color="#1f2933", linewidth=0.4, alpha=0.4)
+        axes.set(xlabel="op", ylabel="MiB", title=f"peak {amount(self.peak_bytes)} in {self.moment}")
+        axes.margins(x=0)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        figure.savefig(path, dpi=120)
+        return Path(path)
+
+    def _over_time(self, kind: str, times: np.ndarray) -> np.ndarray:
+        chosen = [h for h in self._holdings if h.kind == kind]
+        sizes = np.array([h.bytes for h in chosen], dtype=np.int64)
+        total = np.zeros(len(times), dtype=np.int64)
+        for sign, when in ((1, [h.born for h in chosen]), (-1, [h.died for h in chosen])):
+            order = np.argsort(when)
+            sums = np.concatenate(([0], np.cumsum(sizes[order])))
+            total += sign * sums[np.searchsorted(np.array(when)[order], times, side="right")]
+        return total
+
+
+def _described(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {amount(size)}" for kind, size in list(kinds.items())[:3])
+
+
+def kinds_of(
+    ops: Sequence[Op],
+    births: Sequence[int],
+    deaths: Sequence[float],
+    kinds: Sequence[str | None],
+    times: Sequence[float],
+) -> list[str]:
+    """The kind of each storage: as it is known, else by when it lives.
+
+    Source: what a forward makes and a backward finds alive is an activation (Korthikanti et al., arXiv 2205.05198).
+    """
+    following = [math.inf] * (len(ops) + 1)
+    for index in range(len(ops) - 1, -1, -1):
+        following[index] = times[index] if ops[index].phase == "backward" else following[index + 1]
+    found = []
+    for born, died, kind in zip(births, deaths, kinds, strict=True):
+        if kind is not None:
+            found.append(kind)
+        elif born < 0:
+            found.append("other")
+        else:
+            made_forward = ops[born].phase in ("forward", "recomputation")
+            found.append("activations" if made_forward and died > following[born] else "temporaries")
+    return found

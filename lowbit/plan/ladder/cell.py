@@ -1,0 +1,201 @@
+"""A cell of the ladder: some steps of one shape by one rung's settings, in a process of their own under a real limit.
+
+``measure`` starts the process and reads what it reports; the process runs ``main``. Torch's profiler and other
+processes do not disturb what it holds, and running out of memory ends it alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as torch_modules
+
+from lowbit.plan.ladder.limits import LIMITS, ran_out
+from lowbit.plan.ladder.rungs import Settings, arrange_
+from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
+
+__all__ = ["Cell", "Result", "measure"]
+
+#: What makes glibc give memory back as it is freed, and keeps threads from reserving any: a limit counts both.
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is run. ``budget``: bytes that the process may take beyond what it has before the model is made; None: no
+    limit. ``steps``: at least 2, of which the first is not measured.
+    """
+
+    shape: Shape
+    settings: Settings
+    budget: int | None
+    steps: int = 3
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a cell.
+
+    ``before``: bytes held before the model was made. ``peak``: the most bytes beyond them, of the steps after the
+    first; of a run that ran out, what it held then. ``seconds``: of a step after the first. ``losses``: before each
+    step. ``ran_out``: None, or the part of a step in which memory ran out, with the layer where it is known.
+    """
+
+    before: int
+    peak: int
+    seconds: float | None
+    losses: tuple[float, ...]
+    ran_out: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.ran_out is None
+
+
+# -- the parent -------------------------------------------------------------------------------------------------------
+def measure(cell: Cell) -> Result:
+    """Run ``cell`` in a process of its own.
+
+    Raises RuntimeError where the process fails otherwise than by the limit, with what it says.
+    """
+    threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbit.plan.ladder.cell", json.dumps(asdict(cell))],
+        capture_output=True, text=True, env={**os.environ, **threads, **_MALLOC},
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines or "peak" not in lines[-1]:
+        raise RuntimeError(
+            f"ladder: a process ended {_ended(done.returncode)} and not by its limit; it says: "
+            f"{done.stderr.strip()[-2000:] or 'nothing'}"
+        )
+    return Result(**{**lines[-1], "losses": tuple(lines[-1]["losses"])})
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"by {name}{', as the system ends processes when the machine runs out' if name == 'SIGKILL' else ''}"
+
+
+# -- the child --------------------------------------------------------------------------------------------------------
+class _Place:
+    """Where in a step the process is: the part of the step, and the layer entered last in it."""
+
+    def __init__(self) -> None:
+        self.part = "making the model"
+        self.layer: str | None = None
+        self._names: dict[int, str] = {}
+
+    def enter(self, part: str) -> None:
+        self.part, self.layer = part, None
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, layers of ``model`` are noted as they are called; backward calls those that it recomputes."""
+        self._names = {id(module): name for name, module in model.named_modules() if name}
+        handle = torch_modules.register_module_forward_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        self.layer = self._names.get(id(module), self.layer)
+
+    def __str__(self) -> str:
+        return self.part if self.layer is None else f"{self.part}, {self.layer}"
+
+
+def parts(batch: tuple[Tensor, Tensor], count: int) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
+    """``batch`` in ``count`` parts, each with its share of the sequences."""
+    for tokens, targets in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
+        yield (tokens, targets), len(tokens) / len(batch[0])
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro: int, place: _Place
+) -> float:
+    """One step; returns the mean loss of the batch, in nats a token, before it."""
+    total = 0.0
+    for (tokens, targets), weight in parts(batch, micro):
+        place.enter("forward")
+        logits = model(tokens)
+        place.enter("loss")
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) * weight
+        del logits
+        place.enter("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+        del loss
+    place.enter("step")
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def _train(cell: Cell, place: _Place) -> Iterator[float]:
+    """The losses before each step of a model that is made here."""
+    torch.manual_seed(0)
+    place.enter("making the model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of instructions that a processor lacks: seconds are measured
+        model = Transformer(cell.shape).to(cell.device)
+        optimizer = arrange_(model, cell.settings)
+    batch = batch_of(cell.shape, cell.device)
+    with place.watching(model):
+        for _ in range(cell.steps):
+            yield step(model, optimizer, batch, cell.settings.micro, place)
+
+
+def run(cell: Cell) -> Result:
+    """Run ``cell`` in this process. A step of the smallest shape goes before, so that what libraries load and keep,
+    stacks of threads among it, is there before the count begins.
+    """
+    limit, place = LIMITS[cell.device], _Place()
+    for _ in _train(replace(cell, shape=replace(cell.shape, size=1), steps=1), place):
+        pass
+    gc.collect()
+    before, losses, failed, started = limit.held(), [], None, 0.0
+    with nullcontext() if cell.budget is None else limit.within(cell.budget):
+        try:
+            for loss in _train(cell, place):
+                losses.append(loss)
+                if len(losses) == 1:
+                    limit.reset()
+                    started = time.perf_counter()
+            seconds = (time.perf_counter() - started) / (cell.steps - 1)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            failed, held = str(place), limit.held() - before
+    if failed is not None:
+        return Result(before, held, None, tuple(losses), failed)
+    return Result(before, limit.peak() - before, seconds, tuple(losses))
+
+
+def main() -> None:
+    """The process: a cell as JSON is its argument, its result as JSON its last line."""
+    asked = json.loads(sys.argv[1])
+    cell = Cell(**{**asked, "shape": Shape(**asked["shape"]), "settings": Settings(**asked["settings"])})
+    print(json.dumps(asdict(run(cell))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What an estimate says before a step is what the allocator held in it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.memory import checkpoint_, estimate, profile, usual_loss
+from lowbit.optim.names import by_name
+
+CONFIG = GPTConfig(vocab=512, layers=3, heads=4, dim=128, hidden=256)
+
+#: recipe, precision, optimizer, policy of checkpointing, micro-batches.
+CASES = (
+    (None, None, "adamw", None, 1),
+    (None, "bf16", "adamw8bit", "block", 1),
+    (None, "bf16", "sgd", "attention", 2),
+    ("fp8", "bf16", "adamw4bit", None, 1),
+    ("fp8-tensor", "bf16", "lion8bit", "sqrt", 1),
+    ("int8", "bf16", "adamw", "save_matmuls", 1),
+    ("mxfp8", None, "muon8bit", "mlp", 1),
+)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+def measured(model, batch, recipe=None, precision=None, optimizer="adamw", policy=None, micro_batches=1):
+    if recipe is not None:
+        lb.train.prepare_(model, recipe)
+    if precision is not None:
+        lb.train.mixed_(model, precision)
+    if policy is not None:
+        checkpoint_(model, policy)
+    stepper = by_name(optimizer)(model.parameters())
+
+    def step(given):
+        for _ in range(micro_batches):
+            usual_loss(model(given), given).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    gc.collect()
+    found = profile(model, batch, step)
+    return found, found.peak_bytes - found.by_kind.get("other", 0)
+
+
+@pytest.mark.parametrize(("recipe", "precision", "optimizer", "policy", "parts"), CASES)
+def test_an_estimate_is_what_the_step_takes(recipe, precision, optimizer, policy, parts):
+    model, batch = GPT(CONFIG), torch.randint(512, (4, 128))
+    told = estimate(
+        model, batch, None, recipe, optimizer, policy, precision=precision, micro_batches=parts
+    )  # fmt: skip
+    found, peak = measured(model, batch, recipe, precision, optimizer, policy, parts)
+    assert told.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert sum(told.by_kind.values()) == told.peak_bytes
+    for kind in ("parameters", "optimizer state"):
+        assert told.by_kind[kind] == found.by_kind[kind]
+
+
+def test_convolutions():
+    model, batch = Convolutions(), torch.randn(16, 3, 32, 32)
+    assert estimate(model, batch).peak_bytes == pytest.approx(measured(model, batch)[1], rel=0.01)
+
+
+def test_a_model_on_meta_is_estimated_as_the_real_one_and_nothing_changes():
+    with torch.device("meta"):
+        meta = GPT(CONFIG)
+    model = GPT(CONFIG)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = torch.randint(512, (2, 64))
+    told = estimate(model, batch, recipe="fp8", checkpoint="block")
+    assert estimate(meta, batch.to("meta"), recipe="fp8", checkpoint="block").peak_bytes == told.peak_bytes
+    assert type(model.blocks[0]) is type(GPT(CONFIG).blocks[0]) and type(model.lm_head) is nn.Linear
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_textbook_of_adam():
+    """Parameters 4P, gradients 4P, states 8P, of a model whose activations are nothing beside them."""
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    count = 2 * 512 * 512
+    told = estimate(model, torch.empty(1, 512))
+    assert told.by_kind["parameters"] == 4 * count
+    assert told.by_kind["optimizer state"] == pytest.approx(8 * count, rel=1e-4)
+    assert told.by_kind["gradients"] == 4 * count
+    assert estimate(model, torch.empty(1, 512), optimizer=None).by_kind.get("optimizer state") is None
+
+
+def test_the_layer_that_holds_most_comes_first():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4096), nn.GELU()), nn.Linear(4096, 8))
+    told = estimate(model, torch.empty(256, 8), optimizer=None)
+    assert list(told.by_layer)[:3] == ["2", "1.0", "1.1"]
+    assert told.by_layer["1.1"]["activations"] == told.by_layer["1.0"]["activations"] == 256 * 4096 * 4
+    assert told.moment.phase == "backward" and told.moment.layer == "2"
+
+
+def test_what_reads_values_says_so():
+    class Routed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(ValueError, match=r"memory\.profile"):
+        estimate(Routed(4, 4), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="unknown optimizer 'adamw9bit'"):
+        estimate(nn.Linear(4, 4), torch.randn(2, 4), optimizer="adamw9bit")
+    with pytest.raises(ValueError, match="precision is"):
+        estimate(nn.Linear(4, 4), torch.randn(2, 4), precision="fp12")
