@@ -121,7 +121,7 @@ def run(directory: Path) -> Path:
         "# Losses and attention without their largest tensor\n",
         *(f"- {name}: {value}" for name, value in about.items()),
         "\nForward and gradients in fp32. The peak is what a step allocates beyond its inputs, gradients among it. "
-        "Steps of a table's group take turns, and times are medians.\n",
+        "Steps of a table's group take turns. Times are medians; of one thread, of processor time.\n",
         "## Cross-entropy of a linear layer\n",
         f"{sizes.rows} rows of {sizes.features} features, {sizes.classes} classes. The gradient of the weight alone is "
         f"{sizes.classes * sizes.features * 4 / 2**20:.0f} MiB, the logits are "

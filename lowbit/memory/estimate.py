@@ -130,7 +130,7 @@ def _run(
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     stepper = None if make is None else make(trained)
     seen = _Seen()
-    with Ledger(model, device, seen=seen) as ledger:
+    with Ledger(model, device, seen=seen) as ledger, _Grouped():  # type: ignore[no-untyped-call]
         ledger.claim(batch, "inputs")
         for _ in range(2):
             since = len(ledger.ops)
@@ -157,6 +157,18 @@ class _Scalars(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
+
+
+class _Grouped(TorchDispatchMode):
+    """Grouped products of any dtype, as the CPU computes them; torch's rule for fake tensors knows bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        a, b, offsets = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+        groups = [] if a.dim() + b.dim() == 5 else [len(offsets)] if a.dim() == 2 else [len(a)]
+        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=kwargs.get("out_dtype"))
 
 
 def _read(ledger: Ledger, scratch: list[tuple[int, int]]) -> tuple[Any, list[float], list[Holding]]:

@@ -18,9 +18,9 @@ from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.offload.activations import unmodified
+from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.mapped import drop_pages, mapped_like, read_ahead
 from lowbit.memory.offload.places import side_stream
-from lowbit.memory.offload.scratch import Scratch
 from lowbit.models.blocks import find_blocks
 from lowbit.models.ties import storage
 from lowbit.nn.base import wrap_forward
@@ -65,7 +65,7 @@ def stream_blocks_(
             'memory.stream_blocks_: where="cpu" is for models on CUDA devices, and this one is on the CPU; give a '
             "directory"
         )
-    files = None if where == "cpu" else Scratch(where)
+    files = None if where == "cpu" else ScratchDirectory(where)
     stream = _Stream([_kind(found)(found, files) for found in tensors])
     for index, block in enumerate(chosen):
         stream.blocks[index].attach()
@@ -77,15 +77,15 @@ def stream_blocks_(
 def unstream_(model: nn.Module) -> Report:
     """Undo ``stream_blocks_``, in place: all tensors are in memory, on their device. Other models stay as they are.
 
-    Raises ValueError, with the model untouched, where a forward has been replaced since (checkpointing does so).
+    Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
     blocks = {path: module for path, module in model.named_modules() if _ours(module) is not None}
     later = [path or "the model" for path, module in blocks.items() if vars(module)["forward"] is not _ours(module)]
     if later:
         raise ValueError(
-            f"memory.unstream_: the forward of {', '.join(later)} has been replaced since (checkpointing does so); "
-            f"undo that first"
+            f"memory.unstream_: the forward of {', '.join(later)} has been replaced since, as "
+            f"train.compress_activations_ does; undo that first"
         )
     for module in blocks.values():
         made = vars(module).pop("forward")
@@ -129,7 +129,7 @@ def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:
 class _Mapped:
     """Tensors on the CPU, mapped from files: the system reads them as they are used."""
 
-    def __init__(self, tensors: list[Tensor], files: Scratch | None) -> None:
+    def __init__(self, tensors: list[Tensor], files: ScratchDirectory | None) -> None:
         assert files is not None
         self.tensors = tensors
         self.homes = [_filled(mapped_like(tensor, files), tensor) for tensor in tensors]
@@ -160,7 +160,7 @@ class _Copied:
     Their gradients are on the CPU too, where those of several backward passes add up.
     """
 
-    def __init__(self, tensors: list[Tensor], files: Scratch | None) -> None:
+    def __init__(self, tensors: list[Tensor], files: ScratchDirectory | None) -> None:
         self.tensors, self.files = tensors, files
         self.devices = [tensor.device for tensor in tensors]
         self.copies: list[Tensor] | None = None  # on the device, or on their way there

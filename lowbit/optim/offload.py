@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lowbit import notice
+from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.mapped import drop_pages, mapped_like
 from lowbit.memory.offload.places import side_stream
-from lowbit.memory.offload.scratch import Scratch
 from lowbit.optim.base import Optimizer
 
 __all__ = ["clip_grad_norm_", "offload_", "unoffload_"]
@@ -59,7 +59,7 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
             "directory to keep them in files"
         )
     before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
-    offload = _Offload(None if where == "cpu" else Scratch(where), gradients, before)
+    offload = _Offload(None if where == "cpu" else ScratchDirectory(where), gradients, before)
     offload.park(optimizer, list(_params(optimizer)))
     setattr(optimizer, _ATTRIBUTE, offload)
     step = _hooked_step()
@@ -119,7 +119,7 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float, norm_type
 class _Offload:
     """Where the states of one optimizer are. ``states``: the tensors in ``where``, by parameter and name."""
 
-    def __init__(self, files: Scratch | None, gradients: bool, before: tuple[Any, Any]) -> None:
+    def __init__(self, files: ScratchDirectory | None, gradients: bool, before: tuple[Any, Any]) -> None:
         self.files, self.moves_gradients, self.before = files, gradients, before
         self.states: dict[Tensor, dict[str, Tensor]] = {}
         self.gradients: dict[Tensor, Tensor] = {}  # of parameters on CUDA devices

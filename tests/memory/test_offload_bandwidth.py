@@ -6,22 +6,22 @@ import time
 
 import pytest
 
-from lowbit.memory.offload import bandwidth, scratch
+from lowbit.memory.offload import bandwidth, directory
 from lowbit.memory.offload.traffic import Traffic
 
 
 def test_a_place_is_measured_once(tmp_path, monkeypatch):
     slow = 0.02
-    move = scratch._transfer
+    move = directory._transfer
 
     def delayed(*arguments):
         time.sleep(slow)
         move(*arguments)
 
-    monkeypatch.setattr(scratch, "_transfer", delayed)
+    monkeypatch.setattr(directory, "_transfer", delayed)
     found = bandwidth(tmp_path)
     assert 0 < found.write < (32 << 20) / slow and 0 < found.read < (32 << 20) / slow
-    monkeypatch.setattr(scratch, "_transfer", None)
+    monkeypatch.setattr(directory, "_transfer", None)
     assert bandwidth(str(tmp_path)) is found and not list(tmp_path.iterdir())
     assert bandwidth("cpu") is bandwidth("cpu") and min(bandwidth("cpu")) > 1e8
 

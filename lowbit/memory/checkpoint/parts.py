@@ -101,15 +101,32 @@ def find_stages(model: nn.Module) -> Segments:
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of the model's Sequentials, down to what is no plain Sequential."""
+    """The children of the model's Sequentials and lists of blocks, down to what is none of these; where they are one
+    module, its children.
+    """
+    found = list(_below(module))
+    while len(found) == 1 and any(map(_convolves, found[0].children())):
+        found = list(_below(found[0]))
+    yield from found
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        plain = plain_class(child) in (nn.Sequential, nn.ModuleList)
-        if plain and any(isinstance(m, _ConvNd) for m in child.modules()):
-            yield from _units(child)
-        elif isinstance(module, nn.Sequential) or (
-            any(True for _ in child.children()) and any(isinstance(m, _ConvNd) for m in child.modules())
-        ):
+        if _convolves(child) and (plain_class(child) in (nn.Sequential, nn.ModuleList) or _is_loop(child)):
+            yield from _below(child)
+        elif isinstance(module, nn.Sequential) or (any(True for _ in child.children()) and _convolves(child)):
             yield child
+
+
+def _is_loop(module: nn.Module) -> bool:
+    """Whether a module calls blocks one after another: those of a list, or of the only Sequential that it has."""
+    children = [child for child in module.children() if _convolves(child)]
+    lists = any(isinstance(child, nn.ModuleList) for child in children)
+    return lists or (len(list(module.children())) == 1 and isinstance(children[0], nn.Sequential))
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(m, _ConvNd) for m in module.modules())
 
 
 def _downsamples(module: nn.Module) -> bool:

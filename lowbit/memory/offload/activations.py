@@ -30,22 +30,22 @@ _AHEAD, _REACH, _RECENT = 2, 16, 8
 
 
 def offload_activations(
-    where: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16, budget: int | None = None
+    where: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16, budget: int | str | None = None
 ) -> Offloading:
     """A context in which the activations of forward are kept in ``where`` until backward, which may come after it.
 
     ``where``: ``"cpu"``, pinned memory of the host, for tensors on CUDA devices; or a directory, for tensors on the CPU
-    too. ``min_bytes``: the least size of a storage that is moved. ``budget``: the most bytes that may be in ``where``
-    at a time. Losses and gradients keep their bits. Inputs that checkpoints keep are moved as well. Tensors that
-    something else holds are not moved. The context may be entered for every step; ``print`` of it says what was moved,
-    and how long the caller waited for copies. Files lie in a directory ``lowbit-offload-PID-...``, and are gone with
-    the graph; those of a killed process go when the next context is made for the same directory.
+    too. ``min_bytes``: the least size of a storage that is moved. ``budget``: the most that may be in ``where`` at a
+    time, in bytes or as ``"100GB"``. Losses and gradients keep their bits. Inputs that checkpoints keep are moved as
+    well. Tensors that something else holds are not moved. The context may be entered for every step; ``print`` of it
+    says what was moved, and how long the caller waited for copies. Files lie in a directory ``lowbit-offload-PID-...``,
+    and are gone with the graph; those of a killed process go when the next context is made for the same directory.
 
     Raises ValueError for arguments that do not fit; in forward OSError, before anything is lost, where the budget
     or the disk is exhausted; in backward RuntimeError for a tensor that was modified in place, as torch does.
     Source: torch.autograd.graph.save_on_cpu, which copies every saved tensor at once.
 
-        with lowbit.memory.offload_activations("/scratch", budget=100 << 30):
+        with lowbit.memory.offload_activations("/scratch", budget="100GB"):
             loss = model(batch).sum()
         loss.backward()
     """

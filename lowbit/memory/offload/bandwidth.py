@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from lowbit.memory.offload import scratch
-from lowbit.memory.offload.scratch import Scratch
+from lowbit.memory.offload import directory
+from lowbit.memory.offload.directory import ScratchDirectory
 
 __all__ = ["Bandwidth", "bandwidth"]
 
@@ -53,12 +53,12 @@ def _of_host() -> Bandwidth:
 
 @functools.cache
 def _of_directory(where: Path) -> Bandwidth:
-    files = Scratch(where)
+    files = ScratchDirectory(where)
     try:
         path = files.reserve(_BYTES)
-        memory = scratch.bytes_of(torch.randint(256, (_BYTES,), dtype=torch.uint8))
-        write = _fastest(lambda: scratch.write(path, memory, durable=True))
-        return Bandwidth(write, _fastest(lambda: scratch.read(path, memory)))
+        memory = directory.bytes_of(torch.randint(256, (_BYTES,), dtype=torch.uint8))
+        write = _fastest(lambda: directory.write(path, memory, durable=True))
+        return Bandwidth(write, _fastest(lambda: directory.read(path, memory)))
     finally:
         files.close()
 

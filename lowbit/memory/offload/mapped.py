@@ -9,12 +9,12 @@ import weakref
 import torch
 from torch import Tensor
 
-from lowbit.memory.offload.scratch import Scratch
+from lowbit.memory.offload.directory import ScratchDirectory
 
 __all__ = ["drop_pages", "mapped_like", "read_ahead"]
 
 
-def mapped_like(tensor: Tensor, files: Scratch) -> Tensor:
+def mapped_like(tensor: Tensor, files: ScratchDirectory) -> Tensor:
     """A CPU tensor of that shape, dtype and order of strides in a file of ``files``, which goes with its storage.
 
     What it holds is not defined before it is written. The disk has room for all of it. Raises OSError.

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lowbit.memory.offload import scratch
-from lowbit.memory.offload.scratch import Scratch
+from lowbit.memory.offload import directory
+from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.traffic import Traffic
+from lowbit.sizes import amount, bytes_in
 
 __all__ = ["Disk", "Host", "Parked", "Place", "place"]
 
@@ -57,11 +58,12 @@ class Place(Protocol):
         """Raises OSError where a copy has failed, whose bytes are in memory still."""
 
 
-def place(where: str | os.PathLike[str], budget: int | None = None) -> Place:
+def place(where: str | os.PathLike[str], budget: int | str | None = None) -> Place:
     """The place of that name: ``"cpu"``, or a directory. Raises ValueError and OSError."""
-    if budget is not None and budget < 0:
+    most = bytes_in(budget) if isinstance(budget, str) else budget
+    if most is not None and most < 0:
         raise ValueError(f"offload: budget is a number of bytes, got {budget}; give None for no limit")
-    return Host(budget) if where == "cpu" else Disk(where, budget)
+    return Host(most) if where == "cpu" else Disk(where, most)
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
@@ -98,8 +100,9 @@ class Host:
     def park(self, raw: Tensor) -> Parked:
         if self.budget is not None and self.used + raw.numel() > self.budget:
             raise OSError(
-                f"offload: {raw.numel()} bytes more than the {self.used} of {self.budget} in use exceed the budget of "
-                f"host memory; raise budget=, or offload less (a larger min_bytes=, checkpointing)"
+                f"offload: {amount(raw.numel())} more than the {amount(self.used)} in use exceed the budget of "
+                f"{amount(self.budget)} of host memory; raise budget=, or offload less (a larger min_bytes=, "
+                f"checkpointing)"
             )
         parked = _OnHost(self, raw)
         self.leaving.append(parked)
@@ -175,7 +178,7 @@ class Disk:
     """Files in a directory, for bytes on the CPU and on CUDA devices."""
 
     def __init__(self, where: str | os.PathLike[str], budget: int | None) -> None:
-        self.traffic, self.scratch = Traffic(str(where)), Scratch(where, budget)
+        self.traffic, self.files = Traffic(str(where)), ScratchDirectory(where, budget)
         self.leaving: deque[tuple[Future[None], int]] = deque()
         self.failed: BaseException | None = None
 
@@ -202,7 +205,7 @@ class Disk:
 class _OnDisk:
     def __init__(self, place: Disk, raw: Tensor) -> None:
         self.place, self.device, self.size = place, raw.device, raw.numel()
-        self.path = place.scratch.reserve(self.size)
+        self.path = place.files.reserve(self.size)
         self.raw: Tensor | None = raw
         self.pinned = _to_host(raw, place.traffic) if raw.is_cuda else None
         self.read: Future[Tensor] | None = None
@@ -218,7 +221,7 @@ class _OnDisk:
                 raw, copied = self.pinned
                 copied.synchronize()
             with self.place.traffic.timed("copying"):
-                scratch.write(self.path, scratch.bytes_of(raw))
+                directory.write(self.path, directory.bytes_of(raw))
             self.raw = self.pinned = None
         except OSError as error:
             self.place.failed = error
@@ -226,7 +229,7 @@ class _OnDisk:
     def _read(self) -> Tensor:
         raw = torch.empty(self.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         with self.place.traffic.timed("copying"):
-            scratch.read(self.path, scratch.bytes_of(raw))
+            directory.read(self.path, directory.bytes_of(raw))
         return raw
 
     def start(self) -> None:
@@ -248,8 +251,8 @@ class _OnDisk:
     def discard(self) -> None:
         self.raw = None
         self.write.cancel()
-        self.write.add_done_callback(functools.partial(_release, self.place.scratch, self.path, self.size))
+        self.write.add_done_callback(functools.partial(_release, self.place.files, self.path, self.size))
 
 
-def _release(files: Scratch, path: Any, size: int, _: object) -> None:
+def _release(files: ScratchDirectory, path: Any, size: int, _: object) -> None:
     files.release(path, size)

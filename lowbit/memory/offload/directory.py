@@ -12,6 +12,7 @@ import itertools
 import os
 import secrets
 import shutil
+import stat
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch", "bytes_of", "read", "write"]
+from lowbit.sizes import amount
+
+__all__ = ["ScratchDirectory", "bytes_of", "read", "write"]
 
 _PREFIX = "lowbit-offload-"
 #: The most that one system call moves: it is cut into pieces of this size, since Linux moves 2 GiB at a time.
@@ -35,7 +38,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-class Scratch:
+class ScratchDirectory:
     """A directory ``lowbit-offload-PID-...`` in ``where`` for files of this process, of ``budget`` bytes together.
 
     It goes with the object, at exit, and, after a crash, when the next one is made in ``where``. A process that is
@@ -60,8 +63,8 @@ class Scratch:
             if self.budget is not None and self.used + size > self.budget:
                 raise OSError(
                     errno.ENOSPC,
-                    f"offload: {size} bytes more than the {self.used} of {self.budget} in use exceed the budget; "
-                    f"raise budget=, or offload less (a larger min_bytes=, checkpointing)",
+                    f"offload: {amount(size)} more than the {amount(self.used)} in use exceed the budget of "
+                    f"{amount(self.budget)}; raise budget=, or offload less (a larger min_bytes=, checkpointing)",
                     str(self.path),
                 )
             self.used += size
@@ -77,8 +80,8 @@ class Scratch:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(
                     error.errno,
-                    f"offload: the disk has no room for {size} bytes more than the {self.used} in use; free some, or "
-                    f"name a directory on another disk ({os.strerror(error.errno)})",
+                    f"offload: the disk has no room for {amount(size)} more than the {amount(self.used)} in use; free "
+                    f"some, or name a directory on another disk ({os.strerror(error.errno)})",
                     str(self.path),
                 ) from error
             raise
@@ -151,7 +154,7 @@ def _locked(parent: Path) -> tuple[Path, int]:
     """A new directory and its lock. Another process that finds it before it is locked removes it: then try again."""
     while True:
         path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=stat.S_IRWXU)
         lock = _lock(path)
         if lock is not None:
             if path.is_dir():
