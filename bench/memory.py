@@ -87,11 +87,14 @@ _LINEAR = (
      Setting("mxfp8", "bf16", "adamw8bit", "save_matmuls"), Setting("nvfp4", "bf16", "sgd", "mlp", 2)),
 )  # fmt: skip
 _CONV = (
-    (Setting(), Setting(None, "bf16", "sgd"), Setting(None, None, "adamw8bit", "stages"), Setting(None, None, "sgd", None, 2)),
-    (Setting(), Setting(None, "bf16", "adamw8bit"), Setting(None, "bf16", "lion8bit", "stages"), Setting(None, None, "muon8bit")),
+    (Setting(), Setting(None, "bf16", "sgd"), Setting(None, None, "adamw8bit", "stages"),
+     Setting(None, None, "sgd", None, 2)),
+    (Setting(), Setting(None, "bf16", "adamw8bit"), Setting(None, "bf16", "lion8bit", "stages"),
+     Setting(None, None, "muon8bit")),
 )  # fmt: skip
 
 _LLAMA = {"vocab_size": 2048, "num_key_value_heads": 3, "tie_word_embeddings": True, "use_cache": False}
+_BERT = {"vocab_size": 4096, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 _VIT = {"image_size": 64, "patch_size": 8, "num_labels": 100}
 _RESNET = {"layer_type": "basic", "depths": [2, 2, 2, 2], "num_labels": 100}
 
@@ -110,10 +113,10 @@ SUBJECTS = (
             embedding_size=64, **_RESNET), _images(16, 64), _CONV[0]),
     Subject("ResNet-18, half as wide, 96 x 96", _of_transformers("ResNetForImageClassification",
             hidden_sizes=[32, 64, 128, 256], embedding_size=32, **_RESNET), _images(16, 96), _CONV[1]),
-    Subject("MiniLM, 3 layers of 384", _of_transformers("BertForSequenceClassification", vocab_size=4096, hidden_size=384,
-            num_hidden_layers=3, num_attention_heads=12, intermediate_size=1536), _tokens(4096, 8, 128), _LINEAR[0]),
-    Subject("MiniLM, 6 layers of 384", _of_transformers("BertForSequenceClassification", vocab_size=4096, hidden_size=384,
-            num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536), _tokens(4096, 4, 64), _LINEAR[1]),
+    Subject("MiniLM, 3 layers of 384", _of_transformers("BertForSequenceClassification",
+            num_hidden_layers=3, **_BERT), _tokens(4096, 8, 128), _LINEAR[0]),
+    Subject("MiniLM, 6 layers of 384", _of_transformers("BertForSequenceClassification",
+            num_hidden_layers=6, **_BERT), _tokens(4096, 4, 64), _LINEAR[1]),
 )  # fmt: skip
 
 
@@ -159,7 +162,7 @@ def row(subject: Subject, setting: Setting) -> Row:
         optimizer.zero_grad()
 
     step(batch)
-    states = [state for state in optimizer.state.values()]
+    states = list(optimizer.state.values())
     before = _storages([list(model.parameters()), list(model.buffers()), states, batch])
     held = lb.memory.allocated_peak(lambda: step(batch)) + before
     gc.collect()
@@ -189,8 +192,8 @@ def run(directory: Path) -> Path:
     text = [
         "# Memory: estimated, profiled, held\n",
         *(f"- {name}: {value}" for name, value in about.items()),
-        f"\n{len(rows)} configurations. The estimate is made before the first step, on fake tensors. Held is the peak of "
-        "torch's allocator in the third step: what the profiler of torch counts, above parameters, states and batch.\n",
+        f"\n{len(rows)} configurations. The estimate is made before the first step, on fake tensors. Held is the peak "
+        "of torch's allocator in the third step: what torch's profiler counts, above parameters, states and batch.\n",
         f"- the estimate against what was held: {_errors(rows, lambda r: r.estimated / r.held - 1)}",
         f"- the profile against what was held: {_errors(rows, lambda r: r.profiled / r.held - 1)}\n",
         markdown(head, cells, numbers=range(2, len(head))),

@@ -34,6 +34,7 @@ class Suite(str, Enum):
     conv = "conv"
     optimizers = "optimizers"
     mixed = "mixed"
+    memory_kit = "memory-kit"
     training = "training"
     memory = "memory"
     convergence = "convergence"
@@ -44,9 +45,10 @@ def bench(
         Suite,
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
-            "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; bytes "
-            "and time of training in each recipe; what an estimate of memory is worth; where training ends; or what quantization-aware training brings back, of "
-            "the demo's GPT and of a convolutional network."
+            "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
+            "losses and attention without their largest tensor; what an estimate of memory is worth; bytes and time of "
+            "training in each recipe; where that ends; or what quantization-aware training brings back, of the demo's "
+            "GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[

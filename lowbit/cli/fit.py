@@ -53,7 +53,8 @@ def fit(
         return
     out.print(report.setting(climbed), soft_wrap=True)
     out.print(rich_table(report.HEAD, report.written(climbed), report.NUMBERS))
-    out.print(report.explained(climbed), soft_wrap=True)
+    for line in (*report.remarks(climbed), report.explained(climbed)):
+        out.print(line, soft_wrap=True)
     if path is not None:
         errors.print(f"report: {path}", soft_wrap=True)
 

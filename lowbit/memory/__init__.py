@@ -8,6 +8,7 @@ from lowbit.memory.inplace import inplace_, safe_inplace
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
 from lowbit.memory.offload import offload_activations
+from lowbit.memory.planned import CheckpointPlan, plan_checkpoints
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.memory.stream import stream_blocks_, unstream_
@@ -16,6 +17,7 @@ from lowbit.memory.usage import Moment, Usage
 from lowbit.models import find_blocks
 
 __all__ = [
+    "CheckpointPlan",
     "Estimate",
     "Leak",
     "Moment",
@@ -34,6 +36,7 @@ __all__ = [
     "micro_batches",
     "offload_activations",
     "peak_bytes",
+    "plan_checkpoints",
     "profile",
     "reset_peak",
     "safe_inplace",

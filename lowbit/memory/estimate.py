@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint import checkpoint_
+from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.ledger import Ledger
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.usage import Holding, Usage, kinds_of
@@ -41,7 +42,30 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Estimate(Usage):
-    """See ``estimate``."""
+    """See ``estimate``. ``work``: for each of ``ops`` its arithmetic and traffic. ``device``: where the step runs."""
+
+    def __init__(self, ledger: Ledger, seen: _Seen, since: int) -> None:
+        super().__init__(*_read(ledger, seen.scratch), since=since)
+        self.work, self.device = seen.work[since:], ledger.device
+
+    @property
+    def seconds(self) -> float:
+        """What the step takes at least at the rates of this machine, see ``lowbit.memory.cost``: for comparisons."""
+        at = rates(self.device)
+        return sum(each.seconds(at) for each in self.work)
+
+
+class _Seen:
+    """What is noted of each op besides its storages."""
+
+    def __init__(self) -> None:
+        self.work: list[Work] = []
+        self.scratch: list[tuple[int, int]] = []
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        size = scratch_bytes(str(func), args, out)
+        self.scratch += [(len(self.work), size)] if size else []
+        self.work.append(work(func, args, kwargs, out))
 
 
 def estimate(
@@ -90,8 +114,7 @@ def estimate(
             checkpoint_(copied, checkpoint)
         if prepare is not None:
             prepare(copied)
-        ledger, since = _run(copied, given, loss or usual_loss, optimizer, micro_batches, place)
-    return Estimate(*_read(ledger), since=since)
+        return _run(copied, given, loss or usual_loss, optimizer, micro_batches, place)
 
 
 def _run(
@@ -101,12 +124,13 @@ def _run(
     optimizer: str | MakeOptimizer | None,
     micro_batches: int,
     device: torch.device,
-) -> tuple[Ledger, int]:
-    """Two steps, and the number of the op that the second one begins with."""
+) -> Estimate:
+    """Take two steps; the second is what is told of."""
     trained = [p for p in model.parameters() if p.requires_grad]
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     stepper = None if make is None else make(trained)
-    with Ledger(model, device, scratch=scratch_bytes) as ledger:
+    seen = _Seen()
+    with Ledger(model, device, seen=seen) as ledger:
         ledger.claim(batch, "inputs")
         for _ in range(2):
             since = len(ledger.ops)
@@ -123,7 +147,7 @@ def _run(
                     stepper.step()
             for parameter in trained:
                 parameter.grad = None
-    return ledger, since
+    return Estimate(ledger, seen, since)
 
 
 class _Scalars(TorchDispatchMode):
@@ -135,7 +159,7 @@ class _Scalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _read(ledger: Ledger) -> tuple[Any, list[float], list[Holding]]:
+def _read(ledger: Ledger, scratch: list[tuple[int, int]]) -> tuple[Any, list[float], list[Holding]]:
     times = [float(number) for number in range(len(ledger.ops))]
     pieces = ledger.pieces
     deaths = [math.inf if piece.died is None else piece.died + 0.5 for piece in pieces]
@@ -143,7 +167,7 @@ def _read(ledger: Ledger) -> tuple[Any, list[float], list[Holding]]:
     kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
     rows = zip(pieces, kinds, births, deaths, strict=True)
     holdings = [Holding(piece.bytes, kind, piece.layer, born, died) for piece, kind, born, died in rows]
-    for number, size in ledger.scratch:
+    for number, size in scratch:
         holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
     return ledger.ops, times, holdings
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
+from lowbit.memory.estimate import usual_loss
 from lowbit.models.batches import feed
 from lowbit.models.ties import tensor_bytes
 
@@ -106,11 +107,11 @@ _UNSAFE: tuple[tuple[str, Callable[[Tensor], bool]], ...] = (
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
-def inplace_(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Report:
+def inplace_(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None = None) -> Report:
     """Make the activations of ``model`` in place where that is safe and saves memory, and report them.
 
-    ``batch``: a tensor is passed as it is, a tuple by position, a dict by keyword. ``loss``: of the model's output, a
-    scalar; by default the mean of squares of all that it returns.
+    ``batch``: a tensor is passed as it is, a tuple by position, a dict by keyword. ``loss``: of the output and
+    the batch, a scalar; by default ``usual_loss``.
 
     One call with backward is watched. An activation changes where backward needs its output alone, and where nobody
     reads its input afterwards: no op of forward, no backward, not the caller. Then the loss, the gradients of
@@ -125,7 +126,7 @@ def inplace_(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None 
     if hasattr(model, "_orig_mod"):
         raise ValueError("memory.inplace_: expected a model before torch.compile, got a compiled one; compile it after")
     found = {name: m for name, m in model.named_modules() if type(m) in _ACTIVATIONS and not m.inplace}
-    run = partial(_bits, model, batch, _mean_of_squares if loss is None else loss)
+    run = partial(_bits, model, batch, usual_loss if loss is None else loss)
     left = {
         name: "backward needs its input, of which it would keep a copy"
         for name, module in found.items()
@@ -183,16 +184,7 @@ def _in_place(modules: list[nn.Module]) -> Iterator[None]:
             module.inplace = False  # type: ignore[assignment]
 
 
-def _mean_of_squares(output: Any) -> Tensor:
-    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-    if not leaves:
-        raise ValueError(
-            "memory.inplace_: the model returns no floating-point tensor; pass loss=, a scalar of its output"
-        )
-    return torch.stack([t.float().square().mean() for t in leaves]).sum()
-
-
-def _bits(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor]) -> list[Tensor]:
+def _bits(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> list[Tensor]:
     """The loss, the gradients and the buffers that one call gives; all of these are put back."""
     buffers = list(model.buffers())
     before = [b.clone() for b in buffers]
@@ -200,7 +192,7 @@ def _bits(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor]) -> list[T
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         with torch.random.fork_rng(list(devices)), torch.enable_grad():
-            value = loss(feed(model, batch))
+            value = loss(feed(model, batch), batch)
             grads = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
         return [value.detach(), *(g for g in grads if g is not None), *(b.clone() for b in buffers)]
     finally:

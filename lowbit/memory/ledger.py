@@ -71,7 +71,7 @@ class Ledger(TorchDispatchMode):
     """Write down, while it is entered, every op and every storage that comes and goes, on ``device`` only.
 
     ``wrap(number)``: a context that each op runs within, or None. ``lines``: note the caller's line of each storage.
-    ``scratch(name, args, out)``: bytes that an op takes for itself, which are then in ``scratch`` by the op's number.
+    ``seen(func, args, kwargs, out)``: called after each op.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Ledger(TorchDispatchMode):
         device: torch.device,
         wrap: Callable[[int], Any] | None = None,
         lines: bool = False,
-        scratch: Callable[[str, tuple[Any, ...], Any], int] | None = None,
+        seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.device = model, device
@@ -88,8 +88,7 @@ class Ledger(TorchDispatchMode):
         self.pieces: list[Piece] = []
         self.steps: list[int] = []
         self.live = 0
-        self.scratch: list[tuple[int, int]] = []
-        self._wrap, self._lines, self._scratch = wrap, lines, scratch
+        self._wrap, self._lines, self._seen = wrap, lines, seen
         self._open: dict[int, tuple[weakref.ref[Any], Piece]] = {}
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._of_parameter: dict[int, str] = {}
@@ -248,9 +247,8 @@ class Ledger(TorchDispatchMode):
         else:
             with self._wrap(number):
                 out = func(*args, **kwargs)
-        if self._scratch is not None:
-            size = self._scratch(self.ops[number].name, args, out)
-            self.scratch += [(number, size)] if size else []
+        if self._seen is not None:
+            self._seen(func, args, kwargs, out)
         kind = None if phase == "step" else _inherited(self._kinds(tree_leaves((args, kwargs))))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device == self.device:
@@ -262,8 +260,9 @@ class Ledger(TorchDispatchMode):
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 for storage in _storages(leaf):
-                    known = self._open.get(storage._cdata)
-                    yield None if known is None else known[1].kind
+                    # One that is not known was made where no mode sees it.
+                    piece = self._piece(storage, self.ops[-1].layer) if leaf.device == self.device else None
+                    yield None if piece is None else piece.kind
 
 
 def _inherited(kinds: Iterable[str | None]) -> str | None:

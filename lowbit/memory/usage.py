@@ -86,6 +86,15 @@ class Usage:
         counted = np.flatnonzero(times >= begins)
         return float(times[counted[np.argmax(held[counted])]]) if len(counted) else begins
 
+    @property
+    def ops(self) -> list[Op]:
+        """Every op in order, as in ``timeline``."""
+        return self._ops[self._since :]
+
+    def held_at(self, index: int) -> list[Holding]:
+        """What is held as the op of that index of ``ops`` begins."""
+        return list(self._at(self._times[self._since + index]))
+
     def _at(self, time: float) -> Iterable[Holding]:
         return (holding for holding in self._holdings if holding.born <= time < holding.died)
 

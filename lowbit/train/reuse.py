@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit.autograd import in_backward, transformed
@@ -79,17 +80,24 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, operands: WeightOperands) -> _Made:
-        return cls(id(weight), weight._version, weight.data_ptr(), _sample(weight), operands)
+        return cls(id(weight), weight._version, _place(weight), _sample(weight), operands)
 
     def is_of(self, weight: Tensor) -> bool:
-        same = (self.weight, self.version, self.place) == (id(weight), weight._version, weight.data_ptr())
+        same = (self.weight, self.version, self.place) == (id(weight), weight._version, _place(weight))
         now = _sample(weight) if same else None
         return same and (now is None or (self.sample is not None and torch.equal(now, self.sample)))
 
 
+def _place(weight: Tensor) -> int:
+    """The address of its numbers; 0 where it has none."""
+    return 0 if is_fake(weight) else weight.data_ptr()
+
+
 def _sample(weight: Tensor) -> Tensor | None:
-    """Numbers from all over the matrix; of another device than the CPU none, where looking would wait for it."""
-    if weight.device.type != "cpu":
+    """Numbers from all over the matrix; None on another device than the CPU, where looking would wait for it, and of
+    weights without numbers.
+    """
+    if weight.device.type != "cpu" or is_fake(weight):
         return None
     rows, cols = (max(1, extent // _SAMPLED) for extent in weight.shape)
     return weight.detach()[::rows, ::cols].clone()

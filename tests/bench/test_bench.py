@@ -126,6 +126,27 @@ def test_mixed_precision_is_measured_beside_fp32(tmp_path, monkeypatch):
     assert copies[0] == copies[1] == wide[0] < 4 == wide[1] and copies[3] == 16
 
 
+def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
+    from lowbit.bench import memory_kit
+
+    tiny = memory_kit.Sizes(rows=256, features=8, classes=30_000, dim=8, lengths=(256, 2048), plain=256, window=64)
+    monkeypatch.setattr(memory_kit, "Sizes", lambda: tiny)
+    monkeypatch.setattr(memory_kit, "_BUDGET", timing.Budget(1, 0.0, 0.1))
+    ran = bench("memory-kit", "--out", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    lines = [line for line in (tmp_path / "memory_kit.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line[1:-1].split("|")] for line in lines if "---" not in line and "peak" not in line
+    ]
+    losses = {row[0]: float(row[1]) for row in rows if len(row) == 4}
+    assert list(losses) == list(memory_kit.losses())
+    assert losses["linear_cross_entropy"] < losses["F.cross_entropy of logits"] / 1.5
+    attentions = [row for row in rows if len(row) == 5]
+    assert [row[:2] for row in attentions] == [
+        [str(length), name] for length in tiny.lengths for name in memory_kit.attentions(tiny, length)
+    ]
+
+
 def test_training_is_measured_beside_bf16(tmp_path, monkeypatch):
     from dataclasses import replace
 

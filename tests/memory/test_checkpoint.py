@@ -296,6 +296,24 @@ def test_segments_may_be_entered_anywhere_and_left_early():
         assert same_bits(*found), order
 
 
+@pytest.mark.parametrize(("policy", "inputs"), [("block", 9), ("sqrt", 3)])
+def test_kept_inputs_are_moved_to_a_directory(tmp_path, policy, inputs):
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*(Wide() for _ in range(9))), torch.randn(2048, 16)
+    want = outcome(plain, lambda m: m(x * 1).square().sum())
+    model = copy.deepcopy(plain)
+    checkpoint_(model, policy, offload=tmp_path)
+    held = lambda: sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    for one in (model, copy.deepcopy(model)):
+        loss = one(x * 1).square().sum()
+        assert held() == (inputs - 2) * x.nbytes, "all but the first, which the call of the model holds, and the last"
+        loss.backward()
+        del loss
+        one.zero_grad()
+        assert held() == 0
+    assert_equal(outcome(model, lambda m: m(x * 1).square().sum()), want)
+
+
 @pytest.mark.parametrize("policy", ["block", "save_matmuls"])
 def test_compiled_models_recompute(policy):
     plain, x = chain(3), torch.randn(4, 16)

@@ -216,7 +216,7 @@ def test_batches_losses_and_what_is_refused():
             return {"y": self.act(self.lin(x)) * scale}
 
     x = torch.randn(3, 4)
-    assert inplace_(Named(), {"x": x, "scale": 2.0}, loss=lambda out: out["y"].sum()).converted == ("act",)
+    assert inplace_(Named(), {"x": x, "scale": 2.0}, loss=lambda out, _: out["y"].sum()).converted == ("act",)
     assert inplace_(Named(), (x,)).converted == ("act",)
     with pytest.raises(ValueError, match=r"before torch\.compile, got a compiled one"):
         inplace_(torch.compile(Named()), x)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -11,13 +13,15 @@ from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint.policies import Choice, Chosen, choose
-from lowbit.memory.checkpoint.segment import Recomputed, Segment
+from lowbit.memory.checkpoint.segment import Offload, Recomputed, Segment
 from lowbit.models.surround import surround, surrounding, unsurround
 
 __all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]
 
 
-def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
+def checkpoint_(
+    model: nn.Module, policy: Choice = "block", *, offload: str | os.PathLike[str] | None = None, **settings: Any
+) -> Report:
     """Checkpoint the parts of ``model`` that ``policy`` says, in place: of such a part backward has its inputs alone,
     and computes its inside again. No bit of losses and gradients changes. Another policy replaces the one before.
 
@@ -25,6 +29,9 @@ def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
     ``"sqrt"``, ``"segments:4"``, ``"save_matmuls"``, ``"stages"``; a list of modules or of patterns
     (``lowbit.models.names``); ``{pattern: policy or None}``, for the modules that each pattern names; or a function
     ``(module, path) -> bool``. Of nested modules the outermost is taken, but for modules of a list.
+    ``"planned"`` takes ``budget=``, ``batch=`` and other settings of ``plan_checkpoints``, whose plan is a policy too.
+
+    ``offload``: ``"cpu"`` or a directory, where the kept inputs are moved until backward (``offload_activations``).
 
     The second run has the autocast, the random state and the backend (``use_backend``) of the first, and leaves the
     running statistics of BatchNorm as they are; inside torch.compile torch's own checkpointing does it, one module at
@@ -41,12 +48,13 @@ def checkpoint_(model: nn.Module, policy: Choice = "block") -> Report:
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
     check_model(model)
-    chosen = choose(model, policy)
+    chosen = choose(model, policy, settings)
+    place = None if offload is None else Offload(offload)
     names = {id(module): name for name, module in model.named_modules()}
     uncheckpoint_(model)
     notes = _switch_off(model)
     for one in chosen:
-        _checkpoint(one, names)
+        _checkpoint(one, names, place)
     layers = {names[id(module)]: module for one in chosen for module in one.modules}
     report = report_on("memory.checkpoint_", model, layers, "checkpointed")
     return report if not notes else Report(**{**vars(report), "notes": notes})
@@ -78,8 +86,8 @@ def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
                 surround(module, around)
 
 
-def _checkpoint(chosen: Chosen, names: dict[int, str]) -> None:
-    segment = Segment(len(chosen.modules), chosen.contexts)
+def _checkpoint(chosen: Chosen, names: dict[int, str], offload: Offload | None) -> None:
+    segment = Segment(len(chosen.modules), chosen.contexts, offload)
     for index, module in enumerate(chosen.modules):
         surround(module, Recomputed(names[id(module)], segment, index))
 

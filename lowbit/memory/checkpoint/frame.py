@@ -12,7 +12,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -101,9 +101,15 @@ class _Call(NamedTuple):
 
 
 class Frame:
-    """The calls of a segment in one forward. ``last``: the place in the segment of the latest call."""
+    """The calls of a segment in one forward. ``last``: the place in the segment of the latest call.
 
-    def __init__(self) -> None:
+    ``contexts``: what keeps results of a call besides. ``offload``: makes the context in which inputs are kept.
+    """
+
+    def __init__(
+        self, contexts: Contexts | None = None, offload: Callable[[], AbstractContextManager[Any]] | None = None
+    ) -> None:
+        self._contexts, self._offload = contexts, offload
         self.last = -1
         self.calls: list[_Call] = []
         self._holders: list[ref[_Holder]] = []
@@ -118,7 +124,6 @@ class Frame:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        contexts: Contexts | None,
     ) -> Any:
         """Call ``forward``, and keep what computes it again. Raises NotReplayed where it writes to what came from
         outside of the segment.
@@ -127,9 +132,8 @@ class Frame:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         outside = list[Tensor]()
         given = [self._source(leaf, outside) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        kept = _Keep.apply(torch.empty(0, requires_grad=True), *outside) if outside else None  # type: ignore[no-untyped-call]
-        first, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
-        around = Surroundings(tensors)
+        first, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
+        kept, around = self._keep(outside), Surroundings(tensors)
         self.calls.append(_Call(path, module, forward, given, structure, kept, around, again, len(self._saved)))
         versions = [_version(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
@@ -157,6 +161,12 @@ class Frame:
         outside.append(tensor)
         self._learn(tensor, source, anew=True)
         return source
+
+    def _keep(self, tensors: list[Tensor]) -> Any:
+        if not tensors:
+            return None
+        with nullcontext() if self._offload is None else self._offload():
+            return _Keep.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def _learn(self, tensor: Tensor, source: _Source, anew: bool = False) -> None:
         known = self._known.get(id(tensor))

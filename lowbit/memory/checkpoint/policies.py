@@ -33,18 +33,22 @@ class Chosen(NamedTuple):
 class Policy(NamedTuple):
     """``choose(model)``, or ``choose(model, argument)`` with ``argument``, which reads it from its text: the modules
     to checkpoint, those in one sequence as one. ``about``: a sentence. ``contexts``: what keeps results besides.
+    ``settings``: keyword arguments that ``choose`` needs.
     """
 
-    choose: Callable[..., Sequence[Sequence[nn.Module]]]
+    choose: Callable[..., Sequence[Sequence[nn.Module] | Chosen]]
     about: str
     argument: Callable[[str], Any] | None = None
     contexts: Contexts | None = None
+    settings: tuple[str, ...] = ()
 
 
-def choose(model: nn.Module, policy: Choice) -> list[Chosen]:
-    """What ``policy`` checkpoints of ``model``. Raises as ``checkpoint_``."""
+def choose(model: nn.Module, policy: Choice, settings: Mapping[str, Any] | None = None) -> list[Chosen]:
+    """What ``policy`` checkpoints of ``model``; ``settings`` are of its row. Raises as ``checkpoint_``."""
+    if hasattr(policy, "chosen") and not isinstance(policy, nn.Module):
+        return list(policy.chosen(model))
     if isinstance(policy, str) and (policy.split(":")[0] in POLICIES or not _is_pattern(policy)):
-        return _by_name(model, policy)
+        return _by_name(model, policy, settings or {})
     if isinstance(policy, Mapping):
         return [chosen for pattern, one in policy.items() for chosen in _by_pattern(model, pattern, one)]
     if callable(policy) and not isinstance(policy, nn.Module):
@@ -53,7 +57,7 @@ def choose(model: nn.Module, policy: Choice) -> list[Chosen]:
 
 
 # -- named policies ---------------------------------------------------------------------------------------------------
-def _by_name(model: nn.Module, policy: str) -> list[Chosen]:
+def _by_name(model: nn.Module, policy: str, settings: Mapping[str, Any]) -> list[Chosen]:
     name, colon, text = policy.partition(":")
     row = POLICIES.get(name)
     if row is None:
@@ -64,8 +68,18 @@ def _by_name(model: nn.Module, policy: str) -> list[Chosen]:
     if (row.argument is not None) != bool(colon):
         expected = f"{name}:N" if row.argument else name
         raise ValueError(f"memory.checkpoint_: expected {expected!r}, got {policy!r}")
-    found = row.choose(model) if row.argument is None else row.choose(model, row.argument(text))
-    return [Chosen(tuple(modules), row.contexts) for modules in found]
+    _check_settings(name, row, settings)
+    argument = () if row.argument is None else (row.argument(text),)
+    found = row.choose(model, *argument, **settings)
+    return [one if isinstance(one, Chosen) else Chosen(tuple(one), row.contexts) for one in found]
+
+
+def _check_settings(name: str, row: Policy, settings: Mapping[str, Any]) -> None:
+    missing = [key for key in row.settings if key not in settings]
+    if missing:
+        raise ValueError(f"memory.checkpoint_: {name!r} needs {', '.join(f'{key}=' for key in missing)}")
+    if settings and not row.settings:
+        raise ValueError(f"memory.checkpoint_: {name!r} takes no settings, got {', '.join(settings)}; leave them out")
 
 
 def _stacks(model: nn.Module) -> list[list[nn.Module]]:

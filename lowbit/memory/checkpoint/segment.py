@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,26 +14,44 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.memory.checkpoint.calls import Contexts
 from lowbit.memory.checkpoint.frame import Frame
+from lowbit.memory.offload.activations import Offloading, offload_activations
 from lowbit.notice import warn
 
-__all__ = ["Recomputed", "Segment"]
+__all__ = ["Offload", "Recomputed", "Segment"]
+
+
+class Offload:
+    """Where the inputs that a model's checkpoints keep are moved to, as ``offload_activations`` moves them."""
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self.where = where
+        self.context: Offloading | None = offload_activations(where)
+
+    def __call__(self) -> Offloading:
+        if self.context is None:
+            self.context = offload_activations(self.where)
+        return self.context
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "context": None}  # a copy moves its own
 
 
 @dataclass(eq=False)
 class Segment:
     """Modules that follow one another and are recomputed as one. ``size``: how many. ``contexts``: what keeps results
-    besides, None for nothing.
+    besides, None for nothing. ``offload``: where what is kept goes, None for nowhere.
     """
 
     size: int
     contexts: Contexts | None = None
+    offload: Offload | None = None
     _open: ref[Frame] | None = field(default=None, repr=False)
 
     def frame(self, index: int) -> Frame:
         """The frame of a call of the module at ``index``: the open one, or a new one where the segment begins again."""
         frame = None if self._open is None else self._open()
         if frame is None or frame.last >= index:
-            frame = Frame()
+            frame = Frame(self.contexts, self.offload)
         frame.last = index
         self._open = ref(frame) if index + 1 < self.size else None
         return frame
@@ -68,13 +87,13 @@ class Recomputed:
         if torch.compiler.is_compiling():
             return self._compiled(forward, args, kwargs)
         frame = self.segment.frame(self.index)
-        return frame.run(self.path, module, forward, args, kwargs, self.segment.contexts)
+        return frame.run(self.path, module, forward, args, kwargs)
 
     def _compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.segment.size > 1:
+        if self.segment.size > 1 or self.segment.offload is not None:
             raise RuntimeError(
-                "memory.checkpoint_: torch.compile recomputes one module at a time, and a segment has several; "
-                "expected a policy of single modules such as 'block', or uncheckpoint_ before torch.compile"
+                "memory.checkpoint_: torch.compile recomputes one module at a time, and moves nothing; expected a "
+                "policy of single modules such as 'block', without offload=..., or uncheckpoint_ before torch.compile"
             )
         if self.segment.contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -12,6 +12,7 @@ import itertools
 import os
 import secrets
 import shutil
+import stat
 import threading
 import weakref
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def _locked(parent: Path) -> tuple[Path, int]:
     """A new directory and its lock. Another process that finds it before it is locked removes it: then try again."""
     while True:
         path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=stat.S_IRWXU)
         lock = _lock(path)
         if lock is not None:
             if path.is_dir():

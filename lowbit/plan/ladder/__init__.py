@@ -1,10 +1,10 @@
 """The ladder: a transformer that does not fit a budget in plain fp32, then each technique of memory-efficient training.
 
 ``rungs`` is the table of techniques, ``shape`` the transformer, ``limits`` how memory is limited and counted, ``cell``
-one run in a process of its own, ``climb`` all of them, ``report`` what is written.
+one run in a process of its own, ``ascent`` all of them, ``report`` what is written.
 """
 
-from lowbit.plan.ladder.climb import Climb, Ladder, Row, climb
+from lowbit.plan.ladder.ascent import Climb, Ladder, Row, climb
 from lowbit.plan.ladder.rungs import RUNGS, Rung, Settings
 from lowbit.plan.ladder.shape import Shape
 

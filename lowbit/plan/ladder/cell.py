@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 
+from lowbit.memory import micro_batches
 from lowbit.plan.ladder.limits import LIMITS, ran_out
-from lowbit.plan.ladder.rungs import Settings, arrange_
+from lowbit.plan.ladder.rungs import Settings, arrange_, elsewhere
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
 
 __all__ = ["Cell", "Result", "measure"]
@@ -91,7 +93,7 @@ def _ended(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     name = signal.Signals(-code).name
-    return f"by {name}{', as the system ends processes when the machine runs out' if name == 'SIGKILL' else ''}"
+    return f"by {name}{', as the system ends processes when the machine runs out,' if name == 'SIGKILL' else ''}"
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
@@ -123,18 +125,12 @@ class _Place:
         return self.part if self.layer is None else f"{self.part}, {self.layer}"
 
 
-def parts(batch: tuple[Tensor, Tensor], count: int) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
-    """``batch`` in ``count`` parts, each with its share of the sequences."""
-    for tokens, targets in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
-        yield (tokens, targets), len(tokens) / len(batch[0])
-
-
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro: int, place: _Place
 ) -> float:
     """One step; returns the mean loss of the batch, in nats a token, before it."""
     total = 0.0
-    for (tokens, targets), weight in parts(batch, micro):
+    for (tokens, targets), weight in micro_batches(batch, micro):
         place.enter("forward")
         logits = model(tokens)
         place.enter("loss")
@@ -150,32 +146,35 @@ def step(
     return total
 
 
-def _train(cell: Cell, place: _Place) -> Iterator[float]:
-    """The losses before each step of a model that is made here."""
+def _train(cell: Cell, place: _Place, where: str) -> Iterator[float]:
+    """The losses before each step of a model that is made here. ``where``: what offload moves tensors to."""
     torch.manual_seed(0)
     place.enter("making the model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of instructions that a processor lacks: seconds are measured
         model = Transformer(cell.shape).to(cell.device)
-        optimizer = arrange_(model, cell.settings)
+        optimizer = arrange_(model, cell.settings, where)
     batch = batch_of(cell.shape, cell.device)
-    with place.watching(model):
+    with place.watching(model), elsewhere(cell.settings, where):
         for _ in range(cell.steps):
             yield step(model, optimizer, batch, cell.settings.micro, place)
 
 
-def run(cell: Cell) -> Result:
-    """Run ``cell`` in this process. A step of the smallest shape goes before, so that what libraries load and keep,
-    stacks of threads among it, is there before the count begins.
+def run(cell: Cell, directory: str) -> Result:
+    """Run ``cell`` in this process; ``directory`` is for what is offloaded.
+
+    A step of the smallest shape goes before, so that what libraries load and keep, stacks of threads among it, is there
+    before the count begins.
     """
     limit, place = LIMITS[cell.device], _Place()
-    for _ in _train(replace(cell, shape=replace(cell.shape, size=1), steps=1), place):
+    where = limit.elsewhere(directory)
+    for _ in _train(replace(cell, shape=replace(cell.shape, size=1), steps=1), place, where):
         pass
     gc.collect()
-    before, losses, failed, started = limit.held(), [], None, 0.0
+    before, losses, started = limit.held(), list[float](), 0.0
     with nullcontext() if cell.budget is None else limit.within(cell.budget):
         try:
-            for loss in _train(cell, place):
+            for loss in _train(cell, place, where):
                 losses.append(loss)
                 if len(losses) == 1:
                     limit.reset()
@@ -184,9 +183,7 @@ def run(cell: Cell) -> Result:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-            failed, held = str(place), limit.held() - before
-    if failed is not None:
-        return Result(before, held, None, tuple(losses), failed)
+            return Result(before, limit.held() - before, None, tuple(losses), str(place))
     return Result(before, limit.peak() - before, seconds, tuple(losses))
 
 
@@ -194,7 +191,8 @@ def main() -> None:
     """The process: a cell as JSON is its argument, its result as JSON its last line."""
     asked = json.loads(sys.argv[1])
     cell = Cell(**{**asked, "shape": Shape(**asked["shape"]), "settings": Settings(**asked["settings"])})
-    print(json.dumps(asdict(run(cell))), flush=True)
+    with tempfile.TemporaryDirectory(prefix="lowbit-ladder-") as directory:
+        print(json.dumps(asdict(run(cell, directory))), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Limit:
 
     ``within(budget)`` is a context in which the process may take ``budget`` more than it has; beyond it allocations
     fail with an error that ``ran_out`` knows. ``held`` is what there is now, ``reset`` starts ``peak`` again.
-    ``unit`` says what is counted.
+    ``unit`` says what is counted, ``elsewhere`` where offload moves tensors to, given a directory.
     """
 
     within: Callable[[int], AbstractContextManager[None]]
@@ -33,6 +33,7 @@ class Limit:
     reset: Callable[[], object]
     peak: Callable[[], int]
     unit: str
+    elsewhere: Callable[[str], str]
 
 
 def ran_out(error: BaseException) -> bool:
@@ -84,9 +85,13 @@ def _fraction_within(budget: int) -> Iterator[None]:
 
 
 LIMITS = {
-    "cpu": Limit(_data_within, lambda: _status("VmRSS"), reset_peak, peak_bytes, "resident memory of the process"),
+    "cpu": Limit(
+        _data_within, lambda: _status("VmRSS"), reset_peak, peak_bytes, "resident memory of the process",
+        elsewhere=lambda directory: directory,
+    ),
     "cuda": Limit(
         _fraction_within, torch.cuda.memory_allocated, torch.cuda.reset_peak_memory_stats,
         torch.cuda.max_memory_allocated, "memory of torch's allocator on the GPU",
+        elsewhere=lambda directory: "cpu",
     ),
 }  # fmt: skip

@@ -9,16 +9,16 @@ from typing import Any
 from lowbit.backends.cpu import processor
 from lowbit.files import write_atomically, write_json
 from lowbit.machine import provenance
-from lowbit.plan.ladder.climb import Ladder, Row
+from lowbit.plan.ladder.ascent import Ladder, Row
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import textbook
 from lowbit.sizes import amount
 from lowbit.tables import markdown
 
-__all__ = ["HEAD", "NUMBERS", "write", "written"]
+__all__ = ["HEAD", "NUMBERS", "explained", "remarks", "setting", "write", "written"]
 
 #: The head of the table, whose cells are ``written``; the columns of ``NUMBERS`` are numbers.
-HEAD = ("rung", "peak, MiB", "of fp32", "trains", "s a step", "tokens/s", "last loss", "losses", "largest")
+HEAD = ("rung", "peak, MiB", "of fp32", "trains", "s a step", "tokens/s", "loss", "losses", "largest")
 NUMBERS = (1, 2, 4, 5, 6)
 
 _ALIKE = {
@@ -34,23 +34,37 @@ def written(ladder: Ladder) -> list[tuple[str, ...]]:
 
 
 def _cells(ladder: Ladder, row: Row, base: int | None) -> tuple[str, ...]:
-    whole = row.whole
-    name = row.rung.name if row.kept else f"{row.rung.name} (left out)"
-    limit = "yes" if row.limited.fits else f"no: {row.limited.ran_out}"
+    whole, trains = row.whole, "yes" if row.limited.fits else "no"
     alike = "" if row.alike is None else _ALIKE[row.rung.losses, row.alike]
     if whole is None or whole.seconds is None:
-        return (name, "", "", limit, "", "", "", alike, _largest(row))
+        return (row.rung.name, "", "", trains, "", "", "", alike, _largest(row))
     return (
-        name, f"{whole.peak / 2**20:,.0f}", f"{whole.peak / base:.0%}" if base else "", limit, f"{whole.seconds:.2f}",
-        f"{ladder.shape.tokens / whole.seconds:,.0f}", f"{whole.losses[-1]:.5f}", alike, _largest(row),
+        row.rung.name, f"{whole.peak / 2**20:,.0f}", f"{whole.peak / base:.0%}" if base else "", trains,
+        f"{whole.seconds:.2f}", f"{ladder.shape.tokens / whole.seconds:,.0f}", f"{whole.losses[-1]:.4f}", alike,
+        _largest(row),
     )  # fmt: skip
 
 
 def _largest(row: Row) -> str:
     if row.largest is None:
         return ""
-    open_end = "" if row.beyond == row.largest.size + 1 else " or more"
-    return f"{row.largest.parameters / 1e6:.0f}M ({row.largest.layers} x {row.largest.width}){open_end}"
+    more = "" if row.beyond == row.largest.size + 1 else "+"
+    return f"{row.largest.parameters / 1e6:.0f}M{more}"
+
+
+def remarks(ladder: Ladder) -> list[str]:
+    """A line on each rung: what it does, where it runs out, that it is left out."""
+    found = []
+    for row in ladder.rows:
+        shape = row.largest
+        said = [
+            row.rung.about,
+            *([] if row.limited.fits else [f"Under the limit it runs out in {row.limited.ran_out}."]),
+            *([] if row.kept else ["Here it does not lower the peak, and the rungs below it do without."]),
+            *([] if shape is None else [f"Its largest model has {shape.layers} layers of width {shape.width}."]),
+        ]
+        found.append(f"{row.rung.name}: {' '.join(said)}")
+    return found
 
 
 def setting(ladder: Ladder) -> str:
@@ -69,14 +83,14 @@ def explained(ladder: Ladder) -> str:
     """What the columns are."""
     held = amount(ladder.rows[0].limited.before)
     lines = [
-        "Each rung adds to those above it; one that does not lower the peak is left out of those below it.",
+        "Each rung adds to those above it.",
         f"The peak is {LIMITS[ladder.climb.device].unit} in the steps after the first, beyond the {held} that the "
         "process has before the model. The limit is on top of that too.",
-        "Where memory runs out, the part of the step and the layer are named, and peak, time and losses are of a run "
-        "without a limit.",
-        "Losses are compared with those of the rung above: equal in every bit, close (other orders of sums), or of "
-        "another arithmetic (no entry).",
-        "The largest is the model of the same family that trains under the limit where the next one does not.",
+        "Of a rung that does not train under the limit, peak, time and loss are of a run without one.",
+        "Losses are equal to those of the rung above in every bit, close (another order of sums), or of another "
+        "arithmetic (no entry).",
+        "The largest is the model of the same family that trains under the limit where the next one does not (+: "
+        "larger ones were not tried).",
     ]
     return " ".join(lines)
 
@@ -92,7 +106,7 @@ def write(directory: Path, ladder: Ladder, command: str) -> Path:
         "# The ladder of memory-efficient training", "", setting(ladder), "",
         *(["![peak of each rung, and the largest model that trains](ladder.png)", ""] if plots else []),
         markdown(HEAD, written(ladder), NUMBERS), "", explained(ladder), "",
-        *(f"- **{row.rung.name}**: {row.rung.about}" for row in ladder.rows), "",
+        *(f"- {line}" for line in remarks(ladder)), "",
         "## How it was made", "", *(f"- {key}: {value}" for key, value in made.items()),
     ]  # fmt: skip
     text = "\n".join(lines).encode() + b"\n"

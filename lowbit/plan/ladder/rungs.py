@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lowbit.memory import checkpoint_
-from lowbit.optim import AdamW
+from lowbit import memory, optim
 from lowbit.train import compress_activations_, mixed_, prepare_
 
-__all__ = ["RUNGS", "Rung", "Settings", "arrange_"]
+__all__ = ["RUNGS", "Rung", "Settings", "arrange_", "elsewhere"]
 
 #: The learning rate of every run.
 _LR = 1e-3
@@ -25,7 +26,8 @@ class Settings:
 
     ``checkpoint``: blocks are recomputed in backward. ``mixed``: the precision of products, whose matrices are then
     stored in it. ``bits``: of the optimizer's states, 32 or 8. ``recipe``: of the feed-forward layers. ``compress``:
-    norms and activation functions keep codes for backward. ``micro``: how many parts a batch is taken in.
+    norms and activation functions keep codes for backward. ``offload``: states of the optimizer and what checkpoints
+    keep lie elsewhere, on disk or beside a GPU. ``micro``: how many parts a batch is taken in.
     """
 
     checkpoint: bool = False
@@ -33,6 +35,7 @@ class Settings:
     bits: int = 32
     recipe: str | None = None
     compress: bool = False
+    offload: bool = False
     micro: int = 1
 
 
@@ -41,20 +44,21 @@ class Rung:
     """A technique: what it ``changes`` of the settings, and a sentence on it.
 
     ``losses``: what they are beside those of the rung below: ``"equal"`` in every bit, ``"close"`` (another order of
-    sums), or ``"own"`` (another arithmetic).
+    sums), or ``"own"`` (another arithmetic). ``needs``: functions of lowbit without which there is no such rung.
     """
 
     name: str
     changes: Mapping[str, Any]
     about: str
     losses: Literal["equal", "close", "own"] = "own"
+    needs: tuple[tuple[ModuleType, str], ...] = ()
 
     def on(self, below: Settings) -> Settings:
         """The settings of this rung on top of those ``below``."""
         return replace(below, **self.changes)
 
 
-RUNGS = (
+_ROWS = (
     Rung("fp32", {}, "Weights, gradients, two states of Adam and all activations in fp32."),
     Rung("checkpointing", {"checkpoint": True},
          "Backward has each block's input alone, and computes its inside again.", "equal"),
@@ -63,15 +67,20 @@ RUNGS = (
     Rung("8-bit AdamW", {"bits": 8}, "Both states of Adam as 8-bit codes with a scale a block."),
     Rung("fp8", {"recipe": "fp8", "compress": True},
          "Feed-forward layers multiply FP8 codes, and norms and GELU keep FP8 codes for backward."),
+    Rung("offload", {"offload": True},
+         "States of the optimizer and inputs of blocks lie on disk (on a GPU: in host memory) until they are needed.",
+         "equal", needs=((memory, "offload_activations"), (optim, "offload_"))),
     Rung("micro-batches", {"micro": 4},
          "A batch in four parts, whose gradients add up: a quarter of the activations at a time.", "close"),
 )  # fmt: skip
 
+RUNGS = tuple(row for row in _ROWS if all(hasattr(module, name) for module, name in row.needs))
 
-def arrange_(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Make ``model`` train by ``settings``, in place, and make its optimizer."""
+
+def arrange_(model: nn.Module, settings: Settings, where: str) -> torch.optim.Optimizer:
+    """Make ``model`` train by ``settings``, in place, and make its optimizer; offload takes its states to ``where``."""
     if settings.checkpoint:
-        checkpoint_(model, "block")
+        memory.checkpoint_(model, "block")
     if settings.recipe is not None:
         # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
         prepare_(model, settings.recipe, reuse_weights=False)
@@ -79,7 +88,23 @@ def arrange_(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         compress_activations_(model)
     if settings.mixed is not None:
         mixed_(model, settings.mixed, working_copies=True)
-    if settings == replace(settings, mixed=None, bits=32):
+    optimizer = _optimizer(model, settings)
+    if settings.offload:
+        getattr(optim, "offload_")(optimizer, where)  # noqa: B009
+    return optimizer
+
+
+def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    if settings.mixed is not None:
+        return optim.AdamW(model.parameters(), lr=_LR, bits=settings.bits, master="residual")
+    if settings.bits == 32:
         return torch.optim.AdamW(model.parameters(), lr=_LR)
-    master = "residual" if settings.mixed is not None else None
-    return AdamW(model.parameters(), lr=_LR, bits=settings.bits, master=master)
+    return optim.AdamW(model.parameters(), lr=_LR, bits=settings.bits)
+
+
+def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:
+    """The context of forward and backward, in which offload keeps activations in ``where``."""
+    if not settings.offload:
+        return nullcontext()
+    found: AbstractContextManager[Any] = getattr(memory, "offload_activations")(where)  # noqa: B009
+    return found

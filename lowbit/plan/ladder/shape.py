@@ -17,9 +17,11 @@ __all__ = ["Shape", "Transformer", "batch_of", "first_above", "textbook"]
 _FP32 = 4
 
 #: Numbers that backward needs of a block, as multiples of tokens times width: the inputs of two norms (2), of the
-#: attention's and the first feed-forward product (2), query, key and value (3), the attention's result and a copy of it
-#: in the order of the tokens (2), the feed-forward layer before and after GELU (8).
-_KEPT_BY_BLOCK = 17
+#: attention's and the first feed-forward product (2), query, key and value (3), the attention's result (1), the
+#: feed-forward layer before and after GELU (8).
+_KEPT_BY_BLOCK = 16
+#: The same after the blocks: the inputs of the last norm and of the head.
+_KEPT_AFTER = 2
 
 
 @dataclass(frozen=True)
@@ -103,17 +105,17 @@ def batch_of(shape: Shape, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def textbook(shape: Shape) -> dict[str, int]:
     """Bytes of a step in fp32 by kind: parameters 4P, gradients 4P, states of Adam 8P, and what backward needs of the
-    forward: activations of the blocks, logits and their softmax.
+    forward: activations of the blocks, inputs of the last norm and of the head, and the softmax of the logits.
 
     They sum to more than a step holds at a time, because backward gives activations up as it makes gradients.
     """
     weights = _FP32 * shape.parameters
-    blocks = _FP32 * _KEPT_BY_BLOCK * shape.layers * shape.tokens * shape.width
+    widths = _KEPT_BY_BLOCK * shape.layers + _KEPT_AFTER
     return {
         "parameters": weights,
         "gradients": weights,
         "states": 2 * weights,
-        "activations": blocks + 2 * _FP32 * shape.tokens * shape.vocab,
+        "activations": _FP32 * shape.tokens * (widths * shape.width + shape.vocab),
     }
 
 

@@ -1,0 +1,137 @@
+"""Losses and attention that never make their largest tensor, beside torch's: the peak of a step, and its time.
+
+``lowbit bench memory-kit`` writes memory_kit.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lowbit as lb
+from lowbit.bench.timing import Budget, Case, Group, measure
+from lowbit.machine import provenance
+from lowbit.tables import markdown
+
+_BUDGET = Budget(samples=3, seconds=20)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the loss: rows, features and classes. Of attention: heads, their dim, and lengths; torch's plain attention
+    takes part up to ``plain``.
+    """
+
+    rows: int = 2048
+    features: int = 512
+    classes: int = 131072
+    heads: int = 1
+    dim: int = 64
+    lengths: tuple[int, ...] = (4096, 8192, 32768)
+    plain: int = 8192
+    window: int = 1024
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
+def _with_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), targets)
+
+
+def _torch_in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.linear_cross_entropy(hidden, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
+
+
+def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """By name; torch's own in chunks where this torch has it."""
+    chunked = {"F.linear_cross_entropy in chunks": _torch_in_chunks} if hasattr(F, "linear_cross_entropy") else {}
+    return {
+        "F.cross_entropy of logits": _with_logits,
+        **chunked,
+        "linear_cross_entropy": lb.memory.linear_cross_entropy,
+    }
+
+
+def _all_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attentions(sizes: Sizes, length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """By name. What lowbit gives to SDPA is SDPA's kernel; ``chunk`` makes it take tiles."""
+    plain = {"SDPA, all scores": _all_scores} if length <= sizes.plain else {}
+    tile = 1 << 22
+    return {
+        **plain,
+        "attention": lambda q, k, v: lb.memory.attention(q, k, v, causal=True),
+        "attention in tiles": lambda q, k, v: lb.memory.attention(q, k, v, causal=True, chunk=tile),
+        f"attention in tiles, window {sizes.window}": lambda q, k, v: lb.memory.attention(
+            q, k, v, causal=True, window=sizes.window
+        ),
+    }
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def _rows(steps: dict[str, Callable[[], object]]) -> list[tuple[str, str, str, str]]:
+    """Of each: the peak, the time, and that beside the first one's. Steps take turns."""
+    cases = tuple(Case(name, step) for name, step in steps.items())
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds = measure(Group("memory", "step", "", 0, 0, cases, ()), replace(_BUDGET, clock=clock))
+    base = seconds[next(iter(steps))]
+    peaks = {name: lb.memory.allocated_peak(step) / 2**20 for name, step in steps.items()}
+    return [(name, f"{peaks[name]:.1f}", f"{seconds[name]:.3g}", f"{seconds[name] / base:.2f}") for name in steps]
+
+
+def _step(compute: Callable[..., Tensor], leaves: tuple[Tensor, ...], *rest: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(compute(*leaves, *rest).sum(), leaves)
+
+
+_HEAD = ("peak, MiB", "s", "of the first")
+
+
+def loss_table(sizes: Sizes) -> str:
+    hidden = torch.randn(sizes.rows, sizes.features, requires_grad=True)
+    weight = (torch.randn(sizes.classes, sizes.features) * sizes.features**-0.5).requires_grad_()
+    targets = torch.randint(sizes.classes, (sizes.rows,))
+    steps = {name: _step(compute, (hidden, weight), targets) for name, compute in losses().items()}
+    return markdown(("loss", *_HEAD), _rows(steps), numbers=range(1, 4))
+
+
+def attention_table(sizes: Sizes) -> str:
+    rows: list[tuple[str, ...]] = []
+    for length in sizes.lengths:
+        q, k, v = (torch.randn(1, sizes.heads, length, sizes.dim, requires_grad=True) for _ in range(3))
+        steps = {name: _step(compute, (q, k, v)) for name, compute in attentions(sizes, length).items()}
+        rows += [(str(length), *row) for row in _rows(steps)]
+    return markdown(("length", "attention", *_HEAD), rows, numbers=(0, 2, 3, 4))
+
+
+def run(directory: Path) -> Path:
+    """Measure, and write ``memory_kit.md``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    about, sizes = provenance(), Sizes()
+    torch.manual_seed(0)
+    text = [
+        "# Losses and attention without their largest tensor\n",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        "\nForward and gradients in fp32. The peak is what a step allocates beyond its inputs, gradients among it. "
+        "Steps of a table's group take turns, and times are medians.\n",
+        "## Cross-entropy of a linear layer\n",
+        f"{sizes.rows} rows of {sizes.features} features, {sizes.classes} classes. The gradient of the weight alone is "
+        f"{sizes.classes * sizes.features * 4 / 2**20:.0f} MiB, the logits are "
+        f"{sizes.rows * sizes.classes * 4 / 2**20:.0f} MiB.\n",
+        loss_table(sizes),
+        "\n## Causal attention\n",
+        f"One sequence, heads of {sizes.dim}: {sizes.heads}. `attention` gives SDPA what it serves in linear memory. "
+        "Times are beside the first one's of the same length.\n",
+        attention_table(sizes),
+    ]
+    path = directory / "memory_kit.md"
+    path.write_text("\n".join(text) + "\n")
+    return path

@@ -1,0 +1,80 @@
+"""What an op takes of time: its arithmetic and the bytes that it moves, at the rates of this machine.
+
+The rates are measured once a process: a matrix product and a copy. An op is taken to be as slow as the slower of its
+arithmetic and its traffic (Williams et al., "Roofline", 2009).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lowbit.ops import OPS
+
+__all__ = ["Rates", "Work", "rates", "work"]
+
+#: The side of the product that is timed, and the bytes that are copied.
+_SIDE, _BYTES = 512, 1 << 24
+
+
+class Work(NamedTuple):
+    """Floating-point operations and bytes moved."""
+
+    flops: int
+    bytes: int
+
+    def seconds(self, at: Rates) -> float:
+        """The time that this takes at the given rates."""
+        return max(self.flops / at.flops, self.bytes / at.bytes)
+
+
+class Rates(NamedTuple):
+    """Floating-point operations and bytes a second."""
+
+    flops: float
+    bytes: float
+
+
+def work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work:
+    """What a call of an op of the dispatcher does; nothing for views. Tensors may be fake."""
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if getattr(func, "is_view", False) or not (results or func._schema.is_mutable):
+        return Work(0, 0)
+    moved = sum(t.numel() * t.element_size() for t in (*results, *given))
+    packet = func._overloadpacket
+    spec = OPS.get(func._schema.name.removeprefix("lowbit::")) if func.namespace == "lowbit" else None
+    if spec is not None and spec.name == func._schema.name.removeprefix("lowbit::"):
+        return Work(*spec.cost(spec.args(*args, **kwargs)))
+    counted = flop_registry.get(packet)
+    return Work(int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0, moved)
+
+
+@cache
+def rates(device: torch.device) -> Rates:
+    """The rates of ``device``, measured once."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a = torch.randn(_SIDE, _SIDE, device=device).to(dtype)
+    source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Rates(
+        2 * _SIDE**3 / _fastest(lambda: a @ a, device), 2 * _BYTES / _fastest(lambda: target.copy_(source), device)
+    )
+
+
+def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return min(found)
