@@ -239,6 +239,8 @@ class Ledger(TorchDispatchMode):
     # -- ops -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "profiler":  # marks of the optimizer's step, which compute nothing
+            return func(*args, **kwargs)
         layer, phase = self._place()
         number = len(self.ops)
         self.ops.append(Op(str(func), layer, phase))
