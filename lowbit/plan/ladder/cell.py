@@ -1,7 +1,7 @@
 """A cell of the ladder: some steps of one shape by one rung's settings, in a process of their own under a real limit.
 
-``measure`` starts the process and reads what it reports; the process runs ``main``. Torch's profiler and other
-processes do not disturb what it holds, and running out of memory ends it alone.
+``measure`` starts the process and reads its result; the process runs ``main``. Running out of memory ends that process
+alone, and what it holds is its own.
 """
 
 from __future__ import annotations
