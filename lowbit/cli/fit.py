@@ -54,7 +54,7 @@ def fit(
         print_json(climbed.to_dict())
         return
     out.print(report.setting(climbed), soft_wrap=True)
-    out.print(rich_table(report.HEAD, report.written(climbed), report.NUMBERS))
+    out.print(rich_table(*report.table(climbed), report.NUMBERS))
     for line in (*report.remarks(climbed), report.explained(climbed)):
         out.print(line, soft_wrap=True)
     if path is not None:

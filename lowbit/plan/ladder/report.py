@@ -15,9 +15,9 @@ from lowbit.plan.ladder.shape import textbook
 from lowbit.sizes import amount
 from lowbit.tables import markdown
 
-__all__ = ["HEAD", "NUMBERS", "explained", "remarks", "setting", "write", "written"]
+__all__ = ["NUMBERS", "explained", "remarks", "setting", "table", "write"]
 
-#: The head of the table, whose cells are ``written``; the columns of ``NUMBERS`` are numbers.
+#: The head of the table, whose last column is for ladders with a search; the columns of ``NUMBERS`` are numbers.
 HEAD = ("rung", "peak, MiB", "of fp32", "trains", "s a step", "tokens/s", "loss", "losses", "largest")
 NUMBERS = (1, 2, 4, 5, 6)
 
@@ -27,10 +27,11 @@ _ALIKE = {
 _FITS, _OVER, _INK, _BAR = "#2b8a3e", "#d9480f", "#1f2933", "#2f6fde"
 
 
-def written(ladder: Ladder) -> list[tuple[str, ...]]:
-    """The cells below ``HEAD``."""
-    first = ladder.rows[0].whole
-    return [_cells(ladder, row, None if first is None else first.peak) for row in ladder.rows]
+def table(ladder: Ladder) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows of the table."""
+    first, columns = ladder.rows[0].whole, len(HEAD) if ladder.climb.search else len(HEAD) - 1
+    rows = [_cells(ladder, row, None if first is None else first.peak) for row in ladder.rows]
+    return HEAD[:columns], [row[:columns] for row in rows]
 
 
 def _cells(ladder: Ladder, row: Row, base: int | None) -> tuple[str, ...]:
@@ -89,9 +90,12 @@ def explained(ladder: Ladder) -> str:
         "Of a rung that does not train under the limit, peak, time and loss are of a run without one.",
         "Losses are equal to those of the rung above in every bit, close (another order of sums), or of another "
         "arithmetic (no entry).",
-        "The largest is the model of the same family that trains under the limit where the next one does not (+: "
-        "larger ones were not tried).",
     ]
+    if ladder.climb.search:
+        lines.append(
+            "The largest is the model of the same family that trains under the limit where the next one does not (+: "
+            "larger ones were not tried)."
+        )
     return " ".join(lines)
 
 
@@ -104,8 +108,8 @@ def write(directory: Path, ladder: Ladder, command: str) -> Path:
     write_json(directory / "ladder.json", {**ladder.to_dict(), "made": made})
     lines = [
         "# The ladder of memory-efficient training", "", setting(ladder), "",
-        *(["![peak of each rung, and the largest model that trains](ladder.png)", ""] if plots else []),
-        markdown(HEAD, written(ladder), NUMBERS), "", explained(ladder), "",
+        *(["![what each rung holds at its peak](ladder.png)", ""] if plots else []),
+        markdown(*table(ladder), NUMBERS), "", explained(ladder), "",
         *(f"- {line}" for line in remarks(ladder)), "",
         "## How it was made", "", *(f"- {key}: {value}" for key, value in made.items()),
     ]  # fmt: skip
@@ -119,18 +123,20 @@ def _plot(path: Path, ladder: Ladder) -> None:
     from matplotlib.figure import Figure
 
     names = [row.rung.name for row in ladder.rows]
-    figure = Figure(figsize=(11, 0.5 * len(names) + 1.6), layout="constrained")
-    peaks, sizes = figure.subplots(1, 2, sharey=True)
+    panels = 2 if ladder.climb.search else 1
+    figure = Figure(figsize=(6.5 * panels, 0.5 * len(names) + 1.2), layout="constrained")
+    peaks, *sizes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     gib = [0.0 if row.whole is None else row.whole.peak / 2**30 for row in ladder.rows]
     bars = peaks.barh(names, gib, color=[_FITS if row.limited.fits else _OVER for row in ladder.rows])
     peaks.bar_label(bars, [f"{value:.2f}" for value in gib], padding=3)
     peaks.axvline(ladder.climb.budget / 2**30, color=_INK, ls="--")
     peaks.set_title(f"peak of a step, {ladder.shape.parameters / 1e6:.0f}M parameters, GiB (dashed: budget)", size=10)
     millions = [0.0 if row.largest is None else row.largest.parameters / 1e6 for row in ladder.rows]
-    bars = sizes.barh(names, millions, color=_BAR)
-    sizes.bar_label(bars, [f"{value:.0f}" if value else "" for value in millions], padding=3)
-    sizes.set_title("largest model that trains in the budget, millions", size=10)
-    for axes in (peaks, sizes):
+    for axes in sizes:
+        bars = axes.barh(names, millions, color=_BAR)
+        axes.bar_label(bars, [f"{value:.0f}" if value else "" for value in millions], padding=3)
+        axes.set_title("largest model that trains in the budget, millions", size=10)
+    for axes in (peaks, *sizes):
         axes.margins(x=0.15)
         _bare(axes)
     peaks.invert_yaxis()
