@@ -93,6 +93,7 @@ def estimate(
 
     The result has ``peak_bytes``, ``moment``, ``by_kind``, ``by_layer``, ``by_phase`` and ``timeline`` of the second
     step, in which states of optimizers exist from the start; ``print`` shows it.
+    The answer of the model is held until its backward is done, as in ``output = model(batch)``.
     Beside the allocator's bytes a process holds its libraries, and on CUDA a context and what fragmentation costs.
     Memory that a kernel allocates for itself is known for the ops of ``lowbit.memory.scratch``.
 
@@ -136,7 +137,7 @@ def _run(
             since = len(ledger.ops)
             try:
                 for _ in range(micro_batches):
-                    loss(call(model, batch), batch).backward()
+                    _accumulate(model, batch, loss)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise ValueError(
                     f"memory.estimate: {type(model).__name__} reads values of tensors in its forward ({error}), and an "
@@ -148,6 +149,13 @@ def _run(
             for parameter in trained:
                 parameter.grad = None
     return Estimate(ledger, seen, since)
+
+
+def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> None:
+    """One micro-batch, in a function that holds the model's answer until backward is done, as training loops do."""
+    output = call(model, batch)
+    value = loss(output, batch)
+    value.backward()
 
 
 class _Scalars(TorchDispatchMode):

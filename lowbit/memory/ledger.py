@@ -39,6 +39,9 @@ _MASTERS = frozenset({"master", "masters", "master_param", "master_weight", "mas
 #: Kinds that what is made of them alone inherits: a cast or the codes of a weight.
 _OF_WEIGHTS = frozenset({"parameters", "buffers", "weight copies"})
 
+#: Namespaces of ops that compute nothing: marks of an optimizer's step, questions about a tensor.
+_ASIDE = frozenset({"profiler", "prim"})
+
 _TORCH = os.path.dirname(torch.__file__)
 _LOWBIT = os.path.dirname(os.path.dirname(__file__))
 
@@ -107,6 +110,7 @@ class Ledger(TorchDispatchMode):
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
+            self.model.register_forward_pre_hook(self._given, with_kwargs=True),
         ):
             keep(made.remove)
         for parameter in self.model.parameters():
@@ -191,11 +195,12 @@ class Ledger(TorchDispatchMode):
             self.claim(parameter.grad, "gradients", self._of_parameter.get(id(parameter), OUTSIDE))
 
     # -- where the program is ------------------------------------------------------------------------------------
+    def _given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.claim((args, kwargs), "inputs")
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if module is self.model:
-            self.claim(args, "inputs")
         name = self._names.get(module)
         self._inside.append((self._inside[-1] if self._inside else OUTSIDE) if name is None else name)
         self._note_nodes()
@@ -239,6 +244,8 @@ class Ledger(TorchDispatchMode):
     # -- ops -----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _ASIDE:
+            return func(*args, **kwargs)
         layer, phase = self._place()
         number = len(self.ops)
         self.ops.append(Op(str(func), layer, phase))

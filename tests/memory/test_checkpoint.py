@@ -48,7 +48,7 @@ def assert_equal(got: list[Tensor | None], want: list[Tensor | None]) -> None:
 
 
 def test_every_policy_is_tested():
-    assert {policy.split(":")[0] for _, policy in CASES} == set(POLICIES)
+    assert {policy.split(":")[0] for _, policy in CASES} == set(POLICIES) - {"planned"}  # tests/memory/test_planned.py
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

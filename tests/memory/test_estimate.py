@@ -51,7 +51,8 @@ def measured(model, batch, recipe=None, precision=None, optimizer="adamw", polic
 
     def step(given):
         for _ in range(micro_batches):
-            usual_loss(model(given), given).backward()
+            output = model(given)
+            usual_loss(output, given).backward()
         stepper.step()
         stepper.zero_grad()
 
