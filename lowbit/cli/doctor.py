@@ -26,11 +26,33 @@ _FOR_GPUS = ("cuda", "triton")
 _SETTINGS = ("LOWBIT_", "TRITON_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="What training this model takes of memory, and what each technique would save: demo, a directory "
+            "with a config.json of transformers, or MODULE:FUNCTION, which returns a model and a batch.",
+        ),
+    ] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch, with --memory.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row, with --memory.")] = 512,
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, lion8bit ..., with --memory.")] = "adamw",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16, with --memory.")] = "fp32",
+    recipe: Annotated[str, typer.Option(help="A recipe that trains, such as fp8, with --memory.")] = "",
+) -> None:
     """Check the installation: versions, backends and how to get the missing ones, CPU features, settings.
 
-    Send its output along when something does not work.
+    Send its output along when something does not work. With --memory: the usual checklist for out of memory.
     """
+    if memory:
+        from lowbit.cli.memory import report as report_memory
+
+        report_memory(
+            memory, batch, length, optimizer, None if precision == "fp32" else precision, recipe or None, json
+        )
+        return
     report = examine()
     if json:
         print_json(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from lowbit.demo import experiment, report
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import OUTSIDE, Interrupted, TrainConfig, Trainer
+from lowbit.demo.loop import OUTSIDE, PROFILED, Interrupted, TrainConfig, Trainer
 from lowbit.machine import float_precision
 from lowbit.tables import rich_table
 from lowbit.train.mixed import PARTS
@@ -52,6 +51,7 @@ _OPTIMIZER = "Such as adamw8bit or lion4bit. By default adamw for floats, and ad
 _ACTIVATIONS = "In runs of recipes, keep inputs of norms and activation functions for backward as FP8 codes."
 _CHECKPOINTING = "In all runs, keep a block's input alone for backward, which computes its inside again."
 _TAIL = "Share of the steps, the last ones, in which runs of recipes compute in bf16 or fp32 alone, such as 0.1."
+_PROFILE = "Profile the memory of one step of each run: a table, and memory.json with memory.png."
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
 
 
@@ -78,6 +78,7 @@ def train(
     compress_activations: Annotated[bool, typer.Option(help=_ACTIVATIONS)] = True,
     tail: Annotated[float, typer.Option(help=_TAIL)] = _TRAIN.tail,
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
+    profile_memory: Annotated[bool, typer.Option("--profile-memory", help=_PROFILE)] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print what is computed in what, and stop.")] = False,
@@ -101,6 +102,7 @@ def train(
         optimizer=optimizer,
         data=str(data.resolve()) if data else None,
         watch=watch,
+        profile_memory=profile_memory,
     )  # fmt: skip
     if explain:
         _explain(settings, json)
@@ -143,7 +145,6 @@ def _explain(settings: experiment.Settings, json: bool) -> None:
 
 def _memory(settings: experiment.Settings, shape: GPTConfig) -> list[Held]:
     """What the runs hold, and what lies between the first and each other."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which counts, would tell of each of its runs
     return [held(shape, config) for config in one_by_one([settings.of(name) for name in settings.precisions])]
 
 
@@ -166,7 +167,8 @@ def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> N
             )
         (directory / "report.md").unlink(missing_ok=True)
         for precision in before.precisions:
-            for path in (experiment.state_path(directory, precision), *report.watch_paths(directory, precision)):
+            paths = (*report.watch_paths(directory, precision), *report.memory_paths(directory, precision))
+            for path in (experiment.state_path(directory, precision), *paths):
                 path.unlink(missing_ok=True)
     settings.save(directory)
 
@@ -215,7 +217,7 @@ def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path
 
 def _flat(settings: experiment.Settings) -> dict[str, Any]:
     values = asdict(settings)
-    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch")}
+    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory")}
     return {**values["model"], **values["train"], **own}
 
 
@@ -266,6 +268,9 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
     if json:
         print_json(experiment.as_json(settings, corpus, runs, rows, memory))
     else:
+        for run in runs:
+            if run.memory is not None:
+                out.print(f"\nmemory of step {PROFILED} in {run.config.precision}:\n{run.memory}\n", markup=False)
         for claim in report.claims(runs, rows, memory):
             verdict = "holds" if claim.holds else Text("fails", "bold red")
             out.print(f"{claim.name}: {claim.measured:+.2%}, at most {claim.allowed:+.1%}:", verdict, soft_wrap=True)

@@ -56,7 +56,7 @@ class Settings:
     """All that a demo run depends on. Runs differ in precision, and in what ``of`` sets for each.
 
     ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
-    from one look at the casts of recipes' runs to the next; 0: none.
+    from one look at the casts of recipes' runs to the next; 0: none. ``profile_memory``: profile one step of each run.
     Raises: ValueError for an unknown optimizer or recipe, or a precision that is no recipe that trains.
     """
 
@@ -67,6 +67,7 @@ class Settings:
     optimizer: str | None = None
     data: str | None = None
     watch: int = 0
+    profile_memory: bool = False
 
     def __post_init__(self) -> None:
         if not (self.data is None or isinstance(self.data, str)):
@@ -100,6 +101,7 @@ class Settings:
                 optimizer=saved["optimizer"],
                 data=saved["data"],
                 watch=saved["watch"],
+                profile_memory=saved["profile_memory"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -136,7 +138,8 @@ def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) 
     """A trainer for each precision, at its saved state when resuming and one is there."""
     for precision in settings.precisions:
         model = GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
-        trainer = Trainer(model, corpus, settings.of(precision), run_path(directory, precision), settings.watch)
+        where = run_path(directory, precision)
+        trainer = Trainer(model, corpus, settings.of(precision), where, settings.watch, settings.profile_memory)
         if resume and trainer.path.exists():
             trainer.load()
         yield trainer

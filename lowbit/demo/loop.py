@@ -28,6 +28,7 @@ from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
+from lowbit.memory import Profile, profile
 from lowbit.memory.checkpoint import checkpoint_
 from lowbit.train import (
     LossScaler,
@@ -44,6 +45,7 @@ from lowbit.train import (
 __all__ = [
     "FLOATS",
     "OUTSIDE",
+    "PROFILED",
     "STATE",
     "History",
     "Interrupted",
@@ -62,6 +64,9 @@ OUTSIDE = ("fp32", "bf16")
 
 #: Precisions that are no recipe.
 FLOATS = (*OUTSIDE, "fp16")
+
+#: The step whose memory is profiled, counted from 0: states of optimizers exist, and no evaluation is near.
+PROFILED = 2
 
 #: The file of a run's state, in its directory.
 STATE = "checkpoint.pt"
@@ -237,9 +242,18 @@ class Trainer:
     """One run of ``model`` on ``corpus`` as ``config`` says, with its state in ``directory``.
 
     ``every``: steps from one look at the casts of a recipe's run to the next, which changes no bit of it; 0: none.
+    ``profile_memory``: profile the step ``PROFILED``, which changes no bit either; ``memory`` is the profile then.
     """
 
-    def __init__(self, model: nn.Module, corpus: Corpus, config: TrainConfig, directory: Path, every: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        corpus: Corpus,
+        config: TrainConfig,
+        directory: Path,
+        every: int = 0,
+        profile_memory: bool = False,
+    ) -> None:
         self.model, self.corpus, self.config = model, corpus, config
         self.path = directory / STATE
         self.prepared = arrange_(model, config)
@@ -250,6 +264,8 @@ class Trainer:
         self.watch = watch(model, every) if every and config.recipe is not None else None
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
         self.history = History()
+        self.memory: Profile | None = None
+        self._profiles = profile_memory
         self.step = 0
 
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
@@ -262,7 +278,11 @@ class Trainer:
             torch.manual_seed(self.config.seed)
         with stop_on_signals() as stopped:
             while self.step < self.config.steps:
-                self._train_step()
+                if self._profiles and self.step == PROFILED:
+                    with profile(self.model) as self.memory:
+                        self._train_step()
+                else:
+                    self._train_step()
                 on_step(self)
                 stop = stopped()  # asked once: what comes while a state is written ends the run after the next one
                 if stop or self.step % self.config.save_every == 0 or self.step == self.config.steps:

@@ -50,13 +50,20 @@ def write(
     command: str,
 ) -> Path:
     """Write ``report.md``, ``report.json`` and, where matplotlib is installed, ``loss.png`` and ``recipes.png``; of
-    runs that were watched ``watch.json`` and ``watch.png``, each in its run's directory.
+    runs that were watched ``watch.json`` and ``watch.png``, and of those whose memory was profiled ``memory.json`` and
+    ``memory.png``, each in its run's directory.
 
     Returns the path of ``report.md``.
     """
     plots = without_plots() is None
     if plots:
         _plots(directory, runs, rows)
+    for run in runs:
+        if run.memory is not None:
+            data_path, plot_path = memory_paths(directory, run.config.precision)
+            run.memory.save(data_path)
+            if plots:
+                run.memory.plot(plot_path)
     for run, seen in _watched(runs):
         data_path, plot_path = watch_paths(directory, run.config.precision)
         seen.to_json(data_path)
@@ -73,6 +80,12 @@ def watch_paths(directory: Path, precision: str) -> tuple[Path, Path]:
     """Where the rows and the plot of a watched run go."""
     run = run_path(directory, precision)
     return run / "watch.json", run / "watch.png"
+
+
+def memory_paths(directory: Path, precision: str) -> tuple[Path, Path]:
+    """Where the profile of a run's memory and its plot go."""
+    run = run_path(directory, precision)
+    return run / "memory.json", run / "memory.png"
 
 
 def _watched(runs: list[Trainer]) -> list[tuple[Trainer, Watch]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,13 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["allocated_peak", "saved_bytes"]
+__all__ = ["allocated_peak", "counting", "saved_bytes"]
+
+
+def counting() -> profile:
+    """torch's profiler for memory, which tells of none of its runs on stderr unless the environment says so."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def allocated_peak(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -30,7 +37,7 @@ def allocated_peak(run: Callable[[], object], device: torch.device | str = "cpu"
         raise ValueError(
             f"memory.allocated_peak: allocations are counted on 'cpu' and 'cuda', got {str(place)!r}; measure there"
         )
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with counting() as recorded:
         run()
     assert recorded.profiler is not None
     events = recorded.profiler.kineto_results.events()

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 
 from lowbit.convert.select import check_model
 from lowbit.memory import rss
 from lowbit.memory.ledger import OUTSIDE, Ledger, Piece
+from lowbit.memory.measure import counting
 from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -74,7 +74,7 @@ class Profile(Usage):
         self._ledger = Ledger(
             self._model, self.device, wrap=lambda number: record_function(f"{_MARK}{number}"), lines=True
         )
-        self._profiler = torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler = counting()
         self._profiler.__enter__()
         self._ledger.__enter__()
         self._ledger.baseline()

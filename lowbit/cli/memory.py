@@ -1,0 +1,80 @@
+"""``lowbit doctor --memory``: what training a model takes of memory, and what to do where it is too much."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit.cli.console import errors, out, print_json
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.machine import multiplies
+from lowbit.plan.checklist import checklist
+from lowbit.serialize.huggingface import is_directory, without_weights
+
+__all__ = ["report"]
+
+
+def report(
+    name: str, rows: int, length: int, optimizer: str, precision: str | None, recipe: str | None, json: bool
+) -> None:
+    """Print the estimate of a step of the model called ``name``, and the checklist."""
+    model, batch = find(name, rows, length)
+    with errors.status(f"estimating {name}"):
+        found = checklist(model, batch, optimizer=optimizer, precision=precision, recipe=recipe)
+    if json:
+        print_json(found.as_dict())
+        return
+    fast = "this processor multiplies bf16" if multiplies("bf16") else "bf16 is slower than fp32 on this processor"
+    out.print(f"{name}: a step of training, estimated ({fast})\n", markup=False)
+    out.print(str(found.plain), markup=False, soft_wrap=True)
+    out.print("\nwhat would save memory, best first", style="bold")
+    out.print(str(found), markup=False, soft_wrap=True)
+
+
+def find(name: str, rows: int, length: int) -> tuple[nn.Module, Any]:
+    """The model and a batch. Raises ValueError for a name that is no model's."""
+    if name == "demo":
+        config = GPTConfig()
+        return GPT(config), torch.zeros(rows, min(length, config.context), dtype=torch.long)
+    if is_directory(Path(name)):
+        model = without_weights(Path(name)).train()
+        return model, _batch_of(model, rows, length)
+    if ":" not in name:
+        raise ValueError(
+            f"--memory {name}: expected 'demo', a directory with a config.json of transformers, or MODULE:FUNCTION, a "
+            f"function that returns a model and a batch"
+        )
+    path, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(importlib.import_module(path), function)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"--memory {name}: {error}; expected MODULE:FUNCTION that can be imported from here") from None
+    finally:
+        sys.path.remove("")
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"--memory {name}: expected (model, batch) from {function}(), got {type(made).__name__}")
+    return made
+
+
+def _batch_of(model: Any, rows: int, length: int) -> dict[str, Any]:
+    """What a model of transformers is trained on, by the name of its main input."""
+    config, kind = model.config, model.main_input_name
+    if kind == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        high, wide = side if isinstance(side, list | tuple) else (side, side)
+        return {kind: torch.zeros(rows, getattr(config, "num_channels", 3), high, wide, dtype=model.dtype)}
+    if kind != "input_ids":
+        raise ValueError(
+            f"--memory: {type(model).__name__} is given {kind}, of which no batch is known here; write a function "
+            f"that returns the model and a batch, and give MODULE:FUNCTION"
+        )
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    if getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids, "decoder_input_ids": ids}
+    return {"input_ids": ids}

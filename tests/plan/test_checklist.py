@@ -1,0 +1,88 @@
+"""The checklist for out of memory: what it says of a technique is what the technique saves."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.memory import checkpoint_, profile, usual_loss
+from lowbit.optim.names import by_name
+from lowbit.plan.checklist import TECHNIQUES, checklist
+
+CONFIG = GPTConfig(vocab=256, layers=3, heads=2, dim=128, hidden=256)
+
+
+def peak(change, batch, optimizer="adamw"):
+    """Of a real step of a model to which ``change`` was done."""
+    model = GPT(CONFIG)
+    change(model)
+    stepper = by_name(optimizer)(model.parameters())
+
+    def step(given):
+        output = model(given)
+        usual_loss(output, given).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    gc.collect()
+    found = profile(model, batch, step)
+    return found.peak_bytes - found.by_kind.get("other", 0)
+
+
+def test_what_is_said_is_what_is_saved():
+    batch = torch.randint(256, (8, 128))
+    found = checklist(GPT(CONFIG), batch)
+    said = {row.name: row for row in found.advice}
+    assert said.keys() == {technique.name for technique in TECHNIQUES}
+    plain = peak(lambda model: None, batch)
+    assert found.plain.peak_bytes == pytest.approx(plain, rel=0.005)
+    real = {
+        "a smaller batch: half": peak(lambda model: None, batch[:4]),
+        "checkpoints: blocks": peak(checkpoint_, batch),
+        "checkpoints: attention": peak(lambda model: checkpoint_(model, "attention"), batch),
+        "mixed precision": peak(lb.train.mixed_, batch),
+        "optimizer of 8 bits": peak(lambda model: None, batch, "adamw8bit"),
+    }
+    for name, held in real.items():
+        assert plain - said[name].saves == pytest.approx(held, rel=0.01), name
+    assert said["states of the optimizer elsewhere"].saves == found.plain.by_kind["optimizer state"]
+    assert said["checkpoints: blocks"].time > said["checkpoints: attention"].time > 0
+    assert said["a smaller batch: half"].time < -0.3
+
+
+def test_what_does_nothing_comes_last_with_its_reason():
+    """A model of one large matrix, whose peak is in the optimizer's step or the end of backward."""
+    model = nn.Sequential(nn.Linear(1024, 1024))
+    found = checklist(model, torch.zeros(1, 1024), precision="bf16", optimizer="adamw8bit")
+    notes = {row.name: row.note for row in found.advice}
+    assert notes["mixed precision"] == "precision is bf16 already"
+    assert "few bits" in notes["optimizer of 8 bits"]
+    assert notes["a smaller batch: half"] == "the batch has one row"
+    assert "no ModuleList" in notes["checkpoints: blocks"]
+    useful = [bool(row.note) for row in found.advice]
+    assert useful == sorted(useful)
+    assert json.dumps(found.as_dict()) and "precision is bf16 already" in str(found)
+
+
+def test_the_command(run, tmp_path, monkeypatch):
+    said = json.loads(run("doctor", "--memory", "demo", "--batch", "2", "--length", "32", "--json"))
+    assert said["plain"]["peak_bytes"] > 0 and len(said["advice"]) == len(TECHNIQUES)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_to_fit.py").write_text(
+        "import torch\n\ndef made():\n    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\n"
+    )
+    assert "best first" in run("doctor", "--memory", "mine_to_fit:made")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nothing", "MODULE:FUNCTION"), ("nothing:made", "No module named"), ("math:pi", "not callable|expected")],
+)
+def test_a_name_that_is_no_model_says_what_is(run, name, words):
+    assert any(word in run("doctor", "--memory", name, code=1) for word in words.split("|"))
