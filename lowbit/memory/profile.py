@@ -201,8 +201,9 @@ class Profile(Usage):
             for index, span in enumerate(spans):
                 op = max(bisect_right(times, span.born) - 1, 0)
                 found = known.get((address, index))
+                gone = math.inf if found is None or found.died is None else after[found.died]
                 layer = found.layer if found else ops[op].layer if ops else OUTSIDE
-                rows.append((span.bytes, span.born, span.died, op, found.kind if found else None, layer))
+                rows.append((span.bytes, span.born, min(span.died, gone), op, found.kind if found else None, layer))
         kinds = kinds_of(ops, [r[3] for r in rows], [r[2] for r in rows], [r[4] for r in rows], times) if ops else []
         holdings = [Holding(r[0], kind, r[5], r[1], r[2]) for r, kind in zip(rows, kinds, strict=False)]
         Usage.__init__(self, ops, times, holdings, since=max(self._resets, default=0))
@@ -217,10 +218,15 @@ def _nodes(tree: list[Any]) -> Iterator[Any]:
 
 
 def _allocations(changes: list[tuple[int, int, int]], origin: int) -> dict[int, list[_Allocation]]:
-    """By address, the allocations that begin within the profile."""
+    """By address, the allocations that begin within the profile. What another thread frees is not among the events: it
+    has gone when its address is given out again.
+    """
     found: dict[int, list[_Allocation]] = defaultdict(list)
     for time, address, size in changes:
+        spans = found[address]
         if size > 0:
+            if spans and spans[-1].died == math.inf:
+                spans[-1] = spans[-1]._replace(died=time - origin)
             found[address].append(_Allocation(size, time - origin, math.inf))
         elif found[address]:
             found[address][-1] = found[address][-1]._replace(died=time - origin)

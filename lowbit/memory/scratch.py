@@ -45,13 +45,23 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
         return 0
     if _is_product(weight, stride):
         return _bytes(grad)
-    wide = 0 if weight.dtype == torch.float32 else 4 * weight.numel()
-    return max(2 * _bytes(grad) + (_bytes(x) if out[0] is not None else 0), _bytes(weight) + _bytes(grad)) + wide
+    copies = 2 * _bytes(grad) + (_bytes(x) if out[0] is not None else 0)
+    if weight.dtype == torch.float32:
+        return max(copies, _bytes(weight) + _bytes(grad))
+    return copies + 4 * weight.numel()
+
+
+def _sum(args: tuple[Any, ...], out: Any) -> int:
+    """A sum in another dtype is one of a copy in that dtype."""
+    x = args[0]
+    return x.numel() * out.element_size() if x.device.type == "cpu" and x.dtype != out.dtype else 0
 
 
 SCRATCH: dict[str, Scratch] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
+    "aten.sum.dim_IntList": _sum,
+    "aten.sum.default": _sum,
 }
 
 
