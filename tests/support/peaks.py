@@ -26,7 +26,9 @@ def resident_peak(work: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         try:
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+            libc = ctypes.CDLL(None)
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+            libc.malloc_trim(0)  # what tests before have freed would be used again without a rise
             torch.set_num_threads(1)
             reset_peak()
             before = peak_bytes()
