@@ -6,7 +6,7 @@ Source: Kim et al., GuidedQuant, arXiv 2505.07004 (with one group of channels a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lowbit.calibrate.losses import Loss, default_loss
 from lowbit.calibrate.recording import Observed
-from lowbit.memory.checkpoint import recomputing
+from lowbit.memory.checkpoint import NotReplayed, recomputing
 from lowbit.models.batches import feed
 from lowbit.models.blocks import find_blocks
-from lowbit.models.writes import Unchanged, Written, despite_writes
+from lowbit.models.writes import Written, despite_writes
 from lowbit.processes import processes
 
 __all__ = ["weigh"]
@@ -114,24 +114,14 @@ class _Watch:
 
 @contextmanager
 def _checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises Written out of the call of
-    a block that writes to what it is given.
+    """Inside, the blocks of ``model`` are checkpointed, where it is a stack of some. Raises Written where a block
+    writes to what it is given, or cannot be computed a second time for another reason.
     """
-    blocks = list(dict.fromkeys(find_blocks(model)))
-    given: list[Unchanged] = []
-
-    def called(block: nn.Module, args: Any, kwargs: Any) -> None:
-        given.append(Unchanged((args, kwargs)))
-
-    def returned(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not given.pop():
-            raise Written
-
-    with recomputing(blocks), ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(called, with_kwargs=True).remove)
-            hooks.callback(block.register_forward_hook(returned, with_kwargs=True).remove)
-        yield
+    try:
+        with recomputing(find_blocks(model)):
+            yield
+    except NotReplayed as error:
+        raise Written from error
 
 
 def _normalize(layer: Observed) -> None:

@@ -54,7 +54,7 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
 def _sum(args: tuple[Any, ...], out: Any) -> int:
     """A sum in another dtype is one of a copy in that dtype."""
     x = args[0]
-    return x.numel() * out.element_size() if x.device.type == "cpu" and x.dtype != out.dtype else 0
+    return int(x.numel() * out.element_size()) if x.device.type == "cpu" and x.dtype != out.dtype else 0
 
 
 SCRATCH: dict[str, Scratch] = {

@@ -5,5 +5,6 @@ recomputes, ``calls`` is what one call has to be given again, ``selective`` keep
 """
 
 from lowbit.memory.checkpoint.apply import checkpoint_, recomputing, uncheckpoint_
+from lowbit.memory.checkpoint.frame import NotReplayed
 
-__all__ = ["checkpoint_", "recomputing", "uncheckpoint_"]
+__all__ = ["NotReplayed", "checkpoint_", "recomputing", "uncheckpoint_"]
