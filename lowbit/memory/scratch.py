@@ -48,7 +48,7 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     copies = 2 * _bytes(grad) + (_bytes(x) if out[0] is not None else 0)
     if weight.dtype == torch.float32:
         return max(copies, _bytes(weight) + _bytes(grad))
-    return copies + 4 * weight.numel()
+    return copies + 4 * int(weight.numel())
 
 
 def _sum(args: tuple[Any, ...], out: Any) -> int:

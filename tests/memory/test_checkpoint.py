@@ -15,6 +15,7 @@ from support.bits import same_bits
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, saved_bytes, uncheckpoint_
 from lowbit.memory.checkpoint.frame import NotReplayed
 from lowbit.memory.checkpoint.policies import POLICIES
@@ -416,3 +417,12 @@ def test_a_write_to_a_kept_input_afterwards_is_named():
     x.zero_()
     with pytest.raises(NotReplayed, match="an input of the checkpointed '0' has been written to since"):
         y.sum().backward()
+
+
+def test_a_list_of_modules_stands_for_the_modules_in_it():
+    """Nobody calls a ModuleList: checkpointed itself, it would save nothing without a word."""
+    for policy in (lambda model: model.blocks, lambda model: ["blocks"], lambda model: [model.blocks]):
+        model = GPT(GPTConfig(vocab=32, context=8, layers=2, heads=2, dim=32, hidden=64))
+        report = checkpoint_(model, policy(model))
+        assert [layer.name for layer in report.converted] == ["blocks.0", "blocks.1"]
+        assert type(model.blocks[1]).__name__ == "CheckpointedBlock"

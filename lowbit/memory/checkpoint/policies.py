@@ -196,7 +196,7 @@ def _outermost(model: nn.Module, wanted: Callable[[nn.Module, str], bool]) -> li
     for path, module in _paths(model):
         if id(module) not in inside and wanted(module, path):
             inside |= {id(inner) for inner in module.modules()}
-            found.append(Chosen((module,)))
+            found += [Chosen((called,)) for called in _called(module)]
     return found
 
 
@@ -222,8 +222,15 @@ def _listed(model: nn.Module, given: Iterable[Any]) -> list[Chosen]:
                 f"the model that is to be checkpointed"
             )
         else:
-            found.append(Chosen((one,)))
+            found += [Chosen((called,)) for called in _called(one)]
     return found
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The module, or those in it where it is a list or a mapping of modules, which nobody calls."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [module]
+    return [called for child in module.children() for called in _called(child)]
 
 
 def _refuse_missing(model: nn.Module, patterns: list[Any]) -> None:
