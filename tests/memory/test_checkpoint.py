@@ -424,5 +424,5 @@ def test_a_list_of_modules_stands_for_the_modules_in_it():
     for policy in (lambda model: model.blocks, lambda model: ["blocks"], lambda model: [model.blocks]):
         model = GPT(GPTConfig(vocab=32, context=8, layers=2, heads=2, dim=32, hidden=64))
         report = checkpoint_(model, policy(model))
-        assert [layer.name for layer in report.converted] == ["blocks.0", "blocks.1"]
+        assert report.converted == ("blocks.0", "blocks.1")
         assert type(model.blocks[1]).__name__ == "CheckpointedBlock"
