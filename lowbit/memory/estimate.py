@@ -101,6 +101,8 @@ def estimate(
     step of it. TypeError for what is no module.
     """
     check_model(model)
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("memory.estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         copied = _fake_model(model, fake, device)
         place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
@@ -211,6 +213,10 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | s
     for parameter in model.parameters():
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
+    for module in model.modules():  # tensors that are no buffers, such as tables that a module keeps for itself
+        for value in tree_leaves(list(vars(module).values())):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = _fake(value, mode, device)
     return copy.deepcopy(model, memo)
 
 

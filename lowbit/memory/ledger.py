@@ -96,7 +96,7 @@ class Ledger(TorchDispatchMode):
         self._names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self._of_parameter: dict[int, str] = {}
         self._inside: list[str] = []
-        self._stepping = 0
+        self._stepping = False
         self._nodes: list[int] = []
         self._node_layers: list[str] = []
         self._exits = ExitStack()
@@ -165,10 +165,12 @@ class Ledger(TorchDispatchMode):
     def claim(self, tensors: Any, kind: str | None, layer: str | None = None) -> None:
         """Say of what kind, and of which layer, the storages of a tree of tensors are."""
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device == self.device:
                 for storage in _storages(tensor):
                     piece = self._piece(storage, OUTSIDE if layer is None else layer)
-                    if piece is not None and kind is not None and piece.kind not in ("parameters", "buffers"):
+                    if piece is None or kind is None or piece.kind in ("parameters", "buffers"):
+                        continue
+                    if kind != "inputs" or piece.layer == OUTSIDE:  # a model may be called with its own results
                         piece.kind = kind
                         piece.layer = piece.layer if layer is None else layer
 
@@ -179,7 +181,11 @@ class Ledger(TorchDispatchMode):
             return known[1]
         if storage.nbytes() == 0:
             return None
-        piece = Piece(storage, len(self.ops) - 1, kind, layer, _caller() if self._lines and self.ops else "")
+        line = _caller() if self._lines and self.ops else ""
+        try:
+            piece = Piece(storage, len(self.ops) - 1, kind, layer, line)
+        except RuntimeError:  # a storage without memory, as tracing leaves some
+            return None
         self.pieces.append(piece)
         self.live += piece.bytes
         self._open[key] = (weakref.ref(storage, lambda _: self._gone(key)), piece)
@@ -202,6 +208,8 @@ class Ledger(TorchDispatchMode):
         if torch.compiler.is_compiling():
             return
         name = self._names.get(module)
+        if module is self.model and not self._inside:
+            self._stepping = False  # where a step has raised
         self._inside.append((self._inside[-1] if self._inside else OUTSIDE) if name is None else name)
         self._note_nodes()
 
@@ -217,7 +225,7 @@ class Ledger(TorchDispatchMode):
             self._node_layers.append(self._inside[-1] if self._inside else OUTSIDE)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping += 1
+        self._stepping = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any, count: bool = True) -> None:
         for parameter, state in optimizer.state.items():
@@ -225,14 +233,14 @@ class Ledger(TorchDispatchMode):
             for name, value in state.items() if isinstance(state, dict) else ():
                 self.claim(value, "master copies" if name in _MASTERS else "optimizer state", layer)
         if count:
-            self._stepping -= 1
+            self._stepping = False
             self.steps.append(len(self.ops))
 
     def _place(self) -> tuple[str, str]:
         """The layer and the phase of the op that comes now."""
-        if self._stepping:
-            return "(optimizer)", "step"
         if torch._C._current_graph_task_id() == -1:
+            if self._stepping and not self._inside:  # a closure's forward and backward are what they are
+                return "(optimizer)", "step"
             return (self._inside[-1] if self._inside else OUTSIDE), "forward"
         if torch.is_grad_enabled() and self._inside:
             return self._inside[-1], "recomputation"

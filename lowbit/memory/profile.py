@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -70,14 +71,21 @@ class Profile(Usage):
     def __enter__(self) -> Profile:
         if self._begun:
             raise RuntimeError("memory.profile: this profile has run already; make another with memory.profile(model)")
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError(
+                "memory.profile: torch's profiler runs already, by torch.profiler or another memory.profile, and it "
+                "cannot run twice; end the other one first"
+            )
         self._begun = True
         self._ledger = Ledger(
             self._model, self.device, wrap=lambda number: record_function(f"{_MARK}{number}"), lines=True
         )
         self._profiler = counting()
-        self._profiler.__enter__()
-        self._ledger.__enter__()
-        self._ledger.baseline()
+        with ExitStack() as entered:
+            entered.enter_context(self._profiler)
+            entered.enter_context(self._ledger)
+            self._ledger.baseline()
+            entered.pop_all()  # __exit__ ends them
         return self
 
     def __exit__(self, *error: object) -> None:

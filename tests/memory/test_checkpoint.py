@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -426,3 +427,24 @@ def test_a_list_of_modules_stands_for_the_modules_in_it():
         report = checkpoint_(model, policy(model))
         assert report.converted == ("blocks.0", "blocks.1")
         assert type(model.blocks[1]).__name__ == "CheckpointedBlock"
+
+
+def test_a_mapping_gives_a_list_of_modules_its_policy():
+    model = GPT(GPTConfig(vocab=32, context=8, layers=4, heads=2, dim=32, hidden=64))
+    assert checkpoint_(model, {"blocks": "every:2"}).converted == ("blocks.0", "blocks.2")
+    with pytest.raises(ValueError, match="only policies by name take settings, got ofload"):
+        checkpoint_(model, ["blocks"], ofload="cpu")
+
+
+def test_threads_do_not_share_the_frames_of_a_segment():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    inputs = [torch.randn(8, 16) for _ in range(24)]
+
+    def gradient(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(model(x).square().sum(), x)[0]
+
+    want = [gradient(x) for x in inputs]
+    checkpoint_(model, "segments:2")
+    with ThreadPoolExecutor(4) as pool:
+        assert all(map(torch.equal, pool.map(gradient, inputs), want))

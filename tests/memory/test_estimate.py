@@ -122,3 +122,15 @@ def test_what_reads_values_says_so():
         estimate(nn.Linear(4, 4), torch.randn(2, 4), optimizer="adamw9bit")
     with pytest.raises(ValueError, match="precision is"):
         estimate(nn.Linear(4, 4), torch.randn(2, 4), precision="fp12")
+
+
+def test_tensors_that_are_no_buffers_go_along():
+    class Table(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.table = torch.ones(8)
+
+        def forward(self, x):
+            return super().forward(x) + self.table
+
+    assert estimate(Table(), torch.zeros(4, 8)).peak_bytes > 0

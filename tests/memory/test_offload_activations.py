@@ -290,3 +290,13 @@ def test_the_resident_peak_of_the_process_falls_by_most_of_the_activations(tmp_p
     with_files = resident_peak(lambda: gradients(model, x, lb.memory.offload_activations(tmp_path)))
     assert without > whole
     assert without - with_files > 0.5 * whole
+
+
+def test_a_tensor_that_is_written_to_and_then_let_go_of_is_an_error_as_without(tmp_path):
+    x = torch.randn(512, 1024, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), lb.memory.offload_activations(tmp_path):
+        y = x.sigmoid()
+        y.mul_(2)
+        z = y.exp()
+        del y
+        z.tanh().sum().backward()

@@ -186,3 +186,32 @@ def test_what_cannot_be_profiled_says_so(tmp_path):
     with pytest.raises(ValueError, match="3 steps"):
         p.leaks()
     assert json.loads(p.save(tmp_path / "p.json").read_text())["peak_bytes"] == p.peak_bytes
+
+
+def test_a_profile_within_another_is_refused_and_the_outer_one_is_whole():
+    model = nn.Linear(8, 8)
+    with profile(model) as outer:
+        with pytest.raises(RuntimeError, match="runs already"), profile(model):
+            pass
+        model(torch.randn(2, 8)).sum().backward()
+    assert outer.by_phase.keys() >= {"forward", "backward"}
+
+
+def test_a_step_that_raises_and_a_closure_leave_phases_what_they_are():
+    model = nn.Linear(8, 8)
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        loss = model(torch.randn(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    def bad():
+        raise ZeroDivisionError
+
+    with profile(model) as p:
+        with pytest.raises(ZeroDivisionError):
+            stepper.step(bad)
+        stepper.step(closure)
+    assert p.by_phase.keys() >= {"forward", "backward"}
+    assert {m.phase for m in p.timeline if m.layer == "Linear"} == {"forward", "backward"}

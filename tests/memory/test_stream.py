@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,3 +189,19 @@ def test_resident_memory_holds_a_few_blocks(tmp_path):
     x = torch.randn(4, 1024, requires_grad=True)
     peak = resident_peak(lambda: [model(x).sum().backward() for _ in range(2)])
     assert peak < 8 * (4 << 20), "of 24 blocks of 4 MiB"
+
+
+def test_weights_that_are_not_in_files_any_more_are_left_alone(tmp_path):
+    """After ``double`` and in copies they lie on the heap, of which no page may be dropped."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(64)))
+    x = torch.randn(4, 32)
+    want = model(x).detach()
+    lb.memory.stream_blocks_(model, tmp_path)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(twin(x), want)
+            assert torch.equal(model(x), want)
+        model.double()
+        for _ in range(2):
+            assert torch.allclose(model(x.double()), want.double(), atol=1e-5)

@@ -49,10 +49,14 @@ def choose(model: nn.Module, policy: Choice, settings: Mapping[str, Any] | None 
         return list(policy.chosen(model))
     if isinstance(policy, str) and (policy.split(":")[0] in POLICIES or not _is_pattern(policy)):
         return _by_name(model, policy, settings or {})
+    if settings:
+        raise ValueError(
+            f"memory.checkpoint_: only policies by name take settings, got {', '.join(settings)}; leave them out"
+        )
     if isinstance(policy, Mapping):
         return [chosen for pattern, one in policy.items() for chosen in _by_pattern(model, pattern, one)]
     if callable(policy) and not isinstance(policy, nn.Module):
-        return _outermost(model, lambda module, path: matches(policy, path, module))
+        return _each(_outermost(model, lambda module, path: matches(policy, path, module)))
     return _listed(model, [policy] if isinstance(policy, str | nn.Module) else policy)
 
 
@@ -189,15 +193,19 @@ def _paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(plain_name(path), module) for path, module in model.named_modules()]
 
 
-def _outermost(model: nn.Module, wanted: Callable[[nn.Module, str], bool]) -> list[Chosen]:
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module, str], bool]) -> list[nn.Module]:
     """The modules that are wanted and not inside of one that is."""
     inside: set[int] = set()
     found = []
     for path, module in _paths(model):
         if id(module) not in inside and wanted(module, path):
             inside |= {id(inner) for inner in module.modules()}
-            found += [Chosen((called,)) for called in _called(module)]
+            found.append(module)
     return found
+
+
+def _each(modules: Iterable[nn.Module]) -> list[Chosen]:
+    return [Chosen((called,)) for module in modules for called in _called(module)]
 
 
 def _by_pattern(model: nn.Module, pattern: Any, policy: Choice) -> list[Chosen]:
@@ -205,7 +213,7 @@ def _by_pattern(model: nn.Module, pattern: Any, policy: Choice) -> list[Chosen]:
     if policy is None:
         return []
     above = _outermost(model, lambda module, path: named(pattern, path, module))
-    return [chosen for one in above for chosen in choose(one.modules[0], policy)]
+    return [chosen for module in above for chosen in choose(module, policy)]
 
 
 def _listed(model: nn.Module, given: Iterable[Any]) -> list[Chosen]:
@@ -215,15 +223,20 @@ def _listed(model: nn.Module, given: Iterable[Any]) -> list[Chosen]:
         if not isinstance(one, nn.Module):
             (pattern,) = patterns_in(one, "memory.checkpoint_: policy")
             _refuse_missing(model, [pattern])
-            found += _outermost(model, lambda module, path, pattern=pattern: named(pattern, path, module))  # type: ignore[misc]
+            wanted = partial(_is_named, pattern)
+            found += _each(_outermost(model, wanted))
         elif id(one) not in inside:
             raise ValueError(
                 f"memory.checkpoint_: a {type(one).__name__} of the list is no module of the model; take modules from "
                 f"the model that is to be checkpointed"
             )
         else:
-            found += [Chosen((called,)) for called in _called(one)]
+            found += _each([one])
     return found
+
+
+def _is_named(pattern: Any, module: nn.Module, path: str) -> bool:
+    return named(pattern, path, module)
 
 
 def _called(module: nn.Module) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,19 +46,22 @@ class Segment:
     size: int
     contexts: Contexts | None = None
     offload: Offload | None = None
-    _open: ref[Frame] | None = field(default=None, repr=False)
+    _open: dict[int, ref[Frame]] = field(default_factory=dict, repr=False)  # by thread
 
     def frame(self, index: int) -> Frame:
         """The frame of a call of the module at ``index``: the open one, or a new one where the segment begins again."""
-        frame = None if self._open is None else self._open()
+        thread = threading.get_ident()
+        opened = self._open.pop(thread, None)
+        frame = None if opened is None else opened()
         if frame is None or frame.last >= index:
             frame = Frame(self.contexts, self.offload)
         frame.last = index
-        self._open = ref(frame) if index + 1 < self.size else None
+        if index + 1 < self.size:
+            self._open[thread] = ref(frame)
         return frame
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": None}  # a copy has no forward under way
+        return {**vars(self), "_open": {}}  # a copy has no forward under way
 
 
 @dataclass(eq=False)

@@ -139,9 +139,13 @@ class _Storage:
         self.raw: Tensor | None = None  # once it has come back
 
     def is_free(self) -> bool:
-        """Whether nothing but autograd holds it."""
-        kept = [saved.kept for saved in self.saved if saved.kept is not None]
-        return bool(kept) and _holders(kept[0]) == _ALONE - 1 + len(kept)
+        """Whether nothing but autograd holds it, and nothing has been written to it: that is found in backward."""
+        kept = [(saved.kept, saved.version) for saved in self.saved if saved.kept is not None]
+        if any(tensor._version != version for tensor, version in kept):
+            return False
+        tensors = [tensor for tensor, _ in kept]
+        del kept
+        return bool(tensors) and _holders(tensors[0]) == _ALONE - 1 + len(tensors)
 
     def move(self) -> None:
         """Begin to move it away; where that raises, it stays."""

@@ -14,6 +14,10 @@ from lowbit.memory.offload.directory import ScratchDirectory
 __all__ = ["drop_pages", "mapped_like", "read_ahead"]
 
 
+#: Where the tensors of ``mapped_like`` lie. Memory of any other kind would lose what is dropped.
+_mapped: set[int] = set()
+
+
 def mapped_like(tensor: Tensor, files: ScratchDirectory) -> Tensor:
     """A CPU tensor of that shape, dtype and order of strides in a file of ``files``, which goes with its storage.
 
@@ -22,7 +26,10 @@ def mapped_like(tensor: Tensor, files: ScratchDirectory) -> Tensor:
     plan = torch.empty_like(tensor, device="meta")
     path = files.reserve(plan.nbytes)
     raw = torch.from_file(str(path), shared=True, size=plan.nbytes, dtype=torch.uint8)
-    weakref.finalize(raw.untyped_storage(), files.release, path, plan.nbytes)
+    storage = raw.untyped_storage()
+    _mapped.add(storage.data_ptr())
+    weakref.finalize(storage, _mapped.discard, storage.data_ptr())
+    weakref.finalize(storage, files.release, path, plan.nbytes)
     return raw.view(plan.dtype).as_strided(plan.shape, plan.stride())
 
 
@@ -39,5 +46,5 @@ def read_ahead(tensor: Tensor) -> None:
 def _advise(tensor: Tensor, advice: int) -> None:
     storage = tensor.untyped_storage()
     advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is not None and storage.nbytes():
+    if advise is not None and storage.data_ptr() in _mapped:
         advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), advice)
