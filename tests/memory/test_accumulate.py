@@ -151,22 +151,16 @@ def _in_process(rank: int, path: str) -> None:
     _, expected = whole(model, batch)
     mine = {key: value[:2] if rank == 0 else value[2:] for key, value in batch.items()}
     parallel = DistributedDataParallel(model)
-    exchanged = []
-    parallel.register_comm_hook(None, lambda _, bucket: _averaged(bucket, exchanged))
+    exchanges = []
+    model.register_forward_pre_hook(lambda *_: exchanges.append(parallel.require_backward_grad_sync))
     _, gradient = accumulated(parallel, mine, 3 - rank, targets="labels", model=parallel)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
-    assert len(exchanged) == 1
+    assert exchanges.count(True) == 1 and exchanges[-1], "DDP exchanges gradients after the last part alone"
     if rank == 1:
         mine["labels"] = torch.full_like(mine["labels"], IGNORED)
     with pytest.raises(ValueError, match=r"targets in every process, got \[\d+, 0\] by rank"):
         micro_batches(mine, 2, targets="labels", model=parallel)
     dist.destroy_process_group()
-
-
-def _averaged(bucket: dist.GradBucket, exchanged: list[int]) -> torch.futures.Future[Tensor]:
-    exchanged.append(bucket.index())
-    total = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return total.then(lambda done: done.value()[0] / 2)
 
 
 def test_processes_exchange_once_and_have_the_gradients_of_all_batches_together(tmp_path):
