@@ -6,7 +6,9 @@ Source: Ren et al., "ZeRO-Offload", arXiv 2101.06840, and "ZeRO-Infinity", arXiv
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -187,7 +189,8 @@ class _Offload:
         """Have the gradients of all parameters moved, those of later groups too."""
         for param in _params(optimizer) if self.moves_gradients else ():
             if param not in self.watched and param.requires_grad:
-                self.watched[param] = param.register_post_accumulate_grad_hook(self._move_gradient)
+                hook = partial(_call, weakref.WeakMethod(self._move_gradient))
+                self.watched[param] = param.register_post_accumulate_grad_hook(hook)
                 if param.grad is not None:
                     self._move_gradient(param)
 
@@ -211,6 +214,13 @@ class _Offload:
 
 
 # -- the methods of an optimizer ---------------------------------------------------------------------------------------
+def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
+    """A hook that keeps nothing alive: the collector does not see those that a parameter has."""
+    found = method()
+    if found is not None:
+        found(param)
+
+
 def _hooked_step() -> Callable[..., Any]:
     """A step with the hooks of steps around it, which run once."""
     return torch.optim.Optimizer.profile_hook_step(_step)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -212,3 +214,16 @@ def test_resident_memory_stays_flat_with_states_and_gradients_in_files(tmp_path)
 
     states_and_gradients = 3 * sum(param.nbytes for param in params)
     assert resident_peak(work) < 0.5 * states_and_gradients
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_model_and_files_go_with_the_optimizer(tmp_path, gradients):
+    model = nn.Linear(64, 64)
+    optimizer = lb.optim.offload_(torch.optim.AdamW(model.parameters()), tmp_path, gradients=gradients)
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    kept = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert kept() is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 4096]
