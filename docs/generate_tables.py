@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowbit.combinations import COMBINATIONS
 from lowbit.evaluate import models
 from lowbit.evaluate.cell import FLOATS, Request
 from lowbit.evaluate.peers import PEERS
@@ -28,7 +29,14 @@ from lowbit.scaling import SCALINGS, SHORT_NAMES, Scaling, find_scaling, scheme
 from lowbit.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "ARCHITECTURE.md", "docs/formats.md", "docs/optimizers.md", "bench/results/calibrate/README.md")
+FILES = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "docs/formats.md",
+    "docs/memory.md",
+    "docs/optimizers.md",
+    "bench/results/calibrate/README.md",
+)
 
 
 def _number(value: float) -> str:
@@ -387,6 +395,16 @@ def _state_bits(kind: str) -> float:
     return made.format.bits + made.scale_bits / (made.block[1] or 1)
 
 
+def combinations() -> str:
+    return markdown(
+        ("together", "because", "do instead", "noticed"),
+        (
+            (f"{pair.first} with {pair.second}", pair.why, pair.instead, "an error" if pair.noticed else "no")
+            for pair in COMBINATIONS.values()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -400,6 +418,7 @@ TABLES: dict[str, Callable[[], str]] = {
         choose,
         evaluate,
         calibrate,
+        combinations,
         confirm,
         others,
         methods,

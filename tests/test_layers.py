@@ -21,7 +21,7 @@ PACKAGE = ROOT / "lowbit"
 
 #: From the bottom up: a module may import its own layer's and lower ones.
 LAYERS = [
-    {"_version", "files", "machine", "checkout", "named", "notice", "tables", "processes", "sizes"},
+    {"_version", "files", "machine", "checkout", "named", "notice", "tables", "processes", "sizes", "combinations"},
     {"formats", "rounding"},
     {"scaling"},
     {"calls", "recipes"},

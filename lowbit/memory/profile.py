@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from lowbit.combinations import refusal
 from lowbit.convert.select import check_model
 from lowbit.memory import rss
 from lowbit.memory.ledger import OUTSIDE, Ledger, Piece
@@ -72,10 +73,7 @@ class Profile(Usage):
         if self._begun:
             raise RuntimeError("memory.profile: this profile has run already; make another with memory.profile(model)")
         if torch._C._autograd._profiler_enabled():
-            raise RuntimeError(
-                "memory.profile: torch's profiler runs already, by torch.profiler or another memory.profile, and it "
-                "cannot run twice; end the other one first"
-            )
+            raise RuntimeError(refusal("profile profiler", "memory.profile"))
         self._begun = True
         self._ledger = Ledger(
             self._model, self.device, wrap=lambda number: record_function(f"{_MARK}{number}"), lines=True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lowbit.combinations import refusal
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
@@ -23,7 +24,7 @@ from lowbit.memory.offload.mapped import drop_pages, mapped_like, read_ahead
 from lowbit.memory.offload.places import side_stream
 from lowbit.models.blocks import find_blocks
 from lowbit.models.ties import storage
-from lowbit.nn.base import wrap_forward
+from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
 
 __all__ = ["stream_blocks_", "unstream_"]
 
@@ -57,8 +58,10 @@ def stream_blocks_(
             f"memory.stream_blocks_: expected blocks that are modules of the model, "
             f"{'got others' if chosen else f'found none in {type(model).__name__}'}; pass blocks=[...], taken from it"
         )
-    if any(_ours(module) is not None for module in model.modules()):
+    if any(wrapped_forward(module, _streamed, _streamed_own) for module in model.modules()):
         raise ValueError("memory.stream_blocks_: the model is streamed already; call lowbit.memory.unstream_ first")
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ValueError(refusal("stream dtensor", "memory.stream_blocks_"))
     tensors = [_movable(model, block) for block in chosen]
     if where == "cpu" and any(t.device.type == "cpu" for found in tensors for t in found):
         raise ValueError(
@@ -80,30 +83,12 @@ def unstream_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    blocks = {path: module for path, module in model.named_modules() if _ours(module) is not None}
-    later = [path or "the model" for path, module in blocks.items() if vars(module)["forward"] is not _ours(module)]
-    if later:
-        raise ValueError(
-            f"memory.unstream_: the forward of {', '.join(later)} has been replaced since, as "
-            f"train.compress_activations_ does; undo that first"
-        )
-    for module in blocks.values():
-        made = vars(module).pop("forward")
-        if made.func is _streamed_own:
-            module.forward = made.args[0]
-        stream, index = made.args[-2:]
+    found = unwrap_forwards(model, _streamed, _streamed_own, "memory.unstream_")
+    blocks = {path: model.get_submodule(path) for path in found}
+    for forward in found.values():
+        stream, index = forward.args[-2:]
         stream.blocks[index].restore()
     return report_on("memory.unstream_", model, blocks, "in memory")
-
-
-def _ours(module: nn.Module) -> Any:
-    """The forward of ours that ``module`` has, also below what has been put around it; None: it has none."""
-    forward = vars(module).get("forward")
-    while isinstance(forward, partial):
-        if forward.func in (_streamed, _streamed_own):
-            return forward
-        forward = next(iter(forward.args), None)
-    return None
 
 
 def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:

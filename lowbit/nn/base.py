@@ -14,7 +14,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["KINDS", "forget_bound_forward", "full_name", "kind", "replaced_forward", "wrap_forward"]
+__all__ = [
+    "KINDS",
+    "forget_bound_forward",
+    "full_name",
+    "kind",
+    "replaced_forward",
+    "unwrap_forwards",
+    "wrap_forward",
+    "wrapped_forward",
+]
 
 #: Every kind of layer, and what a conversion that needs a plain layer tells the user to do with one.
 KINDS = {
@@ -60,6 +69,38 @@ def wrap_forward(module: nn.Module, of_class: Callable[..., Any], of_own: Callab
     made = partial(of_class, module, *settings) if own is None else partial(of_own, own, module, *settings)
     made.__wrapped__ = plain  # type: ignore[attr-defined]  # whose signature it has
     module.forward = made  # type: ignore[method-assign]
+
+
+def wrapped_forward(module: nn.Module, *functions: Callable[..., Any]) -> Any:
+    """The forward that ``wrap_forward`` has made of one of ``functions``, also below what has been put around it; None:
+    the module has none.
+    """
+    forward = vars(module).get("forward")
+    while isinstance(forward, partial):
+        if forward.func in functions:
+            return forward
+        forward = next(iter(forward.args), None)
+    return None
+
+
+def unwrap_forwards(
+    model: nn.Module, of_class: Callable[..., Any], of_own: Callable[..., Any], who: str
+) -> dict[str, Any]:
+    """Undo ``wrap_forward`` in all modules of ``model``; by their paths the forwards that they had.
+
+    Raises ValueError, with the model untouched, where such a forward has been replaced since.
+    """
+    modules = dict(model.named_modules())
+    found = {path: wrapped_forward(module, of_class, of_own) for path, module in modules.items()}
+    found = {path: forward for path, forward in found.items() if forward is not None}
+    later = [path or "the model" for path, forward in found.items() if vars(modules[path])["forward"] is not forward]
+    if later:
+        raise ValueError(f"{who}: the forward of {', '.join(later)} has been replaced since; undo that first")
+    for path, forward in found.items():
+        del modules[path].__dict__["forward"]
+        if forward.func is of_own:
+            modules[path].forward = forward.args[0]  # type: ignore[method-assign]
+    return found
 
 
 def forget_bound_forward(layer: nn.Module) -> None:

@@ -80,6 +80,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         own = {"bits": bits or self.BITS or 8, "master": master, "rounding": rounding, "seed": seed}
         self.in_backward = False  # whether parameters step during the backward pass
+        #: Those that have since step() was last called; None where it never was.
+        self.stepped: set[Tensor] | None = None
         self._watch = watch.Watch(type(self).__name__)
         self._places: dict[Tensor, int] = {}
         self._plans: dict[Tensor, tuple[tuple[Any, ...], Plan]] = {}
@@ -148,6 +150,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("in_backward", False)  # of a copy, whose parameters have no hooks
+        self.__dict__.setdefault("stepped", None)
         self._watch = watch.Watch(type(self).__name__)
         params = [param for group in self.param_groups for param in group["params"]]
         self._places = {param: place for place, param in enumerate(params)}
@@ -178,6 +181,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.advance((group, place) for group in self.param_groups for place in range(len(group["params"])))
+        if self.in_backward:
+            self.stepped = set()
         return loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.combinations import refusal
 from lowbit.optim.base import Optimizer
+from lowbit.optim.offload import OFFLOADED
 from lowbit.processes import processes
 
 __all__ = ["in_backward_"]
@@ -20,7 +22,8 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
     ``optimizer``: an optimizer of ``lowbit.optim``, or its class, which is made of the model's parameters with
     ``options``. It is returned: schedulers, ``state_dict`` and ``zero_grad`` work as before, and ``step()`` finds
     nothing left to do. Call it all the same for a model of ``prepare_``, whose training state moves on as it ends. One
-    backward pass is one step; what needs all gradients at once cannot be combined with it, see docs/optimizers.md.
+    backward pass is one step: where ``step()`` is called, a second one before the next call is a RuntimeError. What
+    needs all gradients at once cannot be combined with it, see docs/optimizers.md.
 
     Parameters that are frozen now stay out of it. Raises TypeError for another optimizer; ValueError for a model in
     DistributedDataParallel, whose gradients are reduced only after they are complete, or to be put into it, where
@@ -28,13 +31,12 @@ def in_backward_(model: nn.Module, optimizer: Optimizer | Callable[..., Optimize
     backward pass already.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "in_backward_: DistributedDataParallel reduces gradients after they are complete, so a step would see one "
-            "process' gradients; shard the model with FSDP2 (fully_shard), whose gradients are complete when reduced"
-        )
+        raise ValueError(refusal("in_backward ddp", "in_backward_"))
     if isinstance(optimizer, Optimizer) and options:
         raise TypeError(f"in_backward_: {', '.join(options)} are for a class; this optimizer has its settings already")
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.named_parameters(), **options)
+    if hasattr(made, OFFLOADED):
+        raise ValueError(refusal("in_backward offload", "in_backward_"))
     if not isinstance(made, Optimizer):
         raise TypeError(f"in_backward_: expected an optimizer of lowbit.optim, got {type(made).__name__}")
     _require_all(model, made)
@@ -61,12 +63,13 @@ def _require_all(model: nn.Module, optimizer: Optimizer) -> None:
         if any(getattr(hook, "func", None) is _step for hook in hooks):
             raise ValueError(f"in_backward_: {name} steps in the backward pass already")
         if processes() > 1 and not hasattr(param, "placements"):
-            raise ValueError(
-                f"in_backward_: {name} is whole in each of {processes()} processes, and would step by one process' "
-                "gradient; shard the model with FSDP2 (fully_shard) first"
-            )
+            raise ValueError(f"{refusal('in_backward processes', 'in_backward_')} ({name} is whole)")
 
 
 def _step(optimizer: Optimizer, index: int, place: int, param: Tensor) -> None:
+    if optimizer.stepped is not None:
+        if param in optimizer.stepped:
+            raise RuntimeError(refusal("in_backward accumulation", "in_backward_"))
+        optimizer.stepped.add(param)
     optimizer.advance([(optimizer.param_groups[index], place)])
     param.grad = None

@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from lowbit import notice
+from lowbit.combinations import refusal
 from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.mapped import drop_pages, mapped_like
 from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
 
-__all__ = ["clip_grad_norm_", "offload_", "unoffload_"]
+__all__ = ["OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
 
 #: Parameters step together up to this many bytes of them, so that small ones cost no step each.
 _TOGETHER = 16 << 20
 #: Smaller states stay where they are.
 _LEAST = 4096
 #: The attribute of an optimizer that says what is offloaded.
-_ATTRIBUTE = "_lowbit_offload"
+OFFLOADED = "_lowbit_offload"
 
 _Any = TypeVar("_Any", bound=torch.optim.Optimizer)
 _Place = tuple[dict[str, Any], int]
@@ -63,7 +64,7 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
     offload = _Offload(None if where == "cpu" else ScratchDirectory(where), gradients, before)
     offload.park(optimizer, list(_params(optimizer)))
-    setattr(optimizer, _ATTRIBUTE, offload)
+    setattr(optimizer, OFFLOADED, offload)
     step = _hooked_step()
     step._wrapped_by_lr_sched = before[0] is not None  # type: ignore[attr-defined]  # the scheduler looks for it
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -78,7 +79,7 @@ def unoffload_(optimizer: _Any) -> _Any:
 
     Gradients that wait in host memory become ``param.grad``.
     """
-    offload: _Offload | None = getattr(optimizer, _ATTRIBUTE, None)
+    offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
     if offload is None:
         return optimizer
     for param in _params(optimizer):
@@ -95,7 +96,7 @@ def unoffload_(optimizer: _Any) -> _Any:
         vars(optimizer).pop(name)
         if value is not None:
             setattr(optimizer, name, value)
-    delattr(optimizer, _ATTRIBUTE)
+    delattr(optimizer, OFFLOADED)
     return optimizer
 
 
@@ -104,8 +105,11 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float, norm_type
     """``torch.nn.utils.clip_grad_norm_`` of an optimizer's gradients, wherever ``offload_`` has put them.
 
     Returns the norm before. On CUDA devices with ``offload_(..., gradients=True)`` it is computed on the host.
+    Raises ValueError for an optimizer that steps in the backward pass.
     """
-    offload: _Offload | None = getattr(optimizer, _ATTRIBUTE, None)
+    if getattr(optimizer, "in_backward", False):
+        raise ValueError(refusal("in_backward clip", "optim.clip_grad_norm_"))
+    offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
     waiting = {} if offload is None else offload.gradients
     given = [waiting.get(param, param.grad) for param in _params(optimizer)]
     gradients = [gradient for gradient in given if gradient is not None]
@@ -232,7 +236,7 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
         with torch.enable_grad():
             loss = closure()
     optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers want to know
-    offload: _Offload | None = getattr(optimizer, _ATTRIBUTE, None)
+    offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
     if offload is None:  # a scheduler that was made meanwhile still calls this
         _advance(optimizer, list(_places(optimizer)))
         return loss
@@ -255,13 +259,13 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    getattr(optimizer, _ATTRIBUTE).gradients.clear()
+    getattr(optimizer, OFFLOADED).gradients.clear()
     type(optimizer).zero_grad(optimizer, set_to_none)
 
 
 def _loaded(optimizer: torch.optim.Optimizer) -> None:
     """Move what ``load_state_dict`` has put beside the parameters."""
-    getattr(optimizer, _ATTRIBUTE).park(optimizer, list(_params(optimizer)))
+    getattr(optimizer, OFFLOADED).park(optimizer, list(_params(optimizer)))
 
 
 def _advance(optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
@@ -313,14 +317,11 @@ def _check(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("optim.offload_: a step of LBFGS needs all parameters at once; use another optimizer")
     if any(hasattr(param, "placements") for param in _params(optimizer)):
-        raise TypeError(
-            "optim.offload_: parameters are DTensors, whose states are sharded already; use fully_shard(..., "
-            "offload_policy=CPUOffloadPolicy()) for them"
-        )
-    if hasattr(optimizer, _ATTRIBUTE):
+        raise TypeError(refusal("offload dtensor", "optim.offload_"))
+    if hasattr(optimizer, OFFLOADED):
         raise ValueError("optim.offload_: the optimizer is offloaded already; call lowbit.optim.unoffload_ first")
     if getattr(optimizer, "in_backward", False):
-        raise ValueError("optim.offload_: the optimizer steps in backward (in_backward_); make one that does not")
+        raise ValueError(refusal("in_backward offload", "optim.offload_"))
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
         raise ValueError(

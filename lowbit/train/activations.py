@@ -25,7 +25,7 @@ from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.functional import quantize
-from lowbit.nn.base import wrap_forward
+from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized
@@ -69,7 +69,7 @@ def compress_activations_(model: nn.Module, scheme: str | Scheme = ACTIVATIONS) 
             f"train.compress_activations_: {kind} has a global scale, which takes a pass over each activation of its "
             f"own; use {ACTIVATIONS}, or another scheme that has none"
         )
-    if any(_ours(module) is not None for module in model.modules()):
+    if any(wrapped_forward(module, _compressing, _compressing_own) for module in model.modules()):
         raise ValueError(
             "train.compress_activations_: activations of this model are compressed already; call "
             "lowbit.train.uncompress_activations_(model) first"
@@ -92,16 +92,8 @@ def uncompress_activations_(model: nn.Module) -> Report:
     Raises ValueError, with the model untouched, where a forward has been replaced since.
     """
     check_model(model)
-    modules = {path: module for path, module in model.named_modules() if _ours(module) is not None}
-    later = [path or "the model" for path, module in modules.items() if vars(module)["forward"] is not _ours(module)]
-    if later:
-        raise ValueError(
-            f"train.uncompress_activations_: the forward of {', '.join(later)} has been replaced since; undo that first"
-        )
-    for module in modules.values():
-        made = vars(module).pop("forward")
-        if made.func is _compressing_own:
-            module.forward = made.args[0]
+    found = unwrap_forwards(model, _compressing, _compressing_own, "train.uncompress_activations_")
+    modules = {path: model.get_submodule(path) for path in found}
     computing = {path: module for path, module in modules.items() if _computes(module)}
     return report_on("train.uncompress_activations_", model, computing, "inputs kept as they are")
 
@@ -123,16 +115,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-
-
-def _ours(module: nn.Module) -> Any:
-    """The forward of ours that ``module`` has, also below what has been put around it; None: it has none."""
-    forward = vars(module).get("forward")
-    while isinstance(forward, partial):
-        if forward.func in (_compressing, _compressing_own):
-            return forward
-        forward = next(iter(forward.args), None)
-    return None
 
 
 def _compressing(module: nn.Module, scheme: Scheme | None, /, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.combinations import refusal
 from lowbit.notice import warn
 from lowbit.optim.shards import local
 from lowbit.processes import processes
@@ -163,10 +164,7 @@ class LossScaler(torch.amp.GradScaler):
 def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError for an optimizer whose gradients cannot be unscaled."""
     if getattr(getattr(optimizer, "optimizer", optimizer), "in_backward", False):
-        raise ValueError(
-            "LossScaler: this optimizer steps in the backward pass (in_backward_), so its parameters have moved by "
-            "scaled gradients, which are gone; train in bf16, which needs no scale, or let step() do the steps"
-        )
+        raise ValueError(refusal("in_backward scaler", "LossScaler"))
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.dtype == torch.float16:

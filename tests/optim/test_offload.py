@@ -193,7 +193,7 @@ def test_what_cannot_be_offloaded(tmp_path, recwarn):
     with pytest.raises(ValueError, match="has replaced the optimizer's step"):
         offload_(replaced, tmp_path)
     model = network()
-    with pytest.raises(ValueError, match="steps in backward"):
+    with pytest.raises(ValueError, match="steps in the backward pass"):
         offload_(lb.optim.in_backward_(model, AdamW), tmp_path)
     assert unoffload_(replaced) is replaced
     if not torch.cuda.is_available():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lowbit.combinations import refusal
 from lowbit.memory.checkpoint.calls import Contexts
 from lowbit.memory.checkpoint.frame import Frame
 from lowbit.memory.offload.activations import Offloading, offload_activations
@@ -95,10 +96,7 @@ class Recomputed:
 
     def _compiled(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.segment.size > 1 or self.segment.offload is not None:
-            raise RuntimeError(
-                "memory.checkpoint_: torch.compile recomputes one module at a time, and moves nothing; expected a "
-                "policy of single modules such as 'block', without offload=..., or uncheckpoint_ before torch.compile"
-            )
+            raise RuntimeError(refusal("segments compile", "memory.checkpoint_"))
         if self.segment.contexts is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self.segment.contexts, **kwargs)

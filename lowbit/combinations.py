@@ -1,0 +1,83 @@
+"""Techniques that cannot be combined: which, why, and what to do instead. Errors and docs/memory.md have these words.
+
+The code that refuses a pair raises ``refusal(name, who)``; a pair that it cannot notice says so in the table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["COMBINATIONS", "Combination", "refusal"]
+
+
+class Combination(NamedTuple):
+    """``noticed``: whether the second technique raises where the first is on; else nothing tells."""
+
+    first: str
+    second: str
+    why: str
+    instead: str
+    noticed: bool = True
+
+
+_IN_BACKWARD = "an optimizer that steps in the backward pass (lb.optim.in_backward_)"
+
+COMBINATIONS = {
+    "in_backward ddp": Combination(
+        _IN_BACKWARD, "DistributedDataParallel",
+        "gradients are reduced after they are complete, and a step would see one process' gradients",
+        "shard the model with FSDP2 (fully_shard), whose gradients are complete when reduced",
+    ),
+    "in_backward processes": Combination(
+        _IN_BACKWARD, "whole parameters in several processes", "each would step by one process' gradient",
+        "shard the model with FSDP2 (fully_shard) first",
+    ),
+    "in_backward offload": Combination(
+        _IN_BACKWARD, "lb.optim.offload_", "states are moved around step(), which does nothing here",
+        "use one of them; offload_(optimizer, where, gradients=True) moves gradients too",
+    ),
+    "in_backward scaler": Combination(
+        _IN_BACKWARD, "LossScaler", "parameters have moved by scaled gradients before anything can look at these",
+        "train in bf16, which needs no scaler, or step after the backward pass",
+    ),
+    "in_backward clip": Combination(
+        _IN_BACKWARD, "lb.optim.clip_grad_norm_", "gradients are gone when their norm is asked for",
+        "step after the backward pass, with lb.optim.offload_(optimizer, where, gradients=True) where memory is short",
+    ),
+    "in_backward torch clip": Combination(
+        _IN_BACKWARD, "torch.nn.utils.clip_grad_norm_", "it finds no gradients, and answers 0",
+        "use lb.optim.clip_grad_norm_, which raises, and step after the backward pass", noticed=False,
+    ),
+    "in_backward accumulation": Combination(
+        _IN_BACKWARD, "accumulation of gradients", "each backward pass is a step",
+        "step after the backward pass, or take smaller batches with a smaller learning rate",
+    ),
+    "offload dtensor": Combination(
+        "lb.optim.offload_", "DTensors (FSDP2)", "their states are sharded already",
+        "use fully_shard(..., offload_policy=CPUOffloadPolicy())",
+    ),
+    "offload gradients torch clip": Combination(
+        "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
+        "gradients are on the host, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,
+    ),
+    "stream dtensor": Combination(
+        "lb.memory.stream_blocks_", "DTensors (FSDP2)", "their shards are gathered and freed by FSDP2 itself",
+        "use fully_shard(..., offload_policy=CPUOffloadPolicy())",
+    ),
+    "segments compile": Combination(
+        'segments of checkpoints ("sqrt", "segments:k") and checkpoint_(offload=...)',
+        "torch.compile(fullgraph=True)",
+        "compiled code recomputes one module at a time, and moves nothing (without fullgraph=True they run uncompiled)",
+        'use a policy of single modules such as "block", without offload=..., or uncheckpoint_ before torch.compile',
+    ),
+    "profile profiler": Combination(
+        "lb.memory.profile", "torch.profiler or another lb.memory.profile", "torch's profiler cannot run twice",
+        "end the other one first",
+    ),
+}  # fmt: skip
+
+
+def refusal(name: str, who: str) -> str:
+    """The words of an error that ``who`` raises for a pair of the table."""
+    pair = COMBINATIONS[name]
+    return f"{who}: {pair.first} cannot be combined with {pair.second}: {pair.why}; {pair.instead}"

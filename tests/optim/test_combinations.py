@@ -1,0 +1,120 @@
+"""What cannot be combined is refused with the words of the table, each pair in a real run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lowbit as lb
+from lowbit.combinations import COMBINATIONS, refusal
+
+
+def network():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def ddp(tmp_path, group):
+    lb.optim.in_backward_(DistributedDataParallel(network()), lb.optim.AdamW)
+
+
+def whole(tmp_path, group, monkeypatch):
+    monkeypatch.setattr("lowbit.optim.in_backward.processes", lambda: 2)
+    lb.optim.in_backward_(network(), lb.optim.AdamW)
+
+
+def offload_second(tmp_path):
+    lb.optim.offload_(lb.optim.in_backward_(network(), lb.optim.AdamW), tmp_path)
+
+
+def offload_first(tmp_path):
+    model = network()
+    lb.optim.in_backward_(model, lb.optim.offload_(lb.optim.AdamW(model.parameters()), tmp_path))
+
+
+def scaler(tmp_path):
+    model, scale = network(), lb.train.LossScaler()
+    optimizer = lb.optim.in_backward_(model, lb.optim.AdamW)
+    scale.scale(model(torch.ones(2, 64)).sum()).backward()
+    scale.unscale_(optimizer)
+
+
+def clip(tmp_path):
+    lb.optim.clip_grad_norm_(lb.optim.in_backward_(network(), lb.optim.AdamW), 1.0)
+
+
+def accumulation(tmp_path):
+    model = network()
+    optimizer = lb.optim.in_backward_(model, lb.optim.AdamW)
+    for part, weight in lb.memory.micro_batches(torch.ones(4, 64), 1):
+        (weight * model(part).sum()).backward()
+    optimizer.step()
+    for part, weight in lb.memory.micro_batches(torch.ones(4, 64), 2):
+        (weight * model(part).sum()).backward()
+
+
+def offload_sharded(tmp_path, group):
+    model = fully_shard(network(), mesh=group)
+    lb.optim.offload_(lb.optim.AdamW(model.parameters()), tmp_path)
+
+
+def stream_sharded(tmp_path, group):
+    lb.memory.stream_blocks_(fully_shard(network(), mesh=group), tmp_path)
+
+
+def segments_compiled(tmp_path):
+    model = network()
+    lb.memory.checkpoint_(model, "sqrt")
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 64))
+
+
+def profiled(tmp_path):
+    with torch.profiler.profile(), lb.memory.profile(network()):
+        pass
+
+
+RUNS = {
+    "in_backward ddp": (ddp,),
+    "in_backward processes": (whole,),
+    "in_backward offload": (offload_second, offload_first),
+    "in_backward scaler": (scaler,),
+    "in_backward clip": (clip,),
+    "in_backward accumulation": (accumulation,),
+    "offload dtensor": (offload_sharded,),
+    "stream dtensor": (stream_sharded,),
+    "segments compile": (segments_compiled,),
+    "profile profiler": (profiled,),
+}
+
+
+def test_every_pair_that_is_noticed_has_a_run():
+    assert RUNS.keys() == {name for name, pair in COMBINATIONS.items() if pair.noticed}
+
+
+@pytest.mark.parametrize(("name", "run"), [(name, run) for name, runs in RUNS.items() for run in runs])
+def test_a_pair_is_refused_with_the_words_of_the_table(name, run, tmp_path, request):
+    needs = run.__code__.co_varnames[1 : run.__code__.co_argcount]
+    given = [request.getfixturevalue(need) for need in needs]
+    words = refusal(name, "")[2:]
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        run(tmp_path, *given)
+    assert words in str(error.value)
+
+
+def test_clipping_by_torch_finds_nothing_and_steps_one_by_one_go_on():
+    model = network()
+    optimizer = lb.optim.in_backward_(model, lb.optim.AdamW)
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+        optimizer.step()
