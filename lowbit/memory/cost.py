@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowbit.ops import OPS
 
-__all__ = ["Rates", "Work", "rates", "work"]
+__all__ = ["Rates", "Work", "fastest", "rates", "work"]
 
 #: The side of the product that is timed, and the bytes that are copied.
 _SIDE, _BYTES = 512, 1 << 24
@@ -51,7 +51,7 @@ def work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
     moved = sum(t.numel() * t.element_size() for t in (*results, *given))
     packet = func._overloadpacket
     spec = OPS.get(func._schema.name.removeprefix("lowbit::")) if func.namespace == "lowbit" else None
-    if spec is not None and spec.name == func._schema.name.removeprefix("lowbit::"):
+    if spec is not None:
         return Work(*spec.cost(spec.args(*args, **kwargs)))
     counted = flop_registry.get(packet)
     return Work(int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0, moved)
@@ -65,16 +65,17 @@ def rates(device: torch.device) -> Rates:
     source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Rates(
-        2 * _SIDE**3 / _fastest(lambda: a @ a, device), 2 * _BYTES / _fastest(lambda: target.copy_(source), device)
+        2 * _SIDE**3 / fastest(lambda: a @ a, device), 2 * _BYTES / fastest(lambda: target.copy_(source), device)
     )
 
 
-def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+def fastest(run: Callable[[], object], device: torch.device | None = None, times: int = 5) -> float:
+    """The seconds of the fastest of so many runs, which a CUDA ``device`` ends."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()
         run()
-        if device.type == "cuda":
+        if device is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - begin)
     return min(found)

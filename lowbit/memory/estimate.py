@@ -29,13 +29,13 @@ from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.ledger import Ledger
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.usage import Holding, Usage, kinds_of
-from lowbit.models.batches import tokens_of
+from lowbit.models.batches import call, tokens_of
 from lowbit.optim.names import by_name
 from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
 
-__all__ = ["Estimate", "call", "estimate", "usual_loss"]
+__all__ = ["Estimate", "estimate", "usual_loss"]
 
 #: Makes an optimizer of parameters.
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -101,6 +101,13 @@ def estimate(
     step of it. TypeError for what is no module.
     """
     check_model(model)
+    if micro_batches < 1:
+        raise ValueError(f"memory.estimate: micro_batches is 1 or more, got {micro_batches}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"memory.estimate: no parameter of {type(model).__name__} asks for a gradient, so there is nothing to "
+            f"train; call requires_grad_() on those that should"
+        )
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError("memory.estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -221,15 +228,6 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | s
 
 
 # -- a step -----------------------------------------------------------------------------------------------------------
-def call(model: nn.Module, batch: Any) -> Any:
-    """Call ``model`` with a tensor as it is, a tuple or list by position, a mapping by keyword."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
-
-
 def usual_loss(output: Any, batch: Any) -> Tensor:
     """The model's own loss where it answers with one; the mean cross-entropy of the next token for logits [B, T, V] of
     token ids [B, T], of the first class for logits [B, C]; else the mean square of what it answers.

@@ -228,8 +228,8 @@ class _Watch(TorchDispatchMode):
     def __enter__(self) -> _Watch:
         self.hooks = [self.model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for name, module in self.activations.items():
-            self.hooks += [module.register_forward_pre_hook(partial(self._judge, name))]
-            self.hooks += [module.register_forward_hook(partial(self._watch, name))]
+            self.hooks += [module.register_forward_pre_hook(partial(self._judge, name), with_kwargs=True)]
+            self.hooks += [module.register_forward_hook(partial(self._watch, name), with_kwargs=True)]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -247,18 +247,20 @@ class _Watch(TorchDispatchMode):
         self.given |= {_address(t) for t in given}
         self.held += given
 
-    def _judge(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def _judge(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.called.add(name)
-        verdict = safe_inplace(args[0])
-        if _address(args[0]) in self.given:
+        given = _input(args, kwargs)
+        verdict = safe_inplace(given)
+        if _address(given) in self.given:
             self.reasons[name] = "its input is a tensor that the model is given, or one of its own"
         elif not verdict:
             self.reasons[name] = f"its input cannot change: {verdict.reason}"
 
-    def _watch(self, name: str, _: nn.Module, args: tuple[Any, ...], __: Any) -> None:
-        self.bytes[name] += tensor_bytes([args[0]])
-        self.watched.setdefault(_address(args[0]), set()).add(name)
-        self.held.append(args[0].untyped_storage())
+    def _watch(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        given = _input(args, kwargs)
+        self.bytes[name] += tensor_bytes([given])
+        self.watched.setdefault(_address(given), set()).add(name)
+        self.held.append(given.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _makes_view(func):
@@ -269,6 +271,12 @@ class _Watch(TorchDispatchMode):
                     if func.overloadpacket.__name__ != own:
                         self.reasons.setdefault(name, f"its input is read again, by {func.overloadpacket.__name__}")
         return func(*args, **(kwargs or {}))
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The one argument of an activation function's module."""
+    given: Tensor = args[0] if args else kwargs["input"]
+    return given
 
 
 def _address(tensor: Tensor) -> int:

@@ -56,12 +56,12 @@ def saved_bytes(run: Callable[[], object], model: nn.Module) -> int:
     checkpoint will recompute does not.
     """
     kept: dict[int, Tensor] = {}
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def pack(t: Tensor) -> Tensor:
-        address = t.untyped_storage().data_ptr()
-        if address not in parameters:
-            kept[address] = t  # held, so that no address comes twice
+        storage = t.untyped_storage()._cdata
+        if storage not in parameters:
+            kept[storage] = t  # held, so that no storage comes twice
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

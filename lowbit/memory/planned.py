@@ -11,6 +11,7 @@ Source: Jain et al., "Checkmate", arXiv 1910.02653, poses the problem; here bloc
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint.parts import find_part, find_stacks
-from lowbit.memory.checkpoint.policies import POLICIES, Chosen, Policy
+from lowbit.memory.checkpoint.policies import Chosen
 from lowbit.memory.checkpoint.selective import kept_products
 from lowbit.memory.cost import rates
 from lowbit.memory.estimate import Estimate, estimate
@@ -86,8 +87,8 @@ class CheckpointPlan:
         return f"{block}: {name}, {OPTIONS[name][1]}"
 
     def chosen(self, model: nn.Module) -> list[Chosen]:
-        """What of ``model`` is checkpointed."""
-        return [one for path, name in self.options.items() for one in OPTIONS[name][0](model.get_submodule(path))]
+        """What of ``model`` is checkpointed. Raises AttributeError for a model without these blocks."""
+        return _Options(self.options).chosen(model)
 
     def __str__(self) -> str:
         rows = [("block", "option"), *self.options.items()]
@@ -137,7 +138,7 @@ def plan_checkpoints(
         target -= checked.usage.peak_bytes - allowed
     smallest = min((m.usage for m in tables.values()), key=lambda usage: usage.peak_bytes)
     raise ValueError(
-        f"memory.checkpoint_: a step fits into {amount(allowed)} by no choice of checkpoints; the least is "
+        f"memory.plan_checkpoints: a step fits into {amount(allowed)} by no choice of checkpoints; the least is "
         f"{amount(least)}, in {smallest.moment}. Ask for as much, take a smaller batch with accumulation, an "
         f"optimizer of fewer bits, or offload its states"
     )
@@ -185,9 +186,14 @@ def _undominated(states: dict[int, tuple[float, int, Any]]) -> dict[int, tuple[f
 
 
 def _bytes_of(budget: str | int, whole: int) -> int:
-    if isinstance(budget, str) and budget.endswith("%"):
-        return int(whole * float(budget[:-1]) / 100)
-    return bytes_in(budget) if isinstance(budget, str) else int(budget)
+    """Raises ValueError for what is no budget."""
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)%", budget) if isinstance(budget, str) else None
+    if share is not None:
+        return int(whole * float(share[1]) / 100)
+    size = bytes_in(budget) if isinstance(budget, str) else budget
+    if not isinstance(size, int) or size <= 0:
+        raise ValueError(f"memory.plan_checkpoints: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
+    return size
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -195,8 +201,8 @@ def _blocks(model: nn.Module) -> list[str]:
     found = list(dict.fromkeys(names[id(block)] for stack in find_stacks(model) for block in stack))
     if not found:
         raise ValueError(
-            f"memory.checkpoint_: {type(model).__name__} has no ModuleList or Sequential of two or more modules of one "
-            f"class to plan for; use a list of modules or patterns"
+            f"memory.plan_checkpoints: {type(model).__name__} has no ModuleList or Sequential of two or more modules "
+            f"of one class to plan for; give checkpoint_ a list of modules or patterns"
         )
     return found
 
@@ -224,18 +230,17 @@ class _Runs:
         ]
 
     def measured(self, options: Mapping[str, str]) -> _Measured:
-        plan = _Fixed(options)
-        usage = estimate(*self._arguments, optimizer=self._optimizer, checkpoint=plan, **self._settings)
+        usage = estimate(*self._arguments, optimizer=self._optimizer, checkpoint=_Options(options), **self._settings)
         return _read(usage, self._blocks)
 
 
-class _Fixed:
+class _Options(NamedTuple):
     """Options by the paths of blocks, as ``checkpoint_`` takes them."""
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self.options = options
+    options: Mapping[str, str]
 
-    chosen = CheckpointPlan.chosen
+    def chosen(self, model: nn.Module) -> list[Chosen]:
+        return [one for path, name in self.options.items() for one in OPTIONS[name][0](model.get_submodule(path))]
 
 
 def _read(usage: Estimate, blocks: list[str]) -> _Measured:
@@ -273,12 +278,3 @@ def _read(usage: Estimate, blocks: list[str]) -> _Measured:
         if place is not None and op.phase == "recomputation":
             seconds[place] += usage.work[index].seconds(rates(usage.device))
     return _Measured(usage, kept, inside, outside, seconds)
-
-
-def _planned(model: nn.Module, budget: str | int, batch: Any, **settings: Any) -> list[Chosen]:
-    return plan_checkpoints(model, batch, budget, **settings).chosen(model)
-
-
-POLICIES["planned"] = Policy(
-    _planned, "what fits a budget= for a batch= and takes the least time", settings=("budget", "batch")
-)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["batches_in", "copied", "feed", "kinds", "mask_of", "tokens_of"]
+__all__ = ["batches_in", "call", "copied", "feed", "kinds", "mask_of", "tokens_of"]
 
 Tree = TypeVar("Tree")
 
@@ -50,17 +50,21 @@ def kinds(batches: Iterable[Any]) -> list[int]:
 
 
 def feed(model: nn.Module, batch: Any) -> Any:
-    """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword; with copies,
-    since a model may write to what it is given.
+    """``call`` with copies, since a model may write to what it is given. Raises TypeError as ``call``."""
+    return call(model, copied(dict(batch) if isinstance(batch, Mapping) else batch))
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call ``model``: with a tensor as it is, with a tuple or list by position, with a mapping by keyword.
 
     Raises TypeError for a batch of another type.
     """
     if isinstance(batch, Tensor):
-        return model(copied(batch))
+        return model(batch)
     if isinstance(batch, Mapping):
-        return model(**copied(dict(batch)))
+        return model(**batch)
     if isinstance(batch, tuple | list):
-        return model(*copied(tuple(batch)))
+        return model(*batch)
     raise TypeError(
         f"a batch is a tensor, a tuple of arguments or a dict of keyword arguments; got {type(batch).__name__}"
     )

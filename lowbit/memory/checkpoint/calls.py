@@ -14,7 +14,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.autograd import backend_now, on_backend
 
-__all__ = ["Contexts", "Random", "Surroundings", "gather", "unmoved"]
+__all__ = ["CallState", "Contexts", "Random", "gather", "unmoved"]
 
 #: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
 Contexts = Callable[[], tuple[Any, Any]]
@@ -35,7 +35,7 @@ class Random:
             set_device_states(self.devices, self.states, device_type=self.kind)
 
 
-class Surroundings:
+class CallState:
     """Random state, autocast and backend as they are now."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowbit.memory.checkpoint.calls import Contexts, Random, Surroundings, gather, unmoved
+from lowbit.memory.checkpoint.calls import CallState, Contexts, Random, gather, unmoved
 
 __all__ = ["Frame", "NotReplayed"]
 
@@ -80,7 +80,7 @@ class _Call(NamedTuple):
     given: list[Any]
     structure: TreeSpec
     kept: Any
-    around: Surroundings
+    around: CallState
     context: Any
     first: int
 
@@ -133,7 +133,7 @@ class Frame:
         outside = list[Tensor]()
         given = [self._source(leaf, outside) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         first, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
-        kept, around = self._keep(outside), Surroundings(tensors)
+        kept, around = self._keep(outside), CallState(tensors)
         self.calls.append(_Call(path, module, forward, given, structure, kept, around, again, len(self._saved)))
         versions = [_version(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
@@ -159,7 +159,7 @@ class Frame:
             return known.source
         source = _Source(False, len(self.calls), len(outside))
         outside.append(tensor)
-        self._learn(tensor, source, anew=True)
+        self._learn(tensor, source, replace=True)
         return source
 
     def _keep(self, tensors: list[Tensor]) -> Any:
@@ -168,9 +168,9 @@ class Frame:
         with nullcontext() if self._offload is None else self._offload():
             return _Keep.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
-    def _learn(self, tensor: Tensor, source: _Source, anew: bool = False) -> None:
+    def _learn(self, tensor: Tensor, source: _Source, replace: bool = False) -> None:
         known = self._known.get(id(tensor))
-        if anew or known is None or known.tensor() is not tensor:
+        if replace or known is None or known.tensor() is not tensor:
             self._known[id(tensor)] = _Known(ref(tensor), _version(tensor), source)
 
     def _pack(self, tensor: Tensor) -> _Holder:

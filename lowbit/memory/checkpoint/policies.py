@@ -169,6 +169,12 @@ def _share(text: str) -> float:
     return share
 
 
+def _planned(model: nn.Module, budget: str | int, batch: Any, **settings: Any) -> list[Chosen]:
+    from lowbit.memory.planned import plan_checkpoints  # it checkpoints copies of the model to compare
+
+    return list(plan_checkpoints(model, batch, budget, **settings).chosen(model))
+
+
 POLICIES = {
     "block": Policy(_blocks, "each repeated block"),
     "attention": Policy(partial(_part, "attention", "attention"), "the attention of each block"),
@@ -181,6 +187,9 @@ POLICIES = {
         _blocks, "each block, but for the results of products, convolutions and attention", contexts=kept_products
     ),
     "stages": Policy(_stages, "of a convolutional net what comes before its last down-sampling"),
+    "planned": Policy(
+        _planned, "what fits a budget= for a batch= and takes the least time", settings=("budget", "batch")
+    ),
 }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from lowbit.memory.cost import fastest
 from lowbit.memory.offload import directory
 from lowbit.memory.offload.directory import ScratchDirectory
 
@@ -48,7 +48,7 @@ def _of_host() -> Bandwidth:
         if cuda:
             torch.cuda.synchronize()
 
-    return Bandwidth(_fastest(lambda: copied(host, device)), _fastest(lambda: copied(device, host)))
+    return Bandwidth(_rate(lambda: copied(host, device)), _rate(lambda: copied(device, host)))
 
 
 @functools.cache
@@ -57,16 +57,11 @@ def _of_directory(where: Path) -> Bandwidth:
     try:
         path = files.reserve(_BYTES)
         memory = directory.bytes_of(torch.randint(256, (_BYTES,), dtype=torch.uint8))
-        write = _fastest(lambda: directory.write(path, memory, durable=True))
-        return Bandwidth(write, _fastest(lambda: directory.read(path, memory)))
+        write = _rate(lambda: directory.write(path, memory, durable=True))
+        return Bandwidth(write, _rate(lambda: directory.read(path, memory)))
     finally:
         files.close()
 
 
-def _fastest(copy: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_TIMES):
-        start = time.perf_counter()
-        copy()
-        seconds.append(time.perf_counter() - start)
-    return _BYTES / min(seconds)
+def _rate(copy: Callable[[], object]) -> float:
+    return _BYTES / fastest(copy, times=_TIMES)
