@@ -301,14 +301,22 @@ def test_bytes_of_a_peer_are_those_inside_of_its_tensors():
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_path):
     command = [sys.executable, "-m", "lowbit", "evaluate", llama, "--text", text, "--out", tmp_path / "out"]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    told = tmp_path / "stderr"
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    with told.open("w") as stderr:
+        started = subprocess.Popen(command, stderr=stderr, start_new_session=True, env=environment)
     begun = time.monotonic()
     while started.poll() is None and not (tmp_path / "out").exists() and time.monotonic() < begun + 120:
         time.sleep(0.1)  # while Python imports, an interrupt may get lost in a library
     with suppress(subprocess.TimeoutExpired):
         started.wait(1)
     os.killpg(started.pid, signal.SIGINT)
-    assert started.wait(60) != 0
+    try:
+        assert started.wait(60) != 0
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGABRT)
+        started.wait()
+        pytest.fail(f"60 seconds after the interrupt:\n{told.read_text()}")
     for path in (tmp_path / "out").rglob("*.json"):
         json.loads(path.read_text())
 

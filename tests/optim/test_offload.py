@@ -202,7 +202,7 @@ def test_what_cannot_be_offloaded(tmp_path, recwarn):
 
 
 def test_resident_memory_stays_flat_with_states_and_gradients_in_files(tmp_path):
-    params = [nn.Parameter(torch.zeros(1 << 20)) for _ in range(16)]
+    params = [nn.Parameter(torch.ones(1 << 20)) for _ in range(16)]  # written, so resident
     optimizer = offload_(torch.optim.AdamW(params, lr=1e-3), tmp_path, gradients=True)
 
     def work():
