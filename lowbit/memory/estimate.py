@@ -46,7 +46,8 @@ class Estimate(Usage):
 
     def __init__(self, ledger: Ledger, seen: _Seen, since: int) -> None:
         super().__init__(*_read(ledger, seen.scratch), since=since)
-        self.work, self.device = seen.work[since:], ledger.device
+        self.work = [seen.work.get(number, Work()) for number in range(since, len(ledger.ops))]
+        self.device = ledger.device
 
     @property
     def seconds(self) -> float:
@@ -59,13 +60,13 @@ class _Seen:
     """What is noted of each op besides its storages."""
 
     def __init__(self) -> None:
-        self.work: list[Work] = []
+        self.work: dict[int, Work] = {}
         self.scratch: list[tuple[int, int]] = []
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         size = scratch_bytes(str(func), args, out)
-        self.scratch += [(len(self.work), size)] if size else []
-        self.work.append(work(func, args, kwargs, out))
+        self.scratch += [(number, size)] if size else []
+        self.work[number] = work(func, args, kwargs, out)
 
 
 def estimate(

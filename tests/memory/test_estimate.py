@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -134,3 +135,23 @@ def test_tensors_that_are_no_buffers_go_along():
             return super().forward(x) + self.table
 
     assert estimate(Table(), torch.zeros(4, 8)).peak_bytes > 0
+
+
+class Raises(nn.Module):
+    """Takes another way where an op raises, as models do that try a fast path first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        with suppress(RuntimeError):
+            x @ torch.empty(3, 3)
+        return self.second(self.first(x))
+
+
+def test_an_op_that_raises_shifts_no_work():
+    found = estimate(Raises(), torch.empty(8, 32))
+    assert len(found.work) == len(found.ops)
+    products = [work.flops for op, work in zip(found.ops, found.work, strict=True) if op.name == "aten.addmm.default"]
+    assert len(products) == 2 and set(products) == {2 * 8 * 32 * 32}
