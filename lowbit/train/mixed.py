@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
@@ -278,7 +279,7 @@ def _to_store(model: nn.Module, left: Container[str], dtype: torch.dtype) -> dic
     for name, param in found.items():
         if param.grad is not None:
             raise ValueError(f"train.mixed_: {name} has a gradient in fp32; call optimizer.zero_grad() first")
-        if not param.is_meta and bool((local(param).abs() > largest).any()):
+        if not (param.is_meta or is_fake(param)) and bool((local(param).abs() > largest).any()):
             raise ValueError(
                 f"train.mixed_: {name} holds numbers beyond {dtype}, whose largest is {largest:g}; use 'bf16'"
             )

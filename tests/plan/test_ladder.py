@@ -226,7 +226,7 @@ def counted(monkeypatch):
 
 RULED = (
     Rung("plain", {}, ""),
-    Rung("checkpointing", {"checkpoint": True}, "", "equal"),
+    Rung("checkpointing", {"checkpoint": "block"}, "", "equal"),
     Rung("codes", {"compress": True}, "", "equal"),
     Rung("8 bits", {"bits": 8}, "", "equal"),
 )
@@ -238,7 +238,7 @@ def test_rungs_add_up_and_one_without_gain_is_left_out(counted):
     assert [row.limited.fits for row in climbed.rows] == [False, True, True, True]
     assert plain.whole.fits and plain.whole.peak > 100 * MIB
     assert [row.kept for row in climbed.rows] == [True, True, False, True]
-    assert short.settings == Settings(checkpoint=True, bits=8)
+    assert short.settings == Settings(checkpoint="block", bits=8)
     assert [row.alike for row in climbed.rows] == [None, True, True, False], "a loss that moved is seen"
     for row, part in ((plain, 1), (checkpointing, 0.4), (short, 0.2)):
         held = [part * sum(textbook(replace(row.largest, size=row.largest.size + more)).values()) for more in (0, 1)]
@@ -266,7 +266,7 @@ def test_the_report_has_a_row_a_rung_and_says_what_went_wrong(counted, tmp_path)
     assert "NOT EQUAL" in rows[3] and "| equal |" in rows[1]
     assert "plain:  Under the limit it runs out in forward, blocks.1." in text
     data = json.loads((tmp_path / "ladder.json").read_text())
-    assert data["rungs"][3]["settings"] == asdict(Settings(checkpoint=True, bits=8))
+    assert data["rungs"][3]["settings"] == asdict(Settings(checkpoint="block", bits=8))
     assert data["rungs"][1]["largest"]["parameters"] == climbed.rows[1].largest.parameters
 
 

@@ -15,8 +15,9 @@ from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.memory.rss import available_bytes
 from lowbit.plan.ladder.cell import Cell, Result, measure
-from lowbit.plan.ladder.rungs import RUNGS, Rung, Settings
+from lowbit.plan.ladder.rungs import RUNGS, Rung
 from lowbit.plan.ladder.shape import Shape, first_above, textbook
+from lowbit.plan.settings import Settings
 from lowbit.progress import Progress
 
 __all__ = ["Climb", "Ladder", "Row", "climb", "largest"]

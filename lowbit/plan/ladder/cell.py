@@ -27,10 +27,13 @@ from torch.nn.modules import module as torch_modules
 
 from lowbit.memory import micro_batches
 from lowbit.plan.ladder.limits import LIMITS, ran_out
-from lowbit.plan.ladder.rungs import Settings, arrange_, elsewhere
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
+from lowbit.plan.settings import Settings, arrange_, elsewhere
 
 __all__ = ["Cell", "Result", "measure"]
+
+#: The learning rate of every run.
+_LR = 1e-3
 
 #: What makes glibc give memory back as it is freed, and keeps threads from reserving any: a limit counts both.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -153,7 +156,7 @@ def _train(cell: Cell, place: _Place, where: str) -> Iterator[float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of instructions that a processor lacks: seconds are measured
         model = Transformer(cell.shape).to(cell.device)
-        optimizer = arrange_(model, cell.settings, where)
+        optimizer = arrange_(model, cell.settings, where, lr=_LR)
     batch = batch_of(cell.shape, cell.device)
     with place.watching(model), elsewhere(cell.settings, where):
         for _ in range(cell.steps):

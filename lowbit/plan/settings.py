@@ -1,0 +1,75 @@
+"""How a model is trained within a memory: one record of every technique that a plan or a rung of the ladder turns on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import memory, optim
+from lowbit.train import compress_activations_, mixed_, prepare_
+
+__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "prepare_model_"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model trains; as it stands, in plain fp32 with torch's AdamW.
+
+    ``checkpoint``: the policy by which backward recomputes, None for none. ``mixed``: the precision of products, whose
+    matrices are then stored in it. ``bits``: of the optimizer's states, 32 or 8. ``recipe``: of the feed-forward
+    layers. ``compress``: norms and activation functions keep codes for backward. ``offload_states``: those of the
+    optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what backward needs does. ``micro``: how
+    many parts a batch is taken in.
+    """
+
+    checkpoint: str | None = None
+    mixed: str | None = None
+    bits: int = 32
+    recipe: str | None = None
+    compress: bool = False
+    offload_states: bool = False
+    offload_activations: bool = False
+    micro: int = 1
+
+
+def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -> torch.optim.Optimizer:
+    """Make ``model`` train by ``settings``, in place, and make its optimizer with ``options``, such as ``lr``. Offload
+    takes states to ``where``.
+    """
+    prepare_model_(model, settings)
+    optimizer = make_optimizer(model.parameters(), settings, **options)
+    if settings.offload_states:
+        optim.offload_(optimizer, where)
+    return optimizer
+
+
+def prepare_model_(model: nn.Module, settings: Settings) -> None:
+    """What ``arrange_`` does to the model."""
+    if settings.checkpoint is not None:
+        memory.checkpoint_(model, settings.checkpoint)
+    if settings.recipe is not None:
+        # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
+        prepare_(model, settings.recipe, reuse_weights=False)
+    if settings.compress:
+        compress_activations_(model)
+    if settings.mixed is not None:
+        mixed_(model, settings.mixed, working_copies=True)
+
+
+def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: Any) -> torch.optim.Optimizer:
+    """The AdamW of the settings."""
+    if settings.mixed is not None:
+        return optim.AdamW(parameters, bits=settings.bits, master="residual", **options)
+    if settings.bits == 32:
+        return torch.optim.AdamW(parameters, **options)
+    return optim.AdamW(parameters, bits=settings.bits, **options)
+
+
+def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:
+    """The context of forward and backward, in which offload keeps activations in ``where``."""
+    return memory.offload_activations(where) if settings.offload_activations else nullcontext()
