@@ -108,8 +108,8 @@ def estimate(
     step of it; for one that is wrapped, sharded or streamed (see "What cannot be combined" of docs/memory.md), and one
     that cannot be copied. TypeError for what is no module, no batch and no function.
     """
-    _check(model, device)
-    _check_rest(loss, optimizer, precision, prepare, micro_batches)
+    _check_model(model, device)
+    _check_settings(loss, optimizer, precision, prepare, micro_batches)
     with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         copied = _fake_model(model, fake, device)
         place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
@@ -126,7 +126,7 @@ def estimate(
 
 
 # -- what an estimate can be made of -----------------------------------------------------------------------------------
-def _check(model: Any, device: torch.device | str | None) -> None:
+def _check_model(model: Any, device: torch.device | str | None) -> None:
     """Raises TypeError and ValueError for a model that has no estimate, and for a device that is not there."""
     check_model(model)
     if any(_exchanges_gradients(module) for module in model.modules()):
@@ -154,7 +154,7 @@ def _exchanges_gradients(module: nn.Module) -> bool:
     return sharded or isinstance(module, nn.parallel.DistributedDataParallel)
 
 
-def _check_rest(loss: Any, optimizer: Any, precision: Any, prepare: Any, micro_batches: Any) -> None:
+def _check_settings(loss: Any, optimizer: Any, precision: Any, prepare: Any, micro_batches: Any) -> None:
     """Raises TypeError and ValueError for what is no setting of an estimate."""
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"memory.estimate: micro_batches is a whole number from 1, got {micro_batches!r}")
