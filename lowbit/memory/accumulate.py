@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["accumulation_weights", "micro_batches"]
+__all__ = ["accumulation_weights", "micro_batches", "samples"]
 
 #: Where the targets of a batch are: a key (an index in a tuple), or a function of the batch.
 Targets = str | int | Callable[[Any], Tensor]
@@ -72,7 +72,7 @@ def accumulation_weights(
     if not batches:
         raise ValueError("memory.accumulation_weights: expected at least one batch, got none")
     if targets is None:
-        counts = [float(_samples(batch)) for batch in batches]
+        counts = [float(samples(batch)) for batch in batches]
     else:
         counts = _counts(batches, targets, ignore_index)
     by_process = _by_process(sum(counts), model)
@@ -104,12 +104,12 @@ def _split(batch: Any, parts: int | None, size: int | None) -> list[Any]:
     assert number is not None
     if number < 1:
         raise ValueError(f"memory.micro_batches: {name} is at least 1, got {number}")
-    samples = _samples(batch)
-    count = min(number, samples) if parts is not None else -(-samples // number)
-    bounds = [samples * i // count if parts is not None else i * number for i in range(count)] + [samples]
+    total = samples(batch)
+    count = min(number, total) if parts is not None else -(-total // number)
+    bounds = [total * i // count if parts is not None else i * number for i in range(count)] + [total]
     leaves, structure = pytree.tree_flatten_with_path(batch)
     return [
-        pytree.tree_unflatten([_part(path, leaf, samples, start, end) for path, leaf in leaves], structure)
+        pytree.tree_unflatten([_part(path, leaf, total, start, end) for path, leaf in leaves], structure)
         for start, end in pairwise(bounds)
     ]
 
@@ -127,7 +127,7 @@ def _part(path: Any, leaf: Any, samples: int, start: int, end: int) -> Any:
     )
 
 
-def _samples(batch: Any) -> int:
+def samples(batch: Any) -> int:
     for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             if len(leaf):

@@ -41,6 +41,9 @@ from lowbit.train.mixed import PRECISIONS
 
 __all__ = ["Estimate", "estimate", "usual_loss"]
 
+#: Forward and backward of a model and a batch by a loss of answer and batch.
+Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
+
 #: Makes an optimizer of parameters.
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -56,8 +59,15 @@ class Estimate(Usage):
     @property
     def seconds(self) -> float:
         """What the step takes at least at the rates of this machine, see ``lowbit.memory.cost``: for comparisons."""
-        at = rates(self.device)
-        return sum(each.seconds(at) for each in self.work)
+        return sum(self.seconds_by_phase.values())
+
+    @property
+    def seconds_by_phase(self) -> dict[str, float]:
+        """``seconds`` of each phase."""
+        at, sums = rates(self.device), dict[str, float]()
+        for op, each in zip(self.ops, self.work, strict=True):
+            sums[op.phase] = sums.get(op.phase, 0.0) + each.seconds(at)
+        return sums
 
 
 class _Seen:
@@ -85,6 +95,7 @@ def estimate(
     prepare: Callable[[nn.Module], object] | None = None,
     micro_batches: int = 1,
     device: torch.device | str | None = None,
+    accumulate: Accumulate | None = None,
 ) -> Estimate:
     """What a step of training ``model`` on ``batch`` will hold of memory, in bytes of the allocator.
 
@@ -98,7 +109,8 @@ def estimate(
 
     The result has ``peak_bytes``, ``moment``, ``by_kind``, ``by_layer``, ``by_phase`` and ``timeline`` of the second
     step, in which states of optimizers exist from the start; ``print`` shows it.
-    The answer of the model is held until its backward is done, as in ``output = model(batch)``.
+    The answer of the model is held until its backward is done, as in ``output = model(batch)``; ``accumulate(model,
+    batch, loss)``, where given, does forward and backward otherwise.
     Beside the allocator's bytes a process holds its libraries, and on CUDA a context and what fragmentation costs.
     Memory that a kernel allocates for itself is known for the ops of ``lowbit.memory.scratch``.
 
@@ -122,7 +134,7 @@ def estimate(
             checkpoint_(copied, checkpoint)
         if prepare is not None:
             prepare(copied)
-        return _run(copied, given, loss or usual_loss, optimizer, micro_batches, place)
+        return _run(copied, given, loss or usual_loss, optimizer, micro_batches, place, accumulate or _accumulate)
 
 
 # -- what an estimate can be made of -----------------------------------------------------------------------------------
@@ -179,6 +191,7 @@ def _run(
     optimizer: str | MakeOptimizer | None,
     micro_batches: int,
     device: torch.device,
+    accumulate: Accumulate,
 ) -> Estimate:
     """Take two steps; the second is what is told of."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -191,7 +204,7 @@ def _run(
             since = len(ledger.ops)
             try:
                 for _ in range(micro_batches):
-                    _accumulate(model, batch, loss)
+                    accumulate(model, batch, loss)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise ValueError(
                     f"memory.estimate: {type(model).__name__} reads values of tensors in its forward ({error}), and an "

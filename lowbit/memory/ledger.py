@@ -178,7 +178,7 @@ class Ledger(TorchDispatchMode):
         known = self._open.get(key)
         if known is not None:
             return known[1]
-        if storage.nbytes() == 0:
+        if storage.nbytes() == 0 or _is_file(storage):
             return None
         line = _caller() if self._lines and self.ops else ""
         try:
@@ -294,6 +294,11 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
         return [tensor.untyped_storage()]
     except (NotImplementedError, RuntimeError):  # sparse tensors and the like
         return []
+
+
+def _is_file(storage: torch.UntypedStorage) -> bool:
+    """Whether it is a file that is mapped into memory, which no allocator holds."""
+    return storage.device.type == "cpu" and storage.filename is not None
 
 
 def _caller() -> str:

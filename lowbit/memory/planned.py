@@ -26,7 +26,7 @@ from lowbit.memory.estimate import Estimate, estimate
 from lowbit.sizes import amount, bytes_in, is_bytes
 from lowbit.tables import aligned
 
-__all__ = ["CheckpointPlan", "Option", "best", "plan_checkpoints"]
+__all__ = ["CheckpointPlan", "Option", "best", "bytes_of", "plan_checkpoints"]
 
 #: Steps into which bytes are rounded while choices are compared.
 _STEPS = 4096
@@ -119,7 +119,7 @@ def plan_checkpoints(
     run = _Runs(model, batch, loss, optimizer, settings, blocks)
     tables = {name: run.measured(dict.fromkeys(blocks, name)) for name in run.names}
     plain = tables[KEEP].usage
-    allowed = _bytes_of(budget, plain.peak_bytes)
+    allowed = bytes_of(budget, plain.peak_bytes, "memory.plan_checkpoints")
     options = [
         [Option(name, m.kept[place], m.inside[place], m.seconds[place]) for name, m in tables.items()]
         for place in range(len(blocks))
@@ -185,14 +185,14 @@ def _undominated(states: dict[int, tuple[float, int, Any]]) -> dict[int, tuple[f
     return found
 
 
-def _bytes_of(budget: str | int, whole: int) -> int:
-    """Raises ValueError for what is no budget."""
+def bytes_of(budget: str | int, whole: int, who: str) -> int:
+    """A budget in bytes, where it may be a share of ``whole``. Raises ValueError for what is no budget."""
     share = re.fullmatch(r"(\d+(?:\.\d+)?)%", budget) if isinstance(budget, str) else None
     if share is not None:
         return int(whole * float(share[1]) / 100)
     size = bytes_in(budget) if isinstance(budget, str) else budget
     if not is_bytes(size) or not size:
-        raise ValueError(f"memory.plan_checkpoints: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
+        raise ValueError(f"{who}: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
     return size
 
 

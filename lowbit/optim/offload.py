@@ -22,10 +22,10 @@ from lowbit.memory.offload.mapped import drop_pages, mapped_like
 from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
 
-__all__ = ["OFFLOADED", "clip_grad_norm_", "offload_", "unoffload_"]
+__all__ = ["OFFLOADED", "TOGETHER", "clip_grad_norm_", "offload_", "unoffload_"]
 
 #: Parameters step together up to this many bytes of them, so that small ones cost no step each.
-_TOGETHER = 16 << 20
+TOGETHER = 16 << 20
 #: Smaller states stay where they are.
 _LEAST = 4096
 #: The attribute of an optimizer that says what is offloaded.
@@ -297,7 +297,7 @@ def _chunks(optimizer: torch.optim.Optimizer, offload: _Offload) -> Iterator[lis
         param = group["params"][place]
         if param.grad is None and param not in offload.gradients:
             continue
-        if chunk and size + param.nbytes > _TOGETHER:
+        if chunk and size + param.nbytes > TOGETHER:
             yield chunk
             chunk, size = [], 0
         chunk.append((group, place))

@@ -1,0 +1,165 @@
+"""A plan: how a model is trained within a budget, what that takes, and what else was to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit._version import __version__
+from lowbit.files import read_json, write_json
+from lowbit.machine import cpu_name
+from lowbit.plan.fit.choices import CHOICES
+from lowbit.plan.fit.predict import Prediction
+from lowbit.plan.fit.run import Run
+from lowbit.plan.settings import Settings
+from lowbit.sizes import amount
+from lowbit.tables import aligned
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """See ``lb.fit``. ``settings``: what is turned on. ``peak_bytes`` and ``seconds``: of a step, predicted.
+    ``plain``: the prediction of plain training. ``frontier``: those that nothing is both smaller and faster than.
+    """
+
+    def __init__(
+        self,
+        chosen: Prediction,
+        budget: int,
+        plain: Prediction,
+        predictions: Sequence[Prediction],
+        loss: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
+        self.chosen, self.budget, self.plain = chosen, budget, plain
+        self.frontier = _frontier([*predictions, chosen])
+        self._others = {prediction.settings: prediction for prediction in predictions}
+        self._loss = loss
+
+    @property
+    def settings(self) -> Settings:
+        return self.chosen.settings
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.chosen.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.chosen.seconds
+
+    def apply_(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        directory: str | Path | None = None,
+        **options: Any,
+    ) -> Run:
+        """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
+
+        ``loss``: that of ``lb.fit`` unless given. ``directory``: where states on disk go, the system's for temporary
+        files unless given. ``options``: of the optimizer, such as ``lr`` and ``weight_decay``.
+        """
+        return Run(model, self.settings, loss or self._loss, directory, options)
+
+    # -- for people ----------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        lines = [
+            f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}"
+            + (f" in {self.chosen.moment}" if self.chosen.moment else "")
+            + f", plain training {amount(self.plain.peak_bytes)}"
+        ]
+        rows = [("choice", "is", "saves", "takes", "which means")]
+        for dimension, choices in CHOICES.items():
+            picked = next(c for c in reversed(choices) if _has(self.settings, c.changes))
+            plainer = replace(self.settings, **_plain(picked.changes))
+            rows.append((dimension, picked.name, *self._beside(plainer), picked.about))
+        parts = self.settings.micro
+        about = "the whole batch at once" if parts == 1 else "gradients of the parts add up"
+        rows.append(("parts of a batch", str(parts), *self._beside(replace(self.settings, micro=1)), about))
+        return "\n".join([*lines, "", aligned(rows, (2, 3))])
+
+    def _beside(self, settings: Settings) -> tuple[str, str]:
+        """Bytes saved, and time taken, beside other settings."""
+        other = self._others.get(settings)
+        if settings == self.settings or other is None:
+            return "", ""
+        time = (self.seconds - other.seconds) / max(other.seconds, 1e-12)
+        return amount(other.peak_bytes - self.peak_bytes), f"{time:+.0%}"
+
+    def table(self) -> str:
+        """The frontier: peaks and times, smallest first."""
+        rows = [("peak", "time", "settings")]
+        for one in self.frontier:
+            mark = " (chosen)" if one.settings == self.settings else ""
+            rows.append(
+                (amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", _words(one.settings) + mark)
+            )
+        return aligned(rows, (0, 1))
+
+    # -- files -----------------------------------------------------------------------------------------------------
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "budget": self.budget, "chosen": _plain_values(self.chosen), "plain": _plain_values(self.plain),
+            "frontier": [_plain_values(one) for one in self.frontier],
+            "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__},
+        }  # fmt: skip
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON."""
+        write_json(Path(path), self.as_dict())
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """A plan that was saved; the loss is none that a file holds, give it to ``apply_``.
+
+        Raises ValueError for a file that holds no plan of this version.
+        """
+        data = read_json(Path(path))
+        try:
+            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"]))
+            return cls(chosen, data["budget"], plain, others)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"fit: {path} holds no plan that this lowbit reads ({error}); make it again") from None
+
+
+def _plain_values(prediction: Prediction) -> dict[str, Any]:
+    return {**prediction._asdict(), "settings": asdict(prediction.settings)}
+
+
+def _read(data: dict[str, Any]) -> Prediction:
+    return Prediction(**{**data, "settings": Settings(**data["settings"])})
+
+
+def _has(settings: Settings, changes: Any) -> bool:
+    return all(getattr(settings, name) == value for name, value in changes.items())
+
+
+def _plain(changes: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(Settings) if field.name in changes}
+
+
+def _words(settings: Settings) -> str:
+    picked = [
+        choice.name
+        for choices in CHOICES.values()
+        for choice in [next(c for c in reversed(choices) if _has(settings, c.changes))]
+        if choice is not choices[0]
+    ]
+    return ", ".join([*picked, *([f"{settings.micro} parts"] if settings.micro > 1 else [])]) or "plain"
+
+
+def _frontier(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """What nothing is both smaller and faster than, by size."""
+    found: list[Prediction] = []
+    for one in sorted(predictions, key=lambda p: (p.peak_bytes, p.seconds)):
+        if not found or one.seconds < found[-1].seconds:
+            found.append(one)
+    return found
