@@ -14,12 +14,19 @@ import pytest
 import torch
 
 import lowbit as lb
+from lowbit.demo import experiment
 
 ENGLISH = Path(__file__).parents[1] / "data" / "english.txt"
 TINY = (
     f"--data {ENGLISH} --batch 2 --context 32 --dim 32 --heads 2 --hidden 64 --layers 2 --vocab 300 --steps 60 "
     "--eval-every 20 --save-every 5 --precision bf16 --precision fp8 --recipe int8 --recipe int4-weight-only:group32"
 ).split()
+
+
+@pytest.fixture(autouse=True)
+def one_turn(monkeypatch):
+    """The median of many turns is a fair speed, and one is a speed."""
+    monkeypatch.setattr(experiment, "SPEED_TURNS", 1)
 
 
 @pytest.fixture
@@ -228,7 +235,6 @@ def test_train_refuses_the_settings_of_something_else(run, tmp_path):
 
 def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     from lowbit.cli import train
-    from lowbit.demo import experiment
 
     settings = experiment.Settings(precisions=("bf16", "fp8"))
     train._begin(settings, tmp_path, overwrite=False)
