@@ -200,7 +200,8 @@ def test_a_precision_that_is_slow_here_is_one_warning(tmp_path):
     """In a process of its own, whose warnings no test collects."""
     few = ("--steps", "1", "--layers", "1", "--recipe", "int8", "--precision", "fp16")
     command = [*TINY[: TINY.index("--steps")], *few]
-    script = "import lowbit.train.mixed as m; m.multiplies = lambda _: False; import lowbit.cli as c; c.main()"
+    script = "import lowbit.train.mixed as m; m.multiplies = lambda _: False; import lowbit.demo.experiment as e; "
+    script += "e.SPEED_TURNS = 1; import lowbit.cli as c; c.main()"
     done = subprocess.run(
         [sys.executable, "-c", script, "train", "--out", str(tmp_path), *command], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
