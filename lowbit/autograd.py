@@ -23,12 +23,21 @@ from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
 
-__all__ = ["backend_now", "first_order", "in_backward", "on_backend", "transformed"]
+__all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed"]
 
 
 def in_backward() -> bool:
     """Whether a backward pass runs this: a layer that is called there is recomputed by a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum in fp32 of the gradient [..., N] of an output over all but its last dimension, as ``dtype`` [N]."""
+    rows = grad.flatten(0, -2)
+    if rows.dtype == torch.float32 or rows.device.type != "cpu":
+        return rows.sum(0, dtype=torch.float32).to(dtype)
+    # On a CPU torch's sum makes an fp32 copy of all that it adds; columns do not depend on each other.
+    return torch.cat([part.sum(0, dtype=torch.float32) for part in rows.split(1024, 1)]).to(dtype)
 
 
 def transformed() -> bool:
@@ -158,7 +167,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if a[0] is not None:
             grad_b = (grad.T @ _decoded(a, ctx.schemes[0], ctx.cols, grad.dtype)).to(ctx.dtypes[1])
         if ctx.bias_dtype is not None:
-            grad_bias = grad.sum(0).to(ctx.bias_dtype)
+            grad_bias = bias_gradient(grad, ctx.bias_dtype)
     return _grads("scaled_mm", a=grad_a, b=grad_b, bias=grad_bias)
 
 
@@ -186,7 +195,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             decoded = _decoded((weight, *scales), ctx.scheme, ctx.x_shape[-1], grad.dtype)
         grad_x = (rows @ decoded).to(ctx.x_dtype).reshape(ctx.x_shape)
     if ctx.bias_dtype is not None:
-        grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        grad_bias = bias_gradient(rows, ctx.bias_dtype)
     return _grads("linear", x=grad_x, bias=grad_bias)
 
 
@@ -200,7 +209,7 @@ def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x = grad.new_empty(1).expand(ctx.x_shape)  # its shape alone is read
         grad_x = ctx.window.gradients(grad, x, decoded, (True, False))[0].to(ctx.x_dtype)
     if ctx.bias_dtype is not None:
-        grad_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        grad_bias = bias_gradient(grad, ctx.bias_dtype)
     return _grads("conv", x=grad_x, bias=grad_bias)
 
 

@@ -1,4 +1,7 @@
-"""Making a model fit: gradient checkpointing, and what a call or the process has held at most."""
+"""Training within a memory: what a step holds (``estimate``, ``profile``), and what makes it less (``checkpoint_``,
+``plan_checkpoints``, ``offload_activations``, ``stream_blocks_``, ``micro_batches``, ``linear_cross_entropy``,
+``attention``, ``inplace_``, ``tokens``). Each works alone; docs/memory.md says what each saves and costs.
+"""
 
 from lowbit.memory.accumulate import accumulation_weights, micro_batches
 from lowbit.memory.attention import attention, attention_backends

@@ -37,7 +37,8 @@ def micro_batches(
     ``parts``: how many, whose sizes differ by one sample at most. ``size``: samples of each part, the last may have
     fewer. ``batch``: tensors in any nesting of tuples, lists and dicts. Its first tensor with a dimension says how many
     samples there are. What has no dimension, or is no tensor, is in every part as it is; so is the value of a dict
-    whose dim 0 has another size, such as a mask ``[length, length]``. Parts are views.
+    whose dim 0 has another size, such as a mask ``[length, length]`` (where length is the number of samples, give it
+    as ``[1, length, length]``). Parts are views.
 
     The mean is over samples, or with ``targets`` over the targets that are not ``ignore_index``: a key of the batch, or
     a function of a part. For a language model that shifts labels itself that is ``lambda part: part["labels"][:, 1:]``.

@@ -27,8 +27,8 @@ _SIDE, _BYTES = 512, 1 << 24
 class Work(NamedTuple):
     """Floating-point operations and bytes moved."""
 
-    flops: int
-    bytes: int
+    flops: int = 0
+    bytes: int = 0
 
     def seconds(self, at: Rates) -> float:
         """The time that this takes at the given rates."""

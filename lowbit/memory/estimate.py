@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,14 +21,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowbit.combinations import refusal
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint import checkpoint_
 from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.ledger import Ledger
 from lowbit.memory.scratch import scratch_bytes
+from lowbit.memory.stream import is_streamed
 from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.models.batches import call, tokens_of
 from lowbit.optim.names import by_name
@@ -46,7 +50,8 @@ class Estimate(Usage):
 
     def __init__(self, ledger: Ledger, seen: _Seen, since: int) -> None:
         super().__init__(*_read(ledger, seen.scratch), since=since)
-        self.work, self.device = seen.work[since:], ledger.device
+        self.work = [seen.work.get(number, Work()) for number in range(since, len(ledger.ops))]
+        self.device = ledger.device
 
     @property
     def seconds(self) -> float:
@@ -59,13 +64,13 @@ class _Seen:
     """What is noted of each op besides its storages."""
 
     def __init__(self) -> None:
-        self.work: list[Work] = []
+        self.work: dict[int, Work] = {}
         self.scratch: list[tuple[int, int]] = []
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         size = scratch_bytes(str(func), args, out)
-        self.scratch += [(len(self.work), size)] if size else []
-        self.work.append(work(func, args, kwargs, out))
+        self.scratch += [(number, size)] if size else []
+        self.work[number] = work(func, args, kwargs, out)
 
 
 def estimate(
@@ -97,20 +102,15 @@ def estimate(
     Beside the allocator's bytes a process holds its libraries, and on CUDA a context and what fragmentation costs.
     Memory that a kernel allocates for itself is known for the ops of ``lowbit.memory.scratch``.
 
+    Gradients are on within, whatever the mode outside is.
+
     Raises ValueError for a model whose forward reads values of tensors, as data-dependent routing does: profile a real
-    step of it. TypeError for what is no module.
+    step of it; for one that is wrapped, sharded or streamed (see "What cannot be combined" of docs/memory.md), and one
+    that cannot be copied. TypeError for what is no module, no batch and no function.
     """
-    check_model(model)
-    if micro_batches < 1:
-        raise ValueError(f"memory.estimate: micro_batches is 1 or more, got {micro_batches}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"memory.estimate: no parameter of {type(model).__name__} asks for a gradient, so there is nothing to "
-            f"train; call requires_grad_() on those that should"
-        )
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("memory.estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    _check_model(model, device)
+    _check_settings(loss, optimizer, precision, prepare, micro_batches)
+    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         copied = _fake_model(model, fake, device)
         place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
         given = tree_map(lambda leaf: _fake(leaf, fake, place) if isinstance(leaf, Tensor) else leaf, batch)
@@ -118,8 +118,6 @@ def estimate(
             prepare_(copied, recipe)
         if precision in PRECISIONS:
             mixed_(copied, precision)
-        elif precision not in (None, "fp32"):
-            raise ValueError(f"memory.estimate: precision is fp32, {', '.join(PRECISIONS)} or None, got {precision!r}")
         if checkpoint is not None:
             checkpoint_(copied, checkpoint)
         if prepare is not None:
@@ -127,6 +125,53 @@ def estimate(
         return _run(copied, given, loss or usual_loss, optimizer, micro_batches, place)
 
 
+# -- what an estimate can be made of -----------------------------------------------------------------------------------
+def _check_model(model: Any, device: torch.device | str | None) -> None:
+    """Raises TypeError and ValueError for a model that has no estimate, and for a device that is not there."""
+    check_model(model)
+    if any(_exchanges_gradients(module) for module in model.modules()):
+        raise ValueError(refusal("wrapped estimate", "memory.estimate"))
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ValueError(refusal("dtensor estimate", "memory.estimate"))
+    if is_streamed(model):
+        raise ValueError(refusal("stream estimate", "memory.estimate"))
+    if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            f"memory.estimate: {type(model).__name__} has lazy layers without shapes yet; call it once on a batch"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"memory.estimate: no parameter of {type(model).__name__} asks for a gradient, so there is nothing to "
+            f"train; call requires_grad_() on those that should"
+        )
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("memory.estimate: device='cuda' needs a torch with CUDA and a GPU; estimate for 'cpu' here")
+
+
+def _exchanges_gradients(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
+    sharded = fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    return sharded or isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def _check_settings(loss: Any, optimizer: Any, precision: Any, prepare: Any, micro_batches: Any) -> None:
+    """Raises TypeError and ValueError for what is no setting of an estimate."""
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"memory.estimate: micro_batches is a whole number from 1, got {micro_batches!r}")
+    if precision not in (None, "fp32", *PRECISIONS):
+        raise ValueError(f"memory.estimate: precision is fp32, {', '.join(PRECISIONS)} or None, got {precision!r}")
+    expected = {
+        "loss": (loss, "a function of output and batch"),
+        "optimizer": (optimizer, "a name or what makes one of parameters, such as its class"),
+        "prepare": (prepare, "a function of the model"),
+    }
+    for name, (value, what) in expected.items():
+        named = name == "optimizer" and isinstance(value, str)
+        if value is not None and not callable(value) and not named:
+            raise TypeError(f"memory.estimate: {name} is {what}, or None, got {type(value).__name__}")
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
 def _run(
     model: nn.Module,
     batch: Any,
@@ -164,6 +209,9 @@ def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]
     """One micro-batch, in a function that holds the model's answer until backward is done, as training loops do."""
     output = call(model, batch)
     value = loss(output, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"memory.estimate: loss(output, batch) is a tensor of one number, got {got}; take its mean")
     value.backward()
 
 
@@ -224,10 +272,17 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | s
         for value in tree_leaves(list(vars(module).values())):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = _fake(value, mode, device)
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"memory.estimate: {type(model).__name__} cannot be copied, and an estimate is made of a copy "
+            f"({type(error).__name__}: {error}). Take what has no copy out of the model (a lock, a file, a result with "
+            f"a gradient), or profile a real step with memory.profile(model, batch, step)"
+        ) from error
 
 
-# -- a step -----------------------------------------------------------------------------------------------------------
+# -- a loss -----------------------------------------------------------------------------------------------------------
 def usual_loss(output: Any, batch: Any) -> Tensor:
     """The model's own loss where it answers with one; the mean cross-entropy of the next token for logits [B, T, V] of
     token ids [B, T], of the first class for logits [B, C]; else the mean square of what it answers.

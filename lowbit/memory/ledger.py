@@ -74,7 +74,7 @@ class Ledger(TorchDispatchMode):
     """Write down, while it is entered, every op and every storage that comes and goes, on ``device`` only.
 
     ``wrap(number)``: a context that each op runs within, or None. ``lines``: note the caller's line of each storage.
-    ``seen(func, args, kwargs, out)``: called after each op.
+    ``seen(number, func, args, kwargs, out)``: called after each op that raised nothing.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Ledger(TorchDispatchMode):
         device: torch.device,
         wrap: Callable[[int], Any] | None = None,
         lines: bool = False,
-        seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
+        seen: Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.device = model, device
         self.ops: list[Op] = []
         self.pieces: list[Piece] = []
-        self.steps: list[int] = []
+        self._steps: dict[int, list[int]] = {}  # by optimizer, the ops before each step's end
         self.live = 0
         self._wrap, self._lines, self._seen = wrap, lines, seen
         self._open: dict[int, tuple[weakref.ref[Any], Piece]] = {}
@@ -155,11 +155,10 @@ class Ledger(TorchDispatchMode):
             if type(thing) in (Tensor, nn.Parameter) and thing.device == self.device:
                 self.claim(thing, None, OUTSIDE)
 
-    def forget_model(self) -> None:
-        """Keep nothing alive of what was written down."""
-        self._names.clear()
-        self._open.clear()
-        del self.model
+    @property
+    def steps(self) -> list[int]:
+        """How many ops there were at the end of each step; where several optimizers step, of the one that did most."""
+        return max(self._steps.values(), key=len, default=[])
 
     # -- what a storage is ---------------------------------------------------------------------------------------
     def claim(self, tensors: Any, kind: str | None, layer: str | None = None) -> None:
@@ -234,7 +233,7 @@ class Ledger(TorchDispatchMode):
                 self.claim(value, "master copies" if name in _MASTERS else "optimizer state", layer)
         if count:
             self._stepping = False
-            self.steps.append(len(self.ops))
+            self._steps.setdefault(id(optimizer), []).append(len(self.ops))
 
     def _place(self) -> tuple[str, str]:
         """The layer and the phase of the op that comes now."""
@@ -263,7 +262,7 @@ class Ledger(TorchDispatchMode):
             with self._wrap(number):
                 out = func(*args, **kwargs)
         if self._seen is not None:
-            self._seen(func, args, kwargs, out)
+            self._seen(number, func, args, kwargs, out)
         kind = None if phase == "step" else _inherited(self._kinds(tree_leaves((args, kwargs))))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device == self.device:

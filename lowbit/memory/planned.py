@@ -23,7 +23,7 @@ from lowbit.memory.checkpoint.policies import Chosen
 from lowbit.memory.checkpoint.selective import kept_products
 from lowbit.memory.cost import rates
 from lowbit.memory.estimate import Estimate, estimate
-from lowbit.sizes import amount, bytes_in
+from lowbit.sizes import amount, bytes_in, is_bytes
 from lowbit.tables import aligned
 
 __all__ = ["CheckpointPlan", "Option", "best", "plan_checkpoints"]
@@ -191,7 +191,7 @@ def _bytes_of(budget: str | int, whole: int) -> int:
     if share is not None:
         return int(whole * float(share[1]) / 100)
     size = bytes_in(budget) if isinstance(budget, str) else budget
-    if not isinstance(size, int) or size <= 0:
+    if not is_bytes(size) or not size:
         raise ValueError(f"memory.plan_checkpoints: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
     return size
 

@@ -91,8 +91,8 @@ class Profile(Usage):
         self._profiler.__exit__(*error)
         self._read()
         self._ended = True
-        self._ledger.forget_model()
-        del self._model, self._profiler
+        self._pieces, self._step_ends = self._ledger.pieces, self._steps or self._ledger.steps
+        del self._model, self._profiler, self._ledger  # a profile that has ended keeps no tensor alive
 
     def snapshot(self, name: str) -> Snapshot:
         """Note what is held now under a name."""
@@ -107,12 +107,12 @@ class Profile(Usage):
         self._resets.append(len(self._ledger.ops))
 
     def step(self) -> None:
-        """A step of training ends here, for ``leaks``; optimizers' steps are noted without it."""
+        """A step of training ends here, for ``leaks``; without it, those of the optimizer that steps most count."""
         self._require_open("step")
         self._steps.append(len(self._ledger.ops))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_ops", "_times", "_holdings", "_since"):
+        if name in ("_ops", "_times", "_holdings", "_since", "_pieces", "_step_ends"):
             raise RuntimeError(
                 "memory.Profile: it is read once its with block has ended; within, take p.snapshot(name)"
             )
@@ -139,14 +139,14 @@ class Profile(Usage):
 
         Raises ValueError for a profile of fewer than three steps.
         """
-        ends = sorted({*self._steps, *self._ledger.steps})
+        ends = self._step_ends
         if len(ends) < 3:
             raise ValueError(
                 f"memory.Profile.leaks: growth is seen over 3 steps or more, got {len(ends)}; train longer within the "
                 f"profile, and call p.step() after each step where no optimizer steps"
             )
         groups: dict[tuple[str, str], list[Piece]] = defaultdict(list)
-        for piece in self._ledger.pieces:
+        for piece in self._pieces:
             # The last step may keep what the next one replaces, such as the loss.
             if piece.died is None and 0 <= piece.born < ends[-2] and piece.kind not in _LASTING:
                 groups[piece.line, piece.layer].append(piece)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.combinations import refusal
@@ -26,7 +27,7 @@ from lowbit.models.blocks import find_blocks
 from lowbit.models.ties import storage
 from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
 
-__all__ = ["stream_blocks_", "unstream_"]
+__all__ = ["is_streamed", "stream_blocks_", "unstream_"]
 
 #: Smaller tensors stay where they are.
 _LEAST = 4096
@@ -47,8 +48,9 @@ def stream_blocks_(
     as do those that something outside of the block shares. torch.compile leaves the blocks out of its graphs. Files
     belong to this process: save the model with ``state_dict`` or ``lowbit.save_model``.
 
-    Raises ValueError for a model without blocks, one that is streamed already, and ``"cpu"`` for one that is on the
-    CPU; TypeError for what is no module; OSError, with the model untouched, where the disk has no room.
+    Raises ValueError for a model without blocks, one that is streamed already, one on the meta device, and ``"cpu"``
+    for one that is on the CPU; TypeError for what is no module; OSError, with the model untouched, where the disk has
+    no room.
     """
     check_model(model)
     chosen = list(dict.fromkeys(find_blocks(model) if blocks is None else blocks))
@@ -58,10 +60,11 @@ def stream_blocks_(
             f"memory.stream_blocks_: expected blocks that are modules of the model, "
             f"{'got others' if chosen else f'found none in {type(model).__name__}'}; pass blocks=[...], taken from it"
         )
-    if any(wrapped_forward(module, _streamed, _streamed_own) for module in model.modules()):
+    if is_streamed(model):
         raise ValueError("memory.stream_blocks_: the model is streamed already; call lowbit.memory.unstream_ first")
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         raise ValueError(refusal("stream dtensor", "memory.stream_blocks_"))
+    _require_data(model)
     tensors = [_movable(model, block) for block in chosen]
     if where == "cpu" and any(t.device.type == "cpu" for found in tensors for t in found):
         raise ValueError(
@@ -89,6 +92,23 @@ def unstream_(model: nn.Module) -> Report:
         stream, index = forward.args[-2:]
         stream.blocks[index].restore()
     return report_on("memory.unstream_", model, blocks, "in memory")
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Whether blocks of ``model`` are streamed."""
+    return any(wrapped_forward(module, _streamed, _streamed_own) for module in model.modules())
+
+
+def _require_data(model: nn.Module) -> None:
+    """Raises ValueError where tensors of ``model`` have shapes alone."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, FakeTensor):
+            raise ValueError(refusal("stream estimate", "memory.stream_blocks_"))
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"memory.stream_blocks_: expected weights with data, and {name!r} is on the meta device; load them "
+                f"first (lowbit.load_model, or model.to_empty(device=...) and load_state_dict)"
+            )
 
 
 def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:

@@ -82,7 +82,9 @@ class Usage:
     @cached_property
     def _peak_time(self) -> float:
         times, held = self._curve
-        begins = self._times[self._since] if self._since < len(self._times) else -math.inf
+        begins = 0.0 if self._since == 0 else max(times, default=0.0)  # where no op follows: what is held at the end
+        if self._since < len(self._times):
+            begins = self._times[self._since]
         counted = np.flatnonzero(times >= begins)
         return float(times[counted[np.argmax(held[counted])]]) if len(counted) else begins
 

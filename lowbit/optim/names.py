@@ -1,4 +1,4 @@
-"""Optimizers by name: ``adamw`` and ``sgd`` are torch's, ``adamw8bit`` is lowbit's with states of so many bits."""
+"""Optimizers by name: ``adamw`` and ``sgd`` are torch's; names that end in bits, as ``adamw8bit``, are lowbit's."""
 
 from __future__ import annotations
 

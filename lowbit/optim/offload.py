@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lowbit import notice
 from lowbit.combinations import refusal
 from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.mapped import drop_pages, mapped_like
@@ -52,15 +52,10 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     them: a half-written step is never read, and training resumes from the last ``state_dict`` that was saved.
 
     Raises TypeError for what is no optimizer, for LBFGS, whose step needs all parameters at once, and for DTensors;
-    ValueError for an optimizer that is offloaded already, steps in backward, or has a ``step`` of its own; OSError
-    where the disk has no room.
+    ValueError for an optimizer that is offloaded already, steps in backward, or has a ``step`` of its own, for
+    parameters on the meta device, and for ``"cpu"`` where all are on the CPU; OSError where the disk has no room.
     """
-    _check(optimizer)
-    if where == "cpu" and all(param.device.type == "cpu" for param in _params(optimizer)):
-        notice.warn(
-            'optim.offload_(optimizer, "cpu"): the parameters are on the CPU, and so are their states; give a '
-            "directory to keep them in files"
-        )
+    _check(optimizer, where)
     before = vars(optimizer).get("step"), vars(optimizer).get("zero_grad")
     offload = _Offload(None if where == "cpu" else ScratchDirectory(where), gradients, before)
     offload.park(optimizer, list(_params(optimizer)))
@@ -311,7 +306,7 @@ def _chunks(optimizer: torch.optim.Optimizer, offload: _Offload) -> Iterator[lis
         yield chunk
 
 
-def _check(optimizer: Any) -> None:
+def _check(optimizer: Any, where: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optim.offload_: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -327,4 +322,17 @@ def _check(optimizer: Any) -> None:
         raise ValueError(
             "optim.offload_: something has replaced the optimizer's step, and would not be called any more; offload "
             "the optimizer before that"
+        )
+    if any(isinstance(param, FakeTensor) for param in _params(optimizer)):
+        raise ValueError(refusal("offload estimate", "optim.offload_"))
+    devices = {param.device.type for param in _params(optimizer)}
+    if "meta" in devices:
+        raise ValueError(
+            "optim.offload_: expected parameters with data, and some are on the meta device; load the model first, and "
+            "make the optimizer of its parameters"
+        )
+    if where == "cpu" and devices == {"cpu"}:
+        raise ValueError(
+            'optim.offload_: where="cpu" is for parameters on CUDA devices, and these are on the CPU, as are their '
+            "states; give a directory, in whose files they take no memory"
         )

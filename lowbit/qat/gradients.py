@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowbit.autograd import backend_now, on_backend
+from lowbit.autograd import backend_now, bias_gradient, on_backend
 from lowbit.calls import call
 from lowbit.functional import quantize
 from lowbit.ops.conv import Window, spans_tensor
@@ -132,7 +132,7 @@ class _Convolution(torch.autograd.Function):
         of_x, of_matrix = ctx.window.gradients(grad, x, matrix, tuple(ctx.needs_input_grad[:2]))
         of_bias = None
         if ctx.needs_input_grad[2]:
-            of_bias = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            of_bias = bias_gradient(grad, ctx.bias_dtype)
         return of_x, of_matrix, of_bias, None, None
 
 
@@ -168,7 +168,7 @@ class _FakeQuantLinear(torch.autograd.Function):
                 decoded = rows if ctx.of_input is None else _decoded(rows, ctx.of_input)
                 of_weight = _through(g.t() @ decoded.to(g.dtype), weight, ctx.of_weight, rows=weight.shape[0])
             if ctx.needs_input_grad[2]:
-                of_bias = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+                of_bias = bias_gradient(g, ctx.bias_dtype)
         return (
             None if of_x.x is None else of_x.x.to(x.dtype).reshape(x.shape),
             None if of_weight.x is None else of_weight.x.to(weight.dtype),

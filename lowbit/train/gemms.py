@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lowbit.autograd import backend_now, first_order, on_backend
+from lowbit.autograd import backend_now, bias_gradient, first_order, on_backend
 from lowbit.functional import scaled_mm
 from lowbit.functional.rotation import hadamard, signed_hadamard
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, refuse_beyond
@@ -223,7 +223,7 @@ class _Operands(torch.autograd.Function):
                 qg, x = _operands(g, x, products.grad_weight, view, shared)
                 grad_w = _product(qg.t(), x.t(), None, w_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
+            grad_bias = bias_gradient(g, bias_dtype)
         return grad_x, grad_w, grad_bias, *[None] * 4
 
 

@@ -112,6 +112,20 @@ def test_a_watched_run_reports_what_its_casts_lose(tmp_path, run, one_thread):
     assert not list(directory.glob("*/watch.*"))
 
 
+def test_profiling_the_memory_of_a_step_changes_no_loss(tmp_path, run, one_thread):
+    few = ("--steps", "4", "--recipe", "int8", "--precision", "bf16")
+    tiny = TINY[: TINY.index("--precision")]
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    run("train", "--out", str(plain), *tiny, *few)
+    told = run("train", "--out", str(profiled), *tiny, *few, "--profile-memory")
+    losses = lambda directory: json.loads((directory / "report.json").read_text())["runs"]["bf16"]["train"]
+    assert losses(plain) == losses(profiled) and not list(plain.glob("*/memory.*"))
+    saved = json.loads((profiled / "bf16" / "memory.json").read_text())
+    assert saved["by_phase"].keys() == {"forward", "backward", "step"}
+    assert sum(saved["by_kind"].values()) == saved["peak_bytes"] == max(m["bytes"] for m in saved["timeline"])
+    assert "memory of step 2 in bf16" in told and all(kind in told for kind in ("activations", "optimizer state"))
+
+
 def test_a_recipe_with_options_and_training_state_may_be_the_first_run(tmp_path, run, one_thread):
     """Its directory has a name that links may have, and its model is saved without the state."""
     recipe = "nvfp4:rule=four-over-six"

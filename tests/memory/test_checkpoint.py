@@ -420,6 +420,51 @@ def test_a_write_to_a_kept_input_afterwards_is_named():
         y.sum().backward()
 
 
+def stepped(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    y.sum().backward(retain_graph=True)
+    optimizer.step()
+    return y
+
+
+def put_in_place(model: nn.Module, x: Tensor) -> Tensor:
+    others = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, others, (x,))
+
+
+@pytest.mark.parametrize("policy", ["block", "segments:1", "save_matmuls"])
+@pytest.mark.parametrize("change", [stepped, put_in_place])
+def test_weights_that_change_before_backward_are_named(change, policy):
+    """Gradients would be those of weights that forward did not have."""
+    model = chain(2)
+    checkpoint_(model, policy)
+    with pytest.raises(NotReplayed, match=r"'.*weight' of the checkpointed '[01]' has been written to or replaced"):
+        change(model, torch.randn(4, 16)).sum().backward()
+
+
+def test_weights_that_forward_writes_to_or_that_step_in_backward_have_changed_by_right():
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.5, 0.5)
+            return (x @ self.weight).tanh() + self.bias  # whose gradient is complete before anything is asked for
+
+    plain = nn.Sequential(*(Clamped() for _ in range(2)))
+    want, model, x = copy.deepcopy(plain), copy.deepcopy(plain), torch.randn(4, 16)
+    checkpoint_(model)
+    for one in (want, model):
+        optimizer = lb.optim.in_backward_(one, lb.optim.AdamW)
+        for _ in range(2):
+            one(x).square().sum().backward()
+            optimizer.step()
+    assert_equal(list(model.parameters()), list(want.parameters()))
+
+
 def test_a_list_of_modules_stands_for_the_modules_in_it():
     """Nobody calls a ModuleList: checkpointed itself, it would save nothing without a word."""
     for policy in (lambda model: model.blocks, lambda model: ["blocks"], lambda model: [model.blocks]):

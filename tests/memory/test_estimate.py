@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -124,6 +126,52 @@ def test_what_reads_values_says_so():
         estimate(nn.Linear(4, 4), torch.randn(2, 4), precision="fp12")
 
 
+def test_gradients_are_on_whatever_the_mode_outside():
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(2, 8)
+    want = estimate(model, batch).by_phase
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert estimate(model, batch).by_phase == want
+            inside = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        assert estimate(inside, batch).by_phase == want
+
+
+class Locked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            TypeError,
+            "optimizer is a name or .* its class, .* got SGD",
+        ),
+        ({"loss": "ce"}, TypeError, "loss is a function of output and batch, or None, got str"),
+        ({"prepare": 3}, TypeError, "prepare is a function of the model, or None, got int"),
+        ({"micro_batches": "2"}, ValueError, "a whole number from 1, got '2'"),
+        ({"micro_batches": 1.5}, ValueError, "a whole number from 1, got 1.5"),
+        (
+            {"loss": lambda output, batch: output},
+            ValueError,
+            r"a tensor of one number, got shape \(2, 4\); take its mean",
+        ),
+        ({"loss": lambda output, batch: 1.0}, ValueError, "a tensor of one number, got float"),
+        ({"model": Locked()}, ValueError, r"Locked cannot be copied, .*_thread.lock.* memory\.profile"),
+        ({"model": nn.LazyLinear(4)}, ValueError, "lazy layers without shapes yet; call it once"),
+        ({"batch": "tokens"}, TypeError, "a batch is a tensor, a tuple .* got str"),
+        ({"batch": None}, TypeError, "a batch is a tensor, a tuple .* got NoneType"),
+    ],
+)
+def test_what_has_no_estimate_is_refused(settings, error, message):
+    given = {"model": nn.Linear(4, 4), "batch": torch.randn(2, 4), **settings}
+    with pytest.raises(error, match=message):
+        estimate(**given)
+
+
 def test_tensors_that_are_no_buffers_go_along():
     class Table(nn.Linear):
         def __init__(self):
@@ -134,3 +182,23 @@ def test_tensors_that_are_no_buffers_go_along():
             return super().forward(x) + self.table
 
     assert estimate(Table(), torch.zeros(4, 8)).peak_bytes > 0
+
+
+class Raises(nn.Module):
+    """Takes another way where an op raises, as models do that try a fast path first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        with suppress(RuntimeError):
+            x @ torch.empty(3, 3)
+        return self.second(self.first(x))
+
+
+def test_an_op_that_raises_shifts_no_work():
+    found = estimate(Raises(), torch.empty(8, 32))
+    assert len(found.work) == len(found.ops)
+    products = [work.flops for op, work in zip(found.ops, found.work, strict=True) if op.name == "aten.addmm.default"]
+    assert len(products) == 2 and set(products) == {2 * 8 * 32 * 32}

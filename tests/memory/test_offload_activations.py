@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import os
+import re
 import weakref
 
 import pytest
@@ -265,10 +267,19 @@ def test_a_failing_disk_loses_nothing(tmp_path, monkeypatch):
             assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
-@pytest.mark.parametrize("wrong", [{"min_bytes": -1}, {"budget": -1}])
-def test_arguments_that_do_not_fit(tmp_path, wrong):
-    with pytest.raises(ValueError, match="is a number of bytes, got -1"):
-        lb.memory.offload_activations(tmp_path, **wrong)
+@pytest.mark.parametrize("name", ["min_bytes", "budget"])
+@pytest.mark.parametrize("value", [-1, 1.5, math.nan, math.inf, True, []])
+def test_numbers_of_bytes_that_are_none(tmp_path, name, value):
+    with pytest.raises(ValueError, match=rf"{name} is a number of bytes.* got {re.escape(repr(value))}; "):
+        lb.memory.offload_activations(tmp_path, **{name: value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_that_are_no_numbers_of_bytes(tmp_path):
+    with pytest.raises(ValueError, match="min_bytes is a number of bytes, got 'a'"):
+        lb.memory.offload_activations(tmp_path, min_bytes="a")
+    with pytest.raises(ValueError, match="'-1GB' is no size"):
+        lb.memory.offload_activations(tmp_path, budget="-1GB")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so of tensors on the CPU, wherever they come from")

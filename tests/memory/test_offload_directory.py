@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 
+from lowbit.memory import stream_blocks_
 from lowbit.memory.offload import directory, offload_activations
 from lowbit.memory.offload.directory import ScratchDirectory
+from lowbit.optim import offload_
 
 CHILD = """
 import sys, torch
@@ -100,3 +102,24 @@ def test_what_is_no_directory_of_ours_stays(tmp_path):
     (tmp_path / "lowbit-offload-8-abc").symlink_to(tmp_path / "target")
     ScratchDirectory(tmp_path).close()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        ("", ValueError, "got ''; for the directory that is current, '.'"),
+        ("cuda:0", ValueError, "got 'cuda:0'; for a directory of that name write ./cuda:0"),
+        ("CPU", ValueError, "got 'CPU'"), (None, TypeError, "got NoneType"), (torch.device("cpu"), TypeError, "device"),
+    ],
+)  # fmt: skip
+def test_what_is_no_directory_is_refused_and_nothing_is_made(tmp_path, monkeypatch, where, error, message):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+    for offload in (
+        lambda: offload_activations(where),
+        lambda: stream_blocks_(model, where),
+        lambda: offload_(torch.optim.SGD(model.parameters()), where),
+    ):
+        with pytest.raises(error, match=f'offload: expected "cpu" or the path of a directory, .*{message}'):
+            offload()
+    assert not list(tmp_path.iterdir()) and "forward" not in vars(model[0])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -215,3 +218,48 @@ def test_a_step_that_raises_and_a_closure_leave_phases_what_they_are():
         stepper.step(closure)
     assert p.by_phase.keys() >= {"forward", "backward"}
     assert {m.phase for m in p.timeline if m.layer == "Linear"} == {"forward", "backward"}
+
+
+def test_a_reset_after_the_last_op_leaves_what_is_held_then():
+    model = nn.Linear(64, 64)
+    with profile(model) as p:
+        kept = model(torch.randn(256, 64)).sum()
+        kept.backward()
+        p.reset_peak()
+    assert p.timeline == [] and p.peak_bytes == sum(h.bytes for h in p._holdings if h.died == float("inf"))
+    assert p.by_kind["parameters"] == p.by_kind["gradients"] == 4 * 65 * 64
+
+
+def test_steps_of_two_optimizers_are_the_steps_of_one():
+    model = nn.Linear(64, 64)
+    steppers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+    def train(p, steps, mark):
+        for _ in range(steps):
+            model(torch.randn(32, 64)).square().mean().backward()
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+            if mark:
+                p.step()
+
+    for mark in (False, True):
+        with profile(model) as p:
+            train(p, 2, mark)
+        with pytest.raises(ValueError, match="got 2"):
+            p.leaks()
+        with profile(model) as p:
+            train(p, 3, mark)
+        assert p.leaks() == []
+
+
+def test_a_profile_that_has_ended_can_be_copied_and_keeps_nothing_alive():
+    model = nn.Linear(64, 64)
+    with profile(model) as p:
+        model(torch.randn(8, 64)).sum().backward()
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert other.as_dict() == p.as_dict() and str(other) == str(p)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -180,6 +180,10 @@ def test_shared_weights_stay_and_wrong_arguments_are_errors(tmp_path):
         stream_blocks_(network(), tmp_path, blocks=[nn.Linear(4, 4)])
     with pytest.raises(ValueError, match="this one is on the CPU"):
         stream_blocks_(network(), "cpu")
+    with pytest.raises(ValueError, match=r"'1\.0\.norm\.weight' is on the meta device; load them first"):
+        half = network()
+        half[1][0].to("meta")
+        stream_blocks_(half, tmp_path)
     assert len(unstream_(network()).layers) == 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lowbit as lb
@@ -72,6 +74,35 @@ def stream_sharded(tmp_path, group):
     lb.memory.stream_blocks_(fully_shard(network(), mesh=group), tmp_path)
 
 
+def estimate_wrapped(tmp_path, group):
+    lb.memory.estimate(DistributedDataParallel(network()), torch.ones(2, 64))
+
+
+def estimate_wrapped_by_fsdp(tmp_path, group):
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    lb.memory.plan_checkpoints(model, torch.ones(2, 64), "80%")
+
+
+def estimate_sharded(tmp_path, group):
+    lb.memory.estimate(fully_shard(network(), mesh=group), torch.ones(2, 64))
+
+
+def estimate_streamed(tmp_path):
+    model = network()
+    lb.memory.stream_blocks_(model, tmp_path)
+    lb.memory.estimate(model, torch.ones(2, 64))
+
+
+def stream_in_an_estimate(tmp_path):
+    stream = partial(lb.memory.stream_blocks_, where=tmp_path)
+    lb.memory.estimate(network(), torch.ones(2, 64), prepare=stream)
+
+
+def offload_in_an_estimate(tmp_path):
+    make = lambda params: lb.optim.offload_(lb.optim.AdamW(params), tmp_path)
+    lb.memory.estimate(network(), torch.ones(2, 64), optimizer=make)
+
+
 def segments_compiled(tmp_path):
     model = network()
     lb.memory.checkpoint_(model, "sqrt")
@@ -92,6 +123,10 @@ RUNS = {
     "in_backward accumulation": (accumulation,),
     "offload dtensor": (offload_sharded,),
     "stream dtensor": (stream_sharded,),
+    "wrapped estimate": (estimate_wrapped, estimate_wrapped_by_fsdp),
+    "dtensor estimate": (estimate_sharded,),
+    "stream estimate": (estimate_streamed, stream_in_an_estimate),
+    "offload estimate": (offload_in_an_estimate,),
     "segments compile": (segments_compiled,),
     "profile profiler": (profiled,),
 }

@@ -179,7 +179,7 @@ def test_an_error_in_a_step_leaves_groups_whole_and_states_in_place(tmp_path):
     train(model, optimizer, range(2, 3))
 
 
-def test_what_cannot_be_offloaded(tmp_path, recwarn):
+def test_what_cannot_be_offloaded(tmp_path):
     params = list(network().parameters())
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
         offload_(params, tmp_path)
@@ -196,9 +196,12 @@ def test_what_cannot_be_offloaded(tmp_path, recwarn):
     with pytest.raises(ValueError, match="steps in the backward pass"):
         offload_(lb.optim.in_backward_(model, AdamW), tmp_path)
     assert unoffload_(replaced) is replaced
-    if not torch.cuda.is_available():
-        offload_(torch.optim.SGD(params), "cpu")
-        assert "so are their states" in str(recwarn[-1].message)
+    plain = torch.optim.SGD(params)
+    with pytest.raises(ValueError, match="these are on the CPU, as are their states; give a directory"):
+        offload_(plain, "cpu")
+    with pytest.raises(ValueError, match="some are on the meta device; load the model first"):
+        offload_(torch.optim.SGD([*params, torch.zeros(2, device="meta")]), tmp_path)
+    assert "step" not in vars(plain)
 
 
 def test_resident_memory_stays_flat_with_states_and_gradients_in_files(tmp_path):

@@ -15,6 +15,8 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
+from lowbit.autograd import bias_gradient
+from lowbit.memory import allocated_peak
 from lowbit.train import TrainLinear
 from lowbit.train.rules import ruled
 
@@ -275,3 +277,12 @@ def test_it_learns(recipe, dtype):
     assert learned < start / 2
     noise = 0.02 if lb.recipe(recipe).weight.format.bits == 8 else 0.05
     assert learned < 1.25 * final(None) + noise
+
+
+def test_the_gradient_of_a_bias_is_summed_in_fp32_without_a_copy():
+    grad = torch.randn(512, 3000).bfloat16()
+    found = bias_gradient(grad.view(2, 256, 3000), torch.float32)
+    assert torch.equal(found, grad.sum(0, dtype=torch.float32))
+    torch.testing.assert_close(found, grad.double().sum(0).float(), rtol=1e-5, atol=1e-4)
+    assert allocated_peak(lambda: bias_gradient(grad, torch.bfloat16)) < grad.numel() * 4 * 0.5
+    assert bias_gradient(grad[:, :0], torch.float32).shape == (0,)

@@ -40,11 +40,13 @@ def checkpoint_(
     ``train.prepare_``, ``train.convert_``). Gradient checkpointing of transformers is switched off where it is on, and
     a cache of keys and values is not passed to a checkpointed layer in training mode.
 
-    A module must not write to its inputs, and must compute the same twice: ``NotReplayed``, a RuntimeError, names one
-    that does not.
+    A module must not write to its inputs, its weights must stay until backward, and it must compute the same twice:
+    ``NotReplayed``, a RuntimeError, names one that does not. What nothing tells: weights that are written to or
+    assigned through ``weight.data``, those of modules that FSDP2 has sharded, those that step in backward
+    (``in_backward_``), and any weights in compiled code, where torch's checkpointing looks at none.
 
-    Raises ValueError for an unknown policy, one that finds nothing, a pattern without a match, and for modules that are
-    not of ``model``; TypeError for what is no policy; each before anything is changed.
+    Raises ValueError for an unknown policy, one that chooses nothing, a pattern without a match, and for modules that
+    are not of ``model``; TypeError for what is no policy; each before anything is changed.
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
     """
     check_model(model)

@@ -1,4 +1,4 @@
-"""The surroundings of one call of a module, with which the call is made again in backward."""
+"""What one call of a module depends on besides its arguments, and how backward makes the call with it again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.autograd import backend_now, on_backend
 
-__all__ = ["CallState", "Contexts", "Random", "gather", "unmoved"]
+__all__ = ["CallState", "Contexts", "Random", "Weights", "gather", "unmoved"]
 
 #: Makes the two contexts of a call, in forward and in backward, as torch.utils.checkpoint's ``context_fn``.
 Contexts = Callable[[], tuple[Any, Any]]
@@ -77,10 +78,39 @@ def unmoved(module: nn.Module) -> Iterator[None]:
             buffer.data.copy_(before)  # by data: no version moves, since backward may have saved the buffer
 
 
+class Weights:
+    """The parameters of a module as they are now: which, and how often each has been written to.
+
+    What steps within backward (a hook of its gradient) may have changed by right, and is left out, as are modules in
+    which FSDP2 puts others in the place of parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        sharded = any(map(_is_sharded, module.modules()))
+        named = () if sharded else module.named_parameters()
+        self._seen = {
+            name: (ref(weight), weight._version)
+            for name, weight in named
+            if not weight.is_inference() and not getattr(weight, "_post_accumulate_grad_hooks", None)
+        }
+
+    def changed(self, module: nn.Module) -> str | None:
+        """The name of a parameter of ``module`` that is another one by now, or has been written to."""
+        now = dict(module.named_parameters()) if self._seen else {}
+        for name, (weight, version) in self._seen.items():
+            if name not in now or weight() is not now[name] or now[name]._version != version:
+                return name
+        return None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def gather(module: nn.Module) -> None:
     """Gather the parameters of a module that FSDP2 has sharded: it does so itself before the backward of each module,
     and the second run of a segment comes before that of its last.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes seconds to import
-    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-        module.unshard()
+    if _is_sharded(module):
+        module.unshard()  # type: ignore[operator]

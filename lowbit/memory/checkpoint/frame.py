@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowbit.memory.checkpoint.calls import CallState, Contexts, Random, gather, unmoved
+from lowbit.memory.checkpoint.calls import CallState, Contexts, Random, Weights, gather, unmoved
 
 __all__ = ["Frame", "NotReplayed"]
 
@@ -114,6 +114,7 @@ class Frame:
         self.calls: list[_Call] = []
         self._holders: list[ref[_Holder]] = []
         self._saved: list[tuple[Any, ...]] = []
+        self._weights: list[Weights] = []  # after each call, which may write to them itself
         self._known: dict[int, _Known] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -138,6 +139,7 @@ class Frame:
         versions = [_version(t) for t in outside]
         with saved_tensors_hooks(self._pack, _unpack), first:
             output = forward(*args, **kwargs)
+        self._weights.append(Weights(module))
         if versions != [_version(t) for t in outside]:
             place = next(i for i, t in enumerate(outside) if versions[i] != _version(t))
             raise NotReplayed(
@@ -182,6 +184,8 @@ class Frame:
     # -- backward -----------------------------------------------------------------------------------------------------
     def recompute(self) -> None:
         """Run the calls again, and fill the holders that are alive. Raises NotReplayed where they save others."""
+        for call, weights in zip(self.calls, self._weights, strict=False):  # the last call may be under way
+            self._refuse_changed(call, weights)
         kept = [call.inputs() for call in self.calls]
         now = Random(t for tensors in kept for t in tensors)
         made: list[list[Tensor]] = []
@@ -209,6 +213,15 @@ class Frame:
         finally:
             now.restore()
         self._refuse(filled, "nothing more")
+
+    def _refuse_changed(self, call: _Call, weights: Weights) -> None:
+        name = weights.changed(call.module)
+        if name is not None:
+            raise NotReplayed(
+                f"{name!r} of the checkpointed {call.path!r} has been written to or replaced since forward, and with "
+                f"it backward would compute another function; call backward before the optimizer's step, and do not "
+                f"give weights by functional_call, or memory.uncheckpoint_(model) first"
+            )
 
     def _again(self, call: _Call, kept: list[tuple[Tensor, ...]], made: list[list[Tensor]]) -> Any:
         def found(leaf: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.memory.checkpoint.calls import Contexts
-from lowbit.memory.checkpoint.parts import find_part, find_stacks, find_stages
+from lowbit.memory.checkpoint.parts import PARTS, find_part, find_stacks, find_stages, split_part
 from lowbit.memory.checkpoint.selective import kept_products
 from lowbit.models.names import matches, named, patterns_in, plain_name, shown, unmatched
 from lowbit.models.surround import plain_class
@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
 class Policy(NamedTuple):
     """``choose(model)``, or ``choose(model, argument)`` with ``argument``, which reads it from its text: the modules
     to checkpoint, those in one sequence as one. ``about``: a sentence. ``contexts``: what keeps results besides.
-    ``settings``: keyword arguments that ``choose`` needs.
+    ``settings``: keyword arguments that ``choose`` needs. ``none``: whether it may choose nothing.
     """
 
     choose: Callable[..., Sequence[Sequence[nn.Module] | Chosen]]
@@ -41,14 +41,36 @@ class Policy(NamedTuple):
     argument: Callable[[str], Any] | None = None
     contexts: Contexts | None = None
     settings: tuple[str, ...] = ()
+    none: bool = False
 
 
 def choose(model: nn.Module, policy: Choice, settings: Mapping[str, Any] | None = None) -> list[Chosen]:
     """What ``policy`` checkpoints of ``model``; ``settings`` are of its row. Raises as ``checkpoint_``."""
-    if hasattr(policy, "chosen") and not isinstance(policy, nn.Module):
+    found = _chosen(model, policy, settings or {})
+    if not found and not _may_be_none(policy):
+        got = repr(policy) if isinstance(policy, str) else f"a {type(policy).__name__}"
+        raise ValueError(
+            f"memory.checkpoint_: expected a policy that chooses modules of {plain_class(model).__name__}, got {got} "
+            f"that chooses none; their names are in model.named_modules(). memory.uncheckpoint_(model) undoes "
+            f"checkpoints"
+        )
+    return found
+
+
+def _may_be_none(policy: Choice) -> bool:
+    """Whether a policy weighs a budget, which may need no checkpoints."""
+    return policy in POLICIES and POLICIES[policy].none if isinstance(policy, str) else _is_plan(policy)
+
+
+def _is_plan(policy: Choice) -> bool:
+    return hasattr(policy, "chosen") and not isinstance(policy, nn.Module)
+
+
+def _chosen(model: nn.Module, policy: Choice, settings: Mapping[str, Any]) -> list[Chosen]:
+    if _is_plan(policy):
         return list(policy.chosen(model))
     if isinstance(policy, str) and (policy.split(":")[0] in POLICIES or not _is_pattern(policy)):
-        return _by_name(model, policy, settings or {})
+        return _by_name(model, policy, settings)
     if settings:
         raise ValueError(
             f"memory.checkpoint_: only policies by name take settings, got {', '.join(settings)}; leave them out"
@@ -57,7 +79,15 @@ def choose(model: nn.Module, policy: Choice, settings: Mapping[str, Any] | None 
         return [chosen for pattern, one in policy.items() for chosen in _by_pattern(model, pattern, one)]
     if callable(policy) and not isinstance(policy, nn.Module):
         return _each(_outermost(model, lambda module, path: matches(policy, path, module)))
-    return _listed(model, [policy] if isinstance(policy, str | nn.Module) else policy)
+    if isinstance(policy, str | nn.Module):
+        return _listed(model, [policy])
+    if not isinstance(policy, Iterable) or isinstance(policy, bytes):
+        raise TypeError(
+            f"memory.checkpoint_: expected a policy's name, a list of modules or of patterns, a mapping of patterns to "
+            f"policies, or a function of module and path; got {type(policy).__name__}. memory.uncheckpoint_(model) "
+            f"undoes checkpoints"
+        )
+    return _listed(model, policy)
 
 
 # -- named policies ---------------------------------------------------------------------------------------------------
@@ -136,11 +166,24 @@ def _part(part: str, instead: str, model: nn.Module) -> list[Sequence[nn.Module]
     found = {id(block): find_part(block, part) for block in blocks}
     if not any(found.values()):
         classes = ", ".join(dict.fromkeys(plain_class(block).__name__ for block in blocks))
+        others = [other for other in PARTS if other != part and any(find_part(block, other) for block in blocks)]
         raise ValueError(
-            f"memory.checkpoint_: expected a module of {instead} in the blocks ({classes}), found none that is called "
-            f"so; use 'block', or a list of patterns such as ['*.mixer'] for modules of another name"
+            f"memory.checkpoint_: expected a module of {instead} in the blocks ({classes}), found none "
+            f"{_where_it_is(part, blocks[0])}; use {', '.join(map(repr, ('block', *others)))}, or a list of patterns "
+            f"such as ['*.mixer'] for modules of another name"
         )
     return [segment for segments in found.values() for segment in segments]
+
+
+def _where_it_is(part: str, block: nn.Module) -> str:
+    """Why a block has no module of that part."""
+    layers, functions = split_part(block, part)
+    if not functions:
+        return "that is called so"
+    return (
+        f"but {', '.join(layers)} with a function between them, where a module is needed (block.{functions[0]} = "
+        f"torch.nn.ReLU(), where it is a ReLU)"
+    )
 
 
 def _stages(model: nn.Module) -> Sequence[Sequence[nn.Module]]:
@@ -188,7 +231,7 @@ POLICIES = {
     ),
     "stages": Policy(_stages, "of a convolutional net what comes before its last down-sampling"),
     "planned": Policy(
-        _planned, "what fits a budget= for a batch= and takes the least time", settings=("budget", "batch")
+        _planned, "what fits a budget= for a batch= and takes the least time", settings=("budget", "batch"), none=True
     ),
 }
 
@@ -222,7 +265,7 @@ def _by_pattern(model: nn.Module, pattern: Any, policy: Choice) -> list[Chosen]:
     if policy is None:
         return []
     above = _outermost(model, lambda module, path: named(pattern, path, module))
-    return [chosen for module in above for chosen in choose(module, policy)]
+    return [chosen for module in above for chosen in _chosen(module, policy, {})]
 
 
 def _listed(model: nn.Module, given: Iterable[Any]) -> list[Chosen]:
@@ -230,7 +273,7 @@ def _listed(model: nn.Module, given: Iterable[Any]) -> list[Chosen]:
     found: list[Chosen] = []
     for one in given:
         if not isinstance(one, nn.Module):
-            (pattern,) = patterns_in(one, "memory.checkpoint_: policy")
+            (pattern,) = patterns_in((one,), "memory.checkpoint_: policy")
             _refuse_missing(model, [pattern])
             wanted = partial(_is_named, pattern)
             found += _each(_outermost(model, wanted))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowbit import notice
 from lowbit.memory.offload.places import Parked, Place, place
+from lowbit.sizes import is_bytes
 
 __all__ = ["Offloading", "offload_activations", "unmodified"]
 
@@ -49,8 +50,8 @@ def offload_activations(
             loss = model(batch).sum()
         loss.backward()
     """
-    if min_bytes < 0:
-        raise ValueError(f"memory.offload_activations: min_bytes is a number of bytes, got {min_bytes}; 0 moves all")
+    if not is_bytes(min_bytes):
+        raise ValueError(f"memory.offload_activations: min_bytes is a number of bytes, got {min_bytes!r}; 0 moves all")
     return Offloading(place(where, budget), min_bytes)
 
 

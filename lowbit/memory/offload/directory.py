@@ -10,6 +10,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -29,6 +30,8 @@ __all__ = ["ScratchDirectory", "bytes_of", "read", "write"]
 _PREFIX = "lowbit-offload-"
 #: The most that one system call moves: it is cut into pieces of this size, since Linux moves 2 GiB at a time.
 _PIECE = 256 << 20
+#: Names of devices, which a caller who gives one does not mean as those of directories.
+_DEVICE = re.compile(r"(cpu|cuda|gpu|mps|xpu|meta|disk)(:\d+)?", re.IGNORECASE)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -42,11 +45,12 @@ class ScratchDirectory:
     """A directory ``lowbit-offload-PID-...`` in ``where`` for files of this process, of ``budget`` bytes together.
 
     It goes with the object, at exit, and, after a crash, when the next one is made in ``where``. A process that is
-    forked may not use it. Raises OSError where ``where`` cannot be made or written to.
+    forked may not use it. Raises TypeError for what is no path, ValueError for an empty one and for the name of a
+    device, OSError where ``where`` cannot be made or written to.
     """
 
     def __init__(self, where: str | os.PathLike[str], budget: int | None = None) -> None:
-        parent = Path(where)
+        parent = _parent(where)
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         self.path, self._lock = _locked(parent)
@@ -138,6 +142,16 @@ def _allocate(file: int, size: int) -> None:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
     os.ftruncate(file, size)
+
+
+def _parent(where: Any) -> Path:
+    if not isinstance(where, str | os.PathLike):
+        raise TypeError(f'offload: expected "cpu" or the path of a directory, got {type(where).__name__}')
+    text = os.fspath(where)
+    if not text or _DEVICE.fullmatch(text):
+        here = f"; for a directory of that name write ./{text}" if text else "; for the directory that is current, '.'"
+        raise ValueError(f'offload: expected "cpu" or the path of a directory, got {text!r}{here}')
+    return Path(where)
 
 
 # -- whose a directory is ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit.memory.offload import directory
 from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.traffic import Traffic
-from lowbit.sizes import amount, bytes_in
+from lowbit.sizes import amount, bytes_in, is_bytes
 
 __all__ = ["Disk", "Host", "Parked", "Place", "place"]
 
@@ -59,10 +59,12 @@ class Place(Protocol):
 
 
 def place(where: str | os.PathLike[str], budget: int | str | None = None) -> Place:
-    """The place of that name: ``"cpu"``, or a directory. Raises ValueError and OSError."""
+    """The place of that name: ``"cpu"``, or a directory. Raises TypeError, ValueError and OSError."""
     most = bytes_in(budget) if isinstance(budget, str) else budget
-    if most is not None and most < 0:
-        raise ValueError(f"offload: budget is a number of bytes, got {budget}; give None for no limit")
+    if most is not None and not is_bytes(most):
+        raise ValueError(
+            f"offload: budget is a number of bytes or a size such as '100GB', got {budget!r}; give None for no limit"
+        )
     return Host(most) if where == "cpu" else Disk(where, most)
 
 
