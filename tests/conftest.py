@@ -29,6 +29,16 @@ settings.register_profile(
 settings.load_profile("lowbit")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter():
+    from lowbit.backends import triton
+
+    if triton.INTERPRETED:
+        from support.interpreter import hasten
+
+        hasten()
+
+
 @pytest.fixture(autouse=True)
 def _clean_state():
     """Every test begins with the same random state, and fails if it leaves a setting behind."""

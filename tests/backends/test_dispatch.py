@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 from support.bits import assert_same_bits
+from support.samples import samples
 from support.watching import WatchDispatch
 from torch import Tensor
 
 import lowbit as lb
 from lowbit.backends import dispatch, native, registry
 from lowbit.ops import OPS
-from lowbit.testing import SAMPLES
 
 compiled = pytest.mark.skipif(native.loading_error() is not None, reason="no native library")
 ENTRIES = set() if native.loading_error() is not None else set(torch.ops.lowbit_native.entries())
@@ -121,7 +121,7 @@ def test_cpp_and_python_give_the_same_bits(chosen):
 def test_an_entry_gives_the_bits_of_its_kernel(op):
     """On the samples of the op, in any rank and stride: what C++ allocates and fills is what ``use_backend`` gives."""
     step = {"fake_quantize": 5, "quantize": 5, "quantize_static": 5, "dequantize": 5}.get(op, 3)
-    for call in list(SAMPLES[op]("cpu"))[::step]:
+    for call in samples(op)[::step]:
         with lb.use_backend("cpu"):
             expected = getattr(torch.ops.lowbit, op)(*call)
         for _ in range(2):
@@ -136,7 +136,7 @@ def test_an_entry_gives_the_bits_of_its_kernel(op):
 def test_no_entry_throws_on_a_valid_call(op):
     """What it throws goes to Python, which then computes: right, but slow, and unseen unless it is counted."""
     before = torch.ops.lowbit_native.swallowed()
-    for call in SAMPLES[op]("cpu"):
+    for call in samples(op):
         outs = getattr(torch.ops.lowbit, op)(*call)
         if f"{op}_out" in ENTRIES:
             outs = (outs,) if isinstance(outs, Tensor) else outs

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.bits import assert_same_bits, describe
 from support.mm_oracle import check
-from support.samples import checked_samples
+from support.samples import checked_samples, samples
 from torch import Tensor
 
 import lowbit as lb
@@ -87,7 +87,7 @@ def test_samples(backend: str, op: str) -> None:
     rows = [impl for impl in lb.impls(op, "cuda") if impl.backend == backend]
     if not rows:
         pytest.skip(f"{backend} has no kernel for {op}")
-    for call in SAMPLES[op]("cpu"):
+    for call in samples(op):
         if any(impl.supports(moved(call, "cuda")) is None for impl in rows):
             compare(op, call, backend, f"{op} {describe(call)}")
 

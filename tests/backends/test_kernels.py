@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import grad_oracle
 from support.bits import assert_same_bits, describe
+from support.samples import samples
 from support.variants import ALL, HAS_GPU, Kernel, Variant, kernels, params, threads
 from torch import Tensor
 
@@ -16,7 +17,6 @@ import lowbit as lb
 from lowbit.backends import registry
 from lowbit.formats import FORMATS
 from lowbit.ops import OPS
-from lowbit.testing import SAMPLES
 from lowbit.testing.inputs import random_matrix
 
 EXACT = [spec for spec in OPS.values() if spec.tolerance is None]
@@ -28,7 +28,7 @@ def expected(op: str) -> list[tuple[Any, tuple[Tensor, ...]]]:
     """The samples of an op with what the reference makes of them."""
     reference = next(impl for impl in lb.impls(op, "cpu") if impl.name == "reference")
     made = []
-    for call in SAMPLES[op]("cpu"):
+    for call in samples(op):
         outs = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in OPS[op].outputs(call))
         reference.run(outs, call)
         made.append((call, outs))

@@ -57,7 +57,7 @@ def test_fast_jobs_cover_every_kernel_on_every_architecture():
 def test_every_kernel_compiles_for_every_architecture(tmp_path):
     """In a process of its own, because interpreted kernels cannot be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "lowbit.kernels.aot", "--workers", "2"]
+    command = [sys.executable, "-m", "lowbit.kernels.aot", "--workers", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = dict(re.findall(r"sm_(\d+) (\d+)", done.stdout))

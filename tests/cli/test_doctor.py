@@ -1,12 +1,14 @@
 """``lowbit doctor`` says what a machine can use, and what to do."""
 
+import contextlib
 import json
 import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from support.processes import run_processes
 
 import lowbit as lb
 
@@ -71,16 +73,24 @@ def test_doctor_advises_to_keep_memory_where_glibc_gives_it_back(run, monkeypatc
         assert set_to.items() <= report["settings"].items()
 
 
+def _doctor(rank: int, settings: dict[str, str], told: Path) -> None:
+    import lowbit.cli
+
+    os.environ.update(settings)
+    sys.argv = ["lowbit", "doctor"]
+    with told.open("w") as out, contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stop:
+        lowbit.cli.main()
+    assert not stop.value.code
+
+
 @pytest.mark.parametrize("variable", ["LOWBIT_ISA", "LOWBIT_WITHOUT"])
-def test_doctor_shows_a_setting_that_the_kernels_refuse(variable):
+def test_doctor_shows_a_setting_that_the_kernels_refuse(tmp_path, variable):
+    """In a process that has not asked the kernels for anything yet."""
     pytest.importorskip("lowbit._native")
-    command = [sys.executable, "-m", "lowbit", "doctor"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, variable: "sse9", "COLUMNS": "200"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'sse9'" in done.stdout and "unusable: " in done.stdout and f"{variable}" in done.stdout
-    assert "correct or unset LOWBIT_ISA and LOWBIT_WITHOUT" in done.stdout.split("advice")[1]
+    run_processes(_doctor, ({variable: "sse9", "COLUMNS": "200"}, tmp_path / "told"), 1)
+    told = (tmp_path / "told").read_text()
+    assert "'sse9'" in told and "unusable: " in told and f"{variable}" in told
+    assert "correct or unset LOWBIT_ISA and LOWBIT_WITHOUT" in told.split("advice")[1]
 
 
 def test_results_say_what_the_kernels_saw():

@@ -14,12 +14,19 @@ import pytest
 import torch
 
 import lowbit as lb
+from lowbit.demo import experiment
 
 ENGLISH = Path(__file__).parents[1] / "data" / "english.txt"
 TINY = (
     f"--data {ENGLISH} --batch 2 --context 32 --dim 32 --heads 2 --hidden 64 --layers 2 --vocab 300 --steps 60 "
     "--eval-every 20 --save-every 5 --precision bf16 --precision fp8 --recipe int8 --recipe int4-weight-only:group32"
 ).split()
+
+
+@pytest.fixture(autouse=True)
+def one_turn(monkeypatch):
+    """The median of many turns is a fair speed, and one is a speed."""
+    monkeypatch.setattr(experiment, "SPEED_TURNS", 1)
 
 
 @pytest.fixture
@@ -207,7 +214,8 @@ def test_a_precision_that_is_slow_here_is_one_warning(tmp_path):
     """In a process of its own, whose warnings no test collects."""
     few = ("--steps", "1", "--layers", "1", "--recipe", "int8", "--precision", "fp16")
     command = [*TINY[: TINY.index("--steps")], *few]
-    script = "import lowbit.train.mixed as m; m.multiplies = lambda _: False; import lowbit.cli as c; c.main()"
+    script = "import lowbit.train.mixed as m; m.multiplies = lambda _: False; import lowbit.demo.experiment as e; "
+    script += "e.SPEED_TURNS = 1; import lowbit.cli as c; c.main()"
     done = subprocess.run(
         [sys.executable, "-c", script, "train", "--out", str(tmp_path), *command], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
@@ -242,7 +250,6 @@ def test_train_refuses_the_settings_of_something_else(run, tmp_path):
 
 def test_a_new_run_removes_the_states_of_the_last_one_alone(tmp_path):
     from lowbit.cli import train
-    from lowbit.demo import experiment
 
     settings = experiment.Settings(precisions=("bf16", "fp8"))
     train._begin(settings, tmp_path, overwrite=False)

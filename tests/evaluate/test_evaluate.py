@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -304,7 +305,8 @@ def test_ctrl_c_stops_the_command_and_leaves_no_half_a_file(llama, text, tmp_pat
     told = tmp_path / "stderr"
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     with told.open("w") as stderr:
-        started = subprocess.Popen(command, stderr=stderr, start_new_session=True, env=environment)
+        heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background does not
+        started = subprocess.Popen(command, stderr=stderr, start_new_session=True, env=environment, preexec_fn=heeds)
     begun = time.monotonic()
     while started.poll() is None and not (tmp_path / "out").exists() and time.monotonic() < begun + 120:
         time.sleep(0.1)  # while Python imports, an interrupt may get lost in a library

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.bits import assert_same_bits
+from support.samples import samples
 from support.variants import NATIVE, Kernel, Variant, kernels, threads
 from torch import Tensor
 
 import lowbit as lb
 from lowbit.functional import linear
 from lowbit.ops import OPS
-from lowbit.testing import SAMPLES
 from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
@@ -73,7 +73,7 @@ SAMPLED = [kernel for op in OPS for kernel in kernels(op) if kernel.variant.nati
 
 @pytest.mark.parametrize("kernel", SAMPLED, ids=str)
 def test_samples_of_every_op(kernel: Kernel):
-    calls: list[Any] = list(SAMPLES[kernel.op]("cpu"))[::11]
+    calls = samples(kernel.op)[::11]
     found: list[list[Any]] = []
     for count in COUNTS:
         with threads(count):

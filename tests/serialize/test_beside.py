@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import context
 from torch import nn
 
 import lowbit as lb
@@ -83,8 +83,7 @@ def test_threads_that_save_and_load_at_once_all_succeed(tmp_path):
 
 def test_processes_that_save_at_once_leave_a_whole_model(tmp_path):
     lb.save_model(marked(99), tmp_path)
-    context = multiprocessing.get_context("spawn")
-    savers = [context.Process(target=save_often, args=(str(tmp_path), list(range(k, k + 15)))) for k in (0, 100)]
+    savers = [context().Process(target=save_often, args=(str(tmp_path), list(range(k, k + 15)))) for k in (0, 100)]
     for process in savers:
         process.start()
     seen = set()

@@ -66,20 +66,30 @@ BINARY = {"float32": FP32, "bfloat16": BF16, "float16": FP16}
 
 def floor_log2(value: Fraction) -> int:
     """The largest e with ``2**e <= value``, for a positive value."""
-    e = value.numerator.bit_length() - value.denominator.bit_length()
-    return e if power(e) <= value else e - 1
+    above, below = value.as_integer_ratio()
+    e = above.bit_length() - below.bit_length()
+    return e if (above >= below << e if e >= 0 else above << -e >= below) else e - 1
 
 
+@cache
 def power(e: int) -> Fraction:
     return Fraction(1 << e) if e >= 0 else Fraction(1, 1 << -e)
+
+
+def quanta(value: Fraction, e: int) -> int:
+    """The whole number nearest to ``value / 2**e``, of two the even one; in integers, which are quick."""
+    above, below = value.as_integer_ratio()
+    whole, rest = divmod(above, below << e) if e >= 0 else divmod(above << -e, below)
+    middle = 2 * rest - (below << max(e, 0))
+    return whole + (middle > 0 or (middle == 0 and whole % 2 == 1))
 
 
 def onto_grid(value: Fraction, mantissa: int, emin: int) -> Fraction:
     """``value >= 0`` to the nearest multiple of its quantum, ties to the even one; the exponent has no upper end."""
     if value == 0:
         return value
-    quantum = power(max(floor_log2(value), emin) - mantissa)
-    return round(value / quantum) * quantum  # Python rounds a Fraction half to even
+    e = max(floor_log2(value), emin) - mantissa
+    return quanta(value, e) * power(e)
 
 
 def to_bits(value: Number, binary: Binary = FP32, negative: bool = False) -> int:
@@ -91,13 +101,11 @@ def to_bits(value: Number, binary: Binary = FP32, negative: bool = False) -> int
     sign = sign if negative else 0
     if isinstance(value, float) and math.isinf(value):
         return sign | binary.inf
-    emin = 1 - binary.bias
-    rounded = onto_grid(abs(Fraction(value)), binary.mantissa, emin)
-    if rounded == 0:
+    if value == 0:
         return sign
-    e = max(floor_log2(rounded), emin)
-    n = int(rounded / power(e - binary.mantissa))
-    return sign | min(((e - emin) << binary.mantissa) + n, binary.inf)
+    exact, emin = abs(Fraction(value)), 1 - binary.bias
+    e = max(floor_log2(exact), emin)
+    return sign | min(((e - emin) << binary.mantissa) + quanta(exact, e - binary.mantissa), binary.inf)
 
 
 def from_bits(bits: int, binary: Binary = FP32) -> Number:
@@ -150,6 +158,7 @@ def _code_of(f: Format) -> dict[Fraction, int]:
     return {value: code for code, value in enumerate(magnitudes(f))}
 
 
+@cache
 def largest(f: Format) -> Fraction:
     if f.kind == "float":
         return magnitudes(f)[-1]

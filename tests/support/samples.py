@@ -1,8 +1,9 @@
-"""Calls of an op that hold only numbers, for checks that compare with ``==``."""
+"""The samples of an op, made once; and calls that hold only numbers, for checks that compare with ``==``."""
 
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
 
+@cache
+def samples(op: str) -> tuple[Any, ...]:
+    """Those of ``lowbit.testing`` on the CPU, the same for every test: what writes to their tensors takes copies."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return tuple(SAMPLES[op]("cpu"))
+
+
 def plain(call: Any) -> bool:
     """Whether these tensors hold only numbers: opcheck compares with ``==``."""
     return all(bool(v.isfinite().all()) for v in call if isinstance(v, Tensor) and v.is_floating_point())
@@ -20,7 +29,7 @@ def plain(call: Any) -> bool:
 
 def checked_samples(op: str, count: int) -> list[Any]:
     """Calls spread over the op's samples, which neither take nor return Inf or NaN."""
-    calls = list(SAMPLES[op]("cpu") if op != "scaled_mm" else products())
+    calls = list(samples(op) if op != "scaled_mm" else products())
     found: list[Any] = []
     for call in random.Random(0).sample(calls, len(calls)):
         results = getattr(torch.ops.lowbit, op)(*call)
