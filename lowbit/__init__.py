@@ -31,7 +31,7 @@ from lowbit.functional import (
     unpack,
 )
 from lowbit.out_of_core import quantize_files
-from lowbit.plan import Sensitivity, sensitivity
+from lowbit.plan import Sensitivity, fit, sensitivity
 from lowbit.recipes import RECIPES, Cast, Gemm, Recipe, recipe, register_recipe
 from lowbit.rounding import Rounding
 from lowbit.scaling import Scheme, scheme
@@ -64,6 +64,7 @@ __all__ = [
     "encode",
     "explain",
     "fake_quantize",
+    "fit",
     "float_format",
     "fold_",
     "hadamard",

@@ -193,14 +193,14 @@ def _run(
     device: torch.device,
     accumulate: Accumulate,
 ) -> Estimate:
-    """Take two steps; the second is what is told of."""
+    """Take two steps, of which the second is told of; one where no optimizer has states to make."""
     trained = [p for p in model.parameters() if p.requires_grad]
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     stepper = None if make is None else make(trained)
     seen = _Seen()
     with Ledger(model, device, seen=seen) as ledger, _Grouped():  # type: ignore[no-untyped-call]
         ledger.claim(batch, "inputs")
-        for _ in range(2):
+        for _ in range(1 if stepper is None else 2):
             since = len(ledger.ops)
             try:
                 for _ in range(micro_batches):

@@ -1,4 +1,4 @@
-"""How a model is trained within a memory: one record of every technique that a plan or a rung of the ladder turns on."""
+"""How a model is trained within a memory: one record of every technique that plans and rungs of the ladder turn on."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
-from lowbit.plan.fit.choices import CHOICES
-from lowbit.plan.fit.predict import Prediction
-from lowbit.plan.fit.run import Run
+from lowbit.plan.fitting.choices import CHOICES
+from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import Settings
 from lowbit.sizes import amount
 from lowbit.tables import aligned

@@ -4,9 +4,9 @@
 takes the fastest that fits, ``plan`` is the result, and ``run`` trains by it.
 """
 
-from lowbit.plan.fit.choices import CHOICES, Choice
-from lowbit.plan.fit.plan import Plan
-from lowbit.plan.fit.run import Run
-from lowbit.plan.fit.search import fit
+from lowbit.plan.fitting.choices import CHOICES, Choice
+from lowbit.plan.fitting.plan import Plan
+from lowbit.plan.fitting.run import Run
+from lowbit.plan.fitting.search import fit
 
 __all__ = ["CHOICES", "Choice", "Plan", "Run", "fit"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.planned import bytes_of
-from lowbit.plan.fit.choices import allowed, combinations
-from lowbit.plan.fit.plan import Plan
-from lowbit.plan.fit.predict import Prediction, Predictor
+from lowbit.plan.fitting.choices import allowed, combinations
+from lowbit.plan.fitting.plan import Plan
+from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.settings import Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
@@ -37,7 +37,7 @@ def fit(
     peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.memory.estimate`` takes them; the batch may be
     taken in parts, whose gradients add up to those of the whole. ``keep``: names that the plan has to have, of its
     precision (``fp32``, ``bf16``, ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy and so on, see
-    ``lowbit.plan.fit.CHOICES``; ``no``: names that it must not have, such as ``disk``. ``fp8`` is taken where it is
+    ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``. ``fp8`` is taken where it is
     kept alone, since its losses differ from bf16's.
 
     ``plan.apply_(model)`` does it. Sizes are those of torch's allocator. Times follow from arithmetic and traffic at
@@ -49,12 +49,12 @@ def fit(
     choices = allowed(keep, no)
     plain = predictor.whole(Settings())
     limit = bytes_of(budget, plain.peak_bytes, "fit")
-    settings = [s for s in combinations(choices) if _applies(model, s)]
+    possible = [settings for settings in combinations(choices) if _applies(model, settings)]
     found: list[Prediction] = []
-    for index, one in enumerate(settings):
-        progress("estimating", index, len(settings))
-        found += [predictor.predicted(replace(one, micro=count)) for count in predictor.parts()]
-    progress("estimating", len(settings), len(settings))
+    for index, settings in enumerate(possible):
+        progress("estimating", index, len(possible))
+        found += [predictor.predicted(replace(settings, micro=count)) for count in predictor.parts()]
+    progress("estimating", len(possible), len(possible))
     found.sort(key=lambda p: (p.seconds, p.peak_bytes))
     for index, one in enumerate(found):
         if one.peak_bytes > limit:

@@ -18,7 +18,7 @@ from lowbit.memory import Estimate, estimate, micro_batches
 from lowbit.memory.accumulate import samples
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.optim.offload import TOGETHER
-from lowbit.plan.fit.run import accumulate
+from lowbit.plan.fitting.run import accumulate
 from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]

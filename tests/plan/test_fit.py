@@ -1,0 +1,139 @@
+"""``lb.fit``: a plan's peak is what training holds, its steps are those of a loop by hand, less memory costs time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowbit as lb
+from lowbit.demo.gpt import GPT, GPTConfig
+from lowbit.memory import profile
+from lowbit.plan import Plan
+from lowbit.plan.fitting import CHOICES
+
+CONFIG = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
+BATCH = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
+NAMES = [choice.name for row in CHOICES.values() for choice in row]
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """By budget, as shares of plain training, falling."""
+    return {
+        share: lb.fit(GPT(CONFIG), BATCH, f"{share}%", no=("attention", "save_matmuls", "sqrt"))
+        for share in (100, 45, 20)
+    }
+
+
+def measured(run, batch):
+    gc.collect()
+    found = profile(run.model, batch, run.step)
+    return found.peak_bytes - found.by_kind.get("other", 0)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+def test_a_step_holds_what_the_plan_says_and_no_more_than_the_budget(plans, tmp_path):
+    for plan in plans.values():
+        held = measured(plan.apply_(GPT(CONFIG), directory=tmp_path), BATCH)
+        assert held <= plan.budget
+        assert held == pytest.approx(plan.peak_bytes, rel=0.05)
+
+
+def test_less_memory_takes_no_less_time(plans):
+    for more, less in itertools.pairwise(plans.values()):
+        assert less.budget < more.budget and less.peak_bytes <= less.budget and less.seconds >= more.seconds
+        assert less.settings != more.settings
+
+
+def test_nothing_on_the_frontier_is_smaller_and_faster_than_another(plans):
+    for plan in plans.values():
+        sizes = [one.peak_bytes for one in plan.frontier]
+        times = [one.seconds for one in plan.frontier]
+        assert sizes == sorted(sizes) and times == sorted(times, reverse=True) and len(sizes) > 3
+        assert not any(one.peak_bytes <= plan.budget and one.seconds < plan.seconds for one in plan.frontier)
+
+
+def test_what_cannot_fit_says_the_least_that_would():
+    with pytest.raises(ValueError, match="no choice fits") as error:
+        lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory"))
+    assert "checkpoint='block', micro=8" in str(error.value)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+def test_a_plan_of_nothing_is_plain_training():
+    plain = ("fp32", "adamw", "everything kept", "memory")
+    plan = lb.fit(GPT(CONFIG), BATCH, "100%", keep=plain)
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    run, other = plan.apply_(copy.deepcopy(model), lr=1e-3, weight_decay=0.1), model
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3, weight_decay=0.1)
+    for _ in range(3):
+        loss = F.cross_entropy(other(BATCH)[:, :-1].flatten(0, 1), BATCH[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert run.step(BATCH) == loss.item()
+    assert all(map(torch.equal, run.model.parameters(), other.parameters()))
+
+
+def test_parts_and_checkpoints_leave_the_losses_what_they_are(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    settings = ("fp32", "adamw")
+    losses = []
+    for share, keep in ((100, ("everything kept",)), (25, ("block", "disk"))):
+        plan = lb.fit(model, BATCH, f"{share}%", keep=(*settings, *keep))
+        run = plan.apply_(copy.deepcopy(model), directory=tmp_path, lr=1e-3)
+        assert (run.settings.micro > 1) == (share < 100)
+        losses.append([run.step(BATCH) for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_loss_of_ones_own_and_dictionaries():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    batch = {"input": torch.randn(32, 64)}
+
+    def loss(output, batch):
+        return (output - batch["input"][:, :8]).square().mean()
+
+    run = lb.fit(model, batch, "100%", loss, no=("bf16",)).apply_(model, lr=1e-2)
+    first = run.step(batch)
+    for _ in range(20):
+        last = run.step(batch)
+    assert last < 0.8 * first
+
+
+# -- what a caller asks for -------------------------------------------------------------------------------------------
+def test_what_is_kept_and_left_out():
+    plan = lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp8", "block"), no=("disk", "adamw"))
+    chosen = plan.settings
+    assert (chosen.recipe, chosen.checkpoint, chosen.bits, chosen.offload_states) == ("fp8", "block", 8, False)
+    with pytest.raises(ValueError, match="did you mean adamw8bit"):
+        lb.fit(GPT(CONFIG), BATCH, "60%", keep=("adam8bit",))
+    with pytest.raises(ValueError, match="nothing for the states"):
+        lb.fit(GPT(CONFIG), BATCH, "60%", no=("disk", "memory"))
+    with pytest.raises(ValueError, match="fit: budget is bytes above 0"):
+        lb.fit(GPT(CONFIG), BATCH, 0)
+
+
+def test_a_plan_that_was_saved_is_the_same_plan(plans, tmp_path):
+    for plan in plans.values():
+        again = Plan.load(plan.save(tmp_path / "plan.json"))
+        assert again.as_dict() == plan.as_dict() and again.table() == plan.table()
+        assert again.settings == plan.settings
+    (tmp_path / "plan.json").write_text('{"budget": 1}')
+    with pytest.raises(ValueError, match="holds no plan"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_in_words_names_each_choice(plans):
+    text = str(plans[20])
+    assert all(dimension in text for dimension in CHOICES) and "parts of a batch" in text
+    assert sum(name in text for name in NAMES) >= len(CHOICES)
+    assert "(chosen)" in plans[20].table()
