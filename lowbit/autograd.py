@@ -23,7 +23,12 @@ from lowbit.ops import OPS
 from lowbit.ops.conv import Conv, window
 from lowbit.ops.spec import stored_global, stored_scale
 
-__all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed"]
+__all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed", "uncompiled"]
+
+
+#: What torch.compiler.disable does, without an import of the compiler before the function is called: it takes longer
+#: than all of lowbit's.
+uncompiled = torch._compile._disable_dynamo
 
 
 def in_backward() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from lowbit.autograd import uncompiled
 from lowbit.combinations import refusal
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
@@ -312,7 +313,7 @@ def _streamed(block: nn.Module, stream: _Stream, index: int, /, *args: Any, **kw
 _streamed.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _streamed_own(
     forward: Callable[..., Any], block: nn.Module, stream: _Stream, index: int, /, *args: Any, **kwargs: Any
 ) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from lowbit.autograd import uncompiled
 from lowbit.ops.optim import MASTERS, RULES
 from lowbit.optim import load, masters, watch
 from lowbit.optim.shards import Part, gradient, local
@@ -185,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
             self.stepped = set()
         return loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     @torch.no_grad()
     def advance(self, places: Iterable[tuple[dict[str, Any], int]]) -> None:
         """One step of those parameters, by their groups and places in them, that have a gradient."""

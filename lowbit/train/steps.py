@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowbit.autograd import in_backward
+from lowbit.autograd import in_backward, uncompiled
 
 __all__ = ["Layers", "follow_steps"]
 
@@ -95,7 +95,7 @@ def follow_steps(follower: Follower) -> None:
         _hooked = True
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # Python decides which States move
+@uncompiled  # Python decides which States move
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A step in the backward pass counts when that is over, since the rest of it is of the same step.
 
