@@ -26,9 +26,8 @@ from lowbit.ops.spec import stored_global, stored_scale
 __all__ = ["backend_now", "bias_gradient", "first_order", "in_backward", "on_backend", "transformed", "uncompiled"]
 
 
-#: What torch.compiler.disable does, without an import of the compiler before the function is called: it takes longer
-#: than all of lowbit's.
-uncompiled = torch._compile._disable_dynamo
+#: Marks a function that torch.compile calls as it is.
+uncompiled: Callable[..., Any] = torch.compiler.disable
 
 
 def in_backward() -> bool:

@@ -209,17 +209,14 @@ def test_without_triton_everything_else_runs():
 
 
 def test_importing_lowbit_imports_nothing_heavy():
-    """No ONNX, no plotting, no command line, no Triton kernels, no compiler before they are asked for."""
-    code = (
-        "import sys, lowbit; print(sorted({m.split('.')[0] for m in sys.modules} | {*sys.modules} & {'torch._dynamo'}))"
-    )
+    """No ONNX, no plotting, no command line, no Triton kernels before they are asked for."""
+    code = "import sys, lowbit; print(sorted({m.split('.')[0] for m in sys.modules}))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     loaded = set(ast.literal_eval(done.stdout))
     assert not loaded & {"onnx", "onnxruntime", "matplotlib", "typer", "rich", "ml_dtypes", "hypothesis", "pytest"}
-    assert not loaded & {"torch._dynamo", "sympy"}
     assert done.stderr == ""
 
 
