@@ -1,6 +1,7 @@
 """What an estimate and a profile say of the memory of training, beside what the allocator held.
 
-``lowbit bench memory`` writes memory.md: five models in two sizes, each with four ways to train. The models have the
+``lowbit bench memory`` writes memory.md, with ``--device cuda`` memory_cuda.md: five models in two sizes, each with
+four ways to train. The models have the
 shapes of the real ones in few layers, and random weights.
 """
 
@@ -137,9 +138,10 @@ def _storages(tree: Any) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
-def row(subject: Subject, setting: Setting) -> Row:
+def row(subject: Subject, setting: Setting, device: str) -> Row:
     """Estimate, then train three steps: one for the states, one under the allocator, one under the profile."""
-    model, batch = subject.make(), subject.batch()
+    model = subject.make().to(device)
+    batch = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), subject.batch())
     begin = time.perf_counter()
     estimate = lb.memory.estimate(
         model, batch, None, setting.recipe, setting.optimizer, setting.checkpoint, precision=setting.precision,
@@ -164,7 +166,7 @@ def row(subject: Subject, setting: Setting) -> Row:
     step(batch)
     states = list(optimizer.state.values())
     before = _storages([list(model.parameters()), list(model.buffers()), states, batch])
-    held = lb.memory.allocated_peak(lambda: step(batch)) + before
+    held = lb.memory.allocated_peak(lambda: step(batch), device) + before
     gc.collect()
     with lb.memory.profile(model) as profile:
         step(batch)
@@ -177,11 +179,11 @@ def _errors(rows: list[Row], take: Callable[[Row], float]) -> str:
     return f"median {statistics.median(errors):.2%}, worst {max(errors):.2%}"
 
 
-def run(directory: Path) -> Path:
-    """Measure, and write ``memory.md``."""
+def run(directory: Path, device: str = "cpu") -> Path:
+    """Measure on ``device``, and write ``memory.md``, or that of the device."""
     directory.mkdir(parents=True, exist_ok=True)
     about = provenance(packages=("transformers",))
-    rows = [row(subject, setting) for subject in SUBJECTS for setting in subject.settings]
+    rows = [row(subject, setting, device) for subject in SUBJECTS for setting in subject.settings]
     cells = [
         (r.subject, r.setting, *(f"{size / 2**20:.1f}" for size in (r.estimated, r.profiled, r.held)),
          f"{r.estimated / r.held - 1:+.2%}", f"{r.profiled / r.held - 1:+.2%}", f"{r.seconds:.1f}")
@@ -192,12 +194,13 @@ def run(directory: Path) -> Path:
     text = [
         "# Memory: estimated, profiled, held\n",
         *(f"- {name}: {value}" for name, value in about.items()),
+        *([f"- device: {torch.cuda.get_device_name()}"] if device == "cuda" else []),
         f"\n{len(rows)} configurations. The estimate is made before the first step, on fake tensors. Held is the peak "
         "of torch's allocator in the third step: what torch's profiler counts, above parameters, states and batch.\n",
         f"- the estimate against what was held: {_errors(rows, lambda r: r.estimated / r.held - 1)}",
         f"- the profile against what was held: {_errors(rows, lambda r: r.profiled / r.held - 1)}\n",
         markdown(head, cells, numbers=range(2, len(head))),
     ]
-    path = directory / "memory.md"
+    path = directory / ("memory.md" if device == "cpu" else f"memory_{device}.md")
     path.write_text("\n".join(text) + "\n")
     return path

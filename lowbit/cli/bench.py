@@ -57,6 +57,7 @@ def bench(
     ] = "",
     directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Tiny inputs: shows that all runs, measures nothing.")] = False,
+    device: Annotated[str, typer.Option(help="Of the suite 'memory': cpu or cuda.")] = "cpu",
     list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
@@ -68,6 +69,8 @@ def bench(
     adopt("bench")
     from lowbit.bench import run
 
+    if device not in ("cpu", "cuda") or (device != "cpu" and suite is not Suite.memory):
+        raise ValueError(f"--device is cpu or cuda, and of the suite 'memory', got {device!r} for {suite.value!r}")
     if suite is not Suite.ops:
         chosen = {"only": only} if only and suite is Suite.convergence else {}
         if (only and not chosen) or quick or list_only or json:
@@ -75,6 +78,8 @@ def bench(
                 f"--quick, --list and --json are of the suite 'ops', and --only of it and of 'convergence', not of "
                 f"{suite.value!r}"
             )
+        if suite is Suite.memory:
+            chosen["device"] = device
         with errors.status(f"measuring {suite.value}"):
             path = import_module(f"lowbit.bench.{suite.name}").run(directory, **chosen)
         out.print(path.read_text(), markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowbit.convert.report import family
+from lowbit.plan.frontier import undominated
 from lowbit.recipes import Recipe
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -215,22 +216,13 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> list[int]:
             if state.cost + option.cost <= left
             and state.loss + option.loss + price * (state.cost + option.cost) <= limit
         ]
-        states = _undominated(found)
+        states = undominated(found, lambda state: (state.cost, state.loss))
     last: _State | None = states[-1]
     chosen: list[int] = []
     while last is not None and last.before is not None:
         chosen.append(last.choice)
         last = last.before
     return chosen[::-1]
-
-
-def _undominated(states: list[_State]) -> list[_State]:
-    """By rising cost and falling loss."""
-    kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.cost, state.loss)):
-        if not kept or state.loss < kept[-1].loss:
-            kept.append(state)
-    return kept
 
 
 def _relaxed(groups: Sequence[Sequence[Option]], budget: int) -> tuple[float, float]:

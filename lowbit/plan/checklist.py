@@ -24,7 +24,7 @@ __all__ = ["TECHNIQUES", "Advice", "Checklist", "Technique", "checklist"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Step:
     """A step of training, as ``lb.memory.estimate`` takes it."""
 
     model: nn.Module
@@ -56,8 +56,8 @@ class Effect(NamedTuple):
     seconds: float
 
 
-#: Of the plain setting and its estimate. Raises NotHere.
-Measure = Callable[[Setting, Estimate], Effect]
+#: Of the plain step and its estimate. Raises NotHere.
+Measure = Callable[[Step, Estimate], Effect]
 
 
 class Technique(NamedTuple):
@@ -118,9 +118,9 @@ def checklist(
     machine, and serve for comparison.
     Raises as ``lb.memory.estimate``.
     """
-    setting = Setting(model, batch, loss, recipe, optimizer, None, precision)
-    plain = setting.estimated()
-    found = [_advice(technique, setting, plain) for technique in TECHNIQUES]
+    step = Step(model, batch, loss, recipe, optimizer, None, precision)
+    plain = step.estimated()
+    found = [_advice(technique, step, plain) for technique in TECHNIQUES]
     useless = [row for row in found if row.note]
     return Checklist(plain, sorted((row for row in found if not row.note), key=_rank) + useless)
 
@@ -130,10 +130,10 @@ def _rank(row: Advice) -> float:
     return -row.saves / max(row.time, 0.01)
 
 
-def _advice(technique: Technique, setting: Setting, plain: Estimate) -> Advice:
+def _advice(technique: Technique, step: Step, plain: Estimate) -> Advice:
     name, code, how = technique.name, technique.code, technique.how
     try:
-        effect = technique.measure(setting, plain)
+        effect = technique.measure(step, plain)
     except NotHere as reason:
         return Advice(name, 0, 0.0, code, how, str(reason))
     except ValueError as reason:
@@ -146,27 +146,27 @@ def _advice(technique: Technique, setting: Setting, plain: Estimate) -> Advice:
 
 # -- how figures come about -------------------------------------------------------------------------------------------
 def _changed(**changes: Any) -> Measure:
-    """By an estimate of the setting with these changes."""
+    """By an estimate of the step with these changes."""
 
-    def measure(setting: Setting, plain: Estimate) -> Effect:
+    def measure(step: Step, plain: Estimate) -> Effect:
         for name, value in changes.items():
-            if getattr(setting, name) == value:
+            if getattr(step, name) == value:
                 raise NotHere(f"{name} is {value} already")
-        return _between(replace(setting, **changes), plain)
+        return _between(replace(step, **changes), plain)
 
     return measure
 
 
-def _between(setting: Setting, plain: Estimate) -> Effect:
-    other = setting.estimated()
+def _between(step: Step, plain: Estimate) -> Effect:
+    other = step.estimated()
     return Effect(plain.peak_bytes - other.peak_bytes, other.seconds - plain.seconds)
 
 
 def _smaller(micro_batches: int) -> Measure:
     """By an estimate of half the batch, once or twice a step."""
 
-    def measure(setting: Setting, plain: Estimate) -> Effect:
-        return _between(replace(setting, batch=_half(setting.batch), micro_batches=micro_batches), plain)
+    def measure(step: Step, plain: Estimate) -> Effect:
+        return _between(replace(step, batch=_half(step.batch), micro_batches=micro_batches), plain)
 
     return measure
 
@@ -182,17 +182,17 @@ def _half(batch: Any) -> Any:
     return tree_map(cut, batch)
 
 
-def _bits(setting: Setting, plain: Estimate) -> Effect:
-    if not isinstance(setting.optimizer, str) or setting.optimizer.endswith(("8bit", "4bit")):
+def _bits(step: Step, plain: Estimate) -> Effect:
+    if not isinstance(step.optimizer, str) or step.optimizer.endswith(("8bit", "4bit")):
         raise NotHere("the optimizer is one of few bits, or no name")
-    name = setting.optimizer.removesuffix("32bit").removesuffix("16bit")
-    return _between(replace(setting, optimizer=f"{name}8bit"), plain)
+    name = step.optimizer.removesuffix("32bit").removesuffix("16bit")
+    return _between(replace(step, optimizer=f"{name}8bit"), plain)
 
 
-def _compressed(setting: Setting, plain: Estimate) -> Effect:
-    if setting.recipe is not None:
-        raise NotHere(f"recipe is {setting.recipe} already")
-    return _between(replace(setting, recipe="fp8", precision="bf16", prepare=compress_activations_), plain)
+def _compressed(step: Step, plain: Estimate) -> Effect:
+    if step.recipe is not None:
+        raise NotHere(f"recipe is {step.recipe} already")
+    return _between(replace(step, recipe="fp8", precision="bf16", prepare=compress_activations_), plain)
 
 
 def _share(kinds: tuple[str, ...], share: float, moved: float = 0.0) -> Measure:
@@ -200,7 +200,7 @@ def _share(kinds: tuple[str, ...], share: float, moved: float = 0.0) -> Measure:
     in a step at the bandwidth of a directory.
     """
 
-    def measure(setting: Setting, plain: Estimate) -> Effect:
+    def measure(step: Step, plain: Estimate) -> Effect:
         size = sum(plain.by_kind.get(kind, 0) for kind in kinds)
         if not size:
             raise NotHere(f"the peak has no {' and '.join(kinds)}")

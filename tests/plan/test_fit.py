@@ -62,7 +62,7 @@ def test_nothing_on_the_frontier_is_smaller_and_faster_than_another(plans):
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits") as error:
         lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory"))
-    assert "checkpoint='block', micro=8" in str(error.value)
+    assert "with block, 8 parts. Ask" in str(error.value)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

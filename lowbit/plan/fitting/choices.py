@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lowbit.named import did_you_mean
 from lowbit.plan.settings import Settings
 
-__all__ = ["CHOICES", "Choice", "allowed", "combinations"]
+__all__ = ["CHOICES", "Choice", "allowed", "combinations", "picked", "words"]
 
 
 class Choice(NamedTuple):
@@ -77,3 +77,17 @@ def combinations(choices: Mapping[str, tuple[Choice, ...]]) -> Iterable[Settings
         for choice in picked:
             changes |= choice.changes
         yield replace(Settings(), **changes)
+
+
+def picked(dimension: str, settings: Settings) -> Choice:
+    """The choice of that dimension which the settings have."""
+    having = (c for c in CHOICES[dimension] if all(getattr(settings, name) == v for name, v in c.changes.items()))
+    *_, last = having
+    return last
+
+
+def words(settings: Settings) -> str:
+    """The names of all that is not plain."""
+    names = [picked(dimension, settings).name for dimension in CHOICES]
+    found = [name for name, row in zip(names, CHOICES.values(), strict=True) if name != row[0].name]
+    return ", ".join([*found, *([f"{settings.micro} parts"] if settings.micro > 1 else [])]) or "plain training"

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
-from lowbit.plan.fitting.choices import CHOICES
+from lowbit.plan.fitting.choices import CHOICES, picked, words
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
+from lowbit.plan.frontier import undominated
 from lowbit.plan.settings import Settings
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -37,7 +38,7 @@ class Plan:
         loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
         self.chosen, self.budget, self.plain = chosen, budget, plain
-        self.frontier = _frontier([*predictions, chosen])
+        self.frontier = undominated([*predictions, chosen], lambda one: (one.peak_bytes, one.seconds))
         self._others = {prediction.settings: prediction for prediction in predictions}
         self._loss = loss
 
@@ -75,10 +76,10 @@ class Plan:
             + f", plain training {amount(self.plain.peak_bytes)}"
         ]
         rows = [("choice", "is", "saves", "takes", "which means")]
-        for dimension, choices in CHOICES.items():
-            picked = next(c for c in reversed(choices) if _has(self.settings, c.changes))
-            plainer = replace(self.settings, **_plain(picked.changes))
-            rows.append((dimension, picked.name, *self._beside(plainer), picked.about))
+        for dimension in CHOICES:
+            choice = picked(dimension, self.settings)
+            plainer = replace(self.settings, **_plain(choice.changes))
+            rows.append((dimension, choice.name, *self._beside(plainer), choice.about))
         parts = self.settings.micro
         about = "the whole batch at once" if parts == 1 else "gradients of the parts add up"
         rows.append(("parts of a batch", str(parts), *self._beside(replace(self.settings, micro=1)), about))
@@ -97,9 +98,7 @@ class Plan:
         rows = [("peak", "time", "settings")]
         for one in self.frontier:
             mark = " (chosen)" if one.settings == self.settings else ""
-            rows.append(
-                (amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", _words(one.settings) + mark)
-            )
+            rows.append((amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", words(one.settings) + mark))
         return aligned(rows, (0, 1))
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -138,28 +137,5 @@ def _read(data: dict[str, Any]) -> Prediction:
     return Prediction(**{**data, "settings": Settings(**data["settings"])})
 
 
-def _has(settings: Settings, changes: Any) -> bool:
-    return all(getattr(settings, name) == value for name, value in changes.items())
-
-
 def _plain(changes: Any) -> dict[str, Any]:
     return {field.name: field.default for field in fields(Settings) if field.name in changes}
-
-
-def _words(settings: Settings) -> str:
-    picked = [
-        choice.name
-        for choices in CHOICES.values()
-        for choice in [next(c for c in reversed(choices) if _has(settings, c.changes))]
-        if choice is not choices[0]
-    ]
-    return ", ".join([*picked, *([f"{settings.micro} parts"] if settings.micro > 1 else [])]) or "plain"
-
-
-def _frontier(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """What nothing is both smaller and faster than, by size."""
-    found: list[Prediction] = []
-    for one in sorted(predictions, key=lambda p: (p.peak_bytes, p.seconds)):
-        if not found or one.seconds < found[-1].seconds:
-            found.append(one)
-    return found

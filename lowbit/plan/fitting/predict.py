@@ -70,24 +70,27 @@ class Predictor:
     def predicted(self, settings: Settings) -> Prediction:
         """By sums of what is known of its parts."""
         part, step = self._part(settings), self._step(settings)
-        states, together = step.states, step.peak
-        if settings.offload_states:
-            window = min(1.0, 2 * TOGETHER / max(self._weights, 1))
-            states, together = 0, step.peak - step.states + int(window * step.states)
+        states = 0 if settings.offload_states else step.states
         seconds = settings.micro * part.seconds + step.seconds + self._moved(settings, step.states)
-        return Prediction(settings, max(part.peak + states, together), seconds)
+        return Prediction(settings, max(part.peak + states, self._stepping(settings)), seconds)
 
     def whole(self, settings: Settings) -> Prediction:
         """By an estimate of the step itself; of states that lie elsewhere by sums."""
         found = self.predicted(settings)
         if settings.offload_states:
             part = self._estimated(settings, settings.micro, None)
-            peak, step = part.peak_bytes, self._step(settings)
-            window = min(1.0, 2 * TOGETHER / max(self._weights, 1))
-            peak = max(peak, step.peak - step.states + int(window * step.states))
+            peak = max(part.peak_bytes, self._stepping(settings))
             return found._replace(peak_bytes=peak, moment=str(part.moment), whole=True)
         usage = self._estimated(settings, settings.micro, settings)
         return found._replace(peak_bytes=usage.peak_bytes, moment=str(usage.moment), whole=True)
+
+    def _stepping(self, settings: Settings) -> int:
+        """The most that is held while the optimizer steps; states that lie elsewhere come a few at a time."""
+        step = self._step(settings)
+        if not settings.offload_states:
+            return step.peak
+        there = min(1.0, 2 * TOGETHER / max(self._weights, 1))
+        return step.peak - step.states + int(there * step.states)
 
     def _moved(self, settings: Settings, states: int) -> float:
         if not settings.offload_states:

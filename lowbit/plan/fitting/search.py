@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.planned import bytes_of
-from lowbit.plan.fitting.choices import allowed, combinations
+from lowbit.plan.fitting.choices import allowed, combinations, words
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.settings import Settings
@@ -65,7 +65,7 @@ def fit(
     least = min(found, key=lambda p: p.peak_bytes)
     raise ValueError(
         f"fit: no choice fits a step into {amount(limit)}; the least is {amount(least.peak_bytes)}, with "
-        f"{_named(least.settings)}. Ask for as much, or give a batch of fewer or shorter rows"
+        f"{words(least.settings)}. Ask for as much, or give a batch of fewer or shorter rows"
     )
 
 
@@ -77,8 +77,3 @@ def _applies(model: nn.Module, settings: Settings) -> bool:
         return bool(choose(model, settings.checkpoint))
     except ValueError:
         return False
-
-
-def _named(settings: Settings) -> str:
-    changed = {k: v for k, v in vars(settings).items() if v != getattr(Settings(), k)}
-    return ", ".join(f"{name}={value!r}" for name, value in changed.items()) or "plain training"
