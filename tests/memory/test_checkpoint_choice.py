@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from support.architectures import ARCHITECTURES, BLOCKS
 from torch import Tensor, nn
 
+from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import checkpoint_, saved_bytes, uncheckpoint_
 
 
@@ -217,3 +219,53 @@ def test_a_decoder_that_doubles_the_size_comes_after_all_stages():
             )
 
     assert checkpoint_(Net(), "stages").converted == ("down.0.0", "down.0.1", "down.1.0", "down.1.1")
+
+
+# -- lists, patterns and names ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("blok", r"expected a policy .*got 'blok' \(did you mean block\?\)"), ("every", "expected 'every:N'"),
+        ("block:2", "expected 'block'"), ("every:0", "a whole number from 1"), ("ratio:2", "a share above 0"),
+        (["missing"], "no module of GPT is meant by missing"), ("stages", "found none; use 'block'"),
+        ([nn.Linear(2, 2)], "no module of the model"),
+    ],
+)  # fmt: skip
+def test_what_is_no_policy_is_refused_and_changes_nothing(policy, message):
+    model, _ = ARCHITECTURES["gpt"]()
+    checkpoint_(model, "sqrt")
+    with pytest.raises(ValueError, match=message):
+        checkpoint_(model, policy)
+    assert len(uncheckpoint_(model).layers) == BLOCKS
+
+
+def test_blocks_without_the_part_are_named():
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mixer = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8))
+
+    model = nn.Sequential(Mixer(), Mixer())
+    for part in ("attention", "mlp"):
+        with pytest.raises(ValueError, match=r"in the blocks \(Mixer\), found none .*'block', or a list of patterns"):
+            checkpoint_(model, part)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    assert checkpoint_(encoder, "attention").converted == ("layers.0.self_attn", "layers.1.self_attn")
+    with pytest.raises(ValueError, match=r"TransformerEncoderLayer\), found none"):
+        checkpoint_(encoder, "mlp")
+
+
+def test_a_list_of_modules_stands_for_the_modules_in_it():
+    """Nobody calls a ModuleList: checkpointed itself, it would save nothing without a word."""
+    for policy in (lambda model: model.blocks, lambda model: ["blocks"], lambda model: [model.blocks]):
+        model = GPT(GPTConfig(vocab=32, context=8, layers=2, heads=2, dim=32, hidden=64))
+        report = checkpoint_(model, policy(model))
+        assert report.converted == ("blocks.0", "blocks.1")
+        assert type(model.blocks[1]).__name__ == "CheckpointedBlock"
+
+
+def test_a_mapping_gives_a_list_of_modules_its_policy():
+    model = GPT(GPTConfig(vocab=32, context=8, layers=4, heads=2, dim=32, hidden=64))
+    assert checkpoint_(model, {"blocks": "every:2"}).converted == ("blocks.0", "blocks.2")
+    with pytest.raises(ValueError, match="only policies by name take settings, got ofload"):
+        checkpoint_(model, ["blocks"], ofload="cpu")
