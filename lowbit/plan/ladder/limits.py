@@ -22,7 +22,8 @@ class Limit:
 
     ``within(budget)`` is a context in which the process may take ``budget`` more than it has; beyond it allocations
     fail with an error that ``ran_out`` (lowbit/memory/shortage.py) knows. ``held`` is what there is now, ``reset``
-    starts ``peak`` again. ``unit`` says what is counted, ``elsewhere`` where offload moves tensors to, given a directory.
+    starts ``peak`` again. ``unit`` says what is counted, ``elsewhere`` where offload moves tensors to, given a
+    directory.
     """
 
     within: Callable[[int], AbstractContextManager[None]]
