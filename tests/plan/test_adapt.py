@@ -83,13 +83,15 @@ def seeded(seed: int) -> None:
 class NoMemory:
     """A hook that runs out of memory in the calls that are named, counted from 1."""
 
+    error: Exception = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+
     def __init__(self, *calls: int) -> None:
         self.calls, self.count = calls, 0
 
     def __call__(self, *_: object) -> None:
         self.count += 1
         if self.count in self.calls:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+            raise type(self.error)(*self.error.args)
 
 
 def remembered(run: Run) -> list[torch.Tensor]:
@@ -130,6 +132,15 @@ def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
     assert run.settings == planned.settings and hook.count > 1
     assert found == losses
     assert_same(remembered(run), expected)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 B")])
+def test_each_error_of_no_memory(error):
+    run, hook = made("plain", Settings()), NoMemory(1)
+    hook.error = error
+    run.model.blocks[1].register_forward_hook(hook)
+    with pytest.warns(UserWarning, match=f"{str(error)[:20] or 'MemoryError'}.*with micro=2 instead of 1"):
+        run.step(ROWS)
 
 
 def test_a_later_part_runs_out_in_a_later_step():
@@ -211,10 +222,13 @@ def test_gradients_from_before_and_errors_of_another_kind():
     for param in run.model.parameters():
         param.grad = torch.full_like(param, 0.5)
     before = remembered(run)
-    handle = run.model[1].register_full_backward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    hook = NoMemory(1)
+    handles = [run.model[0].register_forward_hook(hook), run.model[1].register_full_backward_hook(lambda *_: 1 / 0)]
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="micro=2"):
         run.step(INPUTS)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
+    assert hook.count > 1 and run.settings == Settings()
     assert_same(remembered(run), before)
     assert all((param.grad == 0.5).all() for param in run.model.parameters())
 

@@ -248,9 +248,8 @@ def _random_states(model: nn.Module) -> Iterator[tuple[Callable[[Any], object], 
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.random.set_state, numpy.random.get_state()
-    for device in {param.device for param in model.parameters() if param.device.type not in ("cpu", "meta")}:
-        of = torch.get_device_module(device)
-        yield partial(of.set_rng_state, device=device), of.get_rng_state(device)
+    for device in {param.device for param in model.parameters() if param.is_cuda}:
+        yield partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Generator):

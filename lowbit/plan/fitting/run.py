@@ -67,8 +67,8 @@ class Run:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
 
         Parts are weighed by their rows. Where memory runs out, all that the attempt has moved is put back, ``settings``
-        take less memory by a row of ``FRUGAL``, a warning says which, and the step is taken again. An attempt that
-        fails otherwise is put back too.
+        take less memory by a row of ``FRUGAL``, a warning says which, and the step is taken again. A step that
+        fails otherwise before the optimizer's step is put back too.
         Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
         where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
         ``lb.memory.micro_batches`` for a batch that cannot be split.
@@ -102,6 +102,7 @@ class Run:
             except BaseException as error:
                 if not ran_out(error) or processes() > 1:  # other processes would wait for the parts that they know
                     before.put_back()
+                    self._change(first)
                     raise
                 said = _first_line(error)
             # The error is gone by now, and the activations that its frames held with it.
