@@ -65,7 +65,8 @@ class Plan:
         """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
 
         ``loss``: that of ``lb.fit`` unless given. ``directory``: where states and activations on disk go, the system's
-        for temporary files unless given, and host memory for a model on a GPU. ``options``: of the optimizer, such as ``lr`` and ``weight_decay``.
+        for temporary files unless given, and host memory for a model on a GPU. ``options``: of the optimizer, such as
+        ``lr`` and ``weight_decay``.
         """
         predictions = list(self._others.values())
         return Run(model, self.settings, loss or self._loss, directory, options, predictions, self.plain.peak_bytes)

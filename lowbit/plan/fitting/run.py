@@ -67,8 +67,8 @@ class Run:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
 
         Parts are weighed by their rows. Where memory runs out, all that the attempt has moved is put back, ``settings``
-        take less memory by a row of ``FRUGAL``, a warning says which, and the step is taken again. A step that
-        fails otherwise before the optimizer's step is put back too.
+        take less memory by a row of ``FRUGAL``, a warning says which, and the step is taken again. A step
+        that fails otherwise before the optimizer's is put back too.
         Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
         where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
         ``lb.memory.micro_batches`` for a batch that cannot be split.
