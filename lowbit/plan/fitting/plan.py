@@ -14,6 +14,7 @@ from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
 from lowbit.plan.fitting.choices import CHOICES, picked, words
+from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.frontier import undominated
@@ -100,6 +101,10 @@ class Plan:
             mark = " (chosen)" if one.settings == self.settings else ""
             rows.append((amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", words(one.settings) + mark))
         return aligned(rows, (0, 1))
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the frontier with the budget and what is chosen, as PNG. Raises ImportError without matplotlib."""
+        return plot(self, Path(path))
 
     # -- files -----------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
