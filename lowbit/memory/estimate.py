@@ -294,10 +294,15 @@ def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | s
     for parameter in model.parameters():
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
-    for module in model.modules():  # tensors that are no buffers, such as tables that a module keeps for itself
+    modules = list(model.modules())
+    known = set(modules)
+    for module in modules:  # what is not registered: tables that a module keeps for itself, the state of a recipe
         for value in tree_leaves(list(vars(module).values())):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = _fake(value, mode, device)
+            if isinstance(value, nn.Module) and value not in known:
+                known.add(value)
+                modules.append(value)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

@@ -15,6 +15,7 @@ from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
 from lowbit.plan.fitting.adapt import alike
 from lowbit.plan.fitting.choices import CHOICES, picked, words
+from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.frontier import undominated
@@ -108,6 +109,10 @@ class Plan:
         """The predictions of this arithmetic, the fastest first: what ``Run.refit`` chooses from."""
         found = [one for one in self._others.values() if alike(one.settings, self.settings)]
         return sorted(found, key=lambda one: (one.seconds, one.peak_bytes))
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the frontier with the budget and what is chosen, as PNG. Raises ImportError without matplotlib."""
+        return plot(self, Path(path))
 
     # -- files -----------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
