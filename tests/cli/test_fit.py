@@ -14,7 +14,6 @@ from lowbit.plan.ladder import RUNGS, ascent
 from lowbit.plan.ladder.cell import Result
 from lowbit.plan.ladder.shape import textbook
 
-
 MADE = """
 import torch
 from torch import nn

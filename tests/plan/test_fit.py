@@ -61,13 +61,13 @@ def test_nothing_on_the_frontier_is_smaller_and_faster_than_another(plans):
 
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits") as error:
-        lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory"))
+        lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory", "activations in memory"))
     assert "with block, 8 parts. Ask" in str(error.value)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 def test_a_plan_of_nothing_is_plain_training():
-    plain = ("fp32", "adamw", "everything kept", "memory")
+    plain = ("fp32", "adamw", "everything kept", "memory", "activations in memory")
     plan = lb.fit(GPT(CONFIG), BATCH, "100%", keep=plain)
     torch.manual_seed(0)
     model = GPT(CONFIG)

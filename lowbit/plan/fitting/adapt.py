@@ -21,7 +21,7 @@ from lowbit.memory import checkpoint_, micro_batches, uncheckpoint_
 from lowbit.memory.accumulate import samples
 from lowbit.memory.checkpoint.policies import choose
 from lowbit.optim import offload_, unoffload_
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import Settings, policy_of
 from lowbit.sizes import amount
 from lowbit.train.state import State
 
@@ -117,11 +117,11 @@ def permits(predictions: Sequence[Predicted], field: str, value: Any) -> bool:
 
 
 # -- what may change in the middle of training ------------------------------------------------------------------------
-def _checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, policy: str | None, where: str) -> None:
-    if policy is None:
+def _checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Any, where: str) -> None:
+    if checkpoint is None:
         uncheckpoint_(model)
     else:
-        checkpoint_(model, policy)
+        checkpoint_(model, policy_of(model, checkpoint))
 
 
 def _place_states(model: nn.Module, optimizer: torch.optim.Optimizer, away: bool, where: str) -> None:
