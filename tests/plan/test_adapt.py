@@ -47,8 +47,7 @@ class Drawing(nn.Module):
 
 
 def normed() -> nn.Module:
-    blocks = (nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(3))
-    return nn.Sequential(*blocks)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(3)))
 
 
 def squares(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -116,8 +115,7 @@ def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
     _, batch, _, settings, failing = CASES[case]
     planned = made(case, replace(settings, micro=2))
     seeded(9)
-    losses = [planned.step(batch) for _ in range(3)]
-    expected = remembered(planned)
+    losses, expected = [planned.step(batch) for _ in range(3)], remembered(planned)
 
     run = made(case, settings)
     module = run.model.get_submodule(failing)
@@ -167,8 +165,7 @@ def test_every_row_of_the_table_in_its_order(case, tmp_path):
     _, batch, _, settings, failing = CASES[case]
     plain = made(case, settings)
     seeded(9)
-    losses = [plain.step(batch[:1]) for _ in range(3)]
-    expected = remembered(plain)
+    losses, expected = [plain.step(batch[:1]) for _ in range(3)], remembered(plain)
 
     run = made(case, settings, tmp_path)
     hook = NoMemory(*range(2, 8))
