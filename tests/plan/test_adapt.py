@@ -47,8 +47,7 @@ class Drawing(nn.Module):
 
 
 def normed() -> nn.Module:
-    blocks = (nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(3))
-    return nn.Sequential(*blocks)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(3)))
 
 
 def squares(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -97,11 +96,10 @@ class NoMemory:
 def remembered(run: Run) -> list[torch.Tensor]:
     """All that training has at the moment: parameters, buffers, states, and the next random numbers."""
     states = [one for kept in run.optimizer.state.values() for one in kept.values() if isinstance(one, torch.Tensor)]
-    training = [one.keys for one in run.model.modules() if isinstance(one, lb.train.State)]
-    pending = [one.pending for one in run.model.modules() if isinstance(one, lb.train.State)]
+    training = [x for one in run.model.modules() if isinstance(one, lb.train.State) for x in (one.keys, one.pending)]
     generators = [one.generator.get_state() for one in run.model.modules() if isinstance(one, Drawing)]
     drawn = torch.tensor([random.getstate()[1][-1], *numpy.random.get_state()[1][:4].tolist()])
-    held = [*run.model.parameters(), *run.model.buffers(), *states, *training, *pending, *generators]
+    held = [*run.model.parameters(), *run.model.buffers(), *states, *training, *generators]
     return [one.detach().clone() for one in (*held, torch.get_rng_state(), drawn)]
 
 
@@ -117,8 +115,7 @@ def test_a_step_that_ran_out_is_the_step_of_two_parts(case, where):
     _, batch, _, settings, failing = CASES[case]
     planned = made(case, replace(settings, micro=2))
     seeded(9)
-    losses = [planned.step(batch) for _ in range(3)]
-    expected = remembered(planned)
+    losses, expected = [planned.step(batch) for _ in range(3)], remembered(planned)
 
     run = made(case, settings)
     module = run.model.get_submodule(failing)
@@ -168,8 +165,7 @@ def test_every_row_of_the_table_in_its_order(case, tmp_path):
     _, batch, _, settings, failing = CASES[case]
     plain = made(case, settings)
     seeded(9)
-    losses = [plain.step(batch[:1]) for _ in range(3)]
-    expected = remembered(plain)
+    losses, expected = [plain.step(batch[:1]) for _ in range(3)], remembered(plain)
 
     run = made(case, settings, tmp_path)
     hook = NoMemory(*range(2, 8))
@@ -223,11 +219,10 @@ def test_gradients_from_before_and_errors_of_another_kind():
         param.grad = torch.full_like(param, 0.5)
     before = remembered(run)
     hook = NoMemory(1)
-    handles = [run.model[0].register_forward_hook(hook), run.model[1].register_full_backward_hook(lambda *_: 1 / 0)]
+    run.model[0].register_forward_hook(hook)
+    run.model[1].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="micro=2"):
         run.step(INPUTS)
-    for handle in handles:
-        handle.remove()
     assert hook.count > 1 and run.settings == Settings()
     assert_same(remembered(run), before)
     assert all((param.grad == 0.5).all() for param in run.model.parameters())
@@ -346,7 +341,7 @@ def test_ten_budgets_lose_no_step_and_no_bit(case, tmp_path):
     run._predictions = [one for one in predicted(settings) if one.settings.micro == 1]
     if case in ("draws", "batch norm"):  # which have no products to save
         run._predictions = [one for one in run._predictions if one.settings.checkpoint != "save_matmuls"]
-    taken = set()
+    taken = set[Settings]()
     seeded(9)
     losses, after = [plain.step(batch) for _ in range(10)], remembered(plain)
     seeded(9)
@@ -380,8 +375,7 @@ def test_what_would_fit_and_a_plan_from_a_file(tmp_path):
     with pytest.raises(ValueError, match=r"into 1000 B; the least is .* KiB, with .*The run goes on") as error:
         run.refit(1000)
     assert lb.sizes.amount(least.peak_bytes) in str(error.value) and run.settings == plan.settings
-    losses.append(run.step(ROWS[:2]))
-    assert losses == [plain.step(ROWS[:2]) for _ in range(2)]
+    assert [*losses, run.step(ROWS[:2])] == [plain.step(ROWS[:2]) for _ in range(2)]
     assert run.refit(least.peak_bytes).settings == least.settings == run.settings != plan.settings
     assert run.step(ROWS[:2]) == pytest.approx(plain.step(ROWS[:2]), rel=1e-2)
 
@@ -395,6 +389,7 @@ def test_a_run_without_a_plan_has_nothing_to_choose_from():
 
 
 def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
+    assert {row.field for row in FRUGAL} == set(CHANGES)
     run = made("plain", Settings(), tmp_path)
     run.step(ROWS)
     monkeypatch.setitem(CHANGES, "offload_states", lambda *_: 1 / 0)
@@ -403,7 +398,3 @@ def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
     assert run.settings == Settings() and "Checkpointed" not in type(run.model.blocks[0]).__name__
     with pytest.raises(ValueError, match="same arithmetic, got bits=8 instead of 32"):
         run._change(replace(run.settings, bits=8))
-
-
-def test_every_row_changes_what_may_change():
-    assert {row.field for row in FRUGAL} == set(CHANGES)
