@@ -21,7 +21,6 @@ from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint.parts import find_part, find_stacks
 from lowbit.memory.checkpoint.policies import Chosen
 from lowbit.memory.checkpoint.selective import kept_products
-from lowbit.memory.cost import rates
 from lowbit.memory.estimate import Estimate, estimate
 from lowbit.sizes import amount, bytes_in, is_bytes
 from lowbit.tables import aligned
@@ -276,5 +275,5 @@ def _read(usage: Estimate, blocks: list[str]) -> _Measured:
             inside[place] = max(inside[place], moment.bytes - before[place])
             done = place + 1 if op.phase == "forward" else place
         if place is not None and op.phase == "recomputation":
-            seconds[place] += usage.work[index].seconds(rates(usage.device))
+            seconds[place] += usage.op_seconds[index]
     return _Measured(usage, kept, inside, outside, seconds)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit import memory, optim
 from lowbit.train import compress_activations_, mixed_, prepare_
 
-__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "prepare_model_"]
+__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "prepare_model_"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,18 @@ def prepare_model_(model: nn.Module, settings: Settings) -> None:
 
 def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: Any) -> torch.optim.Optimizer:
     """The AdamW of the settings."""
+    cls, own = optimizer_class(settings)
+    made: torch.optim.Optimizer = cls(parameters, **own, **options)
+    return made
+
+
+def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
     if settings.mixed is not None:
-        return optim.AdamW(parameters, bits=settings.bits, master="residual", **options)
+        return optim.AdamW, {"bits": settings.bits, "master": "residual"}
     if settings.bits == 32:
-        return torch.optim.AdamW(parameters, **options)
-    return optim.AdamW(parameters, bits=settings.bits, **options)
+        return torch.optim.AdamW, {}
+    return optim.AdamW, {"bits": settings.bits}
 
 
 def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
+from lowbit.plan.fitting.adapt import alike
 from lowbit.plan.fitting.choices import CHOICES, picked, words
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
@@ -64,10 +65,12 @@ class Plan:
     ) -> Run:
         """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
 
-        ``loss``: that of ``lb.fit`` unless given. ``directory``: where states on disk go, the system's for temporary
-        files unless given. ``options``: of the optimizer, such as ``lr`` and ``weight_decay``.
+        ``loss``: that of ``lb.fit`` unless given. ``directory``: where states and activations on disk go, the system's
+        for temporary files unless given, and host memory for a model on a GPU. ``options``: of the optimizer, such as
+        ``lr`` and ``weight_decay``.
         """
-        return Run(model, self.settings, loss or self._loss, directory, options)
+        predictions = list(self._others.values())
+        return Run(model, self.settings, loss or self._loss, directory, options, predictions, self.plain.peak_bytes)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -102,6 +105,11 @@ class Plan:
             rows.append((amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", words(one.settings) + mark))
         return aligned(rows, (0, 1))
 
+    def _refits(self) -> list[Prediction]:
+        """The predictions of this arithmetic, the fastest first: what ``Run.refit`` chooses from."""
+        found = [one for one in self._others.values() if alike(one.settings, self.settings)]
+        return sorted(found, key=lambda one: (one.seconds, one.peak_bytes))
+
     def plot(self, path: str | Path) -> Path:
         """Draw the frontier with the budget and what is chosen, as PNG. Raises ImportError without matplotlib."""
         return plot(self, Path(path))
@@ -112,6 +120,7 @@ class Plan:
         return {
             "budget": self.budget, "chosen": _plain_values(self.chosen), "plain": _plain_values(self.plain),
             "frontier": [_plain_values(one) for one in self.frontier],
+            "refits": [_plain_values(one) for one in self._refits()],
             "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__},
         }  # fmt: skip
 
@@ -128,7 +137,7 @@ class Plan:
         """
         data = read_json(Path(path))
         try:
-            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"]))
+            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
             return cls(chosen, data["budget"], plain, others)
         except (KeyError, TypeError) as error:
             raise ValueError(f"fit: {path} holds no plan that this lowbit reads ({error}); make it again") from None
