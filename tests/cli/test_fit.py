@@ -100,8 +100,9 @@ def test_a_plot_shows_budget_and_choice(mine, tmp_path, monkeypatch):
     (ring,) = (line for line in axes.lines if line.get_markerfacecolor() == "none")
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (plan.peak_bytes / 2**20, plan.seconds / plan.plain.seconds)
     assert {words(plan.settings), "plain training"} <= {text.get_text() for text in axes.texts}
-    points = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"}
-    assert points == {(one.peak_bytes / 2**20, one.seconds / plan.plain.seconds) for one in plan.frontier}
+    (frontier,) = (line for line in axes.lines if line.get_linestyle() == "-")
+    points = {(one.peak_bytes / 2**20, one.seconds / plan.plain.seconds) for one in plan.frontier}
+    assert set(zip(frontier.get_xdata(), frontier.get_ydata(), strict=True)) == points
 
 
 def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatch):
