@@ -95,7 +95,7 @@ def _plan(settings: Settings, corpus: Corpus, precision: str, progress: Progress
 def _choices(optimizer: str | None) -> Iterator[str]:
     """The names that a plan may choose: what the training loop does, with that optimizer where one is named."""
     for dimension, row in CHOICES.items():
-        names = [choice.name for choice in row if not choice.asked and _FOLLOWED.issuperset(choice.changes)]
+        names = [choice.name for choice in row if _FOLLOWED.issuperset(choice.changes)]
         if dimension == "optimizer":
             known = [name for name in names if name in OPTIMIZERS]
             names = [name for name in known if optimizer in (None, name)]

@@ -38,10 +38,10 @@ class Plan:
         budget: int,
         plain: Prediction,
         predictions: Sequence[Prediction],
-        beside: Mapping[str, Prediction],
         loss: Callable[[Any, Any], Tensor] | None = None,
+        beside: Mapping[str, Prediction] | None = None,
     ) -> None:
-        self.chosen, self.budget, self.plain, self.beside = chosen, budget, plain, dict(beside)
+        self.chosen, self.budget, self.plain, self.beside = chosen, budget, plain, dict(beside or {})
         self.frontier = undominated([*predictions, chosen], lambda one: (one.peak_bytes, one.seconds))
         self._others = {prediction.settings: prediction for prediction in predictions}
         self._loss = loss
@@ -140,7 +140,8 @@ class Plan:
         data = read_json(Path(path))
         try:
             chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
-            return cls(chosen, data["budget"], plain, others, {k: _read(v) for k, v in data["beside"].items()})
+            beside = {name: _read(one) for name, one in data["beside"].items()}
+            return cls(chosen, data["budget"], plain, others, beside=beside)
         except (KeyError, TypeError) as error:
             raise ValueError(f"fit: {path} holds no plan that this lowbit reads ({error}); make it again") from None
 

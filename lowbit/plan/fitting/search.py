@@ -73,7 +73,7 @@ def fit(
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(chosen, search.limit, plain, search.predictions, beside, loss)
+    return Plan(chosen, search.limit, plain, search.predictions, loss, beside)
 
 
 class _Search:
