@@ -146,12 +146,12 @@ def test_a_state_of_another_plan_is_refused_and_one_from_without_plans_is_read(c
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 def test_a_plan_chooses_what_the_loop_does_and_the_plain_choice_elsewhere():
     names = set(planned._choices(None))
-    assert {"adamw", "adamw8bit", "block", "everything kept", "memory", "disk"} <= names
+    assert {"adamw", "adamw8bit", "adamw4bit", "block", "everything kept", "memory", "disk"} <= names
     assert names & {choice.name for choice in CHOICES["precision"]} == {CHOICES["precision"][0].name}
     for row in CHOICES.values():
         assert names & {choice.name for choice in row}, "no dimension is left to what the loop knows nothing of"
-    assert set(planned._choices("adamw8bit")) == names - {"adamw"}
-    with pytest.raises(ValueError, match="plans runs with adamw or adamw8bit, got the optimizer 'lion4bit'"):
+    assert set(planned._choices("adamw8bit")) == names - {"adamw", "adamw4bit"}
+    with pytest.raises(ValueError, match="plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'"):
         set(planned._choices("lion4bit"))
 
 

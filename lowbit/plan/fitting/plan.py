@@ -42,8 +42,8 @@ class Plan:
         beside: Mapping[str, Prediction] | None = None,
     ) -> None:
         self.chosen, self.budget, self.plain, self.beside = chosen, budget, plain, dict(beside or {})
-        self.frontier = undominated([*predictions, chosen], lambda one: (one.peak_bytes, one.seconds))
-        self._others = {prediction.settings: prediction for prediction in predictions}
+        self._others = {one.settings: one for one in (*predictions, chosen)}
+        self.frontier = undominated(list(self._others.values()), lambda one: (one.peak_bytes, one.seconds))
         self._loss = loss
 
     @property
@@ -99,9 +99,9 @@ class Plan:
         return amount(other.peak_bytes - self.peak_bytes), f"{time:+.0%}"
 
     def table(self) -> str:
-        """The frontier: peaks and times, smallest first."""
+        """The frontier and what is chosen: peaks and times, smallest first."""
         rows = [("peak", "time", "settings")]
-        for one in self.frontier:
+        for one in sorted({self.chosen, *self.frontier}, key=lambda one: one.peak_bytes):
             mark = " (chosen)" if one.settings == self.settings else ""
             rows.append((amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", words(one.settings) + mark))
         return aligned(rows, (0, 1))

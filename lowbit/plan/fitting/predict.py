@@ -26,7 +26,7 @@ from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import TOGETHER
 from lowbit.plan.fitting.run import accumulate
-from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
+from lowbit.plan.settings import Settings, elsewhere, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]
 
@@ -140,13 +140,14 @@ class Predictor:
         return settings.micro * table.seconds + self._step(settings).seconds + self._states_moved(settings)
 
     def whole(self, settings: Settings) -> Prediction:
-        """By an estimate of the step itself; of what lies elsewhere by sums."""
-        if settings.offload_activations:
-            return self.predicted(settings)
+        """By an estimate of the step itself; the time of what lies elsewhere by sums."""
         usage = self._estimated(settings, settings.micro, None if settings.offload_states else settings)
         parts, step = parts_of(usage), self._step(settings)
         passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
         seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
+        if settings.offload_activations:
+            kept = self._table(settings, settings.checkpoint or KEEP).kept.sum()
+            seconds += settings.micro * self._moved(float(kept))
         peak = max(usage.peak_bytes, self._stepping(settings)) if settings.offload_states else usage.peak_bytes
         return Prediction(settings, peak, seconds + self._states_moved(settings), str(usage.moment), whole=True)
 
@@ -220,11 +221,17 @@ class Predictor:
     ) -> Estimate:
         """Of a step in ``count`` parts, of which two show what all take."""
         *_, (largest, _) = micro_batches(self.batch, count)
+        away = elsewhere(settings, tempfile.gettempdir())
+
+        def within(model: nn.Module, batch: Any, loss: Any) -> None:
+            with away:
+                passes(model, batch, loss)
+
         return estimate(
             self.model, largest, self.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=lambda model: prepare_model_(model, settings), micro_batches=min(count, 2),
-            accumulate=passes,
+            accumulate=within,
         )  # fmt: skip
 
 

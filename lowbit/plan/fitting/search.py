@@ -73,7 +73,7 @@ def fit(
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(chosen, search.limit, plain, search.predictions, loss, beside)
+    return Plan(chosen, search.limit, plain, list(search.predictions.values()), loss, beside)
 
 
 class _Search:
@@ -82,7 +82,7 @@ class _Search:
     def __init__(
         self, predictor: Predictor, choices: Mapping[str, tuple[Choice, ...]], limit: int, progress: Progress
     ) -> None:
-        self.predictor, self.limit, self.predictions = predictor, limit, list[Prediction]()
+        self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
         self._progress = progress
         rows = dict(choices)
         checkpoints = rows.pop("checkpoint")
@@ -124,7 +124,7 @@ class _Search:
         uniform = [
             self.predictor.predicted(replace(one, checkpoint=policy)) for one in settings for policy in self._policies
         ]
-        self.predictions += uniform
+        self.predictions.update((one.settings, one) for one in uniform)
         candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=_rank)
         if self._by_block:
             candidates = sorted([*candidates, *self._planned(settings, candidates)], key=_rank)
@@ -154,6 +154,7 @@ class _Search:
         target = self.limit
         for _ in range(_TRIES):
             whole = self.predictor.whole(candidate.settings)
+            self.predictions[whole.settings] = whole
             if whole.peak_bytes <= self.limit:
                 return whole
             if not isinstance(candidate.settings.checkpoint, tuple):
@@ -167,7 +168,7 @@ class _Search:
 
     def refusal(self) -> str:
         """Why nothing fits, and what would."""
-        least = min(self.predictions, key=lambda p: p.peak_bytes)
+        least = self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
         return (
             f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
             f"{words(least.settings)}. Ask for as much, give shorter rows or a smaller model, or shard the model over "
