@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lowbit.plan.settings import Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
 
-__all__ = ["fit"]
+__all__ = ["fit", "fits"]
 
 #: Each choice that is not plain has to save this part of the time.
 _WORTH = 0.005
@@ -60,20 +60,40 @@ def fit(
     a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
     Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
     """
+    (plan,) = fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, progress=progress)
+    return plan
+
+
+def fits(
+    model: nn.Module,
+    batch: Any,
+    budgets: Sequence[str | int],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    keep: Iterable[str] = (),
+    no: Iterable[str] = (),
+    quality: float | str = QUALITY,
+    progress: Progress = lambda what, done, total: None,
+) -> list[Plan]:
+    """``fit`` for several budgets, which share their estimates."""
     check_model(model)
     choices = allowed(keep, no, quality)
     predictor = Predictor(model, batch, loss)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings())
-    search = _Search(predictor, choices, bytes_of(budget, plain.peak_bytes, "fit"), progress)
+    limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
     try:
-        chosen = search.fastest()
+        return [_plan(_Search(predictor, choices, limit, progress), plain) for limit in limits]
     finally:
         timings(next(model.parameters()).device).save()
+
+
+def _plan(search: _Search, plain: Prediction) -> Plan:
+    chosen, predictor = search.fastest(), search.predictor
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(chosen, search.limit, plain, list(search.predictions.values()), loss, beside)
+    return Plan(chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside)
 
 
 class _Search:
