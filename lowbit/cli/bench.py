@@ -38,6 +38,7 @@ class Suite(str, Enum):
     training = "training"
     memory = "memory"
     techniques = "techniques"
+    fit = "fit"
     convergence = "convergence"
 
 
@@ -48,8 +49,8 @@ def bench(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
             "losses and attention without their largest tensor; what an estimate of memory is worth; each technique of "
-            "saving memory; bytes and time of training in each recipe; where that ends; or what quantization-aware "
-            "training brings back, of the demo's GPT and of a convolutional network."
+            "saving memory; plans within a budget; bytes and time of training in each recipe; where that ends; or what "
+            "quantization-aware training brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,8 +60,7 @@ def fit(
     a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
     Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
     """
-    (plan,) = fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, progress=progress)
-    return plan
+    return next(fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, progress=progress))
 
 
 def fits(
@@ -74,22 +73,25 @@ def fits(
     no: Iterable[str] = (),
     quality: float | str = QUALITY,
     progress: Progress = lambda what, done, total: None,
-) -> list[Plan]:
-    """``fit`` for several budgets, which share their estimates."""
+) -> Iterator[Plan]:
+    """``fit`` for several budgets, one after the other, which share their estimates."""
     check_model(model)
     choices = allowed(keep, no, quality)
     predictor = Predictor(model, batch, loss)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings())
     limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
-    try:
-        return [_plan(_Search(predictor, choices, limit, progress), plain) for limit in limits]
-    finally:
-        timings(next(model.parameters()).device).save()
+    for limit in limits:
+        search = _Search(predictor, choices, limit, progress)
+        try:
+            chosen = search.fastest()
+        finally:
+            timings(next(model.parameters()).device).save()
+        yield _plan(search, chosen, plain)
 
 
-def _plan(search: _Search, plain: Prediction) -> Plan:
-    chosen, predictor = search.fastest(), search.predictor
+def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan:
+    predictor = search.predictor
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
