@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,3 +156,30 @@ def test_a_plan_in_words_names_each_choice(plans):
     assert all(dimension in text for dimension in CHOICES) and "parts of a batch" in text
     assert sum(name in text for name in NAMES) >= len(CHOICES)
     assert "(chosen)" in plans[20].table()
+
+
+#: Where each recorded loss is: a table of bench/results, and the row of the run.
+RECORDED = {
+    "fp8": ("convergence", "fp8"),
+    "fp8-compressed": ("convergence", "fp8, compressed activations"),
+    "fp8-tensor": ("convergence", "fp8-tensor"),
+    "fp8-block": ("convergence", "fp8-block"),
+    "mxfp8": ("convergence", "mxfp8"),
+    "int8-stochastic": ("convergence", "int8-stochastic"),
+    "nvfp4": ("convergence", "nvfp4"),
+    "adamw8bit": ("optimizers", "AdamW, 8 bits"),
+    "adamw4bit": ("optimizers", "AdamW, 4 bits"),
+    "stochastic": ("optimizers", "AdamW, 8 bits, bf16 weights, stochastic"),
+}
+
+
+def test_the_losses_of_choices_are_those_that_are_recorded():
+    results = Path(__file__).parents[2] / "bench" / "results"
+    for choice in (choice for row in CHOICES.values() for choice in row):
+        if choice.name not in RECORDED:
+            assert choice.loss == 0
+            continue
+        file, run = RECORDED[choice.name]
+        rows = [line.split("|") for line in (results / f"{file}.md").read_text().splitlines()]
+        change = next(row[6] for row in rows if len(row) == 9 and row[1].strip() == run)
+        assert choice.loss == pytest.approx(float(change.strip().rstrip("%")), abs=1e-9), choice.name
