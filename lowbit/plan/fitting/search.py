@@ -14,6 +14,7 @@ from lowbit.memory.planned import bytes_of
 from lowbit.plan.fitting.choices import allowed, combinations, words
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
+from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
@@ -23,14 +24,17 @@ __all__ = ["fit"]
 
 def fit(
     model: nn.Module,
-    batch: Any,
-    budget: str | int,
+    batch: Any = None,
+    budget: str | int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
+    task: str = "train",
+    context: int | None = None,
+    rows: int = 1,
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
     progress: Progress = lambda what, done, total: None,
-) -> Plan:
+) -> Plan | GenerationPlan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``. Nothing is computed.
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
@@ -40,10 +44,21 @@ def fit(
     ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``. ``fp8`` is taken where it is
     kept alone, since its losses differ from bf16's.
 
+    ``task="generate"`` plans generation within ``context`` tokens of ``rows`` sequences at a time instead: see
+    ``lowbit.plan.serving.serve``. ``batch`` is optional there, ``context`` is not.
+
     ``plan.apply_(model)`` does it. Sizes are those of torch's allocator. Times follow from arithmetic and traffic at
     the rates of this machine, and serve for comparison.
     Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
     """
+    if task == "generate":
+        return serve(model, batch, budget, context, rows, keep, no, progress)
+    if task != "train" or batch is None or budget is None or context is not None or rows != 1:
+        raise ValueError(
+            f"fit: task is 'train', with batch and budget and without context and rows, or 'generate', with budget and "
+            f"context; got task={task!r}, context={context}, rows={rows}, {'no' if batch is None else 'a'} batch and "
+            f"budget={budget!r}"
+        )
     check_model(model)
     predictor = Predictor(model, batch, loss)
     choices = allowed(keep, no)
