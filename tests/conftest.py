@@ -39,6 +39,12 @@ def _quick_interpreter():
         hasten()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """What ops take of time is measured while other tests run, and is kept for nobody."""
+    os.environ["LOWBIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _clean_state():
     """Every test begins with the same random state, and fails if it leaves a setting behind."""

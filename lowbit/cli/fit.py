@@ -1,15 +1,23 @@
-"""``lowbit fit --ladder``: a transformer that does not fit a budget, and what each technique of saving memory buys."""
+"""``lowbit fit``: the fastest training of a model within a budget, and with ``--ladder`` what each technique buys."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from torch import Tensor, nn
 
+from lowbit.backends.cpu import processor
 from lowbit.cli.console import errors, out, print_json, resumable
+from lowbit.cli.memory import find
+from lowbit.files import write_atomically
+from lowbit.machine import provenance
+from lowbit.plan import Plan
+from lowbit.plan import fit as plan_training
 from lowbit.plan.ladder import Climb, climb, report
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.progress import bar
@@ -19,6 +27,12 @@ from lowbit.tables import rich_table
 EPILOG = """
 **Examples**
 
+`lowbit fit demo --memory 60%` — the demo's transformer, in 60% of what plain training takes
+
+`lowbit fit models/llama --memory 6GiB --rows 8 --length 1024 --out out/plan` — of a directory of transformers
+
+`lowbit fit mine:made --memory 2GiB --keep bf16 --no disk` — of your own function, with choices of yours
+
 `lowbit fit --ladder --memory 300MiB --quick` — each technique once, about a minute
 
 `lowbit fit --ladder --memory 2GiB --out out/ladder` — with the largest model of each; it goes on after Ctrl-C
@@ -27,20 +41,139 @@ EPILOG = """
 """
 
 _LADDER = "Climb the techniques of memory-efficient training one by one, each in a process with a real limit."
+_MODEL = "demo, a directory with a config.json of transformers, or MODULE:FUNCTION, which returns a model and a batch."
+_MEMORY = "What a step may take: a size such as 2GiB, or of MODEL a share of plain training, such as 60%."
+_KEEP = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
+_NO = "What the plan must not have, such as disk; repeat."
+
+#: The options that serve one of the two uses alone, by the names of their parameters.
+_OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no"}
+_OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
 
 def fit(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help=_MODEL, show_default=False)] = None,
+    memory: Annotated[str | None, typer.Option(help=_MEMORY, show_default="2GiB with --ladder")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch, of MODEL but MODULE:FUNCTION.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row, of MODEL but MODULE:FUNCTION.")] = 512,
+    keep: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_KEEP)] = None,
+    no: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_NO)] = None,
+    directory: Annotated[Path | None, typer.Option("--out", help="Where plan, report and finished runs go.")] = None,
     ladder: Annotated[bool, typer.Option("--ladder", help=_LADDER)] = False,
-    memory: Annotated[str, typer.Option(help="What a step may take, such as 2GiB.")] = "2GiB",
-    directory: Annotated[Path | None, typer.Option("--out", help="Where report and finished runs go.")] = None,
     search: Annotated[int, typer.Option(help="Models tried for the largest of a technique; 0: none.")] = 6,
     quick: Annotated[bool, typer.Option("--quick", help="Two steps each, and no search.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a model fit: what each technique of memory-efficient training buys and costs within a budget."""
-    if not ladder:
-        raise ValueError("lowbit fit expects --ladder, which is what there is; write lowbit fit --ladder --memory 2GiB")
+    """Make a model fit: the fastest training within a budget; with --ladder, what each technique buys and costs."""
+    if ladder:
+        if model is not None:
+            raise ValueError(f"lowbit fit --ladder climbs with models of its own, got {model!r}; leave one of them out")
+        _refuse(context, _OF_MODEL, "is for lowbit fit MODEL, and --ladder has models of its own")
+        _climb(memory or "2GiB", directory, search, quick, device, json)
+        return
+    if model is None:
+        raise ValueError(
+            "lowbit fit expects a model and a budget, such as lowbit fit demo --memory 60%, or --ladder, such as "
+            "lowbit fit --ladder --memory 2GiB; lowbit fit --help lists what there is"
+        )
+    _refuse(context, _OF_LADDER, "is for lowbit fit --ladder")
+    if memory is None:
+        raise ValueError(
+            f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"
+        )
+    _plan(model, memory, rows, length, tuple(keep or ()), tuple(no or ()), directory, json)
+
+
+fit.__doc__ = f"{fit.__doc__}\n{EPILOG}"
+
+
+def _refuse(context: typer.Context, options: dict[str, str], why: str) -> None:
+    """Raises ValueError where one of the options is given."""
+    for name, option in options.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"{option} {why}; leave it out")
+
+
+# -- a plan ------------------------------------------------------------------------------------------------------------
+def _plan(
+    name: str, memory: str, rows: int, length: int, keep: tuple[str, ...], no: tuple[str, ...],
+    directory: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Plan, print, and save where there is a directory."""
+    model, batch = find(name, rows, length, "MODEL")
+    with bar("planning") as progress:
+        plan = plan_training(model, batch, memory, keep=keep, no=no, progress=progress)
+    made = Path("plan.json") if directory is None else directory / "plan.json"
+    code = "\n".join([*_model_lines(name, model, batch), *_plan_lines(memory, keep, no, directory and made)])
+    if directory is not None:
+        _save(plan, directory, f"{name} within {memory}", code)
+    if json:
+        print_json(plan.as_dict())
+        return
+    sections = ((f"{name} within {memory}", str(plan)), ("what else was to be had", plan.table()), ("apply it", code))
+    for title, text in sections:
+        out.print(title, style="bold")
+        out.print(f"{text}\n", markup=False, soft_wrap=True)
+
+
+def _model_lines(name: str, model: nn.Module, batch: Any) -> list[str]:
+    """Python that makes the model and the batch."""
+    if ":" in name:
+        module, _, function = name.partition(":")
+        return ["import lowbit as lb", f"from {module} import {function}", "", f"model, batch = {function}()"]
+    kind = type(model).__name__
+    made = ("lowbit.demo.gpt", "GPT, GPTConfig", "GPT(GPTConfig())")
+    if name != "demo":
+        made = ("transformers", kind, f"{kind}.from_pretrained({name!r}, dtype='auto')")
+    given = {key: f"torch.zeros{tuple(t.shape)}.to({t.dtype})" for key, t in _tensors(batch).items()}
+    listed = given.get("") or "{" + ", ".join(f"{key!r}: {value}" for key, value in given.items()) + "}"
+    return [
+        "import torch", "import lowbit as lb", f"from {made[0]} import {made[1]}", "",
+        f"model = {made[2]}", f"batch = {listed}  # of these shapes",
+    ]  # fmt: skip
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """A batch as ``find`` makes one: the tensors by name, a single one under no name."""
+    return batch if isinstance(batch, dict) else {"": batch}
+
+
+def _plan_lines(memory: str, keep: tuple[str, ...], no: tuple[str, ...], made: Path | None) -> list[str]:
+    """Python that takes the plan, from its file where there is one, and trains by it."""
+    chosen = "".join(f", {key}={value!r}" for key, value in (("keep", keep), ("no", no)) if value)
+    plan = f"lb.fit(model, batch, {memory!r}{chosen})" if made is None else f"lb.plan.Plan.load({str(made)!r})"
+    return [
+        f"plan = {plan}",
+        "run = plan.apply_(model, lr=1e-3)  # in place; loss=... where it is not the model's own",
+        "loss = run.step(batch)  # for each batch",
+    ]
+
+
+def _save(plan: Plan, directory: Path, title: str, code: str) -> None:
+    """Write ``plan.json``, ``plan.md`` and, where matplotlib is installed, ``plan.png``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    plan.save(directory / "plan.json")
+    plots = find_spec("matplotlib") is not None
+    if plots:
+        plan.plot(directory / "plan.png")
+    else:
+        errors.print(f"no plot, which needs matplotlib: {sys.executable} -m pip install matplotlib", soft_wrap=True)
+    made = provenance(shlex.join(["lowbit", *sys.argv[1:]]), kernels=processor())
+    lines = [
+        f"# {title}", "", "```", str(plan), "```", "", "## What else was to be had", "",
+        *(["![peaks and times to choose from](plan.png)", ""] if plots else []),
+        "```", plan.table(), "```", "", "## Apply it", "", "```python", code, "```", "",
+        "## How it was made", "", *(f"- {key}: {value}" for key, value in made.items()),
+    ]  # fmt: skip
+    write_atomically(directory / "plan.md", lambda file: file.write("\n".join(lines).encode() + b"\n"))
+    errors.print(f"plan: {directory / 'plan.json'}", soft_wrap=True)
+
+
+# -- the ladder --------------------------------------------------------------------------------------------------------
+def _climb(memory: str, directory: Path | None, search: int, quick: bool, device: str, json: bool) -> None:
     if device not in LIMITS:
         raise ValueError(f"--device is one of {', '.join(LIMITS)}, got {device!r}")
     if search < 0:
@@ -59,6 +192,3 @@ def fit(
         out.print(line, soft_wrap=True)
     if path is not None:
         errors.print(f"report: {path}", soft_wrap=True)
-
-
-fit.__doc__ = f"{fit.__doc__}\n{EPILOG}"

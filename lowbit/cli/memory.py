@@ -1,4 +1,6 @@
-"""``lowbit doctor --memory``: what training a model takes of memory, and what to do where it is too much."""
+"""``lowbit doctor --memory``: what training a model takes of memory, and what to do where it is too much. ``find`` is
+what names of models stand for, also in ``lowbit fit``.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from lowbit.machine import multiplies
 from lowbit.plan.checklist import checklist
 from lowbit.serialize.huggingface import is_directory, without_weights
 
-__all__ = ["report"]
+__all__ = ["find", "report"]
 
 
 def report(
     name: str, rows: int, length: int, optimizer: str, precision: str | None, recipe: str | None, json: bool
 ) -> None:
     """Print the estimate of a step of the model called ``name``, and the checklist."""
-    model, batch = find(name, rows, length)
+    model, batch = find(name, rows, length, "--memory")
     with errors.status(f"estimating {name}"):
         found = checklist(model, batch, optimizer=optimizer, precision=precision, recipe=recipe)
     if json:
@@ -36,17 +38,21 @@ def report(
     out.print(str(found), markup=False, soft_wrap=True)
 
 
-def find(name: str, rows: int, length: int) -> tuple[nn.Module, Any]:
-    """The model and a batch. Raises ValueError for a name that is no model's."""
+def find(name: str, rows: int, length: int, option: str) -> tuple[nn.Module, Any]:
+    """The model and a batch. ``option``: what of the command line names it, for messages.
+
+    Raises ValueError for a name that is no model's, and for a model of which no batch is known.
+    """
+    told = f"{option} {name}"
     if name == "demo":
         config = GPTConfig()
         return GPT(config), torch.zeros(rows, min(length, config.context), dtype=torch.long)
     if is_directory(Path(name)):
         model = without_weights(Path(name)).train()
-        return model, _batch_of(model, rows, length)
+        return model, _batch_of(model, rows, length, told)
     if ":" not in name:
         raise ValueError(
-            f"--memory {name}: expected 'demo', a directory with a config.json of transformers, or MODULE:FUNCTION, a "
+            f"{told}: expected 'demo', a directory with a config.json of transformers, or MODULE:FUNCTION, a "
             f"function that returns a model and a batch"
         )
     path, _, function = name.partition(":")
@@ -54,15 +60,15 @@ def find(name: str, rows: int, length: int) -> tuple[nn.Module, Any]:
     try:
         made = getattr(importlib.import_module(path), function)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"--memory {name}: {error}; expected MODULE:FUNCTION that can be imported from here") from None
+        raise ValueError(f"{told}: {error}; expected MODULE:FUNCTION that can be imported from here") from None
     finally:
         sys.path.remove("")
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"--memory {name}: expected (model, batch) from {function}(), got {type(made).__name__}")
+        raise ValueError(f"{told}: expected (model, batch) from {function}(), got {type(made).__name__}")
     return made
 
 
-def _batch_of(model: Any, rows: int, length: int) -> dict[str, Any]:
+def _batch_of(model: Any, rows: int, length: int, told: str) -> dict[str, Any]:
     """What a model of transformers is trained on, by the name of its main input."""
     config, kind = model.config, model.main_input_name
     if kind == "pixel_values":
@@ -71,7 +77,7 @@ def _batch_of(model: Any, rows: int, length: int) -> dict[str, Any]:
         return {kind: torch.zeros(rows, getattr(config, "num_channels", 3), high, wide, dtype=model.dtype)}
     if kind != "input_ids":
         raise ValueError(
-            f"--memory: {type(model).__name__} is given {kind}, of which no batch is known here; write a function "
+            f"{told}: {type(model).__name__} is given {kind}, of which no batch is known here; write a function "
             f"that returns the model and a batch, and give MODULE:FUNCTION"
         )
     ids = torch.zeros(rows, length, dtype=torch.long)

@@ -14,12 +14,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from lowbit.cli.console import errors, out, print_json
-from lowbit.demo import experiment, report
+from lowbit.demo import experiment, planned, report
+from lowbit.demo.config import OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import OUTSIDE, PROFILED, Interrupted, TrainConfig, Trainer
+from lowbit.demo.loop import PROFILED, Interrupted, Trainer
 from lowbit.machine import float_precision
+from lowbit.plan import Plan
+from lowbit.plan.fitting.choices import words
+from lowbit.progress import bar as planning_bar
+from lowbit.sizes import amount
 from lowbit.tables import rich_table
 from lowbit.train.mixed import PARTS
 
@@ -38,6 +43,8 @@ EPILOG = """
 
 `lowbit train --precision bf16 --precision nvfp4 --tail 0.1` — 4 bits, and the last tenth of the steps in bf16
 
+`lowbit train --memory 40MiB` — each run by a plan whose steps hold no more; a share of plain training too, such as 60%
+
 `lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
 
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
@@ -52,6 +59,10 @@ _ACTIVATIONS = "In runs of recipes, keep inputs of norms and activation function
 _CHECKPOINTING = "In all runs, keep a block's input alone for backward, which computes its inside again."
 _TAIL = "Share of the steps, the last ones, in which runs of recipes compute in bf16 or fp32 alone, such as 0.1."
 _PROFILE = "Profile the memory of one step of each run: a table, and memory.json with memory.png."
+_MEMORY = (
+    "What a step may hold, such as 1GiB or 60% of plain training: each run, in its precision, trains by a plan that "
+    "chooses checkpoints, parts of a batch, bits of states (unless --optimizer is given) and their place."
+)
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
 
 
@@ -78,6 +89,7 @@ def train(
     compress_activations: Annotated[bool, typer.Option(help=_ACTIVATIONS)] = True,
     tail: Annotated[float, typer.Option(help=_TAIL)] = _TRAIN.tail,
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help=_MEMORY)] = None,
     profile_memory: Annotated[bool, typer.Option("--profile-memory", help=_PROFILE)] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
@@ -103,7 +115,10 @@ def train(
         data=str(data.resolve()) if data else None,
         watch=watch,
         profile_memory=profile_memory,
+        memory=memory,
     )  # fmt: skip
+    if explain and memory is not None:
+        raise ValueError("--explain is of runs without a plan; leave --memory out, or ask lowbit fit demo --memory")
     if explain:
         _explain(settings, json)
         return
@@ -114,10 +129,14 @@ def train(
     corpus = settings.corpus()
     if not resume:
         experiment.check(settings, corpus, directory)
+        _require_free(settings, directory, overwrite)  # before plans, which take a while
+    plans = _plans(settings, corpus, directory if resume else None)
+    if not resume:
         _begin(settings, directory, overwrite)
+    planned.save(plans or {}, directory)
     again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
     try:
-        runs = _train(settings, corpus, directory, resume)
+        runs = _train(settings, corpus, directory, resume, plans)
         _finish(settings, corpus, runs, directory, json)
     except (Interrupted, KeyboardInterrupt) as stop:
         saved = str(stop) or "stopped; the trained models are saved"
@@ -151,26 +170,34 @@ def _memory(settings: experiment.Settings, shape: GPTConfig) -> list[Held]:
 def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
     """Make ``directory`` ready for a new run. What goes is what the settings found there say an earlier run wrote.
 
+    Raises as ``_require_free``.
+    """
+    _require_free(settings, directory, overwrite)
+    if (directory / "settings.json").exists():
+        (directory / "report.md").unlink(missing_ok=True)
+        for precision in experiment.Settings.load(directory).precisions:
+            paths = (*report.watch_paths(directory, precision), *report.memory_paths(directory, precision))
+            state, plan = experiment.state_path(directory, precision), planned.path_of(directory, precision)
+            for path in (state, plan, *paths):
+                path.unlink(missing_ok=True)
+    settings.save(directory)
+
+
+def _require_free(settings: experiment.Settings, directory: Path, overwrite: bool) -> None:
+    """Whether a new run may begin in ``directory``, which is made.
+
     Raises: ValueError where that would throw away a run without ``overwrite``, or files that no run of this command
     wrote; OSError where nothing can be written.
     """
     _make(directory)
     if not (directory / "settings.json").exists():
         _refuse_strangers(settings, directory)
-    else:
-        before = experiment.Settings.load(directory)
-        if not overwrite:
-            finished = (directory / "report.md").exists()
-            state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to go on with it, ")
-            raise ValueError(
-                f"{directory} holds {state} run; add {resume}--overwrite to start over, or give another --out"
-            )
-        (directory / "report.md").unlink(missing_ok=True)
-        for precision in before.precisions:
-            paths = (*report.watch_paths(directory, precision), *report.memory_paths(directory, precision))
-            for path in (experiment.state_path(directory, precision), *paths):
-                path.unlink(missing_ok=True)
-    settings.save(directory)
+        return
+    experiment.Settings.load(directory)
+    if not overwrite:
+        finished = (directory / "report.md").exists()
+        state, resume = ("a finished", "") if finished else ("an unfinished", "--resume to go on with it, ")
+        raise ValueError(f"{directory} holds {state} run; add {resume}--overwrite to start over, or give another --out")
 
 
 def _make(directory: Path) -> None:
@@ -189,7 +216,8 @@ def _make(directory: Path) -> None:
 
 def _refuse_strangers(settings: experiment.Settings, directory: Path) -> None:
     """Without settings beside them, files with the names that a run writes are somebody's."""
-    states = [experiment.state_path(directory, precision) for precision in settings.precisions]
+    of_run = (experiment.state_path, planned.path_of)
+    states = [path_of(directory, precision) for precision in settings.precisions for path_of in of_run]
     for path in (*(directory / name for name in (*report.FILES, "model")), *states):
         if path.exists():
             raise ValueError(
@@ -217,18 +245,32 @@ def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path
 
 def _flat(settings: experiment.Settings) -> dict[str, Any]:
     values = asdict(settings)
-    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory")}
+    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory", "memory")}
     return {**values["model"], **values["train"], **own}
 
 
-def _train(settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool) -> list[Trainer]:
+def _plans(settings: experiment.Settings, corpus: Corpus, directory: Path | None) -> dict[str, Plan] | None:
+    """The plans of the runs where there is a budget, with what they chose on standard error."""
+    if settings.memory is None:
+        return None
+    with planning_bar("planning") as progress:
+        plans = planned.plans(settings, corpus, directory, progress)
+    for precision, plan in plans.items():
+        peak = f"a step is predicted to hold {amount(plan.peak_bytes)} of {amount(plan.budget)}"
+        errors.print(f"{precision}: {words(plan.settings)}; {peak}", soft_wrap=True)
+    return plans
+
+
+def _train(
+    settings: experiment.Settings, corpus: Corpus, directory: Path, resume: bool, plans: dict[str, Plan] | None
+) -> list[Trainer]:
     bar = Progress(
         TextColumn("{task.description:<6}", "bold"), BarColumn(None), TextColumn("{task.completed}/{task.total}"),
         TextColumn("{task.fields[status]}"), TimeRemainingColumn(compact=True), console=errors,
     )  # fmt: skip
     runs = []
     with bar:
-        for trainer in experiment.trainers(settings, corpus, directory, resume):
+        for trainer in experiment.trainers(settings, corpus, directory, resume, plans):
             name = trainer.config.precision
             task = bar.add_task(name, total=trainer.config.steps, completed=trainer.step, status="")
             _show(bar, task, trainer)
@@ -263,13 +305,15 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
             lambda name: bar.update(task, description=name, advance=1),
         )  # fmt: skip
         bar.update(task, completed=turns)
-    memory = _memory(settings, trained.config)
+    memory = [] if settings.memory else _memory(settings, trained.config)
     path = report.write(directory, settings, corpus, runs, rows, memory, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(experiment.as_json(settings, corpus, runs, rows, memory))
     else:
+        if settings.memory:
+            out.print(rich_table(planned.HEAD, planned.written(runs), numbers=range(2, len(planned.HEAD))))
         for run in runs:
-            if run.memory is not None:
+            if run.memory is not None and settings.profile_memory:
                 out.print(f"\nmemory of step {PROFILED} in {run.config.precision}:\n{run.memory}\n", markup=False)
         for claim in report.claims(runs, rows, memory):
             verdict = "holds" if claim.holds else Text("fails", "bold red")

@@ -10,7 +10,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ from torch import nn
 
 from lowbit.convert import model_bytes, prepack_, quantize_
 from lowbit.demo import optimizers, tokenizer
+from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
-from lowbit.demo.loop import FLOATS, OUTSIDE, STATE, TrainConfig, Trainer, evaluate
+from lowbit.demo.loop import STATE, Trainer, evaluate
 from lowbit.files import read_json, shown, write_json
+from lowbit.plan import Plan
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
 from lowbit.serialize import load_model, save_model
@@ -46,6 +48,13 @@ INFERENCE_RECIPES = tuple(
     for name in ([row.name, f"{row.name}:group32"] if row.name == "int4-weight-only" else [row.name])
 )
 
+#: Settings that a run with a plan is without, and why.
+_UNPLANNED = {
+    "checkpointing": "is what a plan chooses",
+    "tail": "computes the last steps without codes, in more memory than is planned",
+    "watch": "holds more in the steps that are watched than is planned",
+}
+
 PROMPT = "This module provides"
 SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
 SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
@@ -57,7 +66,9 @@ class Settings:
 
     ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
     from one look at the casts of recipes' runs to the next; 0: none. ``profile_memory``: profile one step of each run.
-    Raises: ValueError for an unknown optimizer or recipe, or a precision that is no recipe that trains.
+    ``memory``: the budget of a step, a size or a share, for which each run has a plan; None: no plan.
+    Raises: ValueError for an unknown optimizer or recipe, a precision that is no recipe that trains, and for what no
+    plan knows of beside ``memory``.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -68,12 +79,20 @@ class Settings:
     data: str | None = None
     watch: int = 0
     profile_memory: bool = False
+    memory: str | None = None
 
     def __post_init__(self) -> None:
         if not (self.data is None or isinstance(self.data, str)):
             raise TypeError(f"data must be a path or None, got {shown(self.data)}")
         if type(self.watch) is not int or self.watch < 0:
             raise ValueError(f"watch counts steps, 0 or more, got {shown(self.watch)}")
+        if not (self.memory is None or isinstance(self.memory, str)):
+            raise TypeError(
+                f"memory is a size such as '1GiB', a share such as '60%', or None, got {shown(self.memory)}"
+            )
+        for name, why in _UNPLANNED.items() if self.memory is not None else ():
+            if getattr(self, name, None) or getattr(self.train, name, None):
+                raise ValueError(f"memory asks for a plan of each step, and {name} {why}; leave one of the two out")
         if self.optimizer is not None:
             optimizers.find(self.optimizer)
         for name in self.recipes:
@@ -102,6 +121,7 @@ class Settings:
                 data=saved["data"],
                 watch=saved["watch"],
                 profile_memory=saved["profile_memory"],
+                memory=saved.get("memory"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -111,16 +131,17 @@ class Settings:
     def corpus(self) -> Corpus:
         return Corpus.load(Path(self.data) if self.data else None, self.model.vocab)
 
-    def of(self, precision: str) -> TrainConfig:
+    def of(self, precision: str, plan: Plan | None = None) -> TrainConfig:
         """A run's configuration: the same seed, batches and checkpointing. A recipe's run has states of 8 bits, and
-        compressed activations where ``train`` has them.
+        compressed activations where ``train`` has them. Of a run with a plan the states are those of the plan.
         """
         low = precision not in FLOATS
+        bits = (8 if low else 32) if plan is None else plan.settings.bits
         return replace(
             self.train,
             precision=precision,
             compress_activations=low and self.train.compress_activations,
-            optimizer=self.optimizer or ("adamw8bit" if low else "adamw"),
+            optimizer=self.optimizer or ("adamw" if bits == 32 else f"adamw{bits}bit"),
         )
 
 
@@ -134,12 +155,21 @@ def state_path(directory: Path, precision: str) -> Path:
     return run_path(directory, precision) / STATE
 
 
-def trainers(settings: Settings, corpus: Corpus, directory: Path, resume: bool) -> Iterator[Trainer]:
-    """A trainer for each precision, at its saved state when resuming and one is there."""
+def model_of(settings: Settings, corpus: Corpus) -> GPT:
+    """The model that every run begins with."""
+    return GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
+
+
+def trainers(
+    settings: Settings, corpus: Corpus, directory: Path, resume: bool, plans: Mapping[str, Plan] | None = None
+) -> Iterator[Trainer]:
+    """A trainer for each precision, by its plan where it has one, at its saved state when resuming and one is there."""
     for precision in settings.precisions:
-        model = GPT(replace(settings.model, vocab=corpus.tokenizer.get_vocab_size()), seed=settings.train.seed)
-        where = run_path(directory, precision)
-        trainer = Trainer(model, corpus, settings.of(precision), where, settings.watch, settings.profile_memory)
+        plan = None if plans is None else plans[precision]
+        trainer = Trainer(
+            model_of(settings, corpus), corpus, settings.of(precision, plan), run_path(directory, precision),
+            settings.watch, settings.profile_memory, plan,
+        )  # fmt: skip
         if resume and trainer.path.exists():
             trainer.load()
         yield trainer
@@ -269,5 +299,6 @@ def as_json(
         },
         "runs": {run.config.precision: asdict(run.history) for run in runs},
         "memory": [row.to_dict() for row in memory],
+        "plans": {run.config.precision: run.plan.as_dict() for run in runs if run.plan is not None},
         "recipes": [{**asdict(row), "perplexity": row.perplexity} for row in rows],
     }

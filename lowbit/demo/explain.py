@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowbit.demo.config import TrainConfig
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import TrainConfig, arrange_, loss_of, optimizer_of, update
+from lowbit.demo.loop import arrange_, loss_of, optimizer_of, update
 from lowbit.demo.optimizers import state_bytes
 from lowbit.memory import allocated_peak
 from lowbit.models.ties import model_bytes, tensor_bytes

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,12 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.convert import Report
+from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
 from lowbit.files import read_checked, write_checked
-from lowbit.memory import Profile, profile
+from lowbit.memory import Profile, micro_batches, profile
 from lowbit.memory.checkpoint import checkpoint_
+from lowbit.optim import offload_
+from lowbit.plan import Plan
+from lowbit.plan.settings import Settings, elsewhere, prepare_model_
 from lowbit.train import (
     LossScaler,
     compress_activations_,
@@ -59,12 +63,6 @@ __all__ = [
 ]
 
 
-#: What a recipe's run may compute in outside of its Linear layers, and a trained model be kept in.
-OUTSIDE = ("fp32", "bf16")
-
-#: Precisions that are no recipe.
-FLOATS = (*OUTSIDE, "fp16")
-
 #: The step whose memory is profiled, counted from 0: states of optimizers exist, and no evaluation is near.
 PROFILED = 2
 
@@ -72,86 +70,19 @@ PROFILED = 2
 STATE = "checkpoint.pt"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How to train; ``precision`` is ``fp32``, ``bf16``, ``fp16`` (both mixed with fp32) or a recipe such as ``fp8``.
-
-    ``outside``: what a recipe's run computes in outside its Linear layers, ``bf16`` or ``fp32``. ``optimizer``: a name
-    of ``OPTIMIZERS``; ``lr`` and ``weight_decay`` are AdamW's, and others take their share of them.
-    ``compress_activations``: norms and activation functions keep their inputs for backward as FP8 codes.
-    ``checkpointing``: blocks keep their input alone, and backward computes them again. ``tail``: the share of the
-    steps, the last ones, in which a recipe's run computes all in the floats of ``outside`` and keeps no codes.
-    """
-
-    precision: str = "bf16"
-    outside: str = "bf16"
-    optimizer: str = "adamw"
-    steps: int = 450
-    batch: int = 4
-    context: int = 256
-    lr: float = 5e-3
-    warmup: int = 60
-    final_lr: float = 0.05
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    checkpointing: bool = False
-    compress_activations: bool = False
-    tail: float = 0.0
-    eval_every: int = 50
-    eval_windows: int = 48
-    save_every: int = 100
-
-    def __post_init__(self) -> None:
-        for row in fields(self):
-            value, kind = getattr(self, row.name), type(row.default)
-            if type(value) is not kind and not (kind is float and type(value) is int):
-                raise TypeError(f"{row.name} must be of type {kind.__name__}, got {value!r}")
-        for name in ("steps", "batch", "context", "lr", "clip", "eval_every", "eval_windows", "save_every"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
-        if not 0 <= self.tail <= 1:
-            raise ValueError(f"tail is a share of the steps, from 0 to 1, got {self.tail}")
-        find(self.optimizer)
-        if self.outside not in OUTSIDE:
-            raise ValueError(f"outside must be one of {', '.join(OUTSIDE)}, got {self.outside!r}")
-
-    @property
-    def recipe(self) -> str | None:
-        """The recipe that ``precision`` names, if it is one."""
-        return None if self.precision in FLOATS else self.precision
-
-    @property
-    def floats(self) -> str:
-        """The precision of what no recipe computes."""
-        return self.precision if self.recipe is None else self.outside
-
-    @property
-    def tail_begins(self) -> int:
-        """The first step of the tail; ``steps`` where there is none."""
-        return self.steps - (0 if self.recipe is None else round(self.tail * self.steps))
-
-    def lr_at(self, step: int) -> float:
-        """Linear warm-up to ``lr``, then a cosine down to ``final_lr * lr`` at the last step."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * (self.final_lr + (1 - self.final_lr) * (1 + math.cos(math.pi * done)) / 2)
-
-
 @dataclass
 class History:
     """The curves of a run, in nats a token: a training loss for each step, ``held_out`` as (steps done, loss).
 
-    ``skipped``: steps whose gradients overflowed fp16, which moved no weight.
+    ``skipped``: steps whose gradients overflowed fp16, which moved no weight. ``peak_bytes``: what the profiled step
+    held for the run, 0 where none was profiled.
     """
 
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     seconds: float = 0.0
     skipped: int = 0
+    peak_bytes: int = 0
 
 
 class Interrupted(Exception):
@@ -243,6 +174,8 @@ class Trainer:
 
     ``every``: steps from one look at the casts of a recipe's run to the next, which changes no bit of it; 0: none.
     ``profile_memory``: profile the step ``PROFILED``, which changes no bit either; ``memory`` is the profile then.
+    ``plan``: checkpoints, parts of a batch and the place of states, which ``config`` says nothing of; its step is
+    profiled too.
     """
 
     def __init__(
@@ -253,11 +186,16 @@ class Trainer:
         directory: Path,
         every: int = 0,
         profile_memory: bool = False,
+        plan: Plan | None = None,
     ) -> None:
-        self.model, self.corpus, self.config = model, corpus, config
-        self.path = directory / STATE
+        self.model, self.corpus, self.config, self.plan = model, corpus, config, plan
+        self.path, self._directory = directory / STATE, str(directory)
+        self._settings = Settings() if plan is None else plan.settings
         self.prepared = arrange_(model, config)
+        prepare_model_(model, self._settings)
         self.optimizer = optimizer_of(model, config)
+        if self._settings.offload_states:
+            offload_(self.optimizer, self._directory)
         self.scaler = LossScaler(enabled=config.floats == "fp16")
         #: What moves the training state of a recipe on; None where the run has no recipe, or not any more.
         self.attached = None if config.recipe is None else state(model).attach(self.optimizer)
@@ -265,7 +203,7 @@ class Trainer:
         self.windows = corpus.held_out_windows(config.eval_windows, config.context)
         self.history = History()
         self.memory: Profile | None = None
-        self._profiles = profile_memory
+        self._profiles = profile_memory or plan is not None
         self.step = 0
 
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
@@ -281,6 +219,7 @@ class Trainer:
                 if self._profiles and self.step == PROFILED:
                     with profile(self.model) as self.memory:
                         self._train_step()
+                    self.history.peak_bytes = self.memory.peak_bytes - self.memory.by_kind.get("other", 0)
                 else:
                     self._train_step()
                 on_step(self)
@@ -314,9 +253,10 @@ class Trainer:
             scaled: Tensor = self.scaler.scale(loss_of(self.model, inputs_BT, targets_BT))
             return scaled
 
-        loss = loss_of(self.model, inputs_BT, targets_BT)
-        torch.autograd.backward(self.scaler.scale(loss))
-        self.history.train.append(loss.item())
+        with elsewhere(self._settings, self._directory):
+            parts = micro_batches((inputs_BT, targets_BT), self._settings.micro)
+            losses = [self._backward(inputs, targets, weight) for (inputs, targets), weight in parts]
+        self.history.train.append(sum(losses))
         if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         for group in self.optimizer.param_groups:
@@ -334,9 +274,15 @@ class Trainer:
             if not math.isfinite(held_out):
                 self._fail(f"the held-out loss after {self.step} steps is {held_out}", self._held_out_loss)
 
+    def _backward(self, inputs_BT: Tensor, targets_BT: Tensor, weight: float) -> float:
+        """Forward and backward of a part of the batch; its share of the loss."""
+        loss = weight * loss_of(self.model, inputs_BT, targets_BT)
+        torch.autograd.backward(self.scaler.scale(loss))
+        return loss.item()
+
     def _held_out_loss(self) -> float:
-        """In the run's own precision."""
-        return evaluate(self.model, self.windows, self.config.batch)
+        """In the run's own precision, as many rows at a time as a part of a batch has."""
+        return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro))
 
     def _fail(self, what: str, again: Callable[[], Any]) -> NoReturn:
         """Raise FloatingPointError, with what is the first to be not finite when ``again`` computes it once more."""
@@ -359,6 +305,7 @@ class Trainer:
         """
         state = {
             "config": asdict(self.config),
+            "plan": asdict(self._settings),
             "corpus": self.corpus.fingerprint,
             "step": self.step,
             "model": self.model.state_dict(),
@@ -401,8 +348,9 @@ class Trainer:
             raise ValueError(f"{self.path} is no checkpoint of this run ({error}); delete it to start over") from error
 
     def _restore(self, state: dict[str, Any]) -> None:
-        now = asdict(self.config)
-        changed = [f"{k} {state['config'].get(k)} -> {now[k]}" for k in now if state["config"].get(k) != now[k]]
+        was = {**asdict(Settings()), **state.get("plan", {}), **state["config"]}
+        now = {**asdict(self._settings), **asdict(self.config)}
+        changed = [f"{k} {was.get(k)} -> {now[k]}" for k in now if was.get(k) != now[k]]
         if changed:
             raise ValueError(f"{self.path} is of another run ({', '.join(changed)}); resume with the same settings")
         if state["corpus"] != self.corpus.fingerprint:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.backends.cpu import processor
-from lowbit.demo import explain
+from lowbit.demo import explain, planned
+from lowbit.demo.config import FLOATS
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Measurement, Settings, as_json, run_path
 from lowbit.demo.explain import Held
-from lowbit.demo.loop import FLOATS, Trainer
+from lowbit.demo.loop import Trainer
 from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.tables import markdown
@@ -136,11 +137,7 @@ def _markdown(
         "",
         "### Memory",
         "",
-        markdown(explain.HEAD, explain.written(memory), numbers=range(1, len(explain.HEAD))),
-        "",
-        f"{explain.SAYS} All rows are {'with' if config.checkpointing else 'without'} gradient checkpointing, and are "
-        "measured beside the runs, on models of their own.",
-        "",
+        *(_memory(memory, config.checkpointing) if memory else _plans(runs)),
         *[line for run, seen in _watched(runs) for line in _losses_of_casts(run, seen, plots)],
         f"## The {runs[0].config.precision} run, quantized",
         "",
@@ -159,6 +156,21 @@ def _markdown(
         "",
         *[f"- {key}: {value}" for key, value in provenance(command, kernels=processor()).items()],
     ]
+
+
+def _memory(memory: list[Held], checkpointing: bool) -> list[str]:
+    """What runs without a plan hold."""
+    return [
+        markdown(explain.HEAD, explain.written(memory), numbers=range(1, len(explain.HEAD))),
+        "",
+        f"{explain.SAYS} All rows are {'with' if checkpointing else 'without'} gradient checkpointing, and are "
+        "measured beside the runs, on models of their own.",
+        "",
+    ]
+
+
+def _plans(runs: list[Trainer]) -> list[str]:
+    return [markdown(planned.HEAD, planned.written(runs), numbers=range(2, len(planned.HEAD))), "", planned.SAYS, ""]
 
 
 class Claim(NamedTuple):
@@ -184,15 +196,19 @@ def claims(runs: list[Trainer], rows: list[Measurement], memory: list[Held]) -> 
         )
         for run in runs[1:]
     ]
-    base, whole = baseline(rows, first.config.outside), memory[0]
+    base = baseline(rows, first.config.outside)
     peaks = [
         Claim(
-            f"{row.config.precision} training, peak of a step against {whole.config.precision}",
-            row.step / whole.step - 1,
+            f"{row.config.precision} training, peak of a step against {memory[0].config.precision}",
+            row.step / memory[0].step - 1,
             PEAK_TARGETS[row.config.checkpointing],
         )
         for row in memory[1:]
-        if row.config.compress_activations and row.config.optimizer == whole.config.optimizer
+        if row.config.compress_activations and row.config.optimizer == memory[0].config.optimizer
+    ] + [
+        Claim(f"{run.config.precision} training, peak of a step against the budget", peak / run.plan.budget - 1, 0.0)
+        for run in runs
+        if run.plan is not None and (peak := run.history.peak_bytes)
     ]
     return (
         losses

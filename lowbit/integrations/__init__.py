@@ -1,4 +1,4 @@
-"""lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``peft`` and ``torchtitan``.
+"""lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
 
 None of the libraries need be there, and lowbit imports none. Once one is imported, before lowbit or after it, this file
 changes it in four places, and learns how its models generate:
@@ -7,7 +7,7 @@ changes it in four places, and learns how its models generate:
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
 - ``PreTrainedModel.half`` and ``float`` cast models that lowbit quantized, which transformers refuses for others.
 - ``BaseTuner`` of peft puts adapters on quantized layers.
-- torchtitan's table of model converters has the row ``"lowbit"``.
+- torchtitan's table of model converters has the rows ``"lowbit"`` and ``"lowbit_plan"``.
 
 What holds no quantized layer goes the way that it went before. A conversion also marks the models of transformers that
 it quantized, so that their ``save_pretrained`` writes it down.

@@ -1,28 +1,32 @@
-"""torchtitan: ``LowbitConverter``, a ModelConverter that makes the layers of its model train in low precision.
+"""torchtitan: ``LowbitConverter``, a ModelConverter that makes the layers of its model train in low precision, and
+``PlanConverter``, one that makes its model train by a plan.
 
-It has the contract of ``torchtitan.protocols.model_converter``, both in the form that names converters in a job's
+They have the contract of ``torchtitan.protocols.model_converter``, both in the form that names converters in a job's
 config (``model.converters = ["lowbit"]``) and in the form that lists configs with a ``build``. torchtitan is not
 imported here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowbit import recipes
 from lowbit.convert.select import Skip
+from lowbit.plan import Plan
+from lowbit.plan.settings import Settings, prepare_model_
 from lowbit.recipes import Recipe
 from lowbit.train import prepare_
 from lowbit.train.gemms import Products
 
-__all__ = ["JobConfig", "LowbitConverter"]
+__all__ = ["JobConfig", "LowbitConverter", "PlanConverter"]
 
-#: What torchtitan calls the converter in ``model.converters``.
-NAME = "lowbit"
+#: What torchtitan calls the converters in ``model.converters``. The first is the name of their section too.
+NAME, PLAN_NAME = "lowbit", "lowbit_plan"
 #: torchtitan's models call their output layer so.
 _OUTPUT = ("lm_head", "output")
 
@@ -33,15 +37,18 @@ Recipes = str | Recipe | recipes.Plan | Mapping[Any, str | Recipe | None]
 class Config:
     """Which layers train in what: ``recipe`` and ``skip`` are those of ``lowbit.train.prepare_``.
 
-    ``skip``: by default the output layer, ``lm_head`` or ``output``, of a model that has one.
+    ``skip``: by default the output layer, ``lm_head`` or ``output``, of a model that has one. ``plan``: the file of a
+    plan for ``PlanConverter``, which has its own recipe; ``done_by_job``: what of it the job does, see there.
     """
 
     recipe: Recipes = "fp8"
     skip: Skip | None = None
+    plan: str | None = None
+    done_by_job: tuple[str, ...] = ()
 
-    def build(self, *, parallel_dims: Any = None, **_: Any) -> LowbitConverter:
-        """The converter; torchtitan says more of its job than it needs."""
-        return LowbitConverter(self, parallel_dims)
+    def build(self, *, parallel_dims: Any = None, **_: Any) -> LowbitConverter | PlanConverter:
+        """The converter, of a plan where there is one; torchtitan says more of its job than it needs."""
+        return LowbitConverter(self, parallel_dims) if self.plan is None else PlanConverter(self, parallel_dims)
 
 
 @dataclass
@@ -51,48 +58,23 @@ class JobConfig:
     lowbit: Config = field(default_factory=Config)
 
 
-class LowbitConverter:
-    """torchtitan's ModelConverter for ``lowbit.train.prepare_``.
+def _section(config: Any) -> Config:
+    """What a converter is given: its own config, or the section of a job's."""
+    return config if isinstance(config, Config) else getattr(config, NAME, None) or Config()
 
-    ``config``: a ``Config``, or a job's config, whose section ``lowbit`` is read where it has one. ``recipe`` and
-    ``skip`` go before what it says. ``parallel_dims``: torchtitan's; None for one process.
-    Raises ValueError for tensor parallelism, and in ``convert`` for pipeline parallelism of a recipe that rounds
-    stochastically or remembers scales, and for what ``prepare_`` refuses.
-    """
+
+class _Converter:
+    """What all converters have. Raises ValueError for tensor parallelism."""
 
     Config = Config
 
-    def __init__(
-        self,
-        config: Any = None,
-        parallel_dims: Any = None,
-        *,
-        recipe: Recipes | None = None,
-        skip: Skip | None = None,
-    ) -> None:
-        said = config if isinstance(config, Config) else getattr(config, NAME, None) or Config()
-        self.recipe = said.recipe if recipe is None else recipe
-        self.skip = said.skip if skip is None else skip
+    def __init__(self, parallel_dims: Any) -> None:
         self.pipelined = bool(getattr(parallel_dims, "pp_enabled", False))
         if getattr(parallel_dims, "tp_enabled", False):
             raise ValueError(
-                "LowbitConverter: expected whole layers, but the job shards them by tensor parallelism; set "
-                "parallelism.tensor_parallel_degree = 1, and shard by FSDP"
+                f"{type(self).__name__}: expected whole layers, but the job shards them by tensor parallelism; set "
+                f"parallelism.tensor_parallel_degree = 1, and shard by FSDP"
             )
-
-    def convert(self, model: nn.Module) -> None:
-        """Prepare the layers of ``model``, which may be on the meta device, in place; sharding comes afterwards."""
-        skip = self.skip
-        if skip is None:
-            skip = tuple(name for name in _OUTPUT if hasattr(model, name))
-        plan = recipes.plan(self.recipe)
-        stateful = [one.name for one in plan.recipes if Products.of(one).stateful]
-        if self.pipelined and stateful:
-            raise ValueError(
-                f"LowbitConverter: expected recipes without a state for pipeline parallelism, whose stages would lose "
-                f"it, got {', '.join(stateful)}; use fp8, or set parallelism.pipeline_parallel_degree = 1"
-            )
-        prepare_(model, plan, skip=skip)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Nothing is left to do: the training state of ``model`` follows its optimizer."""
@@ -108,7 +90,136 @@ class LowbitConverter:
         """Nor has it a format of its own."""
 
 
+# -- recipes -----------------------------------------------------------------------------------------------------------
+class LowbitConverter(_Converter):
+    """torchtitan's ModelConverter for ``lowbit.train.prepare_``.
+
+    ``config``: a ``Config``, or a job's config, whose section ``lowbit`` is read where it has one. ``recipe`` and
+    ``skip`` go before what it says. ``parallel_dims``: torchtitan's; None for one process.
+    Raises ValueError for tensor parallelism and for a section with a plan, and in ``convert`` for pipeline parallelism
+    of a recipe that rounds stochastically or remembers scales, and for what ``prepare_`` refuses.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        parallel_dims: Any = None,
+        *,
+        recipe: Recipes | None = None,
+        skip: Skip | None = None,
+    ) -> None:
+        super().__init__(parallel_dims)
+        said = _section(config)
+        if said.plan is not None:
+            raise ValueError(
+                f"LowbitConverter: expected a recipe, but the section has the plan {said.plan!r}; name the converter "
+                f"of plans, model.converters = [{PLAN_NAME!r}], or leave plan out"
+            )
+        self.recipe = said.recipe if recipe is None else recipe
+        self.skip = said.skip if skip is None else skip
+
+    def convert(self, model: nn.Module) -> None:
+        """Prepare the layers of ``model``, which may be on the meta device, in place; sharding comes afterwards."""
+        skip = self.skip
+        if skip is None:
+            skip = tuple(name for name in _OUTPUT if hasattr(model, name))
+        plan = recipes.plan(self.recipe)
+        stateful = [one.name for one in plan.recipes if Products.of(one).stateful]
+        if self.pipelined and stateful:
+            raise ValueError(
+                f"LowbitConverter: expected recipes without a state for pipeline parallelism, whose stages would lose "
+                f"it, got {', '.join(stateful)}; use fp8, or set parallelism.pipeline_parallel_degree = 1"
+            )
+        prepare_(model, plan, skip=skip)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+class Beyond(NamedTuple):
+    """What a plan asks for that no ModelConverter can do: ``name`` is what ``done_by_job`` calls it, ``asked`` says
+    whether settings ask for it, ``remedy`` how the job does it.
+    """
+
+    name: str
+    asked: Callable[[Settings], bool]
+    what: str
+    remedy: str
+
+
+BEYOND = (
+    Beyond("parts", lambda settings: settings.micro > 1, "batches in {settings.micro} parts",
+           "set training.global_batch_size to the rows of a step in all processes, and divide "
+           "training.local_batch_size by {settings.micro}"),
+    Beyond("optimizer", lambda settings: settings.mixed is not None or settings.bits != 32,
+           "lowbit.optim.AdamW with bits={settings.bits}",
+           "give the TrainSpec a build_optimizers_fn that makes lowbit.plan.settings.make_optimizer(parameters, "
+           "plan.settings, lr=...)"),
+    Beyond("states", lambda settings: settings.offload_states, "states of the optimizer elsewhere",
+           "call lowbit.optim.offload_(optimizer, where) of each optimizer that build_optimizers_fn makes"),
+    Beyond("activations", lambda settings: settings.offload_activations, "activations elsewhere",
+           "enter lowbit.memory.offload_activations(where) around forward and backward in the train step"),
+)  # fmt: skip
+
+
+class PlanConverter(_Converter):
+    """torchtitan's ModelConverter for a plan of ``lb.fit``: checkpoints, recipe and precision of its model.
+
+    ``config``: as of ``LowbitConverter``; its ``plan`` is a file that ``Plan.save`` wrote. ``plan``: a plan or a file,
+    which goes before. ``done_by_job``: names of ``BEYOND`` that the job does itself; a converter has neither batches
+    nor optimizer. The plan is one of a whole model: of what FSDP shards each process holds its part.
+    Raises ValueError without a plan; for what the plan asks for that neither a converter nor the job does, with what
+    does it; for tensor and pipeline parallelism, and where torchtitan checkpoints activations too.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        parallel_dims: Any = None,
+        *,
+        plan: Plan | str | Path | None = None,
+        done_by_job: tuple[str, ...] | None = None,
+    ) -> None:
+        super().__init__(parallel_dims)
+        said = _section(config)
+        found = said.plan if plan is None else plan
+        if found is None:
+            raise ValueError("PlanConverter: expected a plan, got none; set lowbit.plan to a file that plan.save wrote")
+        self.plan = found if isinstance(found, Plan) else Plan.load(found)
+        self._refuse(said.done_by_job if done_by_job is None else done_by_job)
+        mode = getattr(getattr(config, "activation_checkpoint", None), "mode", "none")
+        if self.plan.settings.checkpoint is not None and mode != "none":
+            raise ValueError(
+                f"PlanConverter: the plan recomputes by {self.plan.settings.checkpoint!r}, and torchtitan by {mode!r}, "
+                f"which would compute twice; set activation_checkpoint.mode = 'none'"
+            )
+        if self.pipelined:
+            raise ValueError(
+                "PlanConverter: expected a whole model, but the job divides it by pipeline parallelism; set "
+                "parallelism.pipeline_parallel_degree = 1"
+            )
+
+    def convert(self, model: nn.Module) -> None:
+        """Make ``model``, which may be on the meta device, train by the plan, in place; sharding comes afterwards."""
+        prepare_model_(model, self.plan.settings)
+
+    def _refuse(self, done: Iterable[str]) -> None:
+        settings, done = self.plan.settings, tuple(done)
+        unknown = set(done) - {row.name for row in BEYOND}
+        if unknown:
+            raise ValueError(
+                f"PlanConverter: done_by_job names {', '.join(sorted(unknown))}, and there is "
+                f"{', '.join(row.name for row in BEYOND)}"
+            )
+        for row in BEYOND:
+            if row.asked(settings) and row.name not in done:
+                what, remedy = (text.format(settings=settings) for text in (row.what, row.remedy))
+                raise ValueError(
+                    f"PlanConverter: the plan asks for {what}, which no ModelConverter can do: {remedy}, and add "
+                    f"{row.name!r} to lowbit.done_by_job"
+                )
+
+
 def register(protocols: Any) -> None:
-    """Tell ``torchtitan.protocols.model_converter`` of the converter, in versions that find converters by name."""
+    """Tell ``torchtitan.protocols.model_converter`` of the converters, in versions that find converters by name."""
     if hasattr(protocols, "register_model_converter"):
         protocols.register_model_converter(LowbitConverter, NAME)
+        protocols.register_model_converter(PlanConverter, PLAN_NAME)

@@ -10,6 +10,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lowbit.memory.cost import Work, rates, work
 from lowbit.memory.ledger import Ledger
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.stream import is_streamed
+from lowbit.memory.timing import Call, call_of, timings
 from lowbit.memory.usage import Holding, Usage, kinds_of
 from lowbit.models.batches import call, tokens_of
 from lowbit.optim.names import by_name
@@ -49,38 +51,49 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Estimate(Usage):
-    """See ``estimate``. ``work``: for each of ``ops`` its arithmetic and traffic. ``device``: where the step runs."""
+    """See ``estimate``. ``device``: where the step runs."""
 
     def __init__(self, ledger: Ledger, seen: Seen, since: int) -> None:
         super().__init__(*_read(ledger, seen.scratch), since=since)
-        self.work = [seen.work.get(number, Work()) for number in range(since, len(ledger.ops))]
         self.device = ledger.device
+        self._done = [seen.done.get(number) for number in range(since, len(ledger.ops))]
 
     @property
     def seconds(self) -> float:
-        """What the step takes at least at the rates of this machine, see ``lowbit.memory.cost``: for comparisons."""
-        return sum(self.seconds_by_phase.values())
+        """What the step takes on this machine: the sum of ``op_seconds``."""
+        return sum(self.op_seconds)
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
         """``seconds`` of each phase."""
-        at, sums = rates(self.device), dict[str, float]()
-        for op, each in zip(self.ops, self.work, strict=True):
-            sums[op.phase] = sums.get(op.phase, 0.0) + each.seconds(at)
+        sums = dict[str, float]()
+        for op, seconds in zip(self.ops, self.op_seconds, strict=True):
+            sums[op.phase] = sums.get(op.phase, 0.0) + seconds
         return sums
+
+    @cached_property
+    def op_seconds(self) -> list[float]:
+        """What each of ``ops`` takes, see ``lowbit.memory.timing``: the first call for a shape runs the op. Where it
+        cannot be run, its arithmetic and traffic at the rates of this machine (``lowbit.memory.cost``).
+        """
+        return [0.0 if done is None else self._seconds(*done) for done in self._done]
+
+    def _seconds(self, call: Call | None, work: Work) -> float:
+        measured = None if call is None else timings(self.device).seconds(call)
+        return work.seconds(rates(self.device)) if measured is None else measured
 
 
 class Seen:
     """What is noted of each op besides its storages."""
 
     def __init__(self) -> None:
-        self.work: dict[int, Work] = {}
+        self.done: dict[int, tuple[Call | None, Work]] = {}
         self.scratch: list[tuple[int, int]] = []
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         size = scratch_bytes(str(func), args, out)
         self.scratch += [(number, size)] if size else []
-        self.work[number] = work(func, args, kwargs, out)
+        self.done[number] = call_of(func, args, kwargs), work(func, args, kwargs, out)
 
 
 def estimate(
@@ -282,10 +295,15 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | st
     for parameter in model.parameters():
         if parameter.grad is not None:
             memo[id(parameter.grad)] = None
-    for module in model.modules():  # tensors that are no buffers, such as tables that a module keeps for itself
+    modules = list(model.modules())
+    known = set(modules)
+    for module in modules:  # what is not registered: tables that a module keeps for itself, the state of a recipe
         for value in tree_leaves(list(vars(module).values())):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = _fake(value, mode, device)
+            if isinstance(value, nn.Module) and value not in known:
+                known.add(value)
+                modules.append(value)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

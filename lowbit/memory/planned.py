@@ -15,48 +15,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
-from lowbit.memory.checkpoint.parts import find_part, find_stacks
+from lowbit.memory.block_table import KEEP, OPTIONS, BlockOptions, BlockTable, block_table, blocks_of, options_of
 from lowbit.memory.checkpoint.policies import Chosen
-from lowbit.memory.checkpoint.selective import kept_products
-from lowbit.memory.cost import rates
 from lowbit.memory.estimate import Estimate, estimate
 from lowbit.sizes import amount, bytes_in, is_bytes
 from lowbit.tables import aligned
 
-__all__ = ["CheckpointPlan", "Option", "best", "bytes_of", "plan_checkpoints"]
+__all__ = ["CheckpointPlan", "Option", "best", "bytes_of", "choices_of", "peak_of", "plan_checkpoints"]
 
 #: Steps into which bytes are rounded while choices are compared.
 _STEPS = 4096
 
 #: How often a choice that an estimate finds above the budget is made again.
 _REPAIRS = 6
-
-KEEP = "keep"
-
-
-def _whole(block: nn.Module) -> list[Chosen]:
-    return [Chosen((block,))]
-
-
-def _but_products(block: nn.Module) -> list[Chosen]:
-    return [Chosen((block,), kept_products)]
-
-
-def _of_part(part: str) -> Callable[[nn.Module], list[Chosen]]:
-    return lambda block: [Chosen(tuple(modules)) for modules in find_part(block, part)]
-
-
-#: What can be done with a block, and why one would.
-OPTIONS: dict[str, tuple[Callable[[nn.Module], list[Chosen]], str]] = {
-    KEEP: (lambda block: [], "all that backward needs of it is kept: recomputing it is not needed for the budget"),
-    "attention": (_of_part("attention"), "its attention alone is recomputed: much memory for little time"),
-    "mlp": (_of_part("mlp"), "its feed-forward part alone is recomputed"),
-    "save_matmuls": (_but_products, "all but the results of products is recomputed: cheap element-wise work"),
-    "block": (_whole, "it is recomputed as a whole: the least memory"),
-}
 
 
 class Option(NamedTuple):
@@ -88,7 +63,7 @@ class CheckpointPlan:
 
     def chosen(self, model: nn.Module) -> list[Chosen]:
         """What of ``model`` is checkpointed. Raises AttributeError for a model without these blocks."""
-        return _Options(self.options).chosen(model)
+        return BlockOptions(self.options).chosen(model)
 
     def __str__(self) -> str:
         rows = [("block", "option"), *self.options.items()]
@@ -115,33 +90,48 @@ def plan_checkpoints(
     Raises ValueError where no choice fits (it says what would), for a model without blocks, and as ``estimate``.
     """
     check_model(model)
-    blocks = _blocks(model)
-    run = _Runs(model, batch, loss, optimizer, settings, blocks)
-    tables = {name: run.measured(dict.fromkeys(blocks, name)) for name in run.names}
-    plain = tables[KEEP].usage
+    blocks = blocks_of(model)
+    if not blocks:
+        raise ValueError(
+            f"memory.plan_checkpoints: {type(model).__name__} has no ModuleList or Sequential of two or more modules "
+            f"of one class to plan for; give checkpoint_ a list of modules or patterns"
+        )
+
+    def estimated(names: Mapping[str, str]) -> Estimate:
+        return estimate(model, batch, loss, optimizer=optimizer, checkpoint=BlockOptions(names), **settings)
+
+    usages = {name: estimated(dict.fromkeys(blocks, name)) for name in options_of(model, blocks)}
+    plain = usages[KEEP]
     allowed = bytes_of(budget, plain.peak_bytes, "memory.plan_checkpoints")
-    options = [
-        [Option(name, m.kept[place], m.inside[place], m.seconds[place]) for name, m in tables.items()]
-        for place in range(len(blocks))
-    ]
-    outside = [max(m.outside[place] for m in tables.values()) for place in range(len(blocks) + 1)]
-    least = min(m.usage.peak_bytes for m in tables.values())
+    options, outside = choices_of({name: block_table(usage, blocks) for name, usage in usages.items()})
+    least = min(usage.peak_bytes for usage in usages.values())
     target = allowed
     for _ in range(_REPAIRS):
         names = best(options, outside, target)
         if names is None:
             break
         found = dict(zip(blocks, names, strict=True))
-        checked = run.measured(found)
-        if checked.usage.peak_bytes <= allowed:
-            return CheckpointPlan(found, checked.usage.peak_bytes, sum(checked.seconds), plain, allowed, least)
-        target -= checked.usage.peak_bytes - allowed
-    smallest = min((m.usage for m in tables.values()), key=lambda usage: usage.peak_bytes)
+        checked = estimated(found)
+        if checked.peak_bytes <= allowed:
+            seconds = checked.seconds_by_phase.get("recomputation", 0.0)
+            return CheckpointPlan(found, checked.peak_bytes, seconds, plain, allowed, least)
+        target -= checked.peak_bytes - allowed
+    smallest = min(usages.values(), key=lambda usage: usage.peak_bytes)
     raise ValueError(
         f"memory.plan_checkpoints: a step fits into {amount(allowed)} by no choice of checkpoints; the least is "
         f"{amount(least)}, in {smallest.moment}. Ask for as much, take a smaller batch with accumulation, an "
         f"optimizer of fewer bits, or offload its states"
     )
+
+
+def choices_of(tables: Mapping[str, BlockTable]) -> tuple[list[list[Option]], list[int]]:
+    """The options of each block, of the tables of models in which all blocks have one, and what is held outside."""
+    rows = [
+        [Option(name, int(t.kept[place]), int(t.inside[place]), float(t.recomputation[place]))
+         for name, t in tables.items()]
+        for place in range(len(tables[KEEP].kept))
+    ]  # fmt: skip
+    return rows, [int(most) for most in np.max([t.outside for t in tables.values()], axis=0)]
 
 
 def best(options: Sequence[Sequence[Option]], outside: Sequence[int], budget: int) -> list[str] | None:
@@ -176,6 +166,16 @@ def best(options: Sequence[Sequence[Option]], outside: Sequence[int], budget: in
     return names[::-1]
 
 
+def peak_of(chosen: Sequence[Option], outside: Sequence[int]) -> int:
+    """The most that is held with these options of the blocks."""
+    kept, most = 0, outside[0]
+    for place, option in enumerate(chosen):
+        most = max(most, kept + option.inside)
+        kept += option.kept
+        most = max(most, kept + outside[place + 1])
+    return most
+
+
 def _undominated(states: dict[int, tuple[float, int, Any]]) -> dict[int, tuple[float, int, Any]]:
     """The states that none is both smaller and faster than."""
     found, fastest = {}, math.inf
@@ -194,87 +194,3 @@ def bytes_of(budget: str | int, whole: int, who: str) -> int:
     if not is_bytes(size) or not size:
         raise ValueError(f"{who}: budget is bytes above 0, '8GB' or '80%', got {budget!r}")
     return size
-
-
-def _blocks(model: nn.Module) -> list[str]:
-    names = {id(module): name for name, module in model.named_modules()}
-    found = list(dict.fromkeys(names[id(block)] for stack in find_stacks(model) for block in stack))
-    if not found:
-        raise ValueError(
-            f"memory.plan_checkpoints: {type(model).__name__} has no ModuleList or Sequential of two or more modules "
-            f"of one class to plan for; give checkpoint_ a list of modules or patterns"
-        )
-    return found
-
-
-# -- what an estimate says of blocks -----------------------------------------------------------------------------------
-class _Measured(NamedTuple):
-    usage: Estimate
-    kept: list[int]
-    inside: list[int]
-    outside: list[int]
-    seconds: list[float]
-
-
-class _Runs:
-    """Estimates of a model with given options."""
-
-    def __init__(
-        self, model: nn.Module, batch: Any, loss: Any, optimizer: Any, settings: dict[str, Any], blocks: list[str]
-    ) -> None:
-        self._arguments = (model, batch, loss)
-        self._optimizer, self._settings, self._blocks = optimizer, settings, blocks
-        modules = [model.get_submodule(path) for path in blocks]
-        self.names = [
-            name for name, (find, _) in OPTIONS.items() if name == KEEP or all(find(module) for module in modules)
-        ]
-
-    def measured(self, options: Mapping[str, str]) -> _Measured:
-        usage = estimate(*self._arguments, optimizer=self._optimizer, checkpoint=_Options(options), **self._settings)
-        return _read(usage, self._blocks)
-
-
-class _Options(NamedTuple):
-    """Options by the paths of blocks, as ``checkpoint_`` takes them."""
-
-    options: Mapping[str, str]
-
-    def chosen(self, model: nn.Module) -> list[Chosen]:
-        return [one for path, name in self.options.items() for one in OPTIONS[name][0](model.get_submodule(path))]
-
-
-def _read(usage: Estimate, blocks: list[str]) -> _Measured:
-    """What each block keeps and holds, from the second step of an estimate."""
-    places = {path: place for place, path in enumerate(blocks)}
-    count, cache = len(blocks), dict[str, int | None]()
-
-    def place_of(layer: str) -> int | None:
-        if layer not in cache:
-            path = layer
-            while path not in places and "." in path:
-                path = path.rpartition(".")[0]
-            cache[layer] = places.get(path)
-        return cache[layer]
-
-    timeline, ops = usage.timeline, usage.ops
-    backward = next((i for i, op in enumerate(ops) if op.phase == "backward"), len(ops))
-    kept = [0] * count
-    for holding in usage.held_at(backward):
-        place = place_of(holding.layer)
-        if place is not None and holding.kind in ("activations", "weight copies", "temporaries"):
-            kept[place] += holding.bytes
-    before = [sum(kept[:place]) for place in range(count + 1)]
-    inside, outside, seconds = [0] * count, [0] * (count + 1), [0.0] * count
-    done = 0
-    for index, (moment, op) in enumerate(zip(timeline, ops, strict=True)):
-        place = place_of(op.layer)
-        if op.phase == "step":
-            outside[0] = max(outside[0], moment.bytes)
-        elif place is None:
-            outside[done] = max(outside[done], moment.bytes - before[done])
-        else:
-            inside[place] = max(inside[place], moment.bytes - before[place])
-            done = place + 1 if op.phase == "forward" else place
-        if place is not None and op.phase == "recomputation":
-            seconds[place] += usage.work[index].seconds(rates(usage.device))
-    return _Measured(usage, kept, inside, outside, seconds)

@@ -77,10 +77,15 @@ def unoffload_(optimizer: _Any) -> _Any:
     offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
     if offload is None:
         return optimizer
+    try:
+        for param in _params(optimizer):
+            for key, value in offload.states.get(param, {}).items():
+                if optimizer.state.get(param, {}).get(key) is value:
+                    optimizer.state[param][key] = value.to(param.device, copy=True)
+    except BaseException:  # no memory for all of them
+        offload.park(optimizer, _params(optimizer))
+        raise
     for param in _params(optimizer):
-        for key, value in offload.states.get(param, {}).items():
-            if optimizer.state.get(param, {}).get(key) is value:
-                optimizer.state[param][key] = value.to(param.device, copy=True)
         if param in offload.gradients:
             param.grad = offload.gradients.pop(param).to(param.device)
         elif offload.files is not None and param.grad is not None:

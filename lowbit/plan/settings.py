@@ -11,23 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import memory, optim
+from lowbit.memory.block_table import BlockOptions, blocks_of
 from lowbit.train import compress_activations_, mixed_, prepare_
 
-__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "prepare_model_"]
+__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "policy_of", "prepare_model_"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a model trains; as it stands, in plain fp32 with torch's AdamW.
 
-    ``checkpoint``: the policy by which backward recomputes, None for none. ``mixed``: the precision of products, whose
-    matrices are then stored in it. ``bits``: of the optimizer's states, 32 or 8. ``recipe``: of the feed-forward
-    layers. ``compress``: norms and activation functions keep codes for backward. ``offload_states``: those of the
-    optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what backward needs does. ``micro``: how
-    many parts a batch is taken in.
+    ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``mixed``: the
+    precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
+    ``recipe``: of the feed-forward layers. ``compress``: norms and activation functions keep codes for backward.
+    ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what
+    backward needs does. ``micro``: how many parts a batch is taken in.
     """
 
-    checkpoint: str | None = None
+    checkpoint: str | tuple[str, ...] | None = None
     mixed: str | None = None
     bits: int = 32
     recipe: str | None = None
@@ -51,7 +52,7 @@ def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -
 def prepare_model_(model: nn.Module, settings: Settings) -> None:
     """What ``arrange_`` does to the model."""
     if settings.checkpoint is not None:
-        memory.checkpoint_(model, settings.checkpoint)
+        memory.checkpoint_(model, policy_of(model, settings.checkpoint))
     if settings.recipe is not None:
         # Codes of weights that serve all micro-batches would stay from forward to the optimizer's step.
         prepare_(model, settings.recipe, reuse_weights=False)
@@ -61,13 +62,33 @@ def prepare_model_(model: nn.Module, settings: Settings) -> None:
         mixed_(model, settings.mixed, working_copies=True)
 
 
+def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
+    """What ``checkpoint_`` takes. Raises ValueError for options of another number of blocks."""
+    if isinstance(checkpoint, str):
+        return checkpoint
+    blocks = blocks_of(model)
+    if len(blocks) != len(checkpoint):
+        raise ValueError(
+            f"the plan is of a model with {len(checkpoint)} blocks, and {type(model).__name__} has {len(blocks)}; "
+            f"make a plan for this model"
+        )
+    return BlockOptions(dict(zip(blocks, checkpoint, strict=True)))
+
+
 def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: Any) -> torch.optim.Optimizer:
     """The AdamW of the settings."""
+    cls, own = optimizer_class(settings)
+    made: torch.optim.Optimizer = cls(parameters, **own, **options)
+    return made
+
+
+def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
     if settings.mixed is not None:
-        return optim.AdamW(parameters, bits=settings.bits, master="residual", **options)
+        return optim.AdamW, {"bits": settings.bits, "master": "residual"}
     if settings.bits == 32:
-        return torch.optim.AdamW(parameters, **options)
-    return optim.AdamW(parameters, bits=settings.bits, **options)
+        return torch.optim.AdamW, {}
+    return optim.AdamW, {"bits": settings.bits}
 
 
 def elsewhere(settings: Settings, where: str) -> AbstractContextManager[Any]:

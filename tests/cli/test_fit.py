@@ -1,18 +1,142 @@
-"""``lowbit fit --ladder``: what it prints and writes, and what it refuses."""
+"""``lowbit fit``, of a model and with ``--ladder``: what it prints and writes, and what it refuses."""
 
+import importlib
 import json
+import sys
 
 import pytest
+import torch
 
+import lowbit as lb
+from lowbit.plan import Plan
+from lowbit.plan.fitting.choices import words
 from lowbit.plan.ladder import RUNGS, ascent
 from lowbit.plan.ladder.cell import Result
 from lowbit.plan.ladder.shape import textbook
 
+MADE = """
+import torch
+from torch import nn
 
-def test_without_a_ladder_it_says_what_there_is(run):
-    assert "lowbit fit --ladder --memory 2GiB" in run("fit", code=1)
+def made():
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+    return model, torch.ones(256, 64)
+
+def model_alone():
+    return nn.Linear(2, 2)
+"""
 
 
+# -- of a model --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module in the directory that one is in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_to_plan.py").write_text(MADE)
+    return "mine_to_plan:made"
+
+
+def taken(text):
+    """What the lines of Python leave that the command prints."""
+    lines = text.splitlines()
+    code = "\n".join(lines[lines.index("apply it") + 1 :])
+    names: dict = {}
+    exec(compile(code, "printed", "exec"), names)
+    return names
+
+
+def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
+    options = ("--memory", "40%", "--keep", "fp32", "--no", "disk")
+    told = run("fit", mine, *options)
+    names = taken(told)
+    plan = names["plan"]
+    assert plan.settings.mixed is None and plan.settings.offload_states is False and plan.settings.micro > 1
+    assert str(plan) in told and plan.table() in told and "(chosen)" in told
+    assert names["run"].settings == plan.settings and 0 < names["loss"] < 10
+    assert json.loads(run("fit", mine, *options, "--json")) == json.loads(json.dumps(plan.as_dict()))
+
+
+def test_out_has_the_plan_its_words_and_its_plot(run, mine, tmp_path):
+    pytest.importorskip("matplotlib")
+    told = run("fit", mine, "--memory", "60%", "--out", "saved")
+    loaded = taken(told)["plan"]
+    assert loaded.as_dict() == Plan.load(tmp_path / "saved/plan.json").as_dict()
+    text = (tmp_path / "saved/plan.md").read_text()
+    assert loaded.table() in text and "![peaks and times to choose from](plan.png)" in text
+    assert (tmp_path / "saved/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_takes_rows_and_length(run):
+    keep = [option for name in ("fp32", "adamw", "everything kept", "memory") for option in ("--keep", name)]
+    told = run("fit", "demo", "--memory", "100%", "--rows", "2", "--length", "32", *keep)
+    names = taken(told)
+    assert names["batch"].shape == (2, 32) and words(names["plan"].settings) == "plain training"
+    assert (
+        names["plan"].peak_bytes
+        == lb.memory.estimate(names["model"], names["batch"], optimizer=torch.optim.AdamW).peak_bytes
+    )
+
+
+def test_without_matplotlib_there_is_no_plot(run, mine, tmp_path, monkeypatch):
+    command = importlib.import_module("lowbit.cli.fit")  # the package has a function of that name
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    run("fit", mine, "--memory", "60%", "--out", "saved")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"plan.json", "plan.md"}
+    assert "plan.png" not in (tmp_path / "saved/plan.md").read_text()
+
+
+def test_a_plot_shows_budget_and_choice(mine, tmp_path, monkeypatch):
+    """What is drawn, as matplotlib was told."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    model, batch = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)), torch.ones(256, 64)
+    plan = lb.fit(model, batch, "40%")
+    plan.plot(tmp_path / "plan.png")
+    (axes,) = drawn[0].axes
+    (dashed,) = (line for line in axes.lines if line.get_linestyle() == "--")
+    assert set(dashed.get_xdata()) == {plan.budget / 2**20}
+    (ring,) = (line for line in axes.lines if line.get_markerfacecolor() == "none")
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (plan.peak_bytes / 2**20, plan.seconds / plan.plain.seconds)
+    assert {words(plan.settings), "plain training"} <= {text.get_text() for text in axes.texts}
+    (frontier,) = (line for line in axes.lines if line.get_linestyle() == "-")
+    points = {(one.peak_bytes / 2**20, one.seconds / plan.plain.seconds) for one in plan.frontier}
+    assert set(zip(frontier.get_xdata(), frontier.get_ydata(), strict=True)) == points
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatch):
+    model, batch = torch.nn.Linear(4, 4), torch.ones(4, 4)
+    plan = lb.fit(model, batch, "100%")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plan.plot(tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "lowbit fit demo --memory 60%"),
+        (("demo",), "expects a budget: --memory 6GiB"),
+        (("demo", "--memory", "1GiB", "--quick"), "--quick is for lowbit fit --ladder; leave it out"),
+        (("demo", "--memory", "1GiB", "--search", "6"), "--search is for lowbit fit --ladder; leave it out"),
+        (("demo", "--memory", "1GiB", "--device", "cpu"), "--device is for lowbit fit --ladder; leave it out"),
+        (("demo", "--ladder"), "climbs with models of its own, got 'demo'"),
+        (("--ladder", "--keep", "bf16"), "--keep is for lowbit fit MODEL"),
+        (("--ladder", "--rows", "8"), "--rows is for lowbit fit MODEL"),
+        (("nothing", "--memory", "1GiB"), "error: MODEL nothing: expected 'demo', a directory"),
+        (("nothing:made", "--memory", "1GiB"), "error: MODEL nothing:made: No module named"),
+        (("mine_to_plan:model_alone", "--memory", "1GiB"), "expected (model, batch) from model_alone(), got Linear"),
+        (("mine_to_plan:made", "--memory", "much"), "'much' is no size"),
+        (("mine_to_plan:made", "--memory", "1KiB"), "no choice fits a step into 1.00 KiB; the least is"),
+        (("mine_to_plan:made", "--memory", "1GiB", "--keep", "bf17"), "no choice is called 'bf17'"),
+    ],
+)
+def test_mistakes_of_a_plan_are_told(run, mine, options, message):
+    assert message in run("fit", *options, code=1)
+
+
+# -- the ladder --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import lowbit as lb
-from lowbit.demo import experiment
+from lowbit.demo import experiment, planned
+from lowbit.plan import Plan
+from lowbit.plan.fitting.choices import words
+from lowbit.sizes import amount
 
 ENGLISH = Path(__file__).parents[1] / "data" / "english.txt"
 TINY = (
@@ -126,6 +129,49 @@ def test_profiling_the_memory_of_a_step_changes_no_loss(tmp_path, run, one_threa
     assert "memory of step 2 in bf16" in told and all(kind in told for kind in ("activations", "optimizer state"))
 
 
+def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run, one_thread, monkeypatch):
+    names = ["fp32", "adamw8bit", "block", "disk", "activations in memory"]  # fewer choices are quicker
+    monkeypatch.setattr(planned, "_choices", lambda optimizer: names)
+    few = ("--steps", "4", "--recipe", "int8", "--precision", "bf16", "--memory", "70%")
+    told = run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few)
+    plan, report = Plan.load(tmp_path / "bf16" / "plan.json"), (tmp_path / "report.md").read_text()
+    data = json.loads((tmp_path / "report.json").read_text())
+    measured = data["runs"]["bf16"]["peak_bytes"]
+    assert 0 < measured <= plan.budget < plan.plain.peak_bytes and data["plans"]["bf16"] == plan.as_dict()
+    for value in (words(plan.settings), *map(amount, (plan.peak_bytes, measured, plan.budget))):
+        assert value in told and value in report
+    assert "bf16 training, peak of a step against the budget" in report and "adamw8bit, block, disk" in report
+    assert json.loads((tmp_path / "bf16" / "memory.json").read_text())["peak_bytes"] >= measured
+
+    assert "goes on with memory 70%, not 1GiB" in run(
+        "train", "--out", str(tmp_path), "--resume", "--memory", "1GiB", code=1
+    )
+    before = [path.read_bytes() for path in (tmp_path / "bf16/plan.json", tmp_path / "bf16/checkpoint.pt")]
+    small = ("--precision", "fp32", "--memory", "10KiB", "--overwrite")
+    message = run(
+        "train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], "--recipe", "int8", *small, code=1
+    )
+    assert "the fp32 run: fit: no choice fits a step into 10.00 KiB; the least is" in message
+    assert before == [path.read_bytes() for path in (tmp_path / "bf16/plan.json", tmp_path / "bf16/checkpoint.pt")]
+    run("train", "--out", str(tmp_path), *TINY[: TINY.index("--precision")], *few[:-2], "--overwrite")
+    assert not (tmp_path / "bf16" / "plan.json").exists() and "plans" in (tmp_path / "report.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--checkpointing",), "checkpointing is what a plan chooses; leave one of the two out"),
+        (("--tail", "0.1"), "tail computes the last steps without codes"),
+        (("--watch", "5"), "watch holds more in the steps that are watched"),
+        (("--optimizer", "lion4bit"), "memory plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'"),
+        (("--explain",), "--explain is of runs without a plan; leave --memory out"),
+    ],
+)
+def test_what_no_plan_knows_of_is_told(run, tmp_path, options, message):
+    assert message in run("train", "--out", str(tmp_path / "run"), *TINY, "--memory", "1GiB", *options, code=1)
+    assert not (tmp_path / "run" / "settings.json").exists()
+
+
 def test_a_recipe_with_options_and_training_state_may_be_the_first_run(tmp_path, run, one_thread):
     """Its directory has a name that links may have, and its model is saved without the state."""
     recipe = "nvfp4:rule=four-over-six"
@@ -228,7 +274,9 @@ def test_sigterm_saves_as_well(tmp_path):
     assert "saved in" in interrupted(tmp_path / "c", signal.SIGTERM)
 
 
-@pytest.mark.parametrize("name", ["report.md", "report.json", "loss.png", "model/notes.txt", "bf16/checkpoint.pt"])
+@pytest.mark.parametrize(
+    "name", ["report.md", "report.json", "loss.png", "model/notes.txt", "bf16/checkpoint.pt", "fp8/plan.json"]
+)
 def test_train_overwrites_no_file_that_it_did_not_write(run, tmp_path, name):
     mine = tmp_path / name
     mine.parent.mkdir(exist_ok=True)

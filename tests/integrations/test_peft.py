@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.convert import prepack
 from lowbit.datafree import default_rule
 
 peft = pytest.importorskip("peft")
@@ -265,7 +266,8 @@ def test_a_layer_of_the_other_orientation():
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-def test_what_cannot_have_adapters_says_so():
+def test_what_cannot_have_adapters_says_so(monkeypatch):
+    monkeypatch.setattr(prepack, "no_gain_by_packing", lambda weight, input, cols: None)
     model = Net()
     lb.quantize_(model, "int8", prepack=True)
     config = {"target_modules": ["first"]}

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lowbit as lb
-from lowbit.integrations.torchtitan import JobConfig, LowbitConverter
+from lowbit.integrations.torchtitan import BEYOND, JobConfig, LowbitConverter, PlanConverter, register
+from lowbit.plan import Plan
+from lowbit.plan.fitting.predict import Prediction
+from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
 from lowbit.train import TrainLinear
 
 WORLD = 2
@@ -80,8 +83,8 @@ def dist_like(whole: Tensor, param: Tensor) -> Tensor:
 class Optimizers(torch.optim.Optimizer):
     """torchtitan's container: an optimizer for each part of the model, and hooks of its own."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self.inner = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in parts]
+    def __init__(self, parts: list[nn.Module], settings: Settings = Settings()) -> None:  # noqa: B008
+        self.inner = [make_optimizer(part.parameters(), settings, lr=1e-2) for part in parts]
         super().__init__([param for part in parts for param in part.parameters()], {})
 
     def step(self) -> None:
@@ -132,7 +135,7 @@ def trained(converter: LowbitConverter | None, steps: int, rank: int = 0, shard:
 
 def test_a_job_names_the_converter(torchtitan):
     protocols = importlib.import_module(PROTOCOLS)
-    assert protocols._registry_model_converter_cls == {"lowbit": LowbitConverter}
+    assert protocols._registry_model_converter_cls == {"lowbit": LowbitConverter, "lowbit_plan": PlanConverter}
     (converter,) = protocols.build_model_converters(job(recipe=STATEFUL), dims())
     found, expected = trained(converter, 3).state_dict(), trained(None, 3).state_dict()
     assert found.keys() == expected.keys() and all(same_bits(found[name], expected[name]) for name in found)
@@ -176,6 +179,105 @@ def test_what_it_does_not_do_is_refused(parallel, recipe, message):
     LowbitConverter(parallel_dims=dims(pp_enabled=True)).convert(model)
 
 
+# -- plans -------------------------------------------------------------------------------------------------------------
+class Blocks(nn.Module):
+    """A model of repeated blocks, which policies of checkpointing find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def init_weights(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for param in self.parameters():
+            param.data.copy_(torch.randn(param.shape, generator=generator) / 4)
+
+
+def plan_of(settings: Settings) -> Plan:
+    return Plan(Prediction(settings, 1, 1.0), 1, Prediction(Settings(), 1, 1.0), [])
+
+
+def by_plan(convert: object, settings: Settings) -> tuple[list[float], nn.Module]:
+    """Losses of three steps in the order of torchtitan's trainer; its optimizers are the job's part of the plan."""
+    with torch.device("meta"):
+        model = Blocks()
+    convert(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    optimizers, losses = Optimizers([model], settings), []
+    for step in range(3):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizers.step()
+        optimizers.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize(
+    ("settings", "job_does"),
+    [
+        (Settings(checkpoint="block", recipe="fp8"), ()),
+        (Settings(checkpoint="sqrt", recipe="fp8", compress=True, mixed="bf16", bits=8), ("optimizer",)),
+    ],
+)
+def test_a_job_names_the_file_of_a_plan(settings, job_does, tmp_path):
+    protocols = ModuleType("protocols")
+    exec(STAND_IN, vars(protocols))
+    register(protocols)
+    path = plan_of(settings).save(tmp_path / "plan.json")
+    config = job(plan=str(path), done_by_job=job_does)
+    config.model.converters = ["lowbit_plan"]
+    (converter,) = protocols.build_model_converters(config, dims())
+    losses, model = by_plan(converter.convert, settings)
+    expected, other = by_plan(lambda one: prepare_model_(one, settings), settings)
+    assert losses == expected and losses[-1] < losses[0]
+    assert all(map(same_bits, (p.detach() for p in model.parameters()), (p.detach() for p in other.parameters())))
+    assert "Checkpointed" in type(model.layers[0]).__name__ and isinstance(model.layers[0][0], TrainLinear)
+    listed = config.lowbit.build(parallel_dims=dims())
+    assert type(listed) is PlanConverter and listed.plan.settings == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro": 4}, r"batches in 4 parts.*divide training.local_batch_size by 4, and add 'parts' to lowbit.done"),
+        ({"bits": 8}, r"AdamW with bits=8.*give the TrainSpec a build_optimizers_fn.*add 'optimizer'"),
+        ({"mixed": "bf16"}, r"AdamW with bits=32.*add 'optimizer'"),
+        ({"offload_states": True}, r"states of the optimizer elsewhere.*call lowbit.optim.offload_.*add 'states'"),
+        ({"offload_activations": True}, r"enter lowbit.memory.offload_activations.*add 'activations'"),
+    ],
+)
+def test_what_a_converter_cannot_do_is_the_jobs(changes, message):
+    plan = plan_of(Settings(**changes))
+    with pytest.raises(ValueError, match=message):
+        PlanConverter(plan=plan)
+    assert PlanConverter(plan=plan, done_by_job=tuple(row.name for row in BEYOND)).plan is plan
+
+
+def test_plans_that_do_not_go_with_the_job_are_refused():
+    plan = plan_of(Settings(checkpoint="block"))
+    with pytest.raises(ValueError, match=r"expected a plan, got none; set lowbit.plan"):
+        PlanConverter(job())
+    with pytest.raises(ValueError, match=r"has the plan 'plan.json'; name the converter of plans.*lowbit_plan"):
+        LowbitConverter(job(plan="plan.json"))
+    with pytest.raises(ValueError, match=r"names part, and there is parts, optimizer, states, activations"):
+        PlanConverter(plan=plan, done_by_job=("part",))
+    with pytest.raises(ValueError, match=r"recomputes by 'block', and torchtitan by 'full'.*mode = 'none'"):
+        PlanConverter(SimpleNamespace(activation_checkpoint=SimpleNamespace(mode="full")), plan=plan)
+    with pytest.raises(ValueError, match=r"set parallelism.pipeline_parallel_degree = 1"):
+        PlanConverter(parallel_dims=dims(pp_enabled=True), plan=plan)
+    with pytest.raises(ValueError, match=r"PlanConverter: expected whole layers.*tensor_parallel_degree = 1"):
+        PlanConverter(parallel_dims=dims(tp_enabled=True), plan=plan)
+
+
+# -- sharded -----------------------------------------------------------------------------------------------------------
 def _sharded(rank: int, path: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

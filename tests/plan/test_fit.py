@@ -42,7 +42,8 @@ def test_a_step_holds_what_the_plan_says_and_no_more_than_the_budget(plans, tmp_
     for plan in plans.values():
         held = measured(plan.apply_(GPT(CONFIG), directory=tmp_path), BATCH)
         assert held <= plan.budget
-        assert held == pytest.approx(plan.peak_bytes, rel=0.05)
+        late = 0.05 if plan.settings.offload_activations else 0  # the last write may be done by then
+        assert plan.peak_bytes * (0.96 - late) <= held <= plan.peak_bytes * 1.01
 
 
 def test_less_memory_takes_no_less_time(plans):
@@ -56,18 +57,20 @@ def test_nothing_on_the_frontier_is_smaller_and_faster_than_another(plans):
         sizes = [one.peak_bytes for one in plan.frontier]
         times = [one.seconds for one in plan.frontier]
         assert sizes == sorted(sizes) and times == sorted(times, reverse=True) and len(sizes) > 3
-        assert not any(one.peak_bytes <= plan.budget and one.seconds < plan.seconds for one in plan.frontier)
+        # A choice that is not plain has to be worth half a percent.
+        fitting = [one.seconds for one in plan.frontier if one.peak_bytes <= plan.budget]
+        assert plan.seconds <= 1.03 * min(fitting)
 
 
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits") as error:
-        lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory"))
+        lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory", "activations in memory"))
     assert "with block, 8 parts. Ask" in str(error.value)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 def test_a_plan_of_nothing_is_plain_training():
-    plain = ("fp32", "adamw", "everything kept", "memory")
+    plain = ("fp32", "adamw", "everything kept", "memory", "activations in memory")
     plan = lb.fit(GPT(CONFIG), BATCH, "100%", keep=plain)
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -111,7 +114,7 @@ def test_a_loss_of_ones_own_and_dictionaries():
 
 # -- what a caller asks for -------------------------------------------------------------------------------------------
 def test_what_is_kept_and_left_out():
-    plan = lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp8", "block"), no=("disk", "adamw"))
+    plan = lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp8", "block"), no=("disk", "adamw", "adamw4bit"))
     chosen = plan.settings
     assert (chosen.recipe, chosen.checkpoint, chosen.bits, chosen.offload_states) == ("fp8", "block", 8, False)
     with pytest.raises(ValueError, match="did you mean adamw8bit"):

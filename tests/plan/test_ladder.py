@@ -12,10 +12,11 @@ from torch.nn import functional
 
 import lowbit as lb
 from lowbit.memory.rss import peak_bytes, reset_peak
+from lowbit.memory.shortage import ran_out
 from lowbit.plan.ladder import RUNGS, Climb, Rung, Settings, Shape, ascent, climb, report
 from lowbit.plan.ladder.ascent import largest
 from lowbit.plan.ladder.cell import Cell, Result, _Place, _train, measure, run
-from lowbit.plan.ladder.limits import LIMITS, ran_out
+from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Transformer, batch_of, first_above, textbook
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is enforced on Linux")

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowbit import notice
-from lowbit.memory.offload.places import Parked, Place, place
+from lowbit.memory.offload.places import Imagined, Parked, Place, place
 from lowbit.sizes import is_bytes
 
 __all__ = ["Offloading", "offload_activations", "unmodified"]
@@ -60,6 +61,7 @@ class Offloading:
 
     def __init__(self, place: Place, min_bytes: int) -> None:
         self.place, self.min_bytes = place, max(min_bytes, 1)
+        self._imagined = Imagined(place)
         self._guard = threading.RLock()
         self._waiting: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._moved: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
@@ -151,7 +153,8 @@ class _Storage:
     def move(self) -> None:
         """Begin to move it away; where that raises, it stays."""
         kept = next(saved.kept for saved in self.saved if saved.kept is not None)
-        self.parked = self.context.place.park(_raw(kept))
+        place = self.context._imagined if isinstance(kept, FakeTensor) else self.context.place
+        self.parked = place.park(_raw(kept))
         for saved in self.saved:
             saved.kept = None
 
@@ -182,7 +185,7 @@ class _Saved:
     def __init__(self, storage: _Storage, tensor: Tensor) -> None:
         self.storage, self.version = storage, tensor._version
         self.kept: Tensor | None = tensor.detach()
-        self.layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
         self.dtype = tensor.dtype
         storage.saved.add(self)
 
@@ -190,7 +193,7 @@ class _Saved:
         kept = self.kept
         if kept is None:
             raw = self.storage.bytes()
-            return torch.empty(0, dtype=self.dtype, device=raw.device).set_(raw.untyped_storage(), *self.layout)
+            return raw.view(self.dtype).as_strided(*self.layout)
         return unmodified(kept, self.version)
 
 
@@ -215,10 +218,12 @@ def _lives_anyway(tensor: Tensor) -> bool:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its numbers are those of its storage: no subclass, no sparse one, nothing that is conjugated later."""
     return (
-        type(tensor) is Tensor
+        type(tensor) in (Tensor, FakeTensor)
         and tensor.layout is torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor.is_quantized
+        and tensor.untyped_storage().nbytes() % tensor.itemsize == 0
         and not torch.compiler.is_compiling()
     )
 
@@ -233,7 +238,8 @@ _ALONE = _holders(torch.empty(1))
 
 def _raw(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.as_strided((count,), (1,), 0).view(torch.uint8)
 
 
 @functools.cache

@@ -20,11 +20,7 @@ from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.traffic import Traffic
 from lowbit.sizes import amount, bytes_in, is_bytes
 
-__all__ = ["Disk", "Host", "Parked", "Place", "place"]
-
-#: What may leave at a time, in bytes for a disk and in copies for a CUDA device; the newest may always.
-_QUEUED_BYTES = 64 << 20
-_QUEUED_COPIES = 2
+__all__ = ["Disk", "Host", "Imagined", "Parked", "Place", "place"]
 
 
 class Parked(Protocol):
@@ -42,9 +38,10 @@ class Parked(Protocol):
 
 
 class Place(Protocol):
-    """Where bytes are parked."""
+    """Where bytes are parked. ``queued``: how many copies may be leaving at a time, whose bytes are in memory still."""
 
     traffic: Traffic
+    queued: int
 
     def serves(self, device: torch.device) -> bool:
         """Whether bytes on ``device`` gain by being moved here."""
@@ -92,6 +89,8 @@ def _to_host(raw: Tensor, traffic: Traffic) -> tuple[Tensor, Any]:
 class Host:
     """Pinned memory of the host, for bytes on CUDA devices."""
 
+    queued = 2
+
     def __init__(self, budget: int | None) -> None:
         self.traffic, self.budget, self.used = Traffic("cpu"), budget, 0
         self.leaving: deque[_OnHost] = deque()
@@ -108,7 +107,7 @@ class Host:
             )
         parked = _OnHost(self, raw)
         self.leaving.append(parked)
-        while len(self.leaving) > _QUEUED_COPIES:
+        while len(self.leaving) > self.queued:
             self.leaving.popleft().leave()
         return parked
 
@@ -179,9 +178,11 @@ os.register_at_fork(after_in_child=_worker.cache_clear)  # a fork has no threads
 class Disk:
     """Files in a directory, for bytes on the CPU and on CUDA devices."""
 
+    queued = 1
+
     def __init__(self, where: str | os.PathLike[str], budget: int | None) -> None:
         self.traffic, self.files = Traffic(str(where)), ScratchDirectory(where, budget)
-        self.leaving: deque[tuple[Future[None], int]] = deque()
+        self.leaving: deque[Future[None]] = deque()
         self.failed: BaseException | None = None
 
     def serves(self, device: torch.device) -> bool:
@@ -190,12 +191,10 @@ class Disk:
     def park(self, raw: Tensor) -> Parked:
         self.check()
         parked = _OnDisk(self, raw)
-        while self.leaving and self.leaving[0][0].done():
-            self.leaving.popleft()
-        self.leaving.append((parked.write, parked.size))
-        while len(self.leaving) > 1 and sum(size for _, size in self.leaving) > _QUEUED_BYTES:
+        self.leaving.append(parked.write)
+        while len(self.leaving) > self.queued:
             with self.traffic.timed("waited"):
-                wait([self.leaving.popleft()[0]])
+                wait([self.leaving.popleft()])
         return parked
 
     def check(self) -> None:
@@ -258,3 +257,46 @@ class _OnDisk:
 
 def _release(files: ScratchDirectory, path: Any, size: int, _: object) -> None:
     files.release(path, size)
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+class Imagined:
+    """Stands in for a place while memory is estimated: nothing is copied, and bytes are in memory as long as copies to
+    and from that place may keep them there.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.traffic, self.queued = Traffic("estimate"), place.queued
+        self.leaving: deque[_OnPaper] = deque()
+
+    def serves(self, device: torch.device) -> bool:
+        return True
+
+    def park(self, raw: Tensor) -> Parked:
+        parked = _OnPaper(raw)
+        self.leaving.append(parked)
+        while len(self.leaving) > self.queued:
+            self.leaving.popleft().raw = None
+        return parked
+
+    def check(self) -> None:
+        """Nothing fails."""
+
+
+class _OnPaper:
+    def __init__(self, raw: Tensor) -> None:
+        self.size, self.device = raw.numel(), raw.device
+        self.raw: Tensor | None = raw
+
+    def start(self) -> None:
+        if self.raw is None:
+            self.raw = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+
+    def take(self) -> Tensor:
+        self.start()
+        raw, self.raw = self.raw, None
+        assert raw is not None
+        return raw
+
+    def discard(self) -> None:
+        self.raw = None

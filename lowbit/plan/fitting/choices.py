@@ -1,66 +1,114 @@
-"""What a plan chooses from: in each dimension one row of ``CHOICES``, as what it changes of ``Settings``."""
+"""What a plan chooses from: in each dimension one row of ``CHOICES``, as what it changes of ``Settings``.
+
+Checkpoints are chosen by block, and parts by the budget; see ``search``.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from lowbit.named import did_you_mean
 from lowbit.plan.settings import Settings
 
-__all__ = ["CHOICES", "Choice", "allowed", "combinations", "picked", "words"]
+__all__ = [
+    "CHOICES", "PARTS", "PLANNED", "QUALITY", "Choice", "allowed", "combinations", "described",
+    "plainer_by_dimension", "quality_of", "words",
+]  # fmt: skip
+
+#: The most that a choice may add to the loss, in percent, where the caller says nothing.
+QUALITY = 0.3
 
 
 class Choice(NamedTuple):
-    """``changes``: of the settings. ``about``: what it does, for people. ``asked``: only where a caller keeps it."""
+    """``changes``: of the settings. ``about``: what it does, for people. ``loss``: by how many percent the held-out
+    loss of the demo's GPT changed with this choice alone, as recorded in bench/results (convergence.md, optimizers.md);
+    0 where no number differs, or nothing but the order of sums.
+    """
 
     name: str
     changes: Mapping[str, Any]
     about: str
-    asked: bool = False
+    loss: float = 0.0
 
+
+def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
+    about = f"products of Linear layers by the recipe {name.partition('-compressed')[0]}, the rest in bf16"
+    more = ", and codes of activations for backward" if compress else ""
+    changes = {"mixed": "bf16", "recipe": name.partition("-compressed")[0], "compress": compress}
+    return Choice(name, changes, about + more, loss)
+
+
+#: Per-block checkpoints, which follow from the budget.
+PLANNED = "planned"
 
 #: By dimension, the plain choice first.
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": (
         Choice("fp32", {}, "weights, products and activations in fp32"),
-        Choice("bf16", {"mixed": "bf16"}, "products and their weights in bf16, 16 more bits for the optimizer"),
-        Choice("fp8", {"mixed": "bf16", "recipe": "fp8", "compress": True},
-               "FP8 products and FP8 codes of activations, the rest in bf16", asked=True),
+        Choice("bf16", {"mixed": "bf16"}, "products and their weights in bf16, the rest in fp32"),
+        _recipe("fp8", 0.12),
+        _recipe("fp8-compressed", 0.45, compress=True),
+        _recipe("fp8-tensor", 0.0),
+        _recipe("fp8-block", 0.35),
+        _recipe("mxfp8", 0.57),
+        _recipe("int8-stochastic", 0.19),
+        _recipe("nvfp4", 0.61),
     ),
     "optimizer": (
         Choice("adamw", {}, "both states of AdamW in fp32"),
-        Choice("adamw8bit", {"bits": 8}, "both states of AdamW as 8-bit codes"),
+        Choice("adamw8bit", {"bits": 8}, "both states of AdamW as 8-bit codes", 0.30),
+        Choice("adamw4bit", {"bits": 4}, "both states of AdamW as 4-bit codes", -0.44),
     ),
     "checkpoint": (
         Choice("everything kept", {}, "backward finds all that it needs"),
         Choice("attention", {"checkpoint": "attention"}, "the attention of each block is computed again"),
+        Choice("mlp", {"checkpoint": "mlp"}, "the feed-forward part of each block is computed again"),
         Choice("save_matmuls", {"checkpoint": "save_matmuls"}, "all but the results of products is computed again"),
         Choice("block", {"checkpoint": "block"}, "each block is computed again"),
         Choice("sqrt", {"checkpoint": "sqrt"}, "segments of about sqrt(N) blocks are computed again"),
+        Choice(PLANNED, {}, "of each block what the budget asks for is computed again"),
     ),
     "states": (
         Choice("memory", {}, "states of the optimizer are beside the weights"),
         Choice("disk", {"offload_states": True}, "states of the optimizer are in files, on a GPU in host memory"),
     ),
+    "activations": (
+        Choice("activations in memory", {}, "what backward needs stays where it is"),
+        Choice("activations on disk", {"offload_activations": True},
+               "what backward needs goes to files, on a GPU to host memory, and comes back"),
+    ),
 }  # fmt: skip
 
+#: Recipes that are taken only where they are kept: a plan need not estimate them all.
+_ASKED = frozenset({"fp8-tensor", "fp8-block", "mxfp8", "int8-stochastic", "nvfp4"})
 
-def allowed(keep: Iterable[str], no: Iterable[str]) -> dict[str, tuple[Choice, ...]]:
-    """The choices that are left: of a dimension with a name in ``keep`` these alone, and none in ``no``.
+#: What a dimension of its own is called: the number of parts of a batch.
+PARTS = "parts of a batch"
 
-    Raises ValueError for an unknown name, and where a dimension has no choice left.
+
+def allowed(keep: Iterable[str], no: Iterable[str], quality: float | str) -> dict[str, tuple[Choice, ...]]:
+    """The choices that are left: of a dimension with a name in ``keep`` these alone, and none in ``no``; of the others
+    those whose recorded loss is at most ``quality`` percent, or ``"any"``.
+
+    ``"disk"`` among ``no`` means activations too. Raises ValueError for an unknown name, for what is no quality, and
+    where a dimension has no choice left.
     """
-    kept, left_out = set(keep), set(no)
+    most, kept, left_out = _most(quality), set(keep), set(no)
+    if "disk" in left_out:
+        left_out.add("activations on disk")
     known = [choice.name for row in CHOICES.values() for choice in row]
     for name in (*kept, *left_out):
         if name not in known:
             raise ValueError(f"fit: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
     found = {}
     for dimension, row in CHOICES.items():
-        chosen = [choice for choice in row if choice.name in kept] or [choice for choice in row if not choice.asked]
+        chosen = [choice for choice in row if choice.name in kept]
+        chosen = chosen or [choice for choice in row if choice.name not in _ASKED and choice.loss <= most]
         found[dimension] = tuple(choice for choice in chosen if choice.name not in left_out)
         if not found[dimension]:
             raise ValueError(
@@ -70,24 +118,65 @@ def allowed(keep: Iterable[str], no: Iterable[str]) -> dict[str, tuple[Choice, .
     return found
 
 
-def combinations(choices: Mapping[str, tuple[Choice, ...]]) -> Iterable[Settings]:
-    """The settings of each combination, in one part."""
-    for picked in product(*choices.values()):
+def _most(quality: float | str) -> float:
+    if quality == "any":
+        return math.inf
+    if isinstance(quality, bool) or not isinstance(quality, int | float) or not quality >= 0:
+        raise ValueError(
+            f"fit: quality is 'any' or the percent of loss that a choice may cost, such as {QUALITY}, got {quality!r}"
+        )
+    return quality
+
+
+def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
+    """The settings of each combination of a choice of every dimension, in one part."""
+    found = []
+    for picked in product(*choices):
         changes: dict[str, Any] = {}
         for choice in picked:
             changes |= choice.changes
-        yield replace(Settings(), **changes)
+        found.append(replace(Settings(), **changes))
+    return found
 
 
-def picked(dimension: str, settings: Settings) -> Choice:
-    """The choice of that dimension which the settings have."""
-    having = (c for c in CHOICES[dimension] if all(getattr(settings, name) == v for name, v in c.changes.items()))
-    *_, last = having
-    return last
+def described(settings: Settings) -> dict[str, Choice]:
+    """By dimension the choice that the settings have."""
+    found = {}
+    for dimension, row in CHOICES.items():
+        defaults = _defaults(dimension)
+        mine = {name: getattr(settings, name) for name in defaults}
+        choice = next((choice for choice in row if {**defaults, **choice.changes} == mine), row[-1])
+        if choice.name == PLANNED:
+            choice = choice._replace(about=f"computed again: {_by_block(settings)}")
+        found[dimension] = choice
+    return found
+
+
+def plainer_by_dimension(settings: Settings) -> dict[str, Settings]:
+    """By dimension that is not plain, and by ``PARTS``, the settings with the plain choice in its place."""
+    found = {name: replace(settings, **_defaults(name)) for name in CHOICES} | {PARTS: replace(settings, micro=1)}
+    return {name: plainer for name, plainer in found.items() if plainer != settings}
+
+
+def _defaults(dimension: str) -> dict[str, Any]:
+    touched = {name for choice in CHOICES[dimension] for name in choice.changes}
+    return {field.name: field.default for field in fields(Settings) if field.name in touched}
+
+
+def quality_of(settings: Settings) -> float:
+    """The largest recorded loss of the choices, in percent."""
+    return max(choice.loss for choice in described(settings).values())
 
 
 def words(settings: Settings) -> str:
     """The names of all that is not plain."""
-    names = [picked(dimension, settings).name for dimension in CHOICES]
-    found = [name for name, row in zip(names, CHOICES.values(), strict=True) if name != row[0].name]
-    return ", ".join([*found, *([f"{settings.micro} parts"] if settings.micro > 1 else [])]) or "plain training"
+    names = []
+    for choice, row in zip(described(settings).values(), CHOICES.values(), strict=True):
+        names += [] if choice.name == row[0].name else [choice.name]
+    parts = [f"{settings.micro} parts"] if settings.micro > 1 else []
+    return ", ".join([*names, *parts]) or "plain training"
+
+
+def _by_block(settings: Settings) -> str:
+    counts = Counter(settings.checkpoint if isinstance(settings.checkpoint, tuple) else ())
+    return ", ".join(f"{name} of {count}" for name, count in counts.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
-from lowbit.plan.fitting.choices import CHOICES, picked, words
+from lowbit.plan.fitting.adapt import alike
+from lowbit.plan.fitting.choices import PARTS, described, words
+from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.frontier import undominated
@@ -27,6 +29,7 @@ __all__ = ["Plan"]
 class Plan:
     """See ``lb.fit``. ``settings``: what is turned on. ``peak_bytes`` and ``seconds``: of a step, predicted.
     ``plain``: the prediction of plain training. ``frontier``: those that nothing is both smaller and faster than.
+    ``beside``: by dimension the prediction with the plain choice in its place.
     """
 
     def __init__(
@@ -36,10 +39,11 @@ class Plan:
         plain: Prediction,
         predictions: Sequence[Prediction],
         loss: Callable[[Any, Any], Tensor] | None = None,
+        beside: Mapping[str, Prediction] | None = None,
     ) -> None:
-        self.chosen, self.budget, self.plain = chosen, budget, plain
-        self.frontier = undominated([*predictions, chosen], lambda one: (one.peak_bytes, one.seconds))
-        self._others = {prediction.settings: prediction for prediction in predictions}
+        self.chosen, self.budget, self.plain, self.beside = chosen, budget, plain, dict(beside or {})
+        self._others = {one.settings: one for one in (*predictions, chosen)}
+        self.frontier = undominated(list(self._others.values()), lambda one: (one.peak_bytes, one.seconds))
         self._loss = loss
 
     @property
@@ -63,10 +67,12 @@ class Plan:
     ) -> Run:
         """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
 
-        ``loss``: that of ``lb.fit`` unless given. ``directory``: where states on disk go, the system's for temporary
-        files unless given. ``options``: of the optimizer, such as ``lr`` and ``weight_decay``.
+        ``loss``: that of ``lb.fit`` unless given. ``directory``: where states and activations on disk go, the system's
+        for temporary files unless given, and host memory for a model on a GPU. ``options``: of the optimizer, such as
+        ``lr`` and ``weight_decay``.
         """
-        return Run(model, self.settings, loss or self._loss, directory, options)
+        predictions = list(self._others.values())
+        return Run(model, self.settings, loss or self._loss, directory, options, predictions, self.plain.peak_bytes)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
@@ -75,31 +81,39 @@ class Plan:
             + (f" in {self.chosen.moment}" if self.chosen.moment else "")
             + f", plain training {amount(self.plain.peak_bytes)}"
         ]
-        rows = [("choice", "is", "saves", "takes", "which means")]
-        for dimension in CHOICES:
-            choice = picked(dimension, self.settings)
-            plainer = replace(self.settings, **_plain(choice.changes))
-            rows.append((dimension, choice.name, *self._beside(plainer), choice.about))
+        rows = [("choice", "is", "saves", "takes", "recorded loss", "which means")]
+        for dimension, choice in described(self.settings).items():
+            loss = f"{choice.loss:+.2f}%" if choice.loss else ""
+            rows.append((dimension, choice.name, *self._beside(dimension), loss, choice.about))
         parts = self.settings.micro
         about = "the whole batch at once" if parts == 1 else "gradients of the parts add up"
-        rows.append(("parts of a batch", str(parts), *self._beside(replace(self.settings, micro=1)), about))
-        return "\n".join([*lines, "", aligned(rows, (2, 3))])
+        rows.append((PARTS, str(parts), *self._beside(PARTS), "", about))
+        return "\n".join([*lines, "", aligned(rows, (2, 3, 4))])
 
-    def _beside(self, settings: Settings) -> tuple[str, str]:
-        """Bytes saved, and time taken, beside other settings."""
-        other = self._others.get(settings)
-        if settings == self.settings or other is None:
+    def _beside(self, dimension: str) -> tuple[str, str]:
+        """Bytes saved, and time taken, beside the plain choice."""
+        other = self.beside.get(dimension)
+        if other is None:
             return "", ""
         time = (self.seconds - other.seconds) / max(other.seconds, 1e-12)
         return amount(other.peak_bytes - self.peak_bytes), f"{time:+.0%}"
 
     def table(self) -> str:
-        """The frontier: peaks and times, smallest first."""
+        """The frontier and what is chosen: peaks and times, smallest first."""
         rows = [("peak", "time", "settings")]
-        for one in self.frontier:
+        for one in sorted({self.chosen, *self.frontier}, key=lambda one: one.peak_bytes):
             mark = " (chosen)" if one.settings == self.settings else ""
             rows.append((amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", words(one.settings) + mark))
         return aligned(rows, (0, 1))
+
+    def _refits(self) -> list[Prediction]:
+        """The predictions of this arithmetic, the fastest first: what ``Run.refit`` chooses from."""
+        found = [one for one in self._others.values() if alike(one.settings, self.settings)]
+        return sorted(found, key=lambda one: (one.seconds, one.peak_bytes))
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the frontier with the budget and what is chosen, as PNG. Raises ImportError without matplotlib."""
+        return plot(self, Path(path))
 
     # -- files -----------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
@@ -107,6 +121,8 @@ class Plan:
         return {
             "budget": self.budget, "chosen": _plain_values(self.chosen), "plain": _plain_values(self.plain),
             "frontier": [_plain_values(one) for one in self.frontier],
+            "beside": {name: _plain_values(one) for name, one in self.beside.items()},
+            "refits": [_plain_values(one) for one in self._refits()],
             "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__},
         }  # fmt: skip
 
@@ -123,8 +139,9 @@ class Plan:
         """
         data = read_json(Path(path))
         try:
-            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"]))
-            return cls(chosen, data["budget"], plain, others)
+            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
+            beside = {name: _read(one) for name, one in data["beside"].items()}
+            return cls(chosen, data["budget"], plain, others, beside=beside)
         except (KeyError, TypeError) as error:
             raise ValueError(f"fit: {path} holds no plan that this lowbit reads ({error}); make it again") from None
 
@@ -134,8 +151,7 @@ def _plain_values(prediction: Prediction) -> dict[str, Any]:
 
 
 def _read(data: dict[str, Any]) -> Prediction:
-    return Prediction(**{**data, "settings": Settings(**data["settings"])})
-
-
-def _plain(changes: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in fields(Settings) if field.name in changes}
+    settings = dict(data["settings"])
+    if isinstance(settings["checkpoint"], list):
+        settings["checkpoint"] = tuple(settings["checkpoint"])
+    return Prediction(**{**data, "settings": Settings(**settings)})

@@ -1,25 +1,32 @@
-"""What a step of each combination of settings takes: bytes by estimates, seconds by a roofline.
+"""What a step of each combination of settings takes: bytes by estimates, seconds by the sum of what its ops take here.
 
-An estimate of every combination and every size of part would take minutes. Forward and backward hold the same beside
-the states of any optimizer, and grow linearly with the rows of a part. So few estimates give all; what is chosen is
-estimated as a whole.
+An estimate of every combination would take minutes. Forward and backward hold the same beside the states of any
+optimizer, grow linearly with the rows of a part, and are the sum of their blocks. So few estimates give all: of each
+arithmetic with each uniform policy of checkpoints the whole batch and half of it, and of each optimizer its step.
+What is chosen is estimated as a whole.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lowbit.memory import Estimate, estimate, micro_batches
 from lowbit.memory.accumulate import samples
+from lowbit.memory.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
+from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.offload.bandwidth import bandwidth
+from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import TOGETHER
 from lowbit.plan.fitting.run import accumulate
-from lowbit.plan.settings import Settings, make_optimizer, prepare_model_
+from lowbit.plan.settings import Settings, elsewhere, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]
 
@@ -34,19 +41,37 @@ class Prediction(NamedTuple):
     whole: bool = False
 
 
-class _Part(NamedTuple):
-    """Forward and backward of one part: bytes, and seconds."""
-
-    peak: int
-    seconds: float
-
-
 class _Step(NamedTuple):
     """An optimizer's step: the bytes of its states, the most that is held, and seconds."""
 
     states: int
     peak: int
     seconds: float
+
+
+@dataclass
+class _Line:
+    """Forward and backward of one part by its rows: of the whole batch, of the first half, and of the second half, when
+    there are gradients. Parts of other sizes are on the line through the halves.
+    """
+
+    rows: int
+    whole: BlockTable
+    first: BlockTable | None = None
+    second: BlockTable | None = None
+
+    def at(self, count: int) -> BlockTable:
+        """One of so many parts."""
+        if count == 1 or self.first is None or self.second is None:
+            return self.whole
+        half, rows = -(-self.rows // 2), -(-self.rows // count)
+        share = (half - rows) / max(self.rows - half, 1)
+
+        def on_line(field: str) -> Any:
+            whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
+            return np.maximum(second - share * (whole - first), 0.0)
+
+        return BlockTable(**{field.name: on_line(field.name) for field in fields(BlockTable)})
 
 
 @dataclass
@@ -59,31 +84,90 @@ class Predictor:
 
     def __post_init__(self) -> None:
         self.rows = samples(self.batch)
+        self.blocks = blocks_of(self.model)
         self._weights = sum(p.nbytes for p in self.model.parameters())
-        self._parts: dict[Settings, list[tuple[int, int, _Part]]] = {}
+        self._lines: dict[tuple[Settings, str], _Line] = {}
         self._steps: dict[Settings, _Step] = {}
 
-    def parts(self) -> list[int]:
-        """The numbers of parts that a batch may be taken in: powers of two."""
-        return [1 << k for k in range(self.rows.bit_length()) if 1 << k <= self.rows]
+    def counts(self) -> list[int]:
+        """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
+        powers = [1 << k for k in range(self.rows.bit_length())]
+        return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= self.rows)
 
+    def applies(self, policy: str | None) -> bool:
+        """Whether the model has what the policy of checkpoints looks for."""
+        if policy is None:
+            return True
+        try:
+            return bool(choose(self.model, policy))
+        except ValueError:
+            return False
+
+    # -- predictions -------------------------------------------------------------------------------------------------
     def predicted(self, settings: Settings) -> Prediction:
-        """By sums of what is known of its parts."""
-        part, step = self._part(settings), self._step(settings)
-        states = 0 if settings.offload_states else step.states
-        seconds = settings.micro * part.seconds + step.seconds + self._moved(settings, step.states)
-        return Prediction(settings, max(part.peak + states, self._stepping(settings)), seconds)
+        """By sums of tables."""
+        if isinstance(settings.checkpoint, tuple):
+            return self._predicted_by_block(settings, settings.checkpoint)
+        table = self._table(settings, settings.checkpoint or KEEP)
+        held = table.peak
+        if settings.offload_activations and self.blocks:
+            held = max((*table.inside, *table.outside))
+        return self._prediction(settings, held, table.seconds, float(table.kept.sum()))
+
+    def by_block(self, settings: Settings, limit: int) -> Prediction | None:
+        """Of settings with the options of each block that hold at most ``limit`` and take the least time; None where
+        none do.
+        """
+        if self._stepping(settings) > limit:
+            return None
+        beside = 0 if settings.offload_states else self._step(settings).states
+        names = best(*self._choices(settings), limit - beside)
+        return None if names is None else self._predicted_by_block(settings, tuple(names))
+
+    def _predicted_by_block(self, settings: Settings, names: tuple[str, ...]) -> Prediction:
+        options, outside = self._choices(settings)
+        chosen = [next(o for o in row if o.name == name) for row, name in zip(options, names, strict=True)]
+        seconds = self._table(settings, KEEP).seconds + sum(option.seconds for option in chosen)
+        kept = sum(option.kept for option in chosen)
+        return self._prediction(replace(settings, checkpoint=names), peak_of(chosen, outside), seconds, kept)
+
+    def _choices(self, settings: Settings) -> tuple[list[list[Option]], list[int]]:
+        return choices_of({name: self._table(settings, name) for name in self.options})
+
+    def least_seconds(self, settings: Settings) -> float:
+        """What a step takes at least, with these settings and any checkpoints."""
+        table = self._table(settings, KEEP)
+        return settings.micro * table.seconds + self._step(settings).seconds + self._states_moved(settings)
 
     def whole(self, settings: Settings) -> Prediction:
-        """By an estimate of the step itself; of states that lie elsewhere by sums."""
-        found = self.predicted(settings)
-        if settings.offload_states:
-            part = self._estimated(settings, settings.micro, None)
-            peak = max(part.peak_bytes, self._stepping(settings))
-            return found._replace(peak_bytes=peak, moment=str(part.moment), whole=True)
-        usage = self._estimated(settings, settings.micro, settings)
-        return found._replace(peak_bytes=usage.peak_bytes, moment=str(usage.moment), whole=True)
+        """By an estimate of the step itself; the time of what lies elsewhere by sums."""
+        usage = self._estimated(settings, settings.micro, None if settings.offload_states else settings)
+        parts, step = parts_of(usage), self._step(settings)
+        passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
+        seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
+        if settings.offload_activations:
+            kept = self._table(settings, settings.checkpoint or KEEP).kept.sum()
+            seconds += settings.micro * self._moved(float(kept))
+        peak = max(usage.peak_bytes, self._stepping(settings)) if settings.offload_states else usage.peak_bytes
+        return Prediction(settings, peak, seconds + self._states_moved(settings), str(usage.moment), whole=True)
 
+    @cached_property
+    def options(self) -> list[str]:
+        """What may be done with each block."""
+        return options_of(self.model, self.blocks)
+
+    def _prediction(self, settings: Settings, held: float, seconds: float, kept: float) -> Prediction:
+        """From what one part holds and takes, and what it keeps for backward."""
+        step = self._step(settings)
+        beside = 0 if settings.offload_states else step.states
+        moved = self._moved(kept) if settings.offload_activations else 0.0
+        return Prediction(
+            settings,
+            int(max(held + beside, self._stepping(settings))),
+            settings.micro * (seconds + moved) + step.seconds + self._states_moved(settings),
+        )
+
+    # -- offload -----------------------------------------------------------------------------------------------------
     def _stepping(self, settings: Settings) -> int:
         """The most that is held while the optimizer steps; states that lie elsewhere come a few at a time."""
         step = self._step(settings)
@@ -92,39 +176,39 @@ class Predictor:
         there = min(1.0, 2 * TOGETHER / max(self._weights, 1))
         return step.peak - step.states + int(there * step.states)
 
-    def _moved(self, settings: Settings, states: int) -> float:
-        if not settings.offload_states:
-            return 0.0
+    def _states_moved(self, settings: Settings) -> float:
+        return self._moved(self._step(settings).states) if settings.offload_states else 0.0
+
+    def _moved(self, size: float) -> float:
+        """Seconds for bytes to go and come back."""
         device = next(self.model.parameters()).device
         at = bandwidth("cpu" if device.type == "cuda" else tempfile.gettempdir())
-        return states * (1 / at.read + 1 / at.write)
+        return size * (1 / at.read + 1 / at.write)
 
-    def _part(self, settings: Settings) -> _Part:
-        """Of one part of so many; three are estimated, others are on the line of the last two."""
-        key = replace(settings, bits=32, offload_states=False, micro=1)
-        if key not in self._parts:
-            counts = [count for count in (1, 2, 4) if count <= self.rows]
-            self._parts[key] = [(count, -(-self.rows // count), self._measured(key, count)) for count in counts]
-        known = self._parts[key]
-        for count, _, part in known:
-            if count == settings.micro:
-                return part
-        (_, more, large), (_, less, small) = known[-2:]
-        rows = -(-self.rows // settings.micro)
-        slope = (rows - less) / max(more - less, 1)
-        return _Part(
-            int(small.peak + slope * (large.peak - small.peak)),
-            max(small.seconds + slope * (large.seconds - small.seconds), 0.0),
-        )
+    # -- estimates ---------------------------------------------------------------------------------------------------
+    def _table(self, settings: Settings, policy: str) -> BlockTable:
+        """Of one part, with one policy for all blocks."""
+        arithmetic = Settings(mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress)
+        key = arithmetic, policy
+        if key not in self._lines:
+            checkpoint: Any = None if policy == KEEP else policy
+            if policy in OPTIONS and policy != KEEP:
+                checkpoint = (policy,) * len(self.blocks)
+            self._lines[key] = self._line(replace(arithmetic, checkpoint=checkpoint))
+        return self._lines[key].at(settings.micro)
 
-    def _measured(self, settings: Settings, count: int) -> _Part:
-        usage = self._estimated(settings, count, None)
-        return _Part(usage.peak_bytes, usage.seconds / min(count, 2))
+    def _line(self, settings: Settings) -> _Line:
+        whole = block_table(self._estimated(settings, 1, None), self.blocks)
+        if self.rows == 1:
+            return _Line(1, whole)
+        halves = self._estimated(settings, 2, None)
+        first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
+        return _Line(self.rows, whole, first, second)
 
     def _step(self, settings: Settings) -> _Step:
         key = Settings(mixed=settings.mixed, bits=settings.bits)
         if key not in self._steps:
-            usage = self._estimated(key, self.rows, key)
+            usage = self._estimated(key, 1, key, _gradients_alone)
             kinds: dict[str, int] = {}
             for holding in usage.held_at(0):
                 kinds[holding.kind] = kinds.get(holding.kind, 0) + holding.bytes
@@ -132,12 +216,27 @@ class Predictor:
             self._steps[key] = _Step(states, usage.by_phase.get("step", 0), usage.seconds_by_phase.get("step", 0.0))
         return self._steps[key]
 
-    def _estimated(self, settings: Settings, count: int, optimizer: Settings | None) -> Estimate:
+    def _estimated(
+        self, settings: Settings, count: int, optimizer: Settings | None, passes: Any = accumulate
+    ) -> Estimate:
         """Of a step in ``count`` parts, of which two show what all take."""
         *_, (largest, _) = micro_batches(self.batch, count)
+        away = elsewhere(settings, tempfile.gettempdir())
+
+        def within(model: nn.Module, batch: Any, loss: Any) -> None:
+            with away:
+                passes(model, batch, loss)
+
         return estimate(
             self.model, largest, self.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
             prepare=lambda model: prepare_model_(model, settings), micro_batches=min(count, 2),
-            accumulate=accumulate,
+            accumulate=within,
         )  # fmt: skip
+
+
+def _gradients_alone(model: nn.Module, batch: Any, loss: Any) -> None:
+    """In place of forward and backward: what an optimizer's step takes does not depend on them."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)

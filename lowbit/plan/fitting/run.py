@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowbit.memory import micro_batches, usual_loss
+from lowbit.memory.planned import bytes_of
+from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import call
+from lowbit.notice import warn
+from lowbit.plan.fitting.adapt import (
+    Before,
+    Marks,
+    Predicted,
+    change_,
+    difference,
+    fastest,
+    more_frugal,
+    permits,
+)
 from lowbit.plan.settings import Settings, arrange_, elsewhere
+from lowbit.processes import processes
 
 __all__ = ["Run", "accumulate"]
 
@@ -24,7 +39,11 @@ def accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor])
 
 
 class Run:
-    """``model`` and ``optimizer`` of a plan, and ``step``, which takes one step on a batch."""
+    """``model`` and ``optimizer`` of a plan, and ``step``, which takes one step on a batch. ``settings``: those of the
+    next step, which adapt.
+
+    ``predictions``: what else the plan could have chosen, for ``refit``. ``plain``: the bytes of plain training.
+    """
 
     def __init__(
         self,
@@ -33,21 +52,129 @@ class Run:
         loss: Callable[[Any, Any], Tensor] | None,
         directory: str | Path | None,
         options: dict[str, Any],
+        predictions: Sequence[Predicted] = (),
+        plain: int = 0,
     ) -> None:
         self.model, self.settings = model, settings
         self._loss = loss or usual_loss
-        self._directory = str(directory or tempfile.gettempdir())
-        self.optimizer = arrange_(model, settings, self._directory, **options)
+        self._predictions, self._plain = predictions, plain
+        on_gpu = any(param.is_cuda for param in model.parameters())
+        self._where = str(directory or ("cpu" if on_gpu else tempfile.gettempdir()))
+        self.optimizer = arrange_(model, settings, self._where, **options)
+        self._at = ""
 
     def step(self, batch: Any) -> float:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
 
-        Parts are weighed by their rows. Raises as ``lb.memory.micro_batches`` for a batch that cannot be split.
+        Parts are weighed by their rows. Where memory runs out, all that the attempt has moved is put back, ``settings``
+        take less memory by a row of ``FRUGAL``, a warning says which, and the step is taken again. A step
+        that fails otherwise before the optimizer's is put back too.
+        Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
+        where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
+        ``lb.memory.micro_batches`` for a batch that cannot be split.
         """
-        total = 0.0
-        with elsewhere(self.settings, self._directory):
-            for part, weight in micro_batches(batch, self.settings.micro):
-                total += accumulate(self.model, part, lambda *given, weight=weight: self._loss(*given) * weight).item()
-        self.optimizer.step()
+        before, first = Before(self.model), self.settings
+        total = self._gradients(batch, before, first)
+        self._advance(before)
         self.optimizer.zero_grad()
         return total
+
+    def refit(self, budget: str | int) -> Predicted:
+        """Go on within another budget, smaller or larger; returns what is predicted of a step from now on.
+
+        Of the plan's predictions with the arithmetic of this run (precision, recipe, bits of the optimizer) the fastest
+        that fits is taken. Checkpoints, parts, and the place of states and activations may change; a change of parts
+        changes losses by the order of sums, the others change no bit. ``budget``: as ``lb.fit`` takes it.
+        Raises ValueError where nothing fits, with the least that would; then the run goes on as it was.
+        """
+        if isinstance(budget, str) and budget.endswith("%") and not self._plain:
+            raise ValueError(f"run.refit: a share of plain training needs a run of a plan, got {budget!r}; give bytes")
+        found = fastest(self._predictions, self.settings, bytes_of(budget, self._plain, "run.refit"))
+        self._change(found.settings)
+        return found
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+    def _gradients(self, batch: Any, before: Before, first: Settings) -> float:
+        """Forward and backward, with settings that take less until memory suffices. Returns the loss."""
+        while True:
+            try:
+                return self._attempt(batch)
+            except BaseException as error:
+                if not ran_out(error) or processes() > 1:  # other processes would wait for the parts that they know
+                    before.put_back()
+                    self._change(first)
+                    raise
+                said = _first_line(error)
+            # The error is gone by now, and the activations that its frames held with it.
+            before.put_back()
+            reclaim()
+            after = more_frugal(self.settings, self.model, batch, self._predictions)
+            if after is None:
+                tried = difference(first, self.settings)
+                self._change(first)
+                raise RuntimeError(
+                    f"run.step: memory ran out in the {self._at} ({said}), and nothing that takes less is left"
+                    f"{f' after {tried}' if tried else ''}. Model, optimizer and random states are as before the step; "
+                    f"give a batch of fewer or shorter rows, plan with fewer bits (keep=('bf16', 'adamw8bit')) or with "
+                    f"'disk' allowed, or end other processes that hold memory"
+                )
+            told = difference(self.settings, after)
+            self._change(after)
+            warn(f"run.step: memory ran out in the {self._at} ({said}); this step is taken again, and later ones too, "
+                 f"with {told}")  # fmt: skip
+
+    def _attempt(self, batch: Any) -> float:
+        total = 0.0
+        with elsewhere(self.settings, self._where):
+            for number, (part, weight) in enumerate(micro_batches(batch, self.settings.micro), 1):
+                of = f"of part {number} of {self.settings.micro}"
+                self._at = f"forward {of}"
+
+                def loss(output: Any, part: Any, weight: float = weight, of: str = of) -> Tensor:
+                    value = self._loss(output, part) * weight
+                    self._at = f"backward {of}"
+                    return value
+
+                total += accumulate(self.model, part, loss).item()
+        return total
+
+    def _advance(self, before: Before) -> None:
+        """The optimizer's step, once more with its states elsewhere where memory runs out before anything moved."""
+        while True:
+            marks = Marks(self.optimizer)
+            try:
+                self.optimizer.step()
+                return
+            except BaseException as error:
+                if not ran_out(error):
+                    raise
+                said = _first_line(error)
+            moved = marks.moved()
+            if moved:
+                self.optimizer.zero_grad()
+                raise RuntimeError(
+                    f"run.step: memory ran out in the optimizer's step ({said}) after {moved} parameters and states "
+                    f"had moved, so the model is between two steps; load the last checkpoint of model and optimizer, "
+                    f"and go on with less memory: run.refit(budget), or a plan with 'disk'"
+                )
+            marks.put_back()
+            reclaim()
+            if self.settings.offload_states or not permits(self._predictions, "offload_states", True):
+                before.put_back()
+                raise RuntimeError(
+                    f"run.step: memory ran out in the optimizer's step ({said}) before anything moved, and its states "
+                    f"{'lie elsewhere already' if self.settings.offload_states else 'may not lie elsewhere'}. Model, "
+                    f"optimizer and random states are as before the step; plan with 'adamw8bit' or with 'disk' "
+                    f"allowed, or end other processes that hold memory"
+                )
+            self._change(replace(self.settings, offload_states=True))
+            warn(f"run.step: memory ran out in the optimizer's step ({said}) before anything moved; its states lie in "
+                 f"{self._where} from now on, and the step goes on")  # fmt: skip
+
+    def _change(self, settings: Settings) -> None:
+        change_(self.model, self.optimizer, self.settings, settings, self._where)
+        self.settings = settings
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

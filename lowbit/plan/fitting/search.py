@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
-from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.planned import bytes_of
-from lowbit.plan.fitting.choices import allowed, combinations, words
+from lowbit.memory.timing import timings
+from lowbit.plan.fitting.choices import (
+    PLANNED,
+    QUALITY,
+    Choice,
+    allowed,
+    combinations,
+    plainer_by_dimension,
+    words,
+)
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.serving import GenerationPlan, serve
@@ -20,6 +28,42 @@ from lowbit.progress import Progress
 from lowbit.sizes import amount
 
 __all__ = ["fit"]
+
+#: Each choice that is not plain has to save this part of the time.
+_WORTH = 0.005
+#: How many predictions an estimate of the whole step may refute before the next arithmetic is taken, and how often
+#: options of blocks are chosen again within less.
+_TRIES = 6
+
+
+@overload
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    task: Literal["train"] = "train",
+    keep: Iterable[str] = (),
+    no: Iterable[str] = (),
+    quality: float | str = QUALITY,
+    progress: Progress = ...,
+) -> Plan: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    budget: str | int | None = None,
+    *,
+    task: Literal["generate"],
+    context: int,
+    rows: int = 1,
+    keep: Iterable[str] = (),
+    no: Iterable[str] = (),
+    progress: Progress = ...,
+) -> GenerationPlan: ...
 
 
 def fit(
@@ -33,62 +77,164 @@ def fit(
     rows: int = 1,
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
+    quality: float | str = QUALITY,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan | GenerationPlan:
-    """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``. Nothing is computed.
+    """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
     peak of plain training, ``"50%"``. ``batch`` and ``loss``: as ``lb.memory.estimate`` takes them; the batch may be
     taken in parts, whose gradients add up to those of the whole. ``keep``: names that the plan has to have, of its
-    precision (``fp32``, ``bf16``, ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy and so on, see
-    ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``. ``fp8`` is taken where it is
-    kept alone, since its losses differ from bf16's.
+    precision (``fp32``, ``bf16``, a recipe such as ``fp8``), optimizer (``adamw``, ``adamw8bit``), checkpoint policy
+    and so on, see ``lowbit.plan.fitting.CHOICES``; ``no``: names that it must not have, such as ``disk``.
+    ``quality``: by how many percent a choice may raise the loss, as recorded of the demo's GPT; ``"any"`` lifts that.
 
-    ``task="generate"`` plans generation within ``context`` tokens of ``rows`` sequences at a time instead: see
-    ``lowbit.plan.serving.serve``. ``batch`` is optional there, ``context`` is not.
+    ``plan.apply_(model)`` does it; here ``model`` stays as it is, and on meta it may be too. Sizes are those of
+    torch's allocator, by estimates. Times are sums of what the ops of a step take on this machine: the first plan for
+    a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
 
-    ``plan.apply_(model)`` does it. Sizes are those of torch's allocator. Times follow from arithmetic and traffic at
-    the rates of this machine, and serve for comparison.
-    Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
+    ``task="generate"`` plans generation instead, of ``rows`` sequences at a time within ``context`` tokens, prompts
+    included: recipes of the weights by layer, the cache of keys and values, and how a prompt is taken. Of all that
+    holds at most ``budget`` it loses least. There ``batch`` is token ids [B, T] by which losses are estimated, or None,
+    and ``keep`` and ``no`` are names of ``CHOICES`` of ``lowbit.plan.serving``, whose ``serve`` has the rules.
+
+    Raises ValueError where nothing fits, with the least that would, for unknown names, and for arguments of the other
+    task; and as ``estimate``.
     """
     if task == "generate":
+        if loss is not None or quality != QUALITY:
+            raise ValueError("fit: loss and quality are for task='train'; leave them out with task='generate'")
         return serve(model, batch, budget, context, rows, keep, no, progress)
-    if task != "train" or batch is None or budget is None or context is not None or rows != 1:
+    if task != "train":
+        raise ValueError(f"fit: task is 'train' or 'generate', got {task!r}")
+    if batch is None or budget is None:
+        missing = " and ".join(name for name, value in (("batch", batch), ("budget", budget)) if value is None)
         raise ValueError(
-            f"fit: task is 'train', with batch and budget and without context and rows, or 'generate', with budget and "
-            f"context; got task={task!r}, context={context}, rows={rows}, {'no' if batch is None else 'a'} batch and "
-            f"budget={budget!r}"
+            f"fit: task='train' needs a batch and a budget, got no {missing}; call lb.fit(model, batch, '6GiB'), or "
+            f"with task='generate' for a model that is not trained"
+        )
+    if context is not None or rows != 1:
+        raise ValueError(
+            f"fit: context and rows are for task='generate', got context={context} and rows={rows} with task='train', "
+            f"whose batch says as much; leave them out"
         )
     check_model(model)
+    choices = allowed(keep, no, quality)
     predictor = Predictor(model, batch, loss)
-    choices = allowed(keep, no)
+    progress("plain training", 0, 1)
     plain = predictor.whole(Settings())
-    limit = bytes_of(budget, plain.peak_bytes, "fit")
-    possible = [settings for settings in combinations(choices) if _applies(model, settings)]
-    found: list[Prediction] = []
-    for index, settings in enumerate(possible):
-        progress("estimating", index, len(possible))
-        found += [predictor.predicted(replace(settings, micro=count)) for count in predictor.parts()]
-    progress("estimating", len(possible), len(possible))
-    found.sort(key=lambda p: (p.seconds, p.peak_bytes))
-    for index, one in enumerate(found):
-        if one.peak_bytes > limit:
-            continue
-        found[index] = whole = predictor.whole(one.settings)
-        if whole.peak_bytes <= limit:
-            return Plan(whole, limit, plain, found, loss)
-    least = min(found, key=lambda p: p.peak_bytes)
-    raise ValueError(
-        f"fit: no choice fits a step into {amount(limit)}; the least is {amount(least.peak_bytes)}, with "
-        f"{words(least.settings)}. Ask for as much, or give a batch of fewer or shorter rows"
-    )
-
-
-def _applies(model: nn.Module, settings: Settings) -> bool:
-    """Whether the model has what the policy looks for."""
-    if settings.checkpoint is None:
-        return True
+    search = _Search(predictor, choices, bytes_of(budget, plain.peak_bytes, "fit"), progress)
     try:
-        return bool(choose(model, settings.checkpoint))
-    except ValueError:
-        return False
+        chosen = search.fastest()
+    finally:
+        timings(next(model.parameters()).device).save()
+    if chosen is None:
+        raise ValueError(search.refusal())
+    beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
+    return Plan(chosen, search.limit, plain, list(search.predictions.values()), loss, beside)
+
+
+class _Search:
+    """Arithmetics are taken by the least time that they need, as long as that is less than what has been found."""
+
+    def __init__(
+        self, predictor: Predictor, choices: Mapping[str, tuple[Choice, ...]], limit: int, progress: Progress
+    ) -> None:
+        self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
+        self._progress = progress
+        rows = dict(choices)
+        checkpoints = rows.pop("checkpoint")
+        self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
+        self._policies = [
+            policy
+            for policy in (choice.changes.get("checkpoint") for choice in checkpoints if choice.name != PLANNED)
+            if predictor.applies(policy)
+        ]
+        self._arithmetics = combinations([rows.pop("precision")])
+        self._others = combinations(rows.values())
+
+    def fastest(self) -> Prediction | None:
+        """The fastest that fits; None where nothing does."""
+        found: Prediction | None = None
+        bounds = []
+        for number, arithmetic in enumerate(self._arithmetics):
+            self._progress(words(arithmetic), number, 2 * len(self._arithmetics))
+            bounds.append(min(map(self.predictor.least_seconds, self._all(arithmetic))))
+        order = sorted(range(len(bounds)), key=bounds.__getitem__)
+        for number, index in enumerate(order):
+            if found is not None and found.seconds <= bounds[index]:
+                break
+            self._progress(words(self._arithmetics[index]), len(order) + number, 2 * len(order))
+            other = self._fastest_of(self._arithmetics[index])
+            if other is not None and (found is None or _rank(other) < _rank(found)):
+                found = other
+        self._progress("done", 1, 1)
+        return found
+
+    def _all(self, arithmetic: Settings) -> list[Settings]:
+        """All settings of an arithmetic without checkpoints."""
+        names = ("mixed", "recipe", "compress")
+        fixed = {name: getattr(arithmetic, name) for name in names}
+        return [replace(other, micro=count, **fixed) for other in self._others for count in self.predictor.counts()]
+
+    def _fastest_of(self, arithmetic: Settings) -> Prediction | None:
+        settings = self._all(arithmetic)
+        uniform = [
+            self.predictor.predicted(replace(one, checkpoint=policy)) for one in settings for policy in self._policies
+        ]
+        self.predictions.update((one.settings, one) for one in uniform)
+        candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=_rank)
+        if self._by_block:
+            candidates = sorted([*candidates, *self._planned(settings, candidates)], key=_rank)
+        for candidate in candidates[:_TRIES]:
+            whole = self._within(candidate)
+            if whole is not None:
+                return whole
+        return None
+
+    def _planned(self, settings: list[Settings], others: list[Prediction]) -> list[Prediction]:
+        """Options by block, where they may be faster than all ``others``."""
+        least = min((one.seconds for one in others), default=None)
+        found = []
+        for one in sorted(settings, key=self.predictor.least_seconds):
+            if one.offload_activations:
+                continue
+            if least is not None and self.predictor.least_seconds(one) >= least:
+                break
+            planned = self.predictor.by_block(one, self.limit)
+            if planned is not None:
+                found.append(planned)
+                least = planned.seconds if least is None else min(least, planned.seconds)
+        return found
+
+    def _within(self, candidate: Prediction) -> Prediction | None:
+        """The estimate of the whole step; where that is above the budget, with less asked of the blocks."""
+        target = self.limit
+        for _ in range(_TRIES):
+            whole = self.predictor.whole(candidate.settings)
+            self.predictions[whole.settings] = whole
+            if whole.peak_bytes <= self.limit:
+                return whole
+            if not isinstance(candidate.settings.checkpoint, tuple):
+                return None
+            target -= whole.peak_bytes - self.limit
+            again = self.predictor.by_block(replace(candidate.settings, checkpoint=None), target)
+            if again is None:
+                return None
+            candidate = again
+        return None
+
+    def refusal(self) -> str:
+        """Why nothing fits, and what would."""
+        least = self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
+        return (
+            f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
+            f"{words(least.settings)}. Ask for as much, give shorter rows or a smaller model, or shard the model over "
+            f"several processes (FSDP2)"
+        )
+
+
+def _rank(one: Prediction) -> tuple[float, int]:
+    """Time, with what each choice has to be worth."""
+    choices = len(plainer_by_dimension(one.settings))
+    return one.seconds * (1 + _WORTH * choices), one.peak_bytes

@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 
 from lowbit.memory import micro_batches
-from lowbit.plan.ladder.limits import LIMITS, ran_out
+from lowbit.memory.shortage import ran_out
+from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
 from lowbit.plan.settings import Settings, arrange_, elsewhere
 

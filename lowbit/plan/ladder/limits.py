@@ -13,10 +13,7 @@ import torch
 
 from lowbit.memory.rss import peak_bytes, reset_peak
 
-__all__ = ["LIMITS", "Limit", "ran_out"]
-
-#: What errors say that tell of no memory, where their type does not.
-_TEXTS = ("can't allocate memory", "bad_alloc", "out of memory", "not enough memory")
+__all__ = ["LIMITS", "Limit"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +21,9 @@ class Limit:
     """How memory of a device is limited and counted, in bytes of this process.
 
     ``within(budget)`` is a context in which the process may take ``budget`` more than it has; beyond it allocations
-    fail with an error that ``ran_out`` knows. ``held`` is what there is now, ``reset`` starts ``peak`` again.
-    ``unit`` says what is counted, ``elsewhere`` where offload moves tensors to, given a directory.
+    fail with an error that ``ran_out`` (lowbit/memory/shortage.py) knows. ``held`` is what there is now, ``reset``
+    starts ``peak`` again. ``unit`` says what is counted, ``elsewhere`` where offload moves tensors to, given a
+    directory.
     """
 
     within: Callable[[int], AbstractContextManager[None]]
@@ -34,13 +32,6 @@ class Limit:
     peak: Callable[[], int]
     unit: str
     elsewhere: Callable[[str], str]
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether an error says that there was no memory; any other is a mistake, not an event."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------

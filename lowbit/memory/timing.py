@@ -1,0 +1,219 @@
+"""What an op takes of time on this machine: the op itself is run on made-up tensors of its shapes, once, and the time
+is kept in a file.
+
+A step of training is many calls of few ops, since its blocks repeat. So the sum over a step costs far less than the
+step, and holds no more than the tensors of one op at a time. Between runs a large buffer is read, as in a step other
+ops come between two calls: tensors and instructions are not in the caches.
+
+Source: the operator benchmarks of torch.distributed._tools.runtime_estimator, which time each call of a step anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lowbit._version import __version__
+from lowbit.files import read_json, write_json
+from lowbit.machine import cpu_name
+
+__all__ = ["Call", "Timings", "call_of", "timings"]
+
+#: Ops of these namespaces are run; those of others may do more than compute.
+_RUN = frozenset({"aten", "lowbit", "prims"})
+#: The most bytes of tensors that are made up for a call.
+_MOST = 1 << 29
+#: What is read between runs.
+_FLUSH = 48 << 20
+#: A call is run this often; one that takes less than ``_SHORT`` seconds more often. The median counts.
+_RUNS, _MORE, _SHORT = 3, 7, 1e-3
+
+
+@dataclass(frozen=True)
+class _Like:
+    """What a tensor of a call is like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def numbers(self) -> int:
+        """How many the storage has."""
+        if not all(self.shape):
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    def made(self, device: torch.device) -> Tensor:
+        """A tensor that is like it: normal numbers, or zeros where these may be codes or indices."""
+        size = max(self.numbers(), 1)
+        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            flat = torch.randn(size, device=device).to(self.dtype)
+        else:
+            flat = torch.zeros(size, dtype=torch.uint8, device=device)
+            flat = flat.view(self.dtype) if self.dtype.itemsize == 1 else flat.to(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class Call(NamedTuple):
+    """A call of ``op``, with what its tensors are like in their place."""
+
+    op: Any
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+
+    @property
+    def bytes(self) -> int:
+        """Of its tensors, without results."""
+        return sum(leaf.numbers() * leaf.dtype.itemsize for leaf in self.leaves if isinstance(leaf, _Like))
+
+
+def call_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The call of an op of the dispatcher, of tensors that may be fake; None for one that is not run: a view, or an op
+    of somebody else.
+    """
+    if getattr(op, "is_view", False) or op.namespace not in _RUN:
+        return None
+    leaves, tree = tree_flatten((args, kwargs))
+    return Call(op, tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+
+
+def _like(tensor: Tensor) -> _Like:
+    return _Like(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class Timings:
+    """Seconds of calls on ``device``, kept in ``path``."""
+
+    def __init__(self, device: torch.device, path: Path) -> None:
+        self.device, self.path = device, path
+        self._known: dict[Call, float | None] = {}
+        self._kept = _read(path)
+        self._new: dict[str, float] = {}
+        self._flush: Tensor | None = None
+
+    def seconds(self, call: Call) -> float | None:
+        """What the call takes; None where it cannot be run on tensors that are made up."""
+        if call not in self._known:
+            key = _key(call)
+            if key not in self._kept:
+                found = self._measured(call)
+                if found is None:
+                    self._known[call] = None
+                    return None
+                self._kept[key] = self._new[key] = found
+            self._known[call] = self._kept[key]
+        return self._known[call]
+
+    def save(self) -> None:
+        """Add what is new to the file. A directory that cannot be written to keeps nothing."""
+        if not self._new:
+            return
+        try:
+            write_json(self.path, _read(self.path) | self._new)
+        except OSError:
+            return
+        self._new.clear()
+
+    def _measured(self, call: Call) -> float | None:
+        part, share = _within(call, _MOST)
+        if part.bytes > _MOST:
+            return None
+        try:
+            with torch.no_grad(), torch.random.fork_rng(self._devices()):
+                leaves = [leaf.made(self.device) if isinstance(leaf, _Like) else leaf for leaf in part.leaves]
+                args, kwargs = tree_unflatten(leaves, part.tree)
+                seconds = self._run(part.op, args, kwargs, _RUNS)
+                if seconds < _SHORT:
+                    seconds = self._run(part.op, args, kwargs, _MORE)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            return None  # a rule for fake tensors may promise what the op itself refuses
+        return seconds * share
+
+    def _run(self, op: Any, args: Any, kwargs: Any, runs: int) -> float:
+        found = []
+        for _ in range(runs):
+            self._empty_caches()
+            begin = time.perf_counter()
+            op(*args, **kwargs)
+            self._wait()
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found)
+
+    def _empty_caches(self) -> None:
+        if self._flush is None:
+            self._flush = torch.zeros(_FLUSH // 4, device=self.device)
+        self._flush.sum()
+        self._wait()
+
+    def _devices(self) -> list[torch.device]:
+        return [self.device] if self.device.type == "cuda" else []
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _within(call: Call, most: int) -> tuple[Call, float]:
+    """A call of the first tensors of its lists, such as those of an optimizer's step, with at most so many bytes, and
+    how many times as long the whole one takes.
+    """
+    if call.bytes <= most:
+        return call, 1.0
+    args, kwargs = tree_unflatten(list(call.leaves), call.tree)
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a and isinstance(a[0], _Like)]
+    count = min((len(a) for a in lists), default=1)
+    while count > 1:
+        count //= 2
+        leaves, tree = tree_flatten(_cut((args, kwargs), count))
+        part = Call(call.op, tuple(leaves), tree)
+        if part.bytes <= most:
+            return part, call.bytes / max(part.bytes, 1)
+    return call, 1.0
+
+
+def _cut(value: Any, count: int) -> Any:
+    if isinstance(value, _Like):
+        return value
+    if isinstance(value, dict):
+        return {name: _cut(item, count) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        of_tensors = isinstance(value, list) and value and isinstance(value[0], _Like)
+        return type(value)(value[:count] if of_tensors else (_cut(item, count) for item in value))
+    return value
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+@cache
+def timings(device: torch.device) -> Timings:
+    """The timings of this process: of a device, a number of threads, a torch and a lowbit."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    cores = f"{os.cpu_count()} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
+    machine = f"{kind} {cores} {torch.__version__} {__version__}"
+    name = hashlib.blake2b(machine.encode(), digest_size=8).hexdigest()
+    return Timings(device, _directory() / f"timings-{name}.json")
+
+
+def _directory() -> Path:
+    return Path(os.environ.get("LOWBIT_CACHE") or Path.home() / ".cache" / "lowbit")
+
+
+def _key(call: Call) -> str:
+    text = f"{call.op} {call.leaves} {call.tree}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        return {name: float(seconds) for name, seconds in read_json(path).items()}
+    except (OSError, ValueError, TypeError):
+        return {}

@@ -1,0 +1,76 @@
+"""The frontier of a plan, drawn: what a step holds, and the time that it takes beside plain training's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowbit.files import write_atomically
+from lowbit.plan.fitting.choices import words
+from lowbit.sizes import amount
+
+if TYPE_CHECKING:
+    from lowbit.plan.fitting.plan import Plan
+
+__all__ = ["plot"]
+
+_LINE, _CHOSEN, _INK, _PALE = "#2f6fde", "#2b8a3e", "#1f2933", "#9aa5b1"
+
+#: Settings are named beside points that are so far apart, as shares of the widths of both axes.
+_APART = (0.4, 0.05)
+
+
+class _Point(NamedTuple):
+    """``peak`` in the unit of the axis, ``time`` beside plain training's, and settings in words."""
+
+    peak: float
+    time: float
+    text: str
+
+
+def plot(plan: Plan, path: Path) -> Path:
+    """Write the plot of ``plan`` as PNG. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("Plan.plot needs matplotlib: pip install matplotlib") from None
+    largest = max(plan.plain.peak_bytes, plan.budget, *(one.peak_bytes for one in plan.frontier))
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    chosen, plain, *points = (
+        _Point(one.peak_bytes / unit, one.seconds / plan.plain.seconds, words(one.settings))
+        for one in (plan.chosen, plan.plain, *plan.frontier)
+    )
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    axes.step([point.peak for point in points], [point.time for point in points], "o-", where="post", color=_LINE, lw=1)
+    axes.plot(plain.peak, plain.time, "s", color=_PALE)
+    axes.plot(chosen.peak, chosen.time, "o", ms=11, mfc="none", mec=_CHOSEN, mew=2)
+    axes.axvline(plan.budget / unit, color=_INK, ls="--", lw=1)
+    for point in _apart([chosen, plain, points[0], *points[::-1]]):
+        _label(axes, point, bold=point is chosen)
+    axes.set(xlabel=f"peak of a step, {name} (dashed: the budget)", ylabel="time beside plain training's, predicted")
+    axes.set_title(f"{words(plan.settings)}: {amount(plan.peak_bytes)} of {amount(plan.budget)}", loc="left", size=10)
+    axes.margins(x=0.22, y=0.12)
+    axes.set_xlim(left=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+    return path
+
+
+def _apart(points: list[_Point]) -> list[_Point]:
+    """Of these points, first ones first, those whose names do not meet."""
+    peaks, times = [point.peak for point in points], [point.time for point in points]
+    wide, high = _APART[0] * (max(peaks) - min(peaks)), _APART[1] * (max(times) - min(times))
+    found: list[_Point] = []
+    for point in points:
+        if all(abs(point.peak - one.peak) > wide or abs(point.time - one.time) > high for one in found):
+            found.append(point)
+    return found
+
+
+def _label(axes: Any, point: _Point, bold: bool) -> None:
+    axes.annotate(
+        point.text, (point.peak, point.time), xytext=(6, 6), textcoords="offset points", size=7.5, color=_INK,
+        weight="bold" if bold else "normal", bbox={"fc": "white", "ec": "none", "pad": 0.5},
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""What ops take of time: they are run once, on tensors of their shapes, and the time is kept for the next process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit.memory import estimate, timing
+from lowbit.memory.timing import Timings, call_of
+
+CPU = torch.device("cpu")
+MM = torch.ops.aten.mm.default
+
+
+def product(side):
+    return call_of(MM, (torch.empty(side, side, device="meta"),) * 2, {})
+
+
+@pytest.fixture
+def timed(tmp_path):
+    return Timings(CPU, tmp_path / "timings.json")
+
+
+def test_more_work_takes_more_time(timed):
+    assert 0 < 20 * timed.seconds(product(16)) < timed.seconds(product(1024))
+
+
+def test_a_call_is_measured_once_for_all_processes(timed, monkeypatch):
+    seconds = timed.seconds(product(64))
+    monkeypatch.setattr(Timings, "_measured", lambda *_: pytest.fail("measured again"))
+    assert timed.seconds(product(64)) == seconds
+    timed.save()
+    assert Timings(CPU, timed.path).seconds(product(64)) == seconds
+
+
+def test_two_processes_keep_what_both_have_measured(timed):
+    other = Timings(CPU, timed.path)
+    first, second = timed.seconds(product(32)), other.seconds(product(64))
+    timed.save()
+    other.save()
+    found = Timings(CPU, timed.path)
+    assert found.seconds(product(32)) == first and found.seconds(product(64)) == second
+
+
+def test_a_file_that_is_damaged_or_cannot_be_written_is_no_error(timed, tmp_path):
+    timed.path.write_text("{]")
+    assert Timings(CPU, timed.path).seconds(product(16)) > 0
+    other = Timings(CPU, tmp_path / "timings.json" / "below a file")
+    assert other.seconds(product(16)) > 0
+    other.save()
+
+
+def test_shapes_strides_dtypes_and_scalars_are_calls_of_their_own():
+    a, add = torch.empty(8, 8), torch.ops.aten.add.Tensor
+    calls = [
+        call_of(add, given, kwargs)
+        for given, kwargs in [
+            ((a, a), {}), ((a, a.t()), {}), ((a, a[:1]), {}), ((a.bfloat16(), a), {}), ((a, a), {"alpha": 2}),
+        ]
+    ]  # fmt: skip
+    assert len(set(calls)) == len(calls) == len({timing._key(call) for call in calls})
+    assert call_of(add, (a, a.clone()), {}) == calls[0]
+
+
+def test_views_and_ops_of_others_are_not_run():
+    a = torch.empty(4, 4)
+    assert call_of(torch.ops.aten.t.default, (a,), {}) is None
+    with torch.library._scoped_library("timing_test", "FRAGMENT") as library:
+        library.define("send(Tensor a) -> Tensor")
+        assert call_of(torch.ops.timing_test.send.default, (a,), {}) is None
+
+
+def test_random_numbers_stay_what_they_were(timed):
+    before = torch.get_rng_state()
+    assert timed.seconds(call_of(torch.ops.aten.bernoulli_.float, (torch.empty(64, 64), 0.5), {})) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_an_op_refuses_has_no_time(timed):
+    wrong = call_of(MM, (torch.empty(3, 3), torch.empty(4, 4)), {})
+    assert timed.seconds(wrong) is None
+
+
+def test_of_long_lists_a_part_is_run(timed, monkeypatch):
+    tensors = [torch.empty(1 << 16) for _ in range(32)]
+    call = call_of(torch.ops.aten._foreach_add_.List, (tensors, tensors), {"alpha": 1})
+    whole = timed.seconds(call)
+    monkeypatch.setattr(timing, "_MOST", call.bytes // 8)
+    part, share = timing._within(call, timing._MOST)
+    assert part.bytes * share == call.bytes and part.bytes <= timing._MOST and share == 8
+    assert 0.2 < Timings(CPU, timed.path).seconds(call) / whole < 5
+    monkeypatch.setattr(timing, "_MOST", 1)
+    assert Timings(CPU, timed.path).seconds(product(64)) is None
+
+
+def test_the_time_of_a_step_is_that_of_its_ops():
+    layer = nn.Linear(256, 256)
+    found = estimate(nn.Sequential(layer, nn.Linear(256, 256)), torch.empty(64, 256))
+    assert found.seconds == sum(found.op_seconds) == pytest.approx(sum(found.seconds_by_phase.values()))
+    assert len(found.op_seconds) == len(found.ops)
+    products = {s for op, s in zip(found.ops, found.op_seconds, strict=True) if op.name == "aten.addmm.default"}
+    assert len(products) == 1 and products.pop() > 0  # one shape, one time
