@@ -53,6 +53,18 @@ def _options(model: Any, cache: Any, part: int | None) -> dict[str, Any]:
     return {_cache_name(model): cache, **({} if part is None else {"prefill_chunk_size": part})}
 
 
+def _generate(model: Any, tokens: Tensor, count: int, options: dict[str, Any]) -> Tensor:
+    made: Tensor = model.generate(tokens, max_new_tokens=count, **options)
+    return made
+
+
+def _copies(model: Any, options: dict[str, Any]) -> int:
+    """Sequences of a row: its beams, or those to return."""
+    config = options.get("generation_config") or model.generation_config
+    found = (options.get(name, getattr(config, name, None)) for name in ("num_beams", "num_return_sequences"))
+    return max(count or 1 for count in found)
+
+
 def _plain_only(model: Any) -> str | None:
     try:
         quantized_cache(model)
@@ -67,7 +79,7 @@ def _knows(model: nn.Module) -> bool:
 
 #: Causal language models of transformers.
 TRANSFORMERS = Decoder(
-    "a causal language model of transformers", _knows, _refuses, _cache, _forward, _logits, _options, _plain_only,
-    in_parts=True,
+    "a causal language model of transformers", _knows, _refuses, _cache, _forward, _logits, _options, _generate,
+    _copies, _plain_only, in_parts=True,
 )  # fmt: skip
 DECODERS.append(TRANSFORMERS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["DECODERS", "Decoder", "decoder_of"]
@@ -18,9 +19,10 @@ class Decoder:
     ``knows(model)``: whether it is of this kind. ``refuses(model, context)``: why one cannot generate so many tokens,
     or None. ``cache(model, rows, scheme)``: an empty cache for one generation, of codes in a scheme or, for None, as
     the model has it. ``forward(model, tokens, cache)``: what one step of generation calls, with the logits that it
-    needs. ``logits(model, tokens, cache)``: those of all positions [B, T, V]. ``options(cache, part)``: of the model's
-    ``generate``. ``plain_only(model)``: why its cache can only be plain, or None. ``in_parts``: whether ``generate``
-    takes a prompt in parts.
+    needs. ``logits(model, tokens, cache)``: those of all positions [B, T, V]. ``options(model, cache, part)``: what its
+    generation takes of a plan. ``generate(model, tokens, count, options)``: tokens [B, T] with at most ``count`` more.
+    ``copies(model, options)``: how many sequences there are of each row. ``plain_only(model)``: why its cache can only
+    be plain, or None. ``in_parts``: whether it takes a prompt in parts.
     """
 
     name: str
@@ -30,8 +32,26 @@ class Decoder:
     forward: Callable[[Any, Tensor, Any], Any]
     logits: Callable[[Any, Tensor, Any], Tensor]
     options: Callable[[Any, Any, int | None], dict[str, Any]]
+    generate: Callable[[Any, Tensor, int, dict[str, Any]], Tensor]
+    copies: Callable[[Any, dict[str, Any]], int] = lambda model, options: 1
     plain_only: Callable[[Any], str | None] = lambda model: None
     in_parts: bool = False
+
+
+@torch.no_grad()
+def _greedy(model: Any, tokens: Tensor, count: int, options: dict[str, Any]) -> Tensor:
+    """The likeliest token each time."""
+    cache = options.pop("cache")
+    if options:
+        raise ValueError(
+            f"generate: {type(model).__name__} takes the likeliest token each time, and no options; got "
+            f"{sorted(options)}. Call its forward yourself with run.cache()"
+        )
+    new = tokens
+    for _ in range(count):
+        new = model(new, cache)[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
 
 
 #: Kinds of models, most particular first. ``lowbit.integrations`` adds that of transformers once it is imported.
@@ -44,6 +64,7 @@ DECODERS: list[Decoder] = [
         forward=lambda model, tokens, cache: model(tokens, cache),
         logits=lambda model, tokens, cache: model(tokens, cache),
         options=lambda model, cache, part: {"cache": cache},
+        generate=_greedy,
     )
 ]
 
@@ -57,5 +78,5 @@ def decoder_of(model: nn.Module) -> Decoder:
         f"fit: task='generate' is for models that write token by token with a cache of keys and values, and "
         f"{type(model).__name__} has none; for a budget of weights call lb.quantize_(model, lb.sensitivity(model, "
         f"recipes, batches).choose(size=BYTES)). A model of your own needs kv_cache(rows, scheme) and "
-        f"forward(tokens, cache)"
+        f"forward(tokens, cache=None)"
     )

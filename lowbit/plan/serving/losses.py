@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.calibrate.losses import token_loss
 from lowbit.convert.maker import Ruled
 from lowbit.memory.inference import found_in
-from lowbit.models.batches import batches_in, mask_of, tokens_of
+from lowbit.models.batches import batches_in, feed, mask_of, tokens_of
 from lowbit.nn.kv_cache import QuantizedRows
 from lowbit.plan.bits import FLOAT
 from lowbit.plan.sensitivity import sensitivity
@@ -107,7 +107,7 @@ def _by_batches(model: nn.Module, decoder: Decoder, choices: Allowed, batch: Any
     if quantizing:
         found = sensitivity(model, quantizing, batches, skip=(), progress=progress)
         lost = {name: {one: score.loss for one, score in row.items()} for name, row in found.scores.items()}
-        lost |= _of_tables(work, decoder, quantizing, batches)
+        lost |= _of_tables(work, quantizing, batches)
         alike = found.groups
     rows = [row for row in weights_of(model, names, measured=False) if set(row.names) <= set(lost)]
     tokens = sum(int(_counted(one).sum()) for one in batches)
@@ -139,9 +139,7 @@ def _joined(rows: Sequence[Weights], alike: Sequence[Sequence[str]]) -> list[lis
     return list(found.values())
 
 
-def _of_tables(
-    model: nn.Module, decoder: Decoder, recipes: Sequence[str], batches: Sequence[Any]
-) -> dict[str, dict[str, float]]:
+def _of_tables(model: nn.Module, recipes: Sequence[str], batches: Sequence[Any]) -> dict[str, dict[str, float]]:
     """Of each embedding, the sum over tokens of (dL/dy (y_q - y))^2, as ``sensitivity`` takes it for other layers."""
     sums = {name: dict.fromkeys(recipes, 0.0) for name in tables(model)}
     for name, table in tables(model).items():
@@ -151,13 +149,13 @@ def _of_tables(
             made, _ = Ruled().weight(name, weight.detach(), recipe(one))
             errors[one] = made.dequantize(torch.float32) - weight.detach().float()
         for batch in batches:
-            for ids, grad in _gradients(model, decoder, table, batch):
+            for ids, grad in _gradients(model, table, batch):
                 for one, error in errors.items():
                     sums[name][one] += float((error[ids] * grad.float()).square().sum(dtype=torch.float64))
     return sums
 
 
-def _gradients(model: nn.Module, decoder: Decoder, table: nn.Module, batch: Any) -> list[tuple[Tensor, Tensor]]:
+def _gradients(model: nn.Module, table: nn.Module, batch: Any) -> list[tuple[Tensor, Tensor]]:
     """The ids of each call of an embedding, with the gradient of the loss by what it answered."""
     calls: list[tuple[Tensor, Tensor]] = []
 
@@ -169,7 +167,7 @@ def _gradients(model: nn.Module, decoder: Decoder, table: nn.Module, batch: Any)
     hook = table.register_forward_hook(note, with_kwargs=True)
     try:
         with torch.enable_grad():
-            value = token_loss(_logits(model, decoder, batch, None), batch)
+            value = token_loss(feed(model, batch), batch)
     finally:
         hook.remove()
     if value is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from lowbit._version import __version__
 from lowbit.files import read_json, write_json
 from lowbit.plan.bits import FLOAT
 from lowbit.plan.frontier import undominated
-from lowbit.plan.serving.decoders import decoder_of
 from lowbit.plan.serving.layers import arrange_
 from lowbit.plan.serving.losses import BY
 from lowbit.plan.serving.predict import Prediction
+from lowbit.plan.serving.run import GenerationRun
 from lowbit.plan.serving.settings import CHOICES, PACKED, STORED, Settings, cache_name, part_name
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -61,23 +61,25 @@ class GenerationPlan:
         return self.chosen.loss
 
     # -- generation ----------------------------------------------------------------------------------------------
-    def apply_(self, model: nn.Module) -> nn.Module:
-        """Quantize ``model`` in place as planned, and pack it where the plan says so; returns it.
+    def apply_(self, model: nn.Module) -> GenerationRun:
+        """Quantize ``model`` in place as planned, and pack it where the plan says so; returns its ``GenerationRun``,
+        with ``generate(tokens, max_new_tokens)`` and ``model``.
 
         Meanwhile plain and quantized weights are both held: where that is too much, save the model, and load it for
-        generation. Raises as ``lb.quantize_``.
+        generation. Raises ValueError for a model without the layers of the plan, which stays as it is; and as
+        ``lb.quantize_``.
         """
-        return arrange_(model, self.settings)
+        missing = [name for name, _ in self._quantized() if name not in dict(model.named_modules())]
+        if missing:
+            raise ValueError(
+                f"fit: the plan is of a model with the layer {missing[0]}, and {type(model).__name__} has none; make a "
+                f"plan for this model"
+            )
+        return GenerationRun(arrange_(model, self.settings), self.settings, self.context, self.rows)
 
-    def cache(self, model: nn.Module) -> Any:
-        """An empty cache, for one generation with ``model``."""
-        return decoder_of(model).cache(model, self.rows, self.settings.cache)
-
-    def options(self, model: nn.Module) -> dict[str, Any]:
-        """Keywords for one call of the model's ``generate``: a new cache, and how the prompt is taken. Of a model of
-        your own, for its forward.
-        """
-        return decoder_of(model).options(model, self.cache(model), self.settings.part)
+    def _quantized(self) -> Iterator[tuple[str, str]]:
+        """The layers with a recipe, by name."""
+        return ((name, one) for name, one in self.settings.weights.items() if one != FLOAT)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
