@@ -13,25 +13,29 @@ from support.models import same_state
 from torch import nn
 
 import lowbit as lb
+from lowbit.convert import prepack
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.gpt import generate as generate_by_gpt
+from lowbit.nn import PackedLinear
 from lowbit.plan import GenerationPlan
 
 CONTEXT, VOCAB = 200, 512
 TOKENS = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
 PROMPT = torch.randint(VOCAB, (1, CONTEXT - 4), generator=torch.Generator().manual_seed(1))
-SHARES = (100, 60, 45, 30)
+#: Of what the model holds as it is, falling. A GPT makes all logits of a prompt, which no plan takes away.
+SHARES = {"gpt": (100, 90, 80), "llama": (100, 60, 30)}
+FEW = ("plain cache", "nf4:group32", "parts of 64")
 
 
 def gpt():
-    return GPT(GPTConfig(vocab=VOCAB, context=CONTEXT, layers=3, heads=4, dim=128, hidden=256)).eval()
+    return GPT(GPTConfig(vocab=VOCAB, context=CONTEXT, layers=2, heads=4, dim=128, hidden=256)).eval()
 
 
 def llama():
     transformers = pytest.importorskip("transformers", minversion="5")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True, eos_token_id=None,
         bos_token_id=None, pad_token_id=0, initializer_range=0.2,
     )  # fmt: skip
@@ -50,8 +54,10 @@ def plans():
     def of(kind: str) -> dict[int, GenerationPlan]:
         if kind not in made:
             model, batch = MAKE[kind](), {"gpt": TOKENS, "llama": None}[kind]
+            keep = {"gpt": (), "llama": FEW}[kind]
             made[kind] = {
-                share: lb.fit(model, batch, f"{share}%", task="generate", context=CONTEXT) for share in SHARES
+                share: lb.fit(model, batch, f"{share}%", task="generate", context=CONTEXT, keep=keep if share < 100 else ())
+                for share in SHARES[kind]
             }
         return made[kind]
 
@@ -74,7 +80,7 @@ def held(run, prompt=PROMPT):
 
 def by_hand(model, settings):
     lb.quantize_(model, {name: recipe for name, recipe in settings.weights.items() if recipe != "float"})
-    return lb.prepack_(model) and model if settings.packed else model
+    return model
 
 
 def logits_of(model, tokens, scheme):
@@ -82,7 +88,7 @@ def logits_of(model, tokens, scheme):
         return model(tokens, model.kv_cache(len(tokens), scheme))
     from lowbit.integrations.kv_cache import quantized_cache
 
-    return model(tokens, past_key_values=None if scheme is None else quantized_cache(model, scheme)).logits
+    return model(tokens, cache=None if scheme is None else quantized_cache(model, scheme)).logits
 
 
 # -- bytes and losses -------------------------------------------------------------------------------------------------
@@ -111,12 +117,10 @@ def test_less_memory_loses_more(plans, kind):
 
 
 def test_layers_of_their_own_recipes_lose_no_more_than_one_recipe_for_all(plans):
-    plan = plans("gpt")[45]
-    for recipe in ("int8-weight-only", "fp6_e2m3-weight-only:group32", "int4-weight-only:group32"):
-        try:
-            other = lb.fit(gpt(), TOKENS, plan.budget, task="generate", context=CONTEXT, keep=(recipe,))
-        except ValueError:
-            continue
+    plan = plans("gpt")[80]
+    keep = (plan.settings.cache or "plain cache",)
+    for recipe in ("fp6_e2m3-weight-only:group32", "int4-weight-only:group32"):
+        other = lb.fit(gpt(), TOKENS, plan.budget, task="generate", context=CONTEXT, keep=(recipe, *keep))
         assert set(other.settings.weights.values()) == {recipe} and plan.loss <= other.loss
     assert len(set(plan.settings.weights.values())) > 1
 
@@ -124,7 +128,7 @@ def test_layers_of_their_own_recipes_lose_no_more_than_one_recipe_for_all(plans)
 def test_several_sequences_and_a_model_on_meta():
     with torch.device("meta"):
         model = gpt()
-    plan = lb.fit(model, budget="40%", task="generate", context=CONTEXT, rows=3)
+    plan = lb.fit(model, budget="85%", task="generate", context=CONTEXT, rows=3)
     measured = held(plan.apply_(gpt()), PROMPT.expand(3, -1).contiguous())
     assert 0.96 * measured <= plan.peak_bytes <= 1.04 * measured and measured <= 1.03 * plan.budget
     assert "the model is on meta" in str(plan)
@@ -132,27 +136,40 @@ def test_several_sequences_and_a_model_on_meta():
 
 # -- generation -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "keep", [(), ("plain cache", "int4-weight-only:group32"), ("int8:group32", "w4a8", "whole prompt")], ids=str
+    "keep", [(), ("plain cache", "int4-weight-only:group32"), ("int8:group32", "int8", "whole prompt")], ids=str
 )
 @each
 def test_generation_is_that_of_the_model_quantized_by_hand(plans, kind, keep):
     if keep:
         plan = lb.fit(MAKE[kind](), TOKENS, "90%", task="generate", context=CONTEXT, keep=keep)
     else:
-        plan = plans(kind)[45]
+        plan = plans(kind)[SHARES[kind][-1]]
     settings, prompt = plan.settings, PROMPT[:, :150]
     run, other = plan.apply_(MAKE[kind]()), by_hand(MAKE[kind](), settings)
-    assert same_state(run.model, other) and settings.cache != "plain cache"
+    assert same_state(run.model, other)
     if kind == "gpt":
         new = list(generate_by_gpt(other, prompt, 8, temperature=0, kv_cache=settings.cache))
         expected = torch.cat([prompt, torch.stack(new, 1)], 1)
     else:
         from lowbit.integrations.kv_cache import quantized_cache
 
-        cache = {} if settings.cache is None else {"past_key_values": quantized_cache(other, settings.cache)}
-        expected = other.generate(prompt, max_new_tokens=8, do_sample=False, **cache)
+        cache = {} if settings.cache is None else {"cache": quantized_cache(other, settings.cache)}
+        expected = other.generate(prompt, max_new_tokens=8, do_sample=False, prefill_chunk_size=settings.part, **cache)
     assert torch.equal(run.generate(prompt, 8), expected)
     assert torch.equal(run.generate(prompt, 8), expected)  # the cache is a new one
+
+
+def test_a_packed_model(monkeypatch):
+    monkeypatch.setattr(prepack, "no_gain_by_packing", lambda weight, input, cols: None)
+    keep = ("int8", "plain cache")
+    plan = lb.fit(gpt(), TOKENS, "90%", task="generate", context=CONTEXT, keep=keep)
+    stored = lb.fit(gpt(), TOKENS, "90%", task="generate", context=CONTEXT, keep=(*keep, "as stored"))
+    assert plan.settings.packed and not stored.settings.packed and "prepacked" in str(plan)
+    run = plan.apply_(gpt())
+    assert any(isinstance(module, PackedLinear) for module in run.model.modules())
+    assert torch.equal(run.generate(PROMPT[:, :150], 8), stored.apply_(gpt()).generate(PROMPT[:, :150], 8))
+    measured = held(run)
+    assert 0.96 * measured <= plan.peak_bytes <= 1.04 * measured
 
 
 def test_options_of_the_own_generate_of_a_model(plans):
@@ -166,7 +183,7 @@ def test_options_of_the_own_generate_of_a_model(plans):
 def test_the_model_stays_as_it_is_while_a_plan_is_made():
     model = gpt()
     before, version = copy.deepcopy(model), [p._version for p in model.parameters()]
-    lb.fit(model, TOKENS, "50%", task="generate", context=CONTEXT)
+    lb.fit(model, TOKENS, "90%", task="generate", context=CONTEXT, keep=("plain cache",))
     assert same_state(model, before) and version == [p._version for p in model.parameters()]
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
@@ -185,8 +202,8 @@ def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
 
 
 def test_what_a_plan_says(plans):
-    by_batch, by_weights = str(plans("gpt")[30]), str(plans("llama")[30])
-    assert "perplexity" in by_batch and "no batch" in by_weights
+    by_batch, by_weights = str(plans("gpt")[80]), str(plans("llama")[30])
+    assert "perplexity" in by_batch and "a batch is needed" in by_weights
     assert "in prefill of" in by_batch and "parts of 64" in by_weights
     assert "everything stays as it is" in str(plans("gpt")[100]) and "as it is" in plans("gpt")[100].table()
 
@@ -195,10 +212,9 @@ def test_what_a_plan_says(plans):
 def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits generation within 200 tokens") as error:
         lb.fit(gpt(), budget=100_000, task="generate", context=CONTEXT)
-    least = str(error.value).split("the least is ")[1].split(",")[0]
-    size, unit = least.split()
-    plan = lb.fit(gpt(), budget=f"{float(size) * 1.001:.3f}{unit}", task="generate", context=CONTEXT)
-    assert set(plan.settings.weights.values()) == {"int2-weight-only:group32"}
+    least = int(str(error.value).split(" bytes)")[0].split("(")[-1])
+    plan = lb.fit(gpt(), budget=least, task="generate", context=CONTEXT)
+    assert plan.peak_bytes == least and set(plan.settings.weights.values()) == {"int2-weight-only:group32"}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +235,7 @@ def test_what_cannot_fit_says_the_least_that_would():
 )
 def test_arguments_that_say_nothing(given, said):
     with pytest.raises(ValueError, match=said):
-        lb.fit(gpt(), **{"budget": "50%", "task": "generate", "context": CONTEXT, **given})
+        lb.fit(gpt(), **{"budget": "90%", "task": "generate", "context": CONTEXT, **given})
 
 
 def test_models_and_batches_that_do_not_serve():
@@ -230,7 +246,7 @@ def test_models_and_batches_that_do_not_serve():
         plan(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="it has 200 positions; give context=200 or less"):
         plan(llama(), context=201)
-    with pytest.raises(ValueError, match="it has 200 positions; give context=200 or less"):
+    with pytest.raises(ValueError, match="201 positions exceed the model's context of 200"):
         plan(gpt(), context=201)
     with pytest.raises(TypeError, match="batch as token ids"):
         plan(gpt(), torch.randn(2, 8))
@@ -251,9 +267,9 @@ def test_generations_beyond_the_plan(plans):
         with pytest.raises(ValueError, match=said):
             run.generate(tokens, **options)
     with pytest.raises(ValueError, match="takes the likeliest token each time"):
-        plans("gpt")[60].apply_(gpt()).generate(PROMPT, 2, temperature=1.0)
-    other, before = nn.Sequential(nn.Linear(4, 4)), llama()
+        plans("gpt")[90].apply_(gpt()).generate(PROMPT, 2, temperature=1.0)
+    before = llama()
     model = copy.deepcopy(before)
     with pytest.raises(ValueError, match="the plan is of a model with the layer"):
-        plans("gpt")[60].apply_(model)
-    assert same_state(model, before) and isinstance(other[0], nn.Linear)
+        plans("gpt")[90].apply_(model)
+    assert same_state(model, before)

@@ -26,14 +26,17 @@ from lowbit.plan.serving.settings import Allowed, packs
 from lowbit.progress import Progress
 from lowbit.recipes import recipe
 
-__all__ = ["BY", "Group", "Losses", "losses"]
+__all__ = ["BY", "Group", "Losses", "checked", "losses"]
 
-#: What a loss is an estimate of, by how it was made.
+#: By how a loss was made, what it says of quality: ``loss`` is the sum of what is chosen, ``percent`` what perplexity
+#: rises by.
 BY = {
-    "loss": "nats a token, by the gradients of the batches given (an estimate)",
-    "weights": "relative errors of the weights, since no batch was given: each weight counts alike; the cache's are of "
-    "normal numbers",
-    "formats": "relative errors of normal numbers, since the model is on meta: each weight counts alike",
+    "loss": "the loss rises by about {loss:.3g} nats a token, perplexity by {percent:.1%}, as the gradients of the batch "
+    "say",
+    "weights": "errors of weights and cache beside their size add up to {loss:.3g}; they rank choices and say nothing of "
+    "text, for which a batch is needed",
+    "formats": "errors of normal numbers add up to {loss:.3g}, since the model is on meta; they rank choices and say "
+    "nothing of text",
 }
 
 
@@ -55,15 +58,22 @@ class Losses:
     by: str
 
 
-def losses(model: nn.Module, decoder: Decoder, choices: Allowed, batch: Any, cache: Any, progress: Progress) -> Losses:
-    """Of each recipe on each layer, and of each cache. ``cache``: a quantized one of the model after a generation, from
+def losses(
+    model: nn.Module,
+    decoder: Decoder,
+    choices: Allowed,
+    batches: Sequence[Any] | None,
+    cache: Any,
+    progress: Progress,
+) -> Losses:
+    """Of each recipe on each layer, and of each cache. ``batches``: as ``checked`` returns them. ``cache``: a quantized one of the model after a generation, from
     which its number of keys and values follows; None where it can only be plain.
 
-    Without a batch, recipes that quantize inputs are none to choose from, unless nothing else is.
+    Without batches, recipes that quantize inputs are none to choose from, unless nothing else is.
     """
     names = choices.weights
-    if batch is not None:
-        return _by_batches(model, decoder, choices, batch, progress)
+    if batches is not None:
+        return _by_batches(model, decoder, choices, batches, progress)
     known = [name for name in names if not packs(name)] or names
     meta = any(p.is_meta for p in model.parameters())
     rows = weights_of(model, known, measured=not meta)
@@ -93,12 +103,23 @@ def _rows_error(scheme: str) -> float:
 
 
 # -- with batches -----------------------------------------------------------------------------------------------------
-def _by_batches(model: nn.Module, decoder: Decoder, choices: Allowed, batch: Any, progress: Progress) -> Losses:
+def checked(model: nn.Module, batch: Any) -> list[Any] | None:
+    """The batches in what a caller gives, None for none. Raises TypeError for what is no token ids [B, T], ValueError
+    for a model on meta.
+    """
+    if batch is None:
+        return None
     batches = batches_in([batch] if isinstance(batch, Tensor | Mapping) else batch)
     if not batches or any(tokens_of(one) is None for one in batches):
         raise TypeError("fit: task='generate' takes batch as token ids [B, T], or several such batches")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("fit: a model on meta has no weights to see batches with; load it, or leave batch out")
+    return batches
+
+
+def _by_batches(
+    model: nn.Module, decoder: Decoder, choices: Allowed, batches: Sequence[Any], progress: Progress
+) -> Losses:
     names = choices.weights
     quantizing = [name for name in names if name != FLOAT]
     work = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()

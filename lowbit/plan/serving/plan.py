@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -28,7 +29,7 @@ __all__ = ["GenerationPlan", "words"]
 class GenerationPlan:
     """See ``lb.fit`` with ``task="generate"``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
     while ``context`` tokens of ``rows`` sequences are generated, predicted. ``loss``: predicted too; ``by`` says of
-    what, as a key of ``BY``, and is empty where nothing is lost. ``plain``: the prediction of the model as it is.
+    what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model as it is.
     ``frontier``: those that nothing is both smaller and loses less than. ``layers``: by recipe the number of layers,
     the bytes of their weights and their loss.
     """
@@ -89,7 +90,7 @@ class GenerationPlan:
             f" in {one.moment}, of the model as it is {amount(self.plain.peak_bytes)}",
             f"weights {amount(one.weights)}, a full cache {amount(one.cache)}, the rest for a time "
             f"{amount(one.temporaries)}",
-            f"loss {one.loss:.4g}: {BY[self.by]}" if self.by else "nothing is lost: everything stays as it is",
+            f"quality: {self._quality()}",
         ]
         table = [("choice", "is", "holds", "loss", "which means")]
         for name, (count, size, loss) in sorted(
@@ -104,6 +105,11 @@ class GenerationPlan:
         layout = PACKED if one.settings.packed else STORED
         table.append(("layout", layout, "", "", CHOICES["layout"][layout]))
         return "\n".join([*lines, "", aligned(table, (2, 3))])
+
+    def _quality(self) -> str:
+        if not self.by:
+            return "nothing is lost, everything stays as it is"
+        return BY[self.by].format(loss=self.loss, percent=math.expm1(min(self.loss, 100.0)))
 
     def table(self) -> str:
         """The frontier: peaks and losses, smallest first."""

@@ -15,7 +15,7 @@ from lowbit.convert.select import check_model
 from lowbit.memory.planned import bytes_of
 from lowbit.plan.bits import FLOAT, Option, allocate
 from lowbit.plan.serving.decoders import Decoder, decoder_of
-from lowbit.plan.serving.losses import Losses, losses
+from lowbit.plan.serving.losses import Losses, checked, losses
 from lowbit.plan.serving.plan import GenerationPlan, words
 from lowbit.plan.serving.predict import Prediction, Predictor
 from lowbit.plan.serving.settings import Allowed, Settings, allowed, packs
@@ -66,6 +66,7 @@ def serve(
     decoder = decoder_of(model)
     _check(model, decoder, context, rows)
     assert context is not None
+    batches = checked(model, batch)
     choices = _possible(allowed(keep, no), decoder, model, context)
     predictor = Predictor(model, decoder, context, rows)
     plain = predictor.whole(Settings(), 0.0)
@@ -79,7 +80,7 @@ def serve(
         predictor.plain(*cell)
     quantized = next((scheme for scheme in choices.caches if scheme is not None), None)
     sample = None if quantized is None else predictor.plain(quantized, choices.parts[0]).cache
-    found = losses(model, decoder, choices, batch, sample, progress)
+    found = losses(model, decoder, choices, batches, sample, progress)
     search = _Search(predictor, choices, found, limit)
     chosen = search.best()
     return GenerationPlan(
@@ -206,8 +207,8 @@ class _Search:
         least = self._whole(self._weights(self.least), cell, False)
         return ValueError(
             f"fit: no choice fits generation within {self.predictor.context} tokens into {amount(self.limit)}; the "
-            f"least is {amount(least.peak_bytes)}, with {words(least.settings)}. Ask for as much, or give a shorter "
-            f"context, fewer rows, or let smaller recipes, caches and parts be chosen (keep, no)"
+            f"least is {amount(least.peak_bytes)} ({least.peak_bytes} bytes), with {words(least.settings)}. Ask for as "
+            f"much, or give a shorter context, fewer rows, or let smaller recipes, caches and parts be chosen (keep, no)"
         )
 
     # -- weights -------------------------------------------------------------------------------------------------
