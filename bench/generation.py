@@ -25,11 +25,11 @@ from lowbit.plan.serving.decoders import decoder_of
 from lowbit.plan.serving.plan import words
 from lowbit.tables import markdown
 
-#: Budgets, and the tokens within which is generated.
-BUDGETS, CONTEXT = ("300MB", "150MB", "100MB", "80MB"), 2048
+#: Budgets with a batch and without one, and the tokens within which is generated.
+BUDGETS, WITHOUT, CONTEXT = ("300MB", "150MB", "100MB", "80MB"), ("150MB", "100MB"), 2048
 
 #: Windows of the text and their tokens: the first are predicted, those that follow are the plans' batches.
-HELD_OUT, SEEN, WINDOW = 12, 8, 512
+HELD_OUT, SEEN, WINDOW = 6, 1, 512
 
 #: Tokens that are decoded after the prompt while the peak is measured.
 NEW = 4
@@ -85,7 +85,8 @@ def run(directory: Path, text: Path) -> Path:
         raise ValueError(f"{text} has {len(windows)} windows of {WINDOW} tokens; give one of {HELD_OUT + SEEN}")
     held_out, seen = windows[:HELD_OUT], windows[HELD_OUT:]
     plain = loss_of(model, held_out, None)
-    rows = [row(model, budget, batches, held_out) for batches in (seen, None) for budget in BUDGETS]
+    planned = [(budget, seen) for budget in BUDGETS] + [(budget, None) for budget in WITHOUT]
+    rows = [row(model, budget, batches, held_out) for budget, batches in planned]
     path = directory / "generation.md"
     path.write_text("\n".join(_lines(rows, model, plain, text, about)) + "\n")
     return path
@@ -95,7 +96,7 @@ def _lines(rows: list[Row], model: nn.Module, plain: float, text: Path, about: d
     head = ("budget", "losses by", "predicted, MB", "measured", "off by", "perplexity", "nats a token more",
             "as predicted", "planning took, s", "chosen")  # fmt: skip
     cells = [
-        (r.budget, f"{SEEN} windows" if r.seen else "the weights", f"{r.plan.peak_bytes / 1e6:.1f}",
+        (r.budget, "gradients" if r.seen else "the weights", f"{r.plan.peak_bytes / 1e6:.1f}",
          f"{r.measured / 1e6:.1f}", f"{r.plan.peak_bytes / r.measured - 1:+.1%}", f"{math.exp(r.loss):.2f}",
          f"{r.loss - plain:+.4f}", f"{r.plan.loss:+.4f}" if r.seen else "", f"{r.seconds:.0f}", words(r.plan.settings))
         for r in rows
@@ -103,10 +104,10 @@ def _lines(rows: list[Row], model: nn.Module, plain: float, text: Path, about: d
     return [
         "# Generation within a memory: predicted and measured\n",
         *(f"- {name}: {value}" for name, value in about.items()),
-        f"\nSmolLM2-135M-Instruct in bf16, {model_bytes(model) / 1e6:.0f} MB, one sequence of {CONTEXT} tokens, of which "
-        f"{NEW} are decoded. As it is it holds {rows[0].plan.plain.peak_bytes / 1e6:.1f} MB, and its perplexity is "
-        f"{math.exp(plain):.2f}, of {HELD_OUT} windows of {WINDOW} tokens of {text.name}; plans by windows have looked "
-        f"at the {SEEN} after those. Measured is the peak of torch's allocator while `generate` runs, the model "
-        f"included.\n",
+        f"\nSmolLM2-135M-Instruct in bf16, {model_bytes(model) / 1e6:.0f} MB, one sequence of {CONTEXT} tokens, of "
+        f"which {NEW} are decoded. As it is it holds {rows[0].plan.plain.peak_bytes / 1e6:.1f} MB, and its perplexity "
+        f"is {math.exp(plain):.2f}, of the first {HELD_OUT} windows of {WINDOW} tokens of {text.name}. Plans by the "
+        f"loss have looked at {SEEN * WINDOW} tokens after those. Measured is the peak of torch's allocator while "
+        f"`generate` runs, the model included.\n",
         markdown(head, cells, numbers=range(2, 9)),
     ]

@@ -173,7 +173,7 @@ class GPT(nn.Module):
             weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)
 
     def kv_cache(self, rows: int, scheme: str | None = None) -> KVCache:
-        """An empty cache for ``rows`` sequences: in the dtype and on the device of the model, or in codes of ``scheme``."""
+        """An empty cache for ``rows`` sequences: in dtype and on the device of the model, or in codes of ``scheme``."""
         if scheme is not None:
             return QuantizedKVCache(self.config, scheme)
         norm = self.norm.weight  # which no recipe quantizes

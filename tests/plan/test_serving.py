@@ -16,7 +16,7 @@ import lowbit as lb
 from lowbit.convert import prepack
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.gpt import generate as generate_by_gpt
-from lowbit.nn import PackedLinear
+from lowbit.nn.packed import PackedLinear
 from lowbit.plan import GenerationPlan
 
 CONTEXT, VOCAB = 200, 512
@@ -54,11 +54,10 @@ def plans():
     def of(kind: str) -> dict[int, GenerationPlan]:
         if kind not in made:
             model, batch = MAKE[kind](), {"gpt": TOKENS, "llama": None}[kind]
-            keep = {"gpt": (), "llama": FEW}[kind]
-            made[kind] = {
-                share: lb.fit(model, batch, f"{share}%", task="generate", context=CONTEXT, keep=keep if share < 100 else ())
-                for share in SHARES[kind]
-            }
+            made[kind] = {}
+            for share in SHARES[kind]:
+                keep = FEW if kind == "llama" and share < 100 else ()
+                made[kind][share] = lb.fit(model, batch, f"{share}%", task="generate", context=CONTEXT, keep=keep)
         return made[kind]
 
     return of

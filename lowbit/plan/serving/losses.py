@@ -31,10 +31,10 @@ __all__ = ["BY", "Group", "Losses", "checked", "losses"]
 #: By how a loss was made, what it says of quality: ``loss`` is the sum of what is chosen, ``percent`` what perplexity
 #: rises by.
 BY = {
-    "loss": "the loss rises by about {loss:.3g} nats a token, perplexity by {percent:.1%}, as the gradients of the batch "
-    "say",
-    "weights": "errors of weights and cache beside their size add up to {loss:.3g}; they rank choices and say nothing of "
-    "text, for which a batch is needed",
+    "loss": "the loss rises by about {loss:.3g} nats a token, perplexity by {percent:.1%}, as the gradients of the "
+    "batch say",
+    "weights": "errors of weights and cache beside their size add up to {loss:.3g}; they rank choices and say nothing "
+    "of text, for which a batch is needed",
     "formats": "errors of normal numbers add up to {loss:.3g}, since the model is on meta; they rank choices and say "
     "nothing of text",
 }
@@ -66,8 +66,9 @@ def losses(
     cache: Any,
     progress: Progress,
 ) -> Losses:
-    """Of each recipe on each layer, and of each cache. ``batches``: as ``checked`` returns them. ``cache``: a quantized one of the model after a generation, from
-    which its number of keys and values follows; None where it can only be plain.
+    """Of each recipe on each layer, and of each cache. ``batches``: as ``checked`` returns them. ``cache``: a quantized
+    one of the model after a generation, from which its number of keys and values follows; None where it can only be
+    plain.
 
     Without batches, recipes that quantize inputs are none to choose from, unless nothing else is.
     """

@@ -29,9 +29,9 @@ __all__ = ["GenerationPlan", "words"]
 class GenerationPlan:
     """See ``lb.fit`` with ``task="generate"``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
     while ``context`` tokens of ``rows`` sequences are generated, predicted. ``loss``: predicted too; ``by`` says of
-    what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model as it is.
-    ``frontier``: those that nothing is both smaller and loses less than. ``layers``: by recipe the number of layers,
-    the bytes of their weights and their loss.
+    what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model
+    as it is. ``frontier``: those that nothing is both smaller and loses less than. ``layers``: by recipe the number of
+    layers, the bytes of their weights and their loss.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class GenerationPlan:
     def __str__(self) -> str:
         one, rows = self.chosen, f" of {self.rows} sequences" if self.rows > 1 else ""
         lines = [
-            f"budget {amount(self.budget)}: generation within {self.context} tokens{rows} holds {amount(one.peak_bytes)}"
-            f" in {one.moment}, of the model as it is {amount(self.plain.peak_bytes)}",
+            f"budget {amount(self.budget)}: generation within {self.context} tokens{rows} holds "
+            f"{amount(one.peak_bytes)} in {one.moment}, of the model as it is {amount(self.plain.peak_bytes)}",
             f"weights {amount(one.weights)}, a full cache {amount(one.cache)}, the rest for a time "
             f"{amount(one.temporaries)}",
             f"quality: {self._quality()}",

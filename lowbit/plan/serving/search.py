@@ -208,7 +208,7 @@ class _Search:
         return ValueError(
             f"fit: no choice fits generation within {self.predictor.context} tokens into {amount(self.limit)}; the "
             f"least is {amount(least.peak_bytes)} ({least.peak_bytes} bytes), with {words(least.settings)}. Ask for as "
-            f"much, or give a shorter context, fewer rows, or let smaller recipes, caches and parts be chosen (keep, no)"
+            f"much, or give a shorter context, fewer rows, or let smaller recipes, caches and parts be chosen"
         )
 
     # -- weights -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ PLAIN, WHOLE, PACKED, STORED = "plain cache", "whole prompt", "prepacked", "as s
 _PARTS = (None, 512, 64)
 
 #: The schemes of a cache; None: as the model has it.
-_CACHES = (None, "int8:group32", "nf4:group32", "int4:group32")
+_CACHES = (None, "int8:group32", "nf4:group32")
 
 #: By dimension, the plain choice first, each with what it means.
 CHOICES: dict[str, dict[str, str]] = {
@@ -38,7 +38,6 @@ CHOICES: dict[str, dict[str, str]] = {
         PLAIN: "keys and values as the model makes them",
         "int8:group32": "8 bits, a scale for 32",
         "nf4:group32": "4 bits of unequal steps, a scale for 32",
-        "int4:group32": "4 bits, a scale for 32",
     },
     "prompt": {
         WHOLE: "all tokens at once",
