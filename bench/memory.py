@@ -132,7 +132,7 @@ class Row(NamedTuple):
     seconds: float
 
 
-def _storages(tree: Any) -> int:
+def storages(tree: Any) -> int:
     """Bytes of the storages of the tensors in a tree, each once."""
     tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
@@ -165,7 +165,7 @@ def row(subject: Subject, setting: Setting, device: str) -> Row:
 
     step(batch)
     states = list(optimizer.state.values())
-    before = _storages([list(model.parameters()), list(model.buffers()), states, batch])
+    before = storages([list(model.parameters()), list(model.buffers()), states, batch])
     held = lb.memory.allocated_peak(lambda: step(batch), device) + before
     gc.collect()
     with lb.memory.profile(model) as profile:

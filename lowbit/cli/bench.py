@@ -39,6 +39,7 @@ class Suite(str, Enum):
     memory = "memory"
     generation = "generation"
     techniques = "techniques"
+    fit = "fit"
     convergence = "convergence"
 
 
@@ -49,9 +50,9 @@ def bench(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
             "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
-            "generation with a real model; each technique of saving memory; bytes and time of training in each recipe; "
-            "where that ends; or what quantization-aware training brings back, of the demo's GPT and of a "
-            "convolutional network."
+            "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
+            "training in each recipe; where that ends; or what quantization-aware training brings back, of the demo's "
+            "GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[

@@ -163,7 +163,10 @@ def test_runs_within_a_memory_say_what_was_chosen_and_what_it_held(tmp_path, run
         (("--checkpointing",), "checkpointing is what a plan chooses; leave one of the two out"),
         (("--tail", "0.1"), "tail computes the last steps without codes"),
         (("--watch", "5"), "watch holds more in the steps that are watched"),
-        (("--optimizer", "lion4bit"), "memory plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'"),
+        (
+            ("--optimizer", "lion4bit"),
+            "memory plans runs with adamw or adamw8bit or adamw4bit, got the optimizer 'lion4bit'",
+        ),
         (("--explain",), "--explain is of runs without a plan; leave --memory out"),
     ],
 )

@@ -20,7 +20,9 @@ from lowbit.machine import float_precision
 def ran(precision: str, *losses: float, outside: str = "bf16") -> Any:
     """A run as the report sees it, with those held-out losses."""
     held_out = [(10 * step, loss) for step, loss in enumerate(losses, 1)]
-    return SimpleNamespace(plan=None, config=TrainConfig(precision=precision, outside=outside), history=History([], held_out))
+    return SimpleNamespace(
+        plan=None, config=TrainConfig(precision=precision, outside=outside), history=History([], held_out)
+    )
 
 
 def measured(recipe: str, perplexity: float) -> Measurement:

@@ -311,3 +311,29 @@ def test_a_tensor_that_is_written_to_and_then_let_go_of_is_an_error_as_without(t
         z = y.exp()
         del y
         z.tanh().sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, "block"])
+def test_an_estimate_of_a_step_with_offload_is_what_it_holds_at_most(tmp_path, policy):
+    context, x = lb.memory.offload_activations(tmp_path), torch.randn(512, 64)
+    model = chain(6)
+
+    def both(model, batch, loss):
+        with context:
+            loss(model(batch), batch).backward()
+        model.zero_grad()
+
+    def loss(output, batch):
+        return output.square().mean()
+
+    plain = lb.memory.estimate(model, x, loss, optimizer=None, checkpoint=policy)
+    expected = lb.memory.estimate(model, x, loss, optimizer=None, checkpoint=policy, accumulate=both)
+    assert context.traffic.out_bytes == 0, "an estimate writes nothing"
+    if policy is not None:
+        lb.memory.checkpoint_(model, policy)
+    gc.collect()
+    held = lb.memory.profile(model, x, lambda batch: both(model, batch, loss))
+    held_bytes = held.peak_bytes - held.by_kind.get("other", 0)
+    largest = 512 * 256 * 4  # the last copy may be on its way, or done
+    assert expected.peak_bytes - largest <= held_bytes <= 1.01 * expected.peak_bytes
+    assert expected.peak_bytes < (0.7 if policy is None else 1) * plain.peak_bytes

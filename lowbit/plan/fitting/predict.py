@@ -145,11 +145,11 @@ class Predictor:
         parts, step = parts_of(usage), self._step(settings)
         passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
         seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
+        seconds += self._states_moved(settings)
         if settings.offload_activations:
-            kept = self._table(settings, settings.checkpoint or KEEP).kept.sum()
-            seconds += settings.micro * self._moved(float(kept))
+            seconds = self.predicted(settings).seconds
         peak = max(usage.peak_bytes, self._stepping(settings)) if settings.offload_states else usage.peak_bytes
-        return Prediction(settings, peak, seconds + self._states_moved(settings), str(usage.moment), whole=True)
+        return Prediction(settings, peak, seconds, str(usage.moment), whole=True)
 
     @cached_property
     def options(self) -> list[str]:

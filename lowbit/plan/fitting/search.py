@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -27,7 +27,7 @@ from lowbit.plan.settings import Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
 
-__all__ = ["fit"]
+__all__ = ["fit", "fits"]
 
 #: Each choice that is not plain has to save this part of the time.
 _WORTH = 0.005
@@ -118,20 +118,42 @@ def fit(
             f"fit: context and rows are for task='generate', got context={context} and rows={rows} with task='train', "
             f"whose batch says as much; leave them out"
         )
+    return next(fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, progress=progress))
+
+
+def fits(
+    model: nn.Module,
+    batch: Any,
+    budgets: Sequence[str | int],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    keep: Iterable[str] = (),
+    no: Iterable[str] = (),
+    quality: float | str = QUALITY,
+    progress: Progress = lambda what, done, total: None,
+) -> Iterator[Plan]:
+    """``fit`` for several budgets, one after the other, which share their estimates."""
     check_model(model)
     choices = allowed(keep, no, quality)
     predictor = Predictor(model, batch, loss)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings())
-    search = _Search(predictor, choices, bytes_of(budget, plain.peak_bytes, "fit"), progress)
-    try:
-        chosen = search.fastest()
-    finally:
-        timings(next(model.parameters()).device).save()
+    limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
+    for limit in limits:
+        search = _Search(predictor, choices, limit, progress)
+        try:
+            chosen = search.fastest()
+        finally:
+            timings(next(model.parameters()).device).save()
+        yield _plan(search, chosen, plain)
+
+
+def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan:
+    predictor = search.predictor
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(chosen, search.limit, plain, list(search.predictions.values()), loss, beside)
+    return Plan(chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside)
 
 
 class _Search:

@@ -31,13 +31,13 @@ from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
 from lowbit.plan.settings import Settings, arrange_, elsewhere
 
-__all__ = ["Cell", "Result", "measure"]
+__all__ = ["MALLOC", "Cell", "Result", "measure"]
 
 #: The learning rate of every run.
 _LR = 1e-3
 
 #: What makes glibc give memory back as it is freed, and keeps threads from reserving any: a limit counts both.
-_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measure(cell: Cell) -> Result:
     threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     done = subprocess.run(
         [sys.executable, "-m", "lowbit.plan.ladder.cell", json.dumps(asdict(cell))],
-        capture_output=True, text=True, env={**os.environ, **threads, **_MALLOC},
+        capture_output=True, text=True, env={**os.environ, **threads, **MALLOC},
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines or "peak" not in lines[-1]:
