@@ -23,6 +23,7 @@ class Settings:
 
     ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``mixed``: the
     precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
+    ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
     ``recipe``: of the feed-forward layers. ``compress``: norms and activation functions keep codes for backward.
     ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what
     backward needs does. ``micro``: how many parts a batch is taken in.
@@ -31,6 +32,7 @@ class Settings:
     checkpoint: str | tuple[str, ...] | None = None
     mixed: str | None = None
     bits: int = 32
+    master: str = "residual"
     recipe: str | None = None
     compress: bool = False
     offload_states: bool = False
@@ -85,7 +87,7 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: 
 def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
     if settings.mixed is not None:
-        return optim.AdamW, {"bits": settings.bits, "master": "residual"}
+        return optim.AdamW, {"bits": settings.bits, "master": settings.master}
     if settings.bits == 32:
         return torch.optim.AdamW, {}
     return optim.AdamW, {"bits": settings.bits}

@@ -112,6 +112,19 @@ def test_a_loss_of_ones_own_and_dictionaries():
     assert last < 0.8 * first
 
 
+def test_stochastic_rounding_holds_no_masters_and_learns():
+    keep = ("bf16", "adamw8bit", "everything kept", "memory", "activations in memory")
+    residual, stochastic = (
+        lb.fit(GPT(CONFIG), BATCH, "100%", keep=(*keep, master)) for master in ("residual", "stochastic")
+    )
+    run = stochastic.apply_(GPT(CONFIG), lr=3e-3)
+    stored = sum(p.numel() for p in run.model.parameters() if p.dtype == torch.bfloat16)
+    assert residual.peak_bytes - stochastic.peak_bytes == pytest.approx(stored, rel=0.02), "a byte a weight"
+    losses = [run.step(BATCH) for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.3
+    assert {name for state in run.optimizer.state.values() for name in state}.isdisjoint({"master"})
+
+
 # -- what a caller asks for -------------------------------------------------------------------------------------------
 def test_what_is_kept_and_left_out():
     plan = lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp8", "block"), no=("disk", "adamw", "adamw4bit"))
@@ -121,6 +134,8 @@ def test_what_is_kept_and_left_out():
         lb.fit(GPT(CONFIG), BATCH, "60%", keep=("adam8bit",))
     with pytest.raises(ValueError, match="nothing for the states"):
         lb.fit(GPT(CONFIG), BATCH, "60%", no=("disk", "memory"))
+    with pytest.raises(ValueError, match="'stochastic' is of weights in bf16"):
+        lb.fit(GPT(CONFIG), BATCH, "60%", keep=("fp32", "stochastic"))
     with pytest.raises(ValueError, match="fit: budget is bytes above 0"):
         lb.fit(GPT(CONFIG), BATCH, 0)
 

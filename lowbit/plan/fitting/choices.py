@@ -17,7 +17,7 @@ from lowbit.plan.settings import Settings
 
 __all__ = [
     "CHOICES", "PARTS", "PLANNED", "QUALITY", "Choice", "allowed", "combinations", "described",
-    "plainer_by_dimension", "quality_of", "words",
+    "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
 #: The most that a choice may add to the loss, in percent, where the caller says nothing.
@@ -63,6 +63,10 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         Choice("adamw", {}, "both states of AdamW in fp32"),
         Choice("adamw8bit", {"bits": 8}, "both states of AdamW as 8-bit codes", 0.30),
         Choice("adamw4bit", {"bits": 4}, "both states of AdamW as 4-bit codes", -0.44),
+    ),
+    "masters": (
+        Choice("residual", {}, "of weights in bf16, the optimizer keeps the 8 bits that they lack of fp32"),
+        Choice("stochastic", {"master": "stochastic"}, "weights in bf16 are rounded by random bits alone", 0.15),
     ),
     "checkpoint": (
         Choice("everything kept", {}, "backward finds all that it needs"),
@@ -139,6 +143,11 @@ def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
     return found
 
 
+def possible(settings: Settings) -> bool:
+    """Whether the choices go together: masters are of weights in 16 bits."""
+    return settings.mixed is not None or settings.master == Settings.master
+
+
 def described(settings: Settings) -> dict[str, Choice]:
     """By dimension the choice that the settings have."""
     found = {}
@@ -155,6 +164,10 @@ def described(settings: Settings) -> dict[str, Choice]:
 def plainer_by_dimension(settings: Settings) -> dict[str, Settings]:
     """By dimension that is not plain, and by ``PARTS``, the settings with the plain choice in its place."""
     found = {name: replace(settings, **_defaults(name)) for name in CHOICES} | {PARTS: replace(settings, micro=1)}
+    found = {
+        name: plainer if possible(plainer) else replace(plainer, **_defaults("masters"))
+        for name, plainer in found.items()
+    }
     return {name: plainer for name, plainer in found.items() if plainer != settings}
 
 

@@ -206,7 +206,7 @@ class Predictor:
         return _Line(self.rows, whole, first, second)
 
     def _step(self, settings: Settings) -> _Step:
-        key = Settings(mixed=settings.mixed, bits=settings.bits)
+        key = Settings(mixed=settings.mixed, bits=settings.bits, master=settings.master)
         if key not in self._steps:
             usage = self._estimated(key, 1, key, _gradients_alone)
             kinds: dict[str, int] = {}

@@ -18,6 +18,7 @@ from lowbit.plan.fitting.choices import (
     allowed,
     combinations,
     plainer_by_dimension,
+    possible,
     words,
 )
 from lowbit.plan.fitting.plan import Plan
@@ -172,8 +173,14 @@ class _Search:
             for policy in (choice.changes.get("checkpoint") for choice in checkpoints if choice.name != PLANNED)
             if predictor.applies(policy)
         ]
-        self._arithmetics = combinations([rows.pop("precision")])
+        precisions = combinations([rows.pop("precision")])
         self._others = combinations(rows.values())
+        self._arithmetics = [one for one in precisions if self._all(one)]
+        if not self._arithmetics:
+            raise ValueError(
+                "fit: 'stochastic' is of weights in bf16, and keep and no leave fp32 alone; keep 'bf16' or a recipe, "
+                "or leave 'stochastic' out"
+            )
 
     def fastest(self) -> Prediction | None:
         """The fastest that fits; None where nothing does."""
@@ -197,7 +204,9 @@ class _Search:
         """All settings of an arithmetic without checkpoints."""
         names = ("mixed", "recipe", "compress")
         fixed = {name: getattr(arithmetic, name) for name in names}
-        return [replace(other, micro=count, **fixed) for other in self._others for count in self.predictor.counts()]
+        counts = self.predictor.counts()
+        found = [replace(other, micro=count, **fixed) for other in self._others for count in counts]
+        return [settings for settings in found if possible(settings)]
 
     def _fastest_of(self, arithmetic: Settings) -> Prediction | None:
         settings = self._all(arithmetic)
