@@ -37,6 +37,7 @@ class Suite(str, Enum):
     memory_kit = "memory-kit"
     training = "training"
     memory = "memory"
+    generation = "generation"
     techniques = "techniques"
     fit = "fit"
     convergence = "convergence"
@@ -48,9 +49,10 @@ def bench(
         typer.Argument(
             help="Every op; a sentence encoder end to end; shapes that no vector divides; products of other shapes and "
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
-            "losses and attention without their largest tensor; what an estimate of memory is worth; each technique of "
-            "saving memory; plans within a budget; bytes and time of training in each recipe; where that ends; or what "
-            "quantization-aware training brings back, of the demo's GPT and of a convolutional network."
+            "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
+            "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
+            "training in each recipe; where that ends; or what quantization-aware training brings back, of the demo's "
+            "GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[
@@ -59,6 +61,9 @@ def bench(
     directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Tiny inputs: shows that all runs, measures nothing.")] = False,
     device: Annotated[str, typer.Option(help="Of the suite 'memory': cpu or cuda.")] = "cpu",
+    text: Annotated[
+        Path | None, typer.Option(help="Of the suite 'generation': a file of UTF-8 text.", show_default=False)
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
@@ -72,8 +77,10 @@ def bench(
 
     if device not in ("cpu", "cuda") or (device != "cpu" and suite is not Suite.memory):
         raise ValueError(f"--device is cpu or cuda, and of the suite 'memory', got {device!r} for {suite.value!r}")
+    if (text is None) == (suite is Suite.generation):
+        raise ValueError(f"--text is of the suite 'generation' and needed there, got {text} for {suite.value!r}")
     if suite is not Suite.ops:
-        chosen = {"only": only} if only and suite is Suite.convergence else {}
+        chosen: dict[str, Any] = {"only": only} if only and suite is Suite.convergence else {}
         if (only and not chosen) or quick or list_only or json:
             raise ValueError(
                 f"--quick, --list and --json are of the suite 'ops', and --only of it and of 'convergence', not of "
@@ -81,6 +88,8 @@ def bench(
             )
         if suite is Suite.memory:
             chosen["device"] = device
+        if suite is Suite.generation:
+            chosen["text"] = text
         with errors.status(f"measuring {suite.value}"):
             path = import_module(f"lowbit.bench.{suite.name}").run(directory, **chosen)
         out.print(path.read_text(), markup=False, soft_wrap=True)

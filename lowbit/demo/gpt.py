@@ -172,6 +172,13 @@ class GPT(nn.Module):
             std *= residual if name.endswith(("out.weight", "down.weight")) else 1.0
             weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)
 
+    def kv_cache(self, rows: int, scheme: str | None = None) -> KVCache:
+        """An empty cache for ``rows`` sequences: in dtype and on the device of the model, or in codes of ``scheme``."""
+        if scheme is not None:
+            return QuantizedKVCache(self.config, scheme)
+        norm = self.norm.weight  # which no recipe quantizes
+        return KVCache(self.config, rows, dtype=norm.dtype, device=norm.device)
+
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] of the token after each position; with ``cache``, positions go on where it stands.
 
@@ -214,11 +221,7 @@ def generate(
             f"a prompt of {length} and {tokens} new tokens need 1 to {config.context} positions; shorten one of them"
         )
     generator = torch.Generator(prompt_BT.device).manual_seed(seed)
-    cache = (
-        KVCache(config, batch, dtype=model.embed.weight.dtype, device=prompt_BT.device)
-        if kv_cache is None
-        else QuantizedKVCache(config, kv_cache)
-    )
+    cache = model.kv_cache(batch, kv_cache)
     next_BT = prompt_BT
     for _ in range(tokens):
         logits_BV = model(next_BT, cache)[:, -1].float()

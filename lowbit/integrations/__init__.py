@@ -1,7 +1,7 @@
 """lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
 
 None of the libraries need be there, and lowbit imports none. Once one is imported, before lowbit or after it, this file
-changes it in four places:
+changes it in four places, and learns how its models generate:
 
 - ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
@@ -96,6 +96,10 @@ def _allow_casts(modeling: Any) -> None:
         setattr(modeling.PreTrainedModel, name, allowed(cast, getattr(nn.Module, name)))
 
 
+def _know_generation(generation: Any) -> None:
+    import_module("lowbit.integrations.generation")
+
+
 def _register_converter(protocols: Any) -> None:
     import_module("lowbit.integrations.torchtitan").register(protocols)
 
@@ -103,5 +107,6 @@ def _register_converter(protocols: Any) -> None:
 AFTER_SWAP.append(_tell_transformers)
 when_imported("transformers.quantizers.auto", _register)
 when_imported("transformers.modeling_utils", _allow_casts)
+when_imported("transformers.generation.utils", _know_generation)
 when_imported("peft.tuners.tuners_utils", _teach_peft)
 when_imported("torchtitan.protocols.model_converter", _register_converter)

@@ -41,7 +41,7 @@ from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
 
-__all__ = ["Estimate", "estimate", "usual_loss"]
+__all__ = ["Estimate", "Grouped", "Seen", "estimate", "fake_model", "usual_loss"]
 
 #: Forward and backward of a model and a batch by a loss of answer and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
@@ -53,7 +53,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 class Estimate(Usage):
     """See ``estimate``. ``device``: where the step runs."""
 
-    def __init__(self, ledger: Ledger, seen: _Seen, since: int) -> None:
+    def __init__(self, ledger: Ledger, seen: Seen, since: int) -> None:
         super().__init__(*_read(ledger, seen.scratch), since=since)
         self.device = ledger.device
         self._done = [seen.done.get(number) for number in range(since, len(ledger.ops))]
@@ -83,7 +83,7 @@ class Estimate(Usage):
         return work.seconds(rates(self.device)) if measured is None else measured
 
 
-class _Seen:
+class Seen:
     """What is noted of each op besides its storages."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def estimate(
     _check_model(model, device)
     _check_settings(loss, optimizer, precision, prepare, micro_batches)
     with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        copied = _fake_model(model, fake, device)
+        copied = fake_model(model, fake, device)
         place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
         given = tree_map(lambda leaf: _fake(leaf, fake, place) if isinstance(leaf, Tensor) else leaf, batch)
         if recipe is not None:
@@ -210,8 +210,8 @@ def _run(
     trained = [p for p in model.parameters() if p.requires_grad]
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     stepper = None if make is None else make(trained)
-    seen = _Seen()
-    with Ledger(model, device, seen=seen) as ledger, _Grouped():  # type: ignore[no-untyped-call]
+    seen = Seen()
+    with Ledger(model, device, seen=seen) as ledger, Grouped():  # type: ignore[no-untyped-call]
         ledger.claim(batch, "inputs")
         for _ in range(1 if stepper is None else 2):
             since = len(ledger.ops)
@@ -250,7 +250,7 @@ class _Scalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Grouped(TorchDispatchMode):
+class Grouped(TorchDispatchMode):
     """Grouped products of any dtype, as the CPU computes them; torch's rule for fake tensors knows bf16 alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -285,7 +285,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | Non
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
 
 
-def _fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:
+def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:
+    """A copy of ``model`` with fake tensors, on ``device`` unless it is None. Raises ValueError where there is none."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, device), requires_grad=parameter.requires_grad)

@@ -7,6 +7,7 @@ A row of ``SCRATCH`` is needed where it is much beside the op's results. Those o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,7 +58,32 @@ def _sum(args: tuple[Any, ...], out: Any) -> int:
     return int(x.numel() * out.element_size()) if x.device.type == "cpu" and x.dtype != out.dtype else 0
 
 
+def _attention(args: tuple[Any, ...], out: Any) -> int:
+    """Scores of a block of queries by a block of keys in each thread; many queries in bf16 copy keys and values into
+    the layout of their product where the processor has one. Source: torch, FlashAttentionKernel.cpp.
+    """
+    query, key = args[0], args[1]
+    batch, heads, length, width = query.shape
+    keys, threads = key.shape[2], torch.get_num_threads()
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    cols, even = min(keys, 512), keys + keys % 2
+    each = 4 * rows * (cols + 2 + width)
+    if query.element_size() > 2:
+        return int(threads * each)
+    each += 2 * rows * cols
+    a_thread = -(-batch * heads * -(-length // rows) // threads) * rows
+    if query.dtype != torch.bfloat16 or min(length, keys) < 64 or a_thread < 4 * batch * heads or not _packs():
+        return int(threads * each)
+    return int(threads * (each + 2 * min(even, 512) * width) + 2 * batch * heads * width * (keys + even))
+
+
+@cache
+def _packs() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 SCRATCH: dict[str, Scratch] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
     "aten.sum.dim_IntList": _sum,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.functional import quantize
+from lowbit.functional.quantize import quantize
 from lowbit.scaling import Scheme
 from lowbit.scaling import scheme as find_scheme
 from lowbit.tensor.quantized import Quantized

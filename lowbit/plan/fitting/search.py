@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from lowbit.plan.fitting.choices import (
 )
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
+from lowbit.plan.serving import GenerationPlan, serve
 from lowbit.plan.settings import Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
@@ -36,17 +37,50 @@ _WORTH = 0.005
 _TRIES = 6
 
 
+@overload
 def fit(
     model: nn.Module,
     batch: Any,
     budget: str | int,
     loss: Callable[[Any, Any], Tensor] | None = None,
     *,
+    task: Literal["train"] = "train",
+    keep: Iterable[str] = (),
+    no: Iterable[str] = (),
+    quality: float | str = QUALITY,
+    progress: Progress = ...,
+) -> Plan: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    budget: str | int | None = None,
+    *,
+    task: Literal["generate"],
+    context: int,
+    rows: int = 1,
+    keep: Iterable[str] = (),
+    no: Iterable[str] = (),
+    progress: Progress = ...,
+) -> GenerationPlan: ...
+
+
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    budget: str | int | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    *,
+    task: str = "train",
+    context: int | None = None,
+    rows: int = 1,
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
     quality: float | str = QUALITY,
     progress: Progress = lambda what, done, total: None,
-) -> Plan:
+) -> Plan | GenerationPlan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
 
     ``budget``: of the whole step, parameters and states included: bytes, a size such as ``"6GiB"``, or a share of the
@@ -59,8 +93,32 @@ def fit(
     ``plan.apply_(model)`` does it; here ``model`` stays as it is, and on meta it may be too. Sizes are those of
     torch's allocator, by estimates. Times are sums of what the ops of a step take on this machine: the first plan for
     a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
-    Raises ValueError where nothing fits, with the least that would, and for unknown names; and as ``estimate``.
+
+    ``task="generate"`` plans generation instead, of ``rows`` sequences at a time within ``context`` tokens, prompts
+    included: recipes of the weights by layer, the cache of keys and values, and how a prompt is taken. Of all that
+    holds at most ``budget`` it loses least. There ``batch`` is token ids [B, T] by which losses are estimated, or None,
+    and ``keep`` and ``no`` are names of ``CHOICES`` of ``lowbit.plan.serving``, whose ``serve`` has the rules.
+
+    Raises ValueError where nothing fits, with the least that would, for unknown names, and for arguments of the other
+    task; and as ``estimate``.
     """
+    if task == "generate":
+        if loss is not None or quality != QUALITY:
+            raise ValueError("fit: loss and quality are for task='train'; leave them out with task='generate'")
+        return serve(model, batch, budget, context, rows, keep, no, progress)
+    if task != "train":
+        raise ValueError(f"fit: task is 'train' or 'generate', got {task!r}")
+    if batch is None or budget is None:
+        missing = " and ".join(name for name, value in (("batch", batch), ("budget", budget)) if value is None)
+        raise ValueError(
+            f"fit: task='train' needs a batch and a budget, got no {missing}; call lb.fit(model, batch, '6GiB'), or "
+            f"with task='generate' for a model that is not trained"
+        )
+    if context is not None or rows != 1:
+        raise ValueError(
+            f"fit: context and rows are for task='generate', got context={context} and rows={rows} with task='train', "
+            f"whose batch says as much; leave them out"
+        )
     return next(fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, progress=progress))
 
 
