@@ -439,7 +439,9 @@ def test_two_processes_with_half_of_the_batches_find_what_one_does(tmp_path):
             assert torch.equal(first.weights[name].codes, second.weights[name].codes), f"{method}: {name}"
             one, other = (made.dequantize(torch.float32) for made in (first.weights[name], q))
             if method == "gptq" or name in ("blocks.0.gate", "blocks.0.up"):  # before codes differ, and later inputs
-                assert float(((one - other).abs() < 1e-5).double().mean()) > 0.99  # sums in another order
+                # Sums in another order: where one decides a code otherwise, all that follows in that row may differ.
+                equal = ((one - other).abs() < 1e-5).double().mean(dim=1)
+                assert (equal == 1).double().mean() >= 0.96 and equal.mean() > 0.97
 
 
 # -- a run that is stopped --------------------------------------------------------------------------------------------

@@ -220,13 +220,13 @@ def test_training_recovers_what_rounding_lost(weight, learn_scale):
     lb.qat.prepare_(student, recipe, learn_scale=learn_scale)
     optimizer = torch.optim.Adam(student.parameters())
     for step in range(100):
-        optimizer.param_groups[0]["lr"] = 5e-4 * (1 - step / 100)
+        optimizer.param_groups[0]["lr"] = 2e-4 * (1 - step / 100)
         optimizer.zero_grad()
         loss(student).backward()
         optimizer.step()
     lb.qat.convert_(student)
     with torch.no_grad():
-        assert float(loss(student)) < 0.9 * float(loss(rounded))
+        assert float(loss(student)) < 0.8 * float(loss(rounded))
 
 
 def test_a_state_goes_on_where_it_was(tmp_path):
