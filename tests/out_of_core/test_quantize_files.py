@@ -92,10 +92,12 @@ import resource, sys, torch, lowbit as lb
 from lowbit.serialize import empty_weights
 torch.set_num_threads(1)
 lb.quantize_(nn.Sequential(nn.Linear(1024, 512)), "int8")    # what a first call allocates for good
-torch.randn(64, 1024) @ torch.randn(1024, 512)
+torch.randn(64, 64) @ torch.randn(64, 64)
 with empty_weights():
     model = large(LAYERS)
 batches = [torch.randn(32, 1024, generator=torch.Generator().manual_seed(i)) for i in range(2)] if METHOD else None
+if METHOD:
+    lb.calibrate(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)), RECIPE, batches, METHOD)
 held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT, held + LIMIT))
 try:
