@@ -78,8 +78,8 @@ PY
 
 tests() {
     local workers=()
-    "$python" -c 'import xdist' 2>/dev/null && [ "$dry" != --dry-run ] && workers=(-n 8)
-    cd "$repo" && "$python" -P -m pytest -q -p no:cacheprovider "${workers[@]}" tests/backends/test_gpu.py
+    "$python" -c 'import xdist' 2>/dev/null && [ "$dry" != --dry-run ] && workers=(-n "$(nproc)")
+    cd "$repo" && LOWBIT_GPU_SAMPLES=0.1 OMP_NUM_THREADS=1 "$python" -P -m pytest -q -p no:cacheprovider "${workers[@]}" tests/backends/test_gpu.py
 }
 
 bench() { (cd "$repo" && "$python" -P bench/gpu_bench.py "$out" "$@"); }
