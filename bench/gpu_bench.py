@@ -34,8 +34,12 @@ SCHEMES = (
 )  # fmt: skip
 PRODUCTS = (
     ("fp8_e4m3:tensor", "fp8_e4m3:tensor"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("int8:row", "int8:row"),
-    ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "int4:group128"),
+    ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), (None, "int4:group128"), (None, "int8:row"), (None, "nf4"), (None, "mxfp4"),
 )  # fmt: skip
+#: (rows, outputs, inputs): a square product, and a layer of Llama 8B at generation, at a prompt and in training.
+SHAPES = ((8192, 8192, 8192), (1, 14336, 4096), (16, 14336, 4096), (512, 14336, 4096), (8192, 14336, 4096))
+#: The reference computes in fp64: it is timed where nothing else serves, at so few rows.
+FEW_ROWS = 16
 
 #: Sets of buffers that a case walks through.
 SETS = 3
@@ -54,6 +58,7 @@ class Row:
 
 
 Case = Callable[[int], object]
+Shapes = tuple[tuple[int, int, int], ...]
 
 
 def elapsed(case: Case, device: str, repeats: int) -> float:
@@ -99,6 +104,11 @@ def kernels(op: str, calls: list[Any], device: str) -> dict[str, Case]:
     if device == "cpu":
         rows = [i for i in rows if i.backend == "cpu"][:1]
     return {impl.name: runner(impl, calls, op, device) for impl in rows}
+
+
+def reference(op: str, calls: list[Any], device: str) -> dict[str, Case]:
+    """What serves the calls where no kernel does."""
+    return {i.name: runner(i, calls, op, device) for i in lb.impls(op, device) if i.backend == "reference"}
 
 
 def codec_groups(device: str, shape: tuple[int, int]) -> Iterator[tuple[str, int, dict[str, Case]]]:
@@ -152,21 +162,24 @@ def torch_products(a: Tensor, b: Tensor, names: tuple[str | None, str | None]) -
     return {}
 
 
-def product_groups(device: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, int, dict[str, Case]]]:
-    for size in sizes:
-        a, b = (random_matrix(size, size, device, seed=s).bfloat16() for s in (1, 2))
+def product_groups(device: str, shapes: Shapes) -> Iterator[tuple[str, int, dict[str, Case]]]:
+    for m, n, k in shapes:
+        a, b = random_matrix(m, k, device, seed=1).bfloat16(), random_matrix(n, k, device, seed=2).bfloat16()
         limit: Case = lambda i, a=a, b=b: a @ b.t()
         for names in PRODUCTS:
-            parts: dict[str, Any] = {"cols": size, "out_dtype": torch.bfloat16}
+            parts: dict[str, Any] = {"cols": k, "out_dtype": torch.bfloat16}
             for side, x, scheme in (("a", a, names[0]), ("b", b, names[1])):
                 parts |= {side: x, f"{side}_scheme": scheme}
                 if scheme is not None:
                     global_scale = torch.ops.lowbit.global_scale(x, scheme) if scheme == "nvfp4" else None
                     codes, scale, _ = torch.ops.lowbit.quantize(x, scheme, global_scale)
                     parts |= {side: codes, f"{side}_scale": scale, f"{side}_global_scale": global_scale}
-            calls = [matmul.ScaledMM(**parts)] * SETS
-            cases = {**kernels("scaled_mm", calls, device), **torch_products(a, b, names), "bf16": limit}
-            yield f"scaled_mm {names[0] or 'bf16'} x {names[1]} {size}", 2 * size**3, cases
+            calls = [matmul.ScaledMM(**{**parts, "b": parts["b"].clone()}) for _ in range(SETS)]
+            served = kernels("scaled_mm", calls, device)
+            if not served and m <= FEW_ROWS:
+                served = reference("scaled_mm", calls, device)
+            cases = {**served, **torch_products(a, b, names), "bf16": limit}
+            yield f"scaled_mm {names[0] or 'bf16'} x {names[1]} [{m}, {n}, {k}]", 2 * m * n * k, cases
 
 
 def rows_of(group: str, work: int, unit: str, times: dict[str, float], limit: str) -> list[Row]:
@@ -201,12 +214,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     device = "cpu" if options.dry_run else "cuda"
-    shape, sizes, rounds = ((64, 256), (64,), 2) if options.dry_run else ((8192, 16384), (4096, 8192), 7)
+    dry: tuple[Any, ...] = ((64, 256), ((64, 64, 64), (1, 64, 64)), 2)
+    shape, shapes, rounds = dry if options.dry_run else ((8192, 16384), SHAPES, 7)
     rows: list[Row] = []
     options.out.mkdir(parents=True, exist_ok=True)
     where = about(device)
     for unit, limit, groups in (
-        ("TFLOP/s", "bf16", product_groups(device, sizes)),
+        ("TFLOP/s", "bf16", product_groups(device, shapes)),
         ("GB/s", "copy", codec_groups(device, shape)),
     ):
         start = time.monotonic()

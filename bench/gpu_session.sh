@@ -6,7 +6,7 @@
 #   bench/gpu_session.sh OUTDIR --dry-run  the same steps without a GPU: builds nothing, tests skip, tiny cases
 #
 # Nothing is installed: the package is put together in a temporary directory and found through PYTHONPATH. A stage that
-# fails or runs out of time does not stop the others. OUTDIR gets build.log, tests.log, bench.log, gpu.md, gpu.json and
+# fails or runs out of time does not stop the others. OUTDIR gets a log of each stage, gpu.md, gpu.json and
 # summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON names the interpreter.
 set -u
 out=${1:?usage: bench/gpu_session.sh OUTDIR [--dry-run]}
@@ -76,6 +76,34 @@ print("cuda and triton agree with the CPU")
 PY
 }
 
+memcheck() { # every access of the CUDA kernels lies within its tensor, for every scheme at a ragged shape
+    command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not here: not checked"; return 0; }
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -P - <<'PY'
+import itertools
+import torch
+import lowbit as lb
+from lowbit.testing.inputs import schemes
+from lowbit.testing.matmul import make_call
+x = torch.randn(33, 131)
+names = [str(scheme) for scheme in schemes()]
+with lb.use_backend("cuda"):
+    for name in names:
+        held = lb.quantize(x.cuda(), name)
+        lb.fake_quantize(held.dequantize(), name)
+left, right = torch.randn(17, 131, device="cuda"), torch.randn(9, 131, device="cuda")
+pairs = [(a, a) for a in names] + [(None, a) for a in names]
+products = 0
+for a, b in pairs:
+    call = make_call(left if a else left.bfloat16(), right, a, b, out_dtype=torch.bfloat16)
+    for impl in lb.impls("scaled_mm", "cuda"):
+        if impl.backend == "cuda" and impl.supports(call) is None:
+            impl.run((torch.empty(17, 9, dtype=torch.bfloat16, device="cuda"),), call)
+            products += 1
+torch.cuda.synchronize()
+print(f"{len(names)} schemes and {products} products, each access within its tensor")
+PY
+}
+
 tests() {
     local workers=()
     "$python" -c 'import xdist' 2>/dev/null && [ "$dry" != --dry-run ] && workers=(-n "$(nproc)")
@@ -84,17 +112,18 @@ tests() {
 
 bench() { (cd "$repo" && "$python" -P bench/gpu_bench.py "$out" "$@"); }
 
-export -f build check tests bench
+export -f build check memcheck tests bench
 export repo work site python out dry
 assemble
 if [ "$dry" = --dry-run ]; then
     stage tests 120 bash -c tests
     stage bench 120 bash -c 'bench --dry-run'
 else
-    stage build 150 bash -c build
+    stage build 120 bash -c build
     stage check 45 bash -c check
-    stage bench 130 bash -c 'bench --seconds 50'
-    stage tests 190 bash -c tests
+    stage bench 100 bash -c 'bench --seconds 40'
+    stage tests 150 bash -c tests
+    stage memcheck 60 bash -c memcheck
 fi
 {
     echo "- total: $((SECONDS - began)) s"

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.parameter import is_lazy
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -210,6 +211,8 @@ def _run(
     trained = [p for p in model.parameters() if p.requires_grad]
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     stepper = None if make is None else make(trained)
+    if stepper is not None:
+        _step_over_lists(stepper, device)
     seen = Seen()
     with Ledger(model, device, seen=seen) as ledger, Grouped():  # type: ignore[no-untyped-call]
         ledger.claim(batch, "inputs")
@@ -229,6 +232,16 @@ def _run(
             for parameter in trained:
                 parameter.grad = None
     return Estimate(ledger, seen, since)
+
+
+def _step_over_lists(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let an optimizer of torch that is free to choose do what it would do with real parameters: on CUDA it
+    computes on lists of all parameters, with temporaries as large as they are. A fake tensor would turn it away.
+    """
+    if device.type in _foreach_utils._get_foreach_kernels_supported_devices():
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
 
 
 def _accumulate(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor]) -> None:

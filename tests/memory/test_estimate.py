@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import suppress
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _foreach_utils
 
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
@@ -74,6 +76,28 @@ def test_an_estimate_is_what_the_step_takes(recipe, precision, optimizer, policy
     assert sum(told.by_kind.values()) == told.peak_bytes
     for kind in ("parameters", "optimizer state"):
         assert told.by_kind[kind] == found.by_kind[kind]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_optimizers_step_over_lists_where_the_device_has_kernels_for_them(optimizer, monkeypatch):
+    """As torch's do on CUDA, with temporaries as large as all parameters."""
+    devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
+    for module in (_foreach_utils, import_module("torch.optim.optimizer")):
+        monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: devices)
+    model, batch = GPT(CONFIG), torch.randint(512, (1, 8))
+    told = estimate(model, batch, optimizer=optimizer)
+    stepper = optimizer(model.parameters())
+
+    def step(given):
+        output = model(given)
+        usual_loss(output, given).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    found = profile(model, batch, step)
+    assert told.moment.phase == found.moment.phase == "step"
+    assert told.peak_bytes == pytest.approx(found.peak_bytes - found.by_kind.get("other", 0), rel=0.002)
+    assert told.by_kind["temporaries"] >= 0.9 * told.by_kind["parameters"]
 
 
 def test_convolutions():
