@@ -43,8 +43,8 @@ test: ## Build, and run the tests
 	$(native)
 	$(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2>/dev/null && printf -- '-n %s' $(JOBS)) $(ARGS)
 
-test-oldest: ## The tests with the oldest Python and torch that are supported, in .venv-oldest
-	$(MAKE) test ENV=.venv-oldest BASE_PYTHON=$(OLDEST_PYTHON) TORCH="$(or $(TORCH_OLDEST),torch==2.10.0)"
+test-oldest: ## The tests with the oldest Python, torch and Triton that are supported, in .venv-oldest
+	$(MAKE) test ENV=.venv-oldest BASE_PYTHON=$(OLDEST_PYTHON) TORCH="$(or $(TORCH_OLDEST),torch==2.10.0 triton==3.6.0)"
 
 test-newest: ## The tests with the newest torch that pip finds, in .venv-newest
 	$(MAKE) test ENV=.venv-newest TORCH="$(or $(TORCH_NEWEST),torch)"

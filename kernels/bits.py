@@ -125,15 +125,16 @@ def encode_integer(sign, magnitude, random, zero_point, FMT: tl.constexpr, STOCH
 
 
 @triton.jit
-def constants(NUMBERS: tl.constexpr):
+def constants(FMT: tl.constexpr, FIELD: tl.constexpr):
     """A power of two of fp32 constants as a tensor, for ``look_up``: compares and selections of so many a tile.
 
-    Of each element instead, they would be as many more, which compilers take a minute for.
+    Of each element instead, they would be as many more, which compilers take a minute for. The format and its field
+    are what is passed, because Triton 3.6 takes no tuple of numbers as an argument of a function within a kernel.
     """
-    place = tl.arange(0, len(NUMBERS))
-    table = tl.full(place.shape, NUMBERS[0], tl.float32)
-    for k in tl.static_range(1, len(NUMBERS)):
-        table = tl.where(place == k, NUMBERS[k], table)
+    place = tl.arange(0, len(FMT[FIELD]))
+    table = tl.full(place.shape, FMT[FIELD][0], tl.float32)
+    for k in tl.static_range(1, len(FMT[FIELD])):
+        table = tl.where(place == k, FMT[FIELD][k], table)
     return table
 
 
@@ -153,17 +154,18 @@ def encode_codebook(sign, magnitude, random, FMT: tl.constexpr, STOCHASTIC: tl.c
     code = tl.zeros_like(magnitude)
     if STOCHASTIC:
         value = tl.minimum(tl.maximum(value, FMT[14][0]), FMT[14][-1])
-        entries = constants(FMT[14])
+        entries = constants(FMT, 14)
     else:
-        cuts = constants(FMT[13])
-    for k in tl.static_range(FMT[1]):
-        above = code + (1 << (FMT[1] - 1 - k))
+        cuts = constants(FMT, 13)
+    BITS: tl.constexpr = FMT[1]
+    for k in tl.static_range(BITS):
+        above = code + (1 << (BITS - 1 - k))
         if STOCHASTIC:
             code = tl.where(value >= look_up(entries, above), above, code)
         else:
             code = tl.where(value > look_up(cuts, above), above, code)
     if STOCHASTIC:
-        part = (value - look_up(entries, code)) * look_up(constants(FMT[15]), code)
+        part = (value - look_up(entries, code)) * look_up(constants(FMT, 15), code)
         code += (tl.minimum(part.to(tl.int32), 65535) + random) >> 16
     return tl.where(magnitude > 0x7F800000, FMT[12], code)
 
@@ -206,7 +208,7 @@ def decode(code, zero_point, FMT: tl.constexpr):
             q = (code << (32 - BITS)) >> (32 - BITS)
         return (q - zero_point).to(tl.float32).to(tl.int32, bitcast=True)
     elif FMT[0] == 2:
-        return look_up(constants(FMT[14]), code).to(tl.int32, bitcast=True)
+        return look_up(constants(FMT, 14), code).to(tl.int32, bitcast=True)
     else:
         bits = tl.where(code == 0, 0x00400000, code << 23)
         return tl.where(code == 255, 0x7FC00000, bits)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -211,10 +212,17 @@ _IMPLS = tuple(
 IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS)
 
 
+#: The oldest Triton whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.
+_OLDEST = (3, 6)
+
+
 def unavailable() -> str | None:
     """Why this backend is absent, and how to get it."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton (Linux only)"
+    found = version("triton")
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
+        return f"triton {found} rounds subnormal numbers to zero; pip install 'triton>=3.6'"
     if not _FOUND:
         return "the package lowbit.kernels is missing; install lowbit (`pip install .` in its checkout)"
     return None

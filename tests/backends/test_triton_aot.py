@@ -10,6 +10,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+from lowbit.backends import triton as backend
 from lowbit.kernels import aot
 
 CLEAN = """
@@ -62,3 +63,10 @@ def test_every_kernel_compiles_for_every_architecture(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = dict(re.findall(r"sm_(\d+) (\d+)", done.stdout))
     assert set(compiled) == {str(a) for a in aot.ARCHITECTURES} and min(map(int, compiled.values())) >= 10
+
+
+def test_a_triton_that_flushes_subnormal_numbers_is_refused(monkeypatch):
+    monkeypatch.setattr(backend, "version", lambda name: "3.5.1")
+    assert "3.5.1" in backend.unavailable() and "triton>=3.6" in backend.unavailable()
+    monkeypatch.setattr(backend, "version", lambda name: "3.10.0+git")
+    assert backend.unavailable() is None
