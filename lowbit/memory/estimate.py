@@ -6,7 +6,6 @@ storages that it would make are written down, when they come and when they go.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -16,21 +15,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.nn.parameter import is_lazy
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lowbit.combinations import refusal
 from lowbit.convert.select import check_model
 from lowbit.memory.checkpoint import checkpoint_
 from lowbit.memory.cost import Work, rates, work
+from lowbit.memory.fake import fake_batch, fake_model, fake_tensors, values_needed
 from lowbit.memory.ledger import Ledger
 from lowbit.memory.scratch import scratch_bytes
 from lowbit.memory.stream import is_streamed
@@ -42,7 +36,7 @@ from lowbit.recipes import Recipe
 from lowbit.train import mixed_, prepare_
 from lowbit.train.mixed import PRECISIONS
 
-__all__ = ["Estimate", "Grouped", "Seen", "estimate", "fake_model", "usual_loss"]
+__all__ = ["Estimate", "Seen", "estimate", "usual_loss"]
 
 #: Forward and backward of a model and a batch by a loss of answer and batch.
 Accumulate = Callable[[nn.Module, Any, Callable[[Any, Any], Tensor]], object]
@@ -114,11 +108,12 @@ def estimate(
     """What a step of training ``model`` on ``batch`` will hold of memory, in bytes of the allocator.
 
     Nothing is computed and ``model`` stays as it is; it may be on the meta device. ``batch``: a tensor, a tuple of
-    arguments or a dict of keyword arguments; on meta or real, only shapes count. ``loss(output, batch)`` is a scalar;
-    None takes ``usual_loss``. ``recipe``: of ``lb.train.prepare_``. ``precision``: ``"bf16"`` or ``"fp16"``, as
-    ``lb.train.mixed_`` makes of it. ``checkpoint``: a policy of ``checkpoint_``. ``prepare(model)``: called on the copy
-    last, for whatever else is done to the model. ``optimizer``: a name (``adamw``, ``adamw8bit``), what makes one of
-    parameters, or None for no step. ``micro_batches``: so many of ``batch`` are accumulated before the step.
+    arguments or a dict of keyword arguments, on meta or real. Its shapes count, and the values of whole numbers and
+    masks that the forward looks at. ``loss(output, batch)`` is a scalar; None takes ``usual_loss``. ``recipe``: of
+    ``lb.train.prepare_``. ``precision``: ``"bf16"`` or ``"fp16"``, as ``lb.train.mixed_`` makes of it. ``checkpoint``:
+    a policy of ``checkpoint_``. ``prepare(model)``: called on the copy last, for whatever else is done to the model.
+    ``optimizer``: a name (``adamw``, ``adamw8bit``), what makes one of parameters, or None for no step.
+    ``micro_batches``: so many of ``batch`` are accumulated before the step.
     ``device``: where the training will run; by default where the parameters are, and ``cpu`` for those on meta.
 
     The result has ``peak_bytes``, ``moment``, ``by_kind``, ``by_layer``, ``by_phase`` and ``timeline`` of the second
@@ -136,10 +131,10 @@ def estimate(
     """
     _check_model(model, device)
     _check_settings(loss, optimizer, precision, prepare, micro_batches)
-    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with torch.inference_mode(False), torch.enable_grad(), fake_tensors() as fake:
         copied = fake_model(model, fake, device)
         place = next((p.device for p in copied.parameters()), torch.device(device or "cpu"))
-        given = tree_map(lambda leaf: _fake(leaf, fake, place) if isinstance(leaf, Tensor) else leaf, batch)
+        given = fake_batch(batch, fake, place)
         if recipe is not None:
             prepare_(copied, recipe)
         if precision in PRECISIONS:
@@ -214,18 +209,13 @@ def _run(
     if stepper is not None:
         _step_over_lists(stepper, device)
     seen = Seen()
-    with Ledger(model, device, seen=seen) as ledger, Grouped():  # type: ignore[no-untyped-call]
+    with Ledger(model, device, seen=seen) as ledger:
         ledger.claim(batch, "inputs")
         for _ in range(1 if stepper is None else 2):
             since = len(ledger.ops)
-            try:
+            with values_needed("memory.estimate", model, "profile a real step with memory.profile(model, batch, step)"):
                 for _ in range(micro_batches):
                     accumulate(model, batch, loss)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise ValueError(
-                    f"memory.estimate: {type(model).__name__} reads values of tensors in its forward ({error}), and an "
-                    f"estimate has none; profile a real step with memory.profile(model, batch, step)"
-                ) from None
             if stepper is not None:
                 with _Scalars():  # type: ignore[no-untyped-call]
                     stepper.step()
@@ -263,18 +253,6 @@ class _Scalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Grouped(TorchDispatchMode):
-    """Grouped products of any dtype, as the CPU computes them; torch's rule for fake tensors knows bf16 alone."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
-            return func(*args, **kwargs)
-        a, b, offsets = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
-        groups = [] if a.dim() + b.dim() == 5 else [len(offsets)] if a.dim() == 2 else [len(a)]
-        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=kwargs.get("out_dtype"))
-
-
 def _read(ledger: Ledger, scratch: list[tuple[int, int]]) -> tuple[Any, list[float], list[Holding]]:
     times = [float(number) for number in range(len(ledger.ops))]
     pieces = ledger.pieces
@@ -286,45 +264,6 @@ def _read(ledger: Ledger, scratch: list[tuple[int, int]]) -> tuple[Any, list[flo
     for number, size in scratch:
         holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
     return ledger.ops, times, holdings
-
-
-# -- fake copies ------------------------------------------------------------------------------------------------------
-def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | None) -> Tensor:
-    """A tensor of the same shape, strides and dtype without data. A view stands alone."""
-    if isinstance(tensor, FakeTensor):
-        return tensor
-    place = device if device is not None else "cpu" if tensor.device.type == "meta" else tensor.device
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
-
-
-def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:
-    """A copy of ``model`` with fake tensors, on ``device`` unless it is None. Raises ValueError where there is none."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, device), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = _fake(buffer, mode, device)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            memo[id(parameter.grad)] = None
-    modules = list(model.modules())
-    known = set(modules)
-    for module in modules:  # what is not registered: tables that a module keeps for itself, the state of a recipe
-        for value in tree_leaves(list(vars(module).values())):
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = _fake(value, mode, device)
-            if isinstance(value, nn.Module) and value not in known:
-                known.add(value)
-                modules.append(value)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ValueError(
-            f"memory.estimate: {type(model).__name__} cannot be copied, and an estimate is made of a copy "
-            f"({type(error).__name__}: {error}). Take what has no copy out of the model (a lock, a file, a result with "
-            f"a gradient), or profile a real step with memory.profile(model, batch, step)"
-        ) from error
 
 
 # -- a loss -----------------------------------------------------------------------------------------------------------

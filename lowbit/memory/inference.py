@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lowbit.convert.select import check_model
-from lowbit.memory.estimate import Estimate, Grouped, Seen, fake_model
+from lowbit.memory.estimate import Estimate, Seen
+from lowbit.memory.fake import fake_model, fake_tensors, values_needed
 from lowbit.memory.ledger import Ledger
 from lowbit.models.ties import model_bytes
 from lowbit.nn.base import kind
@@ -58,26 +58,21 @@ def estimate_generation(
     Raises ValueError for a model whose forward reads values of tensors, and one that cannot be copied.
     """
     check_model(model)
-    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with torch.inference_mode(False), torch.no_grad(), fake_tensors() as fake:
         copied = fake_model(model, fake, None).eval()
         if prepare is not None:
             prepare(copied)
         place = next((t.device for t in (*copied.parameters(), *copied.buffers())), torch.device("cpu"))
         seen, phases = Seen(), dict[int, str]()
-        with Ledger(copied, place, seen=seen) as ledger, Grouped():  # type: ignore[no-untyped-call]
+        with Ledger(copied, place, seen=seen) as ledger:
             held, since = cache(copied), 0
             prompt = torch.zeros(rows, context - 1, dtype=torch.long, device=place)
-            try:
+            with values_needed("fit", model, "profile a real generation with memory.profile(model)"):
                 for tokens, counts, phase in _calls(prompt, part):
                     since = since if counts else len(ledger.ops)
                     phases[len(ledger.ops)] = phase
                     forward(copied, tokens, held)
                     since = since if counts else len(ledger.ops)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise ValueError(
-                    f"fit: {type(model).__name__} reads values of tensors in its forward ({error}), and an estimate "
-                    f"has none; profile a real generation with memory.profile(model)"
-                ) from None
     phase = PREFILL
     for number, op in enumerate(ledger.ops):
         phase = phases.get(number, phase)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowbit.convert.adapters import find
 from lowbit.convert.engine import matrices
@@ -18,7 +17,7 @@ from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import quantize_from
 from lowbit.convert.report import Report
 from lowbit.convert.select import is_table
-from lowbit.memory.estimate import fake_model
+from lowbit.memory.fake import fake_model, fake_tensors
 from lowbit.models.names import exact
 from lowbit.models.ties import tensor_bytes
 from lowbit.nn.linear import PARTS, QuantLinear
@@ -87,7 +86,7 @@ def _converted(model: nn.Module, name: str, measured: bool) -> tuple[Report, dic
             work = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
             report = _quantize(work, plan(chosen), Ruled())
     else:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with fake_tensors() as fake:
             work = fake_model(model, fake, None)
             report = _quantize(work, plan(chosen), Allocated())
     modules = dict(work.named_modules())

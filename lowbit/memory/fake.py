@@ -1,0 +1,220 @@
+"""Models and batches without data, for estimates: fake tensors, which have shapes, and the values that decide.
+
+A forward may look at whole numbers before it chooses what to compute: whether a mask hides anything, where packed
+sequences begin. ``fake_tensors`` keeps the values of those that are small, as it keeps shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = ["fake_batch", "fake_model", "fake_tensors", "value_of", "values_needed"]
+
+#: Elements of the largest tensor whose values are kept.
+_KEPT = 1 << 20
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Within, tensors that are made are fake, and ``value_of`` knows those of small whole numbers."""
+    grouped = _Grouped()  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, grouped, _Values(mode), _told_to_transformers():
+        yield mode
+
+
+@contextmanager
+def values_needed(caller: str, model: nn.Module, instead: str) -> Iterator[None]:
+    """Raises ValueError where a forward of ``model`` reads a value that is not known: ``instead`` says what to do."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"{caller}: {type(model).__name__} reads values of tensors in its forward ({error}), and an estimate has "
+            f"none; {instead}"
+        ) from None
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None) -> Any:
+    """The same tree with fake tensors for its tensors, on ``device`` unless it is None."""
+    return tree_map_only(Tensor, lambda tensor: _fake(tensor, mode, device), batch)
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None) -> nn.Module:
+    """A copy of ``model`` with fake tensors, on ``device`` unless it is None. Raises ValueError where there is none."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, device), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake(buffer, mode, device)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            memo[id(parameter.grad)] = None
+    modules = list(model.modules())
+    known = set(modules)
+    for module in modules:  # what is not registered: tables that a module keeps for itself, the state of a recipe
+        for value in tree_leaves(list(vars(module).values())):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = _fake(value, mode, device)
+            if isinstance(value, nn.Module) and value not in known:
+                known.add(value)
+                modules.append(value)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"memory.estimate: {type(model).__name__} cannot be copied, and an estimate is made of a copy "
+            f"({type(error).__name__}: {error}). Take what has no copy out of the model (a lock, a file, a result with "
+            f"a gradient), or profile a real step with memory.profile(model, batch, step)"
+        ) from error
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | None) -> Tensor:
+    """A tensor of the same shape, strides and dtype without data. A view stands alone."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    place = device if device is not None else "cpu" if tensor.device.type == "meta" else tensor.device
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+    if tensor.device.type != "meta" and _is_kept(tensor):
+        with _disable_current_modes():
+            value = tensor.detach().to("cpu", copy=True)
+        _keep(made, value, _Storage())
+    return made
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+class _Storage:
+    """What views of one storage share: whether a value that nobody knows was written into it."""
+
+    lost = False
+
+
+class _Kept(NamedTuple):
+    value: Tensor
+    storage: _Storage
+
+
+def _kept(tensor: Any) -> _Kept | None:
+    found: _Kept | None = getattr(tensor, "_lowbit_value", None)
+    return found
+
+
+def _keep(tensor: Tensor, value: Tensor, storage: _Storage) -> None:
+    tensor._lowbit_value = _Kept(value, storage)  # type: ignore[attr-defined]
+
+
+def value_of(tensor: Any) -> Tensor | None:
+    """The value of a fake tensor, on the CPU, or None where it is not known."""
+    kept = _kept(tensor)
+    return None if kept is None or kept.storage.lost else kept.value
+
+
+def _is_kept(tensor: Any) -> bool:
+    whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+    return whole and tensor.layout == torch.strided and tensor.numel() <= _KEPT
+
+
+@cache
+def _traits(func: Any) -> tuple[bool, bool, bool]:
+    """Whether an op has one result for its arguments; writes into them; and answers by their values alone: with a
+    number, or with a shape.
+    """
+    aten, name = func.namespace == "aten", func._schema.name
+    sure = torch.Tag.nondeterministic_seeded not in func.tags and "::empty" not in name and "new_empty" not in name
+    by_value = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    return aten and sure, func._schema.is_mutable, bool(by_value)
+
+
+class _Values(TorchDispatchMode):
+    """Ops on whole numbers whose values are known are computed too, on the CPU."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sure, writes, by_value = _traits(func)
+        if by_value:
+            answer = _computed(func, args, kwargs) if sure else None
+            if answer is None:
+                return func(*args, **kwargs)
+            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and (writes or _is_kept(out)):
+            answer = _computed(func, args, kwargs) if sure and _is_kept(out) else None
+            if answer is not None:
+                _keep(out, answer, _storage(answer, args))
+            elif writes and (kept := _kept(out)) is not None:
+                kept.storage.lost = True
+        return out
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op answers to the values of its arguments, or None where one is not known."""
+    leaves = tree_leaves((args, kwargs))
+    values = {id(leaf): value_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    if any(value is None for value in values.values()):
+        return None
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        return values[id(leaf)] if isinstance(leaf, Tensor) else leaf
+
+    with _disable_current_modes(), torch.no_grad():
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+def _storage(value: Tensor, args: Any) -> _Storage:
+    """Of the argument that ``value`` is a view of, or one of its own."""
+    for leaf in tree_leaves(args):
+        kept = _kept(leaf)
+        if kept is not None and kept.value.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            return kept.storage
+    return _Storage()
+
+
+@contextmanager
+def _told_to_transformers() -> Iterator[None]:
+    """transformers looks at no value of a fake tensor, and takes the longest way: a mask of [rows, T, T] that hides
+    nothing, keys and values repeated for every head. Of one whose value is known it may.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    with mock.patch.object(module, "is_fake_tensor", lambda x: isinstance(x, FakeTensor) and value_of(x) is None):
+        yield
+
+
+# -- rules that torch lacks -------------------------------------------------------------------------------------------
+class _Grouped(TorchDispatchMode):
+    """Grouped products of any dtype, as the CPU computes them; torch's rule for fake tensors knows bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        a, b, offsets = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+        groups = [] if a.dim() + b.dim() == 5 else [len(offsets)] if a.dim() == 2 else [len(a)]
+        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=kwargs.get("out_dtype"))
