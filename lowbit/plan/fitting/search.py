@@ -32,8 +32,8 @@ __all__ = ["fit", "fits"]
 
 #: Each choice that is not plain has to save this part of the time.
 _WORTH = 0.005
-#: How many predictions an estimate of the whole step may refute before the next arithmetic is taken, and how often
-#: options of blocks are chosen again within less.
+#: How many predictions of an arithmetic are held against an estimate of the whole step, and how often options of
+#: blocks are chosen again within less.
 _TRIES = 6
 
 
@@ -217,11 +217,14 @@ class _Search:
         candidates = sorted((one for one in uniform if one.peak_bytes <= self.limit), key=_rank)
         if self._by_block:
             candidates = sorted([*candidates, *self._planned(settings, candidates)], key=_rank)
+        found: Prediction | None = None
         for candidate in candidates[:_TRIES]:
+            if found is not None and _rank(found) <= _rank(candidate):
+                break
             whole = self._within(candidate)
-            if whole is not None:
-                return whole
-        return None
+            if whole is not None and (found is None or _rank(whole) < _rank(found)):
+                found = whole
+        return found
 
     def _planned(self, settings: list[Settings], others: list[Prediction]) -> list[Prediction]:
         """Options by block, where they may be faster than all ``others``."""
