@@ -205,7 +205,7 @@ def test_what_cannot_be_offloaded(tmp_path):
 
 
 def test_resident_memory_stays_flat_with_states_and_gradients_in_files(tmp_path):
-    params = [nn.Parameter(torch.ones(1 << 20)) for _ in range(16)]  # written, so resident
+    params = [nn.Parameter(torch.ones(1 << 20)) for _ in range(32)]  # written, so resident
     optimizer = offload_(torch.optim.AdamW(params, lr=1e-3), tmp_path, gradients=True)
 
     def work():
@@ -216,7 +216,7 @@ def test_resident_memory_stays_flat_with_states_and_gradients_in_files(tmp_path)
             optimizer.zero_grad()
 
     states_and_gradients = 3 * sum(param.nbytes for param in params)
-    assert resident_peak(work) < 0.5 * states_and_gradients
+    assert resident_peak(work) < 0.4 * states_and_gradients
 
 
 @pytest.mark.parametrize("gradients", [False, True])
