@@ -219,19 +219,19 @@ class Predictor:
     def _estimated(
         self, settings: Settings, count: int, optimizer: Settings | None, passes: Any = accumulate
     ) -> Estimate:
-        """Of a step in ``count`` parts, of which two show what all take."""
-        *_, (largest, _) = micro_batches(self.batch, count)
+        """Of a step in ``count`` parts, of which two show what all take; the batch they are of is held whole."""
         away = elsewhere(settings, tempfile.gettempdir())
 
         def within(model: nn.Module, batch: Any, loss: Any) -> None:
-            with away:
-                passes(model, batch, loss)
+            *_, (largest, _) = micro_batches(batch, count)
+            for _ in range(min(count, 2)):
+                with away:
+                    passes(model, largest, loss)
 
         return estimate(
-            self.model, largest, self.loss,
+            self.model, self.batch, self.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
-            prepare=lambda model: prepare_model_(model, settings), micro_batches=min(count, 2),
-            accumulate=within,
+            prepare=lambda model: prepare_model_(model, settings), accumulate=within,
         )  # fmt: skip
 
 
