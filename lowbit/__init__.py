@@ -5,8 +5,11 @@
 Here are the functions on tensors and on models that are deployed, the values that they take and return, and the tables
 of names with what adds a row to them. Submodules have the rest: ``nn`` layers, ``train`` and ``qat`` training,
 ``optim`` optimizers, ``memory`` checkpointing and peaks, ``convert`` the table of layer classes, ``recipes`` plans by
-layer.
+layer. ``distributed`` is imported when it is first used, which takes a second.
 """
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 from lowbit import autograd as _autograd  # noqa: F401  (registers gradients)
 from lowbit import backends as _backends  # noqa: F401  (registers torch.ops.lowbit)
@@ -38,6 +41,9 @@ from lowbit.scaling import Scheme, scheme
 from lowbit.serialize import load_model, save_model
 from lowbit.tensor.quantized import Quantized
 
+if TYPE_CHECKING:
+    from lowbit import distributed
+
 __all__ = [
     "FORMATS",
     "METHODS",
@@ -61,6 +67,7 @@ __all__ = [
     "correct_bias_",
     "decode",
     "dequantize_",
+    "distributed",
     "encode",
     "explain",
     "fake_quantize",
@@ -94,3 +101,11 @@ __all__ = [
     "unprepack_",
     "use_backend",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name == "distributed":
+            return _import_module("lowbit.distributed")
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")

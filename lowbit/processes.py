@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["everywhere", "gathered", "processes"]
+__all__ = ["everywhere", "gather_flat", "gathered", "processes"]
 
 
 def processes() -> int:
@@ -30,3 +30,11 @@ def gathered(x: Tensor) -> list[Tensor]:
     copies = [torch.empty_like(x) for _ in range(processes())]
     dist.all_gather(copies, x)
     return copies
+
+
+def gather_flat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The flat ``x`` of each process, one after the other; all have as many elements."""
+    found = x.new_empty(dist.get_world_size(group) * len(x))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+    gather(found, x, group=group)
+    return found

@@ -5,7 +5,7 @@ A subclass names the rules of lowbit/ops/optim.py that it steps by, and computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -155,6 +155,11 @@ class Optimizer(torch.optim.Optimizer):
         self._watch = watch.Watch(type(self).__name__)
         params = [param for group in self.param_groups for param in group["params"]]
         self._places = {param: place for place, param in enumerate(params)}
+        self.settle()
+
+    def replaced(self, new: Mapping[Tensor, Tensor]) -> None:
+        """Told that parameters have become others, such as their shards: these keep the random bits of the old."""
+        self._places = {new.get(param, param): place for param, place in self._places.items()}
         self.settle()
 
     def settle(self) -> None:

@@ -1,0 +1,10 @@
+"""Training on several processes of ``torch.distributed``: what each holds, what they send, what is saved.
+
+See docs/distributed.md.
+"""
+
+from lowbit.distributed.checkpoint import load, save
+from lowbit.distributed.traffic import Traffic, traffic
+from lowbit.distributed.ways import WAYS, Way, shard_
+
+__all__ = ["WAYS", "Traffic", "Way", "load", "save", "shard_", "traffic"]

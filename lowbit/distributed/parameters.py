@@ -1,0 +1,59 @@
+"""An optimizer whose parameters become others: shards of the ones that it was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lowbit.optim.base import Optimizer
+
+__all__ = ["named", "replace_parameters", "states_of", "tree_of"]
+
+
+def named(model: nn.Module) -> dict[Tensor, str]:
+    """The first name of each parameter of a model that may be wrapped by DistributedDataParallel or DataParallel."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) else model
+    return {parameter: name for name, parameter in inner.named_parameters()}
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The optimizer's states by the names of parameters, or None before its first step."""
+    return dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
+
+
+def replace_parameters(
+    optimizer: torch.optim.Optimizer, new: Mapping[Tensor, Tensor], model: nn.Module, states: dict[str, Any] | None
+) -> None:
+    """Let ``optimizer`` step those of ``new`` in place of the old, with its ``states``, which hold whole tensors.
+
+    ``model``: has the new parameters by the names in ``states``.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
+    optimizer.state.clear()
+    if isinstance(optimizer, Optimizer):
+        optimizer.replaced(new)
+    if states is not None:
+        set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(full_state_dict=True))
+
+
+def tree_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module without a forward that has these parameters by these dotted names."""
+    root = nn.Module()
+    for path, parameter in parameters.items():
+        module = root
+        *parents, name = path.split(".")
+        for parent in parents:
+            if parent not in module._modules:
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        module.register_parameter(name, parameter)
+    return root

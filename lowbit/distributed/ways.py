@@ -1,0 +1,192 @@
+"""The ways to train one model on several processes, and what each process then holds.
+
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054; Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowbit.combinations import refusal
+from lowbit.distributed.parameters import named, replace_parameters, states_of
+from lowbit.distributed.zero import share_states_
+from lowbit.models.blocks import find_blocks
+from lowbit.named import did_you_mean
+
+__all__ = ["WAYS", "Way", "shard_"]
+
+
+class Way(NamedTuple):
+    """``parameters``, ``gradients``, ``states``: whether a process holds its share of them alone between steps.
+    ``gathered``: which parameters it has whole beside its share while it computes, ``""``, ``"all"`` or ``"a block"``.
+    ``sent``: bytes that it sends in a step, as a multiple of those of the parameters and of ``(n - 1) / n`` for ``n``
+    processes.
+    """
+
+    name: str
+    about: str
+    parameters: bool
+    gradients: bool
+    states: bool
+    gathered: str
+    sent: float
+
+    def bytes(self, parameters: int, gradients: int, states: int, processes: int) -> int:
+        """What one of so many processes holds between steps, of these bytes of the whole model."""
+        held = zip((parameters, gradients, states), (self.parameters, self.gradients, self.states), strict=True)
+        return sum(-(-size // processes) if shared else size for size, shared in held)
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way("dp", "one process copies the model to every GPU in each forward (torch.nn.DataParallel)",
+            False, False, False, "", 2),
+        Way("ddp", "every process has all; gradients are summed (DistributedDataParallel)", False, False, False, "", 2),
+        Way("zero1", "every process has the optimizer's states of its share", False, False, True, "", 3),
+        Way("zero2", "and gradients of its share; parameters are gathered once a step (fully_shard)",
+            True, True, True, "all", 2),
+        Way("zero3", "parameters are gathered block by block, in forward and in backward (fully_shard)",
+            True, True, True, "a block", 3),
+        Way("hsdp", "zero3 within groups of processes, over which gradients are summed",
+            True, True, True, "a block", 3),
+    )
+}  # fmt: skip
+
+
+class _Asked(NamedTuple):
+    """Arguments of ``shard_``."""
+
+    blocks: list[nn.Module] | None
+    group_size: int | None
+    precision: torch.dtype | None
+    reduce: torch.dtype | None
+    offload: bool
+    options: dict[str, Any]
+
+
+def shard_(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    way: str,
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    group_size: int | None = None,
+    precision: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+    offload: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train ``model`` with ``optimizer`` on the processes of ``torch.distributed`` by a row of ``WAYS``.
+
+    Every process calls it after ``torch.distributed.init_process_group``, with the same model on its device, and uses
+    what is returned: the model to call, and the same optimizer, whose states are kept. Prepare the model before:
+    ``lb.quantize_``, ``lb.train.prepare_``, ``mixed_``, ``checkpoint_``. Schedulers may come before or after.
+
+    ``blocks``: modules that are gathered one at a time, those of ``find_blocks`` unless given; for ``zero2``, ``zero3``
+    and ``hsdp``. ``group_size``: processes within which ``hsdp`` shards, those of one machine unless given.
+    ``precision`` and ``reduce``: the dtypes in which parameters are gathered and gradients are summed
+    (``MixedPrecisionPolicy``). ``offload``: shares of parameters, gradients and states are in host memory
+    (``CPUOffloadPolicy``). ``options``: of DistributedDataParallel, DataParallel or ``fully_shard``.
+
+    With ``zero1`` the step of the optimizer moves this process' share and gathers all, ``zero_grad`` clears whole
+    gradients, and clipping is that of ``model.parameters()``.
+
+    Raises ValueError for an unknown way, arguments of another way, without a process group, and for an optimizer of
+    other parameters.
+    """
+    if way not in WAYS:
+        known = list(WAYS)
+        raise ValueError(f"distributed.shard_: no way is called {way!r}{did_you_mean(way, known)}; there are {known}")
+    sharding = {"blocks": blocks, "precision": precision, "reduce": reduce, "offload": offload or None}
+    given = [name for name, value in sharding.items() if value is not None]
+    if given and way not in _FULLY:
+        raise ValueError(
+            f"distributed.shard_: {', '.join(given)} are for {', '.join(_FULLY)}, got way={way!r}; leave them out"
+        )
+    if group_size is not None and way != "hsdp":
+        raise ValueError(f"distributed.shard_: group_size is for hsdp, got way={way!r}; leave it out")
+    if way == "dp":
+        return nn.DataParallel(model, **options), optimizer
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"distributed.shard_: {way!r} needs a process group; start the script with torchrun, and call "
+            f"torch.distributed.init_process_group() first"
+        )
+    if getattr(optimizer, "in_backward", False):
+        raise ValueError(refusal("in_backward processes", "distributed.shard_"))
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in named(model)]
+    if strangers:
+        raise ValueError(
+            f"distributed.shard_: the optimizer steps {len(strangers)} parameters that the model does not have, the "
+            f"first of shape {list(strangers[0].shape)}; make it of model.parameters()"
+        )
+    asked = _Asked(None if blocks is None else list(blocks), group_size, precision, reduce, offload, options)
+    return _SHARD[way](model, optimizer, asked), optimizer
+
+
+# -- by way -----------------------------------------------------------------------------------------------------------
+def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, **asked.options)
+
+
+def _zero1(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
+    share_states_(model, optimizer, _mesh(model, (dist.get_world_size(),), ("shard",)))
+    return _ddp(model, optimizer, asked)
+
+
+def _zero2(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
+    return _fully(model, optimizer, asked, _mesh(model, (dist.get_world_size(),), ("shard",)), False)
+
+
+def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
+    return _fully(model, optimizer, asked, _mesh(model, (dist.get_world_size(),), ("shard",)), True)
+
+
+def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
+    count, size = dist.get_world_size(), asked.group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size < 1 or count % size:
+        raise ValueError(
+            f"distributed.shard_: hsdp shards within groups of equal size, got group_size={size} of {count} "
+            f"processes; give a divisor of {count}"
+        )
+    return _fully(model, optimizer, asked, _mesh(model, (count // size, size), ("replicate", "shard")), True)
+
+
+_FULLY = ("zero2", "zero3", "hsdp")
+_SHARD: dict[str, Callable[[nn.Module, torch.optim.Optimizer, _Asked], nn.Module]] = {
+    "ddp": _ddp, "zero1": _zero1, "zero2": _zero2, "zero3": _zero3, "hsdp": _hsdp,
+}  # fmt: skip
+
+
+def _mesh(model: nn.Module, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
+def _fully(
+    model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked, mesh: Any, reshard_after_forward: bool
+) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # takes seconds
+
+    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, **asked.options}
+    if asked.precision is not None or asked.reduce is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=asked.precision, reduce_dtype=asked.reduce)
+    if asked.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    states = states_of(model, optimizer)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for block in dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    replace_parameters(optimizer, {old: after[name] for name, old in before.items()}, model, states)
+    return model

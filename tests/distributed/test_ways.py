@@ -1,0 +1,201 @@
+"""Every way to shard has the bits of one process, sends what its row says, and loads what the others have saved."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.bits import same_bits
+from support.processes import run_processes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import lowbit as lb
+from lowbit.distributed import WAYS
+from lowbit.distributed.zero import SHARES
+
+SHARDING = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+OPTIMIZERS: dict[str, Any] = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "8 bits": lambda params: lb.optim.AdamW(params, lr=1e-2),
+    "4 bits": lambda params: lb.optim.AdamW(params, lr=1e-2, bits=4),
+    "muon": lambda params: lb.optim.Muon(params, lr=1e-2, bits=8),
+}
+
+
+def network() -> nn.Module:
+    """Blocks, rows that no number of processes divides, fewer rows than processes, a number, and one that is frozen."""
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(96, 96), nn.Tanh())
+    model = nn.Sequential(nn.Linear(24, 96), nn.Sequential(block(), block(), block()), nn.Linear(96, 3), nn.PReLU())
+    model[1][1][0].bias.requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """The same batch on every process: the mean of a power of two of gradients is what one process has."""
+    for step in steps:
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 + step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in inner.parameters()]
+
+
+def expected(name: str, steps: int) -> list[Tensor]:
+    model = network()
+    train(model, OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad), range(steps))
+    return whole(model)
+
+
+def sharded(way: str, name: str, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """After so many steps in one process."""
+    model = network()
+    optimizer = OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
+    train(model, optimizer, range(steps))
+    size = {"group_size": max(dist.get_world_size() // 2, 1)} if way == "hsdp" else {}
+    return lb.distributed.shard_(model, optimizer, way, **size)
+
+
+def meet(rank: int, world: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet{world}", rank=rank, world_size=world)
+
+
+# -- bits, bytes, files -----------------------------------------------------------------------------------------------
+def _steps(rank: int, world: int, path: str) -> None:
+    meet(rank, world, path)
+    for name, way in itertools.product(OPTIMIZERS, SHARDING):
+        if name == "muon" and way not in ("zero1", "zero3"):
+            continue
+        for before in (0, 2):
+            model, optimizer = sharded(way, name, before)
+            train(model, optimizer, range(before, 4))
+            for mine, whole_one in zip(whole(model), expected(name, 4), strict=True):
+                assert same_bits(mine, whole_one), f"{way}, {name}, after {before} steps"
+        lb.distributed.save(f"{path}/{way} {name}", model, optimizer, steps=4)
+    dist.destroy_process_group()
+
+
+def _resume(rank: int, world: int, path: str) -> None:
+    if world > 1:
+        meet(rank, world, path)
+    ways = SHARDING if world > 1 else (None,)
+    for name, (saved, way) in itertools.product(("torch", "8 bits"), itertools.product(SHARDING, ways)):
+        if way is None:
+            model = network()
+            optimizer = OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
+        else:
+            model, optimizer = sharded(way, name)
+        assert lb.distributed.load(f"{path}/{saved} {name}", model, optimizer) == {"steps": 4}
+        train(model, optimizer, range(4, 6))
+        for mine, whole_one in zip(whole(model), expected(name, 6), strict=True):
+            assert same_bits(mine, whole_one), f"{saved} to {way} on {world}, {name}"
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def test_bits_are_those_of_one_process_and_checkpoints_fit_every_way_and_number(tmp_path: Path):
+    run_processes(_steps, (4, str(tmp_path)), 4)
+    run_processes(_resume, (2, str(tmp_path)), 2)
+    _resume(0, 1, str(tmp_path))
+
+
+def _bytes(rank: int, path: str) -> None:
+    meet(rank, 2, path)
+    torch.manual_seed(0)
+    for way in SHARDING:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        size = sum(p.nbytes for p in model.parameters())
+        options = {"group_size": 2} if way == "hsdp" else {}
+        model, optimizer = lb.distributed.shard_(model, optimizer, way, **options)
+        for _ in range(3):  # the first makes buckets, and the second makes them anew
+            with lb.distributed.traffic() as traffic:
+                model(torch.randn(4, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert traffic.total == WAYS[way].sent * size / 2, f"{way}: {traffic}"
+        held = {s.data_ptr(): s.nbytes() for s in _storages(model, optimizer)}
+        assert sum(held.values()) == WAYS[way].bytes(size, 0, 2 * size, 2), way
+    dist.destroy_process_group()
+
+
+def _storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Of parameters and states of this process, between steps."""
+    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states)]
+    return [t.untyped_storage() for t in tensors]
+
+
+def test_a_process_sends_and_holds_what_the_table_says(tmp_path: Path):
+    run_processes(_bytes, (str(tmp_path),))
+
+
+# -- what an optimizer is used with -----------------------------------------------------------------------------------
+def _with_others(rank: int, path: str) -> None:
+    meet(rank, 2, path)
+    found = []
+    for way in (None, "zero1", "zero3"):
+        model = network()
+        optimizer = lb.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if way is not None:
+            model, optimizer = lb.distributed.shard_(model, optimizer, way)
+        for step in range(3):
+            for micro_batch in range(2):
+                x = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + micro_batch))
+                model(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            before.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+        found.append(whole(model))
+    for alone, zero1, zero3 in zip(*found, strict=True):
+        assert same_bits(alone, zero1)
+        torch.testing.assert_close(alone, zero3, rtol=1e-5, atol=1e-7)  # the norm is a sum in another order
+    model, optimizer = sharded("zero1", "torch")
+    model(torch.randn(8, 24)).sum().backward()
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(float(p.grad.abs().sum()) == 0 for p in model.parameters() if p.grad is not None)
+    assert {name for name, _ in getattr(optimizer, SHARES).model.named_parameters()} == {
+        name for name, p in model.module.named_parameters() if p.requires_grad
+    }
+    with pytest.raises(ValueError, match="2 parameters that the model does not have"):
+        lb.distributed.shard_(network(), torch.optim.SGD(nn.Linear(3, 3).parameters()), "zero3")
+    other = network()
+    with pytest.raises(ValueError, match="give a divisor of 2"):
+        lb.distributed.shard_(other, torch.optim.SGD(other.parameters()), "hsdp", group_size=3)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        lb.distributed.load(f"{path}/nothing", model, optimizer)
+    dist.destroy_process_group()
+
+
+def test_schedulers_clipping_accumulation_and_what_is_refused(tmp_path: Path):
+    run_processes(_with_others, (str(tmp_path),))
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "message"),
+    [
+        ("zero4", {}, "did you mean zero3"),
+        ("zero3", {}, "start the script with torchrun"),
+        ("ddp", {"offload": True}, "offload are for zero2, zero3, hsdp"),
+        ("zero3", {"group_size": 2}, "group_size is for hsdp"),
+    ],
+)
+def test_arguments_that_do_not_go_together(way, options, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), way, **options)
