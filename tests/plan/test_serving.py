@@ -17,7 +17,9 @@ from lowbit.convert import prepack
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.demo.gpt import generate as generate_by_gpt
 from lowbit.nn.packed import PackedLinear
-from lowbit.plan import GenerationPlan
+from lowbit.plan import GenerationPlan, Plan
+from lowbit.plan.fitting.predict import Prediction as TrainingPrediction
+from lowbit.plan.settings import Settings as TrainingSettings
 
 CONTEXT, VOCAB = 200, 512
 TOKENS = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -198,6 +200,16 @@ def test_a_saved_plan_is_the_same(plans, kind, tmp_path):
     (tmp_path / "other.json").write_text('{"budget": 1}')
     with pytest.raises(ValueError, match="holds no plan for generation"):
         GenerationPlan.load(tmp_path / "other.json")
+
+
+def test_a_file_of_the_other_task_says_which_class_reads_it(plans, tmp_path):
+    chosen = TrainingPrediction(TrainingSettings(), 1000, 1.0)
+    training = Plan(chosen, 2000, chosen, []).save(tmp_path / "training.json")
+    with pytest.raises(ValueError, match=r"training.json holds no plan for generation.*load it by lb.plan.Plan.load"):
+        GenerationPlan.load(training)
+    generation = plans("gpt")[80].save(tmp_path / "generation.json")
+    with pytest.raises(ValueError, match=r"generation.json holds no plan for training.*lb.plan.GenerationPlan.load"):
+        Plan.load(generation)
 
 
 def test_what_a_plan_says(plans):

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from lowbit.named import did_you_mean
+from lowbit.plan.allowed import left
 from lowbit.plan.settings import Settings
 
 __all__ = [
@@ -91,35 +91,22 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 #: Recipes that are taken only where they are kept: a plan need not estimate them all.
 _ASKED = frozenset({"fp8-tensor", "fp8-block", "mxfp8", "int8-stochastic", "nvfp4"})
 
+#: What a name in ``no`` leaves out too.
+_TOO = {"disk": "activations on disk"}
+
 #: What a dimension of its own is called: the number of parts of a batch.
 PARTS = "parts of a batch"
 
 
 def allowed(keep: Iterable[str], no: Iterable[str], quality: float | str) -> dict[str, tuple[Choice, ...]]:
-    """The choices that are left: of a dimension with a name in ``keep`` these alone, and none in ``no``; of the others
-    those whose recorded loss is at most ``quality`` percent, or ``"any"``.
-
-    ``"disk"`` among ``no`` means activations too. Raises ValueError for an unknown name, for what is no quality, and
-    where a dimension has no choice left.
+    """What ``keep`` and ``no`` leave; of a dimension without a name in ``keep`` those whose recorded loss is at most
+    ``quality`` percent, or ``"any"``. Raises as ``left``, and ValueError for what is no quality.
     """
-    most, kept, left_out = _most(quality), set(keep), set(no)
-    if "disk" in left_out:
-        left_out.add("activations on disk")
-    known = [choice.name for row in CHOICES.values() for choice in row]
-    for name in (*kept, *left_out):
-        if name not in known:
-            raise ValueError(f"fit: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
-    found = {}
-    for dimension, row in CHOICES.items():
-        chosen = [choice for choice in row if choice.name in kept]
-        chosen = chosen or [choice for choice in row if choice.name not in _ASKED and choice.loss <= most]
-        found[dimension] = tuple(choice for choice in chosen if choice.name not in left_out)
-        if not found[dimension]:
-            raise ValueError(
-                f"fit: keep and no leave nothing for the {dimension}, which is one of "
-                f"{[choice.name for choice in row]}; leave one of them in"
-            )
-    return found
+    most = _most(quality)
+    rows = {dimension: {choice.name: choice for choice in row} for dimension, row in CHOICES.items()}
+    left_out = {name for one in no for name in (one, _TOO.get(one, one))}
+    found = left(rows, keep, left_out, lambda choice: choice.name not in _ASKED and choice.loss <= most)
+    return {dimension: tuple(row.values()) for dimension, row in found.items()}
 
 
 def _most(quality: float | str) -> float:

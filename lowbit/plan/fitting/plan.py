@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lowbit._version import __version__
-from lowbit.files import read_json, write_json
 from lowbit.machine import cpu_name
+from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.fitting.adapt import alike
 from lowbit.plan.fitting.choices import PARTS, described, words
 from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
-from lowbit.plan.frontier import undominated
 from lowbit.plan.settings import Settings
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -26,11 +24,13 @@ from lowbit.tables import aligned
 __all__ = ["Plan"]
 
 
-class Plan:
+class Plan(BasePlan[Prediction, Settings]):
     """See ``lb.fit``. ``settings``: what is turned on. ``peak_bytes`` and ``seconds``: of a step, predicted.
     ``plain``: the prediction of plain training. ``frontier``: those that nothing is both smaller and faster than.
     ``beside``: by dimension the prediction with the plain choice in its place.
     """
+
+    _task, _classes = "train", (Prediction, Settings)
 
     def __init__(
         self,
@@ -41,18 +41,9 @@ class Plan:
         loss: Callable[[Any, Any], Tensor] | None = None,
         beside: Mapping[str, Prediction] | None = None,
     ) -> None:
-        self.chosen, self.budget, self.plain, self.beside = chosen, budget, plain, dict(beside or {})
         self._others = {one.settings: one for one in (*predictions, chosen)}
-        self.frontier = undominated(list(self._others.values()), lambda one: (one.peak_bytes, one.seconds))
-        self._loss = loss
-
-    @property
-    def settings(self) -> Settings:
-        return self.chosen.settings
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.chosen.peak_bytes
+        super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
+        self._loss, self.beside = loss, dict(beside or {})
 
     @property
     def seconds(self) -> float:
@@ -67,9 +58,9 @@ class Plan:
     ) -> Run:
         """Make ``model`` train by the plan, in place; returns its ``Run``, with ``step(batch)`` and ``optimizer``.
 
-        ``loss``: that of ``lb.fit`` unless given. ``directory``: where states and activations on disk go, the system's
-        for temporary files unless given, and host memory for a model on a GPU. ``options``: of the optimizer, such as
-        ``lr`` and ``weight_decay``.
+        ``loss``: that of ``lb.fit`` unless given, which no file holds. ``directory``: where states and activations on
+        disk go, the system's for temporary files unless given, and host memory for a model on a GPU. ``options``: of
+        the optimizer, such as ``lr`` and ``weight_decay``.
         """
         predictions = list(self._others.values())
         return Run(model, self.settings, loss or self._loss, directory, options, predictions, self.plain.peak_bytes)
@@ -100,11 +91,8 @@ class Plan:
 
     def table(self) -> str:
         """The frontier and what is chosen: peaks and times, smallest first."""
-        rows = [("peak", "time", "settings")]
-        for one in sorted({self.chosen, *self.frontier}, key=lambda one: one.peak_bytes):
-            mark = " (chosen)" if one.settings == self.settings else ""
-            rows.append((amount(one.peak_bytes), f"{one.seconds / self.plain.seconds:.2f}", words(one.settings) + mark))
-        return aligned(rows, (0, 1))
+        listed, plain = sorted({self.chosen, *self.frontier}, key=lambda one: one.peak_bytes), self.plain.seconds
+        return self._table("time", listed, lambda one: (f"{one.seconds / plain:.2f}", words(one.settings)))
 
     def _refits(self) -> list[Prediction]:
         """The predictions of this arithmetic, the fastest first: what ``Run.refit`` chooses from."""
@@ -117,41 +105,14 @@ class Plan:
 
     # -- files -----------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
         return {
-            "budget": self.budget, "chosen": _plain_values(self.chosen), "plain": _plain_values(self.plain),
-            "frontier": [_plain_values(one) for one in self.frontier],
-            "beside": {name: _plain_values(one) for name, one in self.beside.items()},
-            "refits": [_plain_values(one) for one in self._refits()],
+            **super().as_dict(), "beside": {name: plain_values(one) for name, one in self.beside.items()},
+            "refits": [plain_values(one) for one in self._refits()],
             "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__},
         }  # fmt: skip
 
-    def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON."""
-        write_json(Path(path), self.as_dict())
-        return Path(path)
-
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """A plan that was saved; the loss is none that a file holds, give it to ``apply_``.
-
-        Raises ValueError for a file that holds no plan of this version.
-        """
-        data = read_json(Path(path))
-        try:
-            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
-            beside = {name: _read(one) for name, one in data["beside"].items()}
-            return cls(chosen, data["budget"], plain, others, beside=beside)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"fit: {path} holds no plan that this lowbit reads ({error}); make it again") from None
-
-
-def _plain_values(prediction: Prediction) -> dict[str, Any]:
-    return {**prediction._asdict(), "settings": asdict(prediction.settings)}
-
-
-def _read(data: dict[str, Any]) -> Prediction:
-    settings = dict(data["settings"])
-    if isinstance(settings["checkpoint"], list):
-        settings["checkpoint"] = tuple(settings["checkpoint"])
-    return Prediction(**{**data, "settings": Settings(**settings)})
+    def _of(cls, data: dict[str, Any]) -> Plan:
+        chosen, plain, *others = map(cls._read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
+        beside = {name: cls._read(one) for name, one in data["beside"].items()}
+        return cls(chosen, data["budget"], plain, others, beside=beside)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lowbit._version import __version__
-from lowbit.files import read_json, write_json
+from lowbit.plan.base import BasePlan, plain_values
 from lowbit.plan.bits import FLOAT
-from lowbit.plan.frontier import undominated
 from lowbit.plan.serving.layers import arrange_
 from lowbit.plan.serving.losses import BY
 from lowbit.plan.serving.predict import Prediction
@@ -26,13 +23,15 @@ from lowbit.tables import aligned
 __all__ = ["GenerationPlan", "words"]
 
 
-class GenerationPlan:
+class GenerationPlan(BasePlan[Prediction, Settings]):
     """See ``lb.fit`` with ``task="generate"``. ``settings``: what is chosen. ``peak_bytes``: the most that is held
     while ``context`` tokens of ``rows`` sequences are generated, predicted. ``loss``: predicted too; ``by`` says of
     what, as a key of ``BY`` in ``losses``, and is empty where nothing is lost. ``plain``: the prediction of the model
     as it is. ``frontier``: those that nothing is both smaller and loses less than. ``layers``: by recipe the number of
     layers, the bytes of their weights and their loss.
     """
+
+    _task, _classes = "generate", (Prediction, Settings)
 
     def __init__(
         self,
@@ -45,17 +44,8 @@ class GenerationPlan:
         context: int,
         rows: int,
     ) -> None:
-        self.chosen, self.budget, self.plain = chosen, budget, plain
-        self.frontier = undominated([*predictions, chosen], lambda one: (one.peak_bytes, one.loss))
+        super().__init__(chosen, budget, plain, predictions, lambda one: one.loss)
         self.layers, self.by, self.context, self.rows = dict(layers), by, context, rows
-
-    @property
-    def settings(self) -> Settings:
-        return self.chosen.settings
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.chosen.peak_bytes
 
     @property
     def loss(self) -> float:
@@ -113,39 +103,21 @@ class GenerationPlan:
 
     def table(self) -> str:
         """The frontier: peaks and losses, smallest first."""
-        table = [("peak", "loss", "settings")]
-        for one in self.frontier:
-            mark = " (chosen)" if one is self.chosen else ""
-            table.append((amount(one.peak_bytes), f"{one.loss:.4g}", words(one.settings) + mark))
-        return aligned(table, (0, 1))
+        return self._table("loss", self.frontier, lambda one: (f"{one.loss:.4g}", words(one.settings)))
 
     # -- files ---------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
         return {
-            "task": "generate", "budget": self.budget, "context": self.context, "rows": self.rows, "by": self.by,
-            "chosen": _plain_values(self.chosen), "plain": _plain_values(self.plain),
-            "frontier": [_plain_values(one) for one in self.frontier if one is not self.chosen],
+            "task": self._task, **super().as_dict(), "context": self.context, "rows": self.rows, "by": self.by,
+            "frontier": [plain_values(one) for one in self.frontier if one is not self.chosen],
             "layers": {name: list(row) for name, row in self.layers.items()}, "lowbit": __version__,
         }  # fmt: skip
 
-    def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON."""
-        write_json(Path(path), self.as_dict())
-        return Path(path)
-
     @classmethod
-    def load(cls, path: str | Path) -> GenerationPlan:
-        """A plan that was saved. Raises ValueError for a file that holds no plan for generation of this version."""
-        data = read_json(Path(path))
-        try:
-            chosen, plain, *others = map(_read, (data["chosen"], data["plain"], *data["frontier"]))
-            layers = {name: (row[0], row[1], row[2]) for name, row in data["layers"].items()}
-            return cls(chosen, data["budget"], plain, others, layers, data["by"], data["context"], data["rows"])
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"fit: {path} holds no plan for generation that this lowbit reads ({error}); make it again"
-            ) from None
+    def _of(cls, data: dict[str, Any]) -> GenerationPlan:
+        chosen, plain, *others = map(cls._read, (data["chosen"], data["plain"], *data["frontier"]))
+        layers = {name: (row[0], row[1], row[2]) for name, row in data["layers"].items()}
+        return cls(chosen, data["budget"], plain, others, layers, data["by"], data["context"], data["rows"])
 
 
 def words(settings: Settings) -> str:
@@ -156,11 +128,3 @@ def words(settings: Settings) -> str:
     found += [part_name(settings.part)] if settings.part is not None else []
     found += [PACKED] if settings.packed else []
     return ", ".join(found) or "as it is"
-
-
-def _plain_values(prediction: Prediction) -> dict[str, Any]:
-    return {**prediction._asdict(), "settings": asdict(prediction.settings)}
-
-
-def _read(data: dict[str, Any]) -> Prediction:
-    return Prediction(**{**data, "settings": Settings(**data["settings"])})

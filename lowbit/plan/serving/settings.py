@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lowbit.named import did_you_mean
+from lowbit.plan.allowed import left
 from lowbit.plan.bits import FLOAT
 from lowbit.recipes import recipe
 
@@ -73,23 +73,10 @@ class Allowed(NamedTuple):
 
 
 def allowed(keep: Iterable[str], no: Iterable[str]) -> Allowed:
-    """The choices that are left: of a dimension with a name in ``keep`` these alone, and none in ``no``.
-
-    Raises ValueError for an unknown name, and where a dimension has no choice left.
-    """
-    kept, left_out = set(keep), set(no)
-    known = [name for row in CHOICES.values() for name in row]
-    for name in (*kept, *left_out):
-        if name not in known:
-            raise ValueError(f"fit: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
-    found: dict[str, list[str]] = {}
-    for dimension, row in CHOICES.items():
-        chosen = [name for name in row if name in kept] or list(row)
-        found[dimension] = [name for name in chosen if name not in left_out]
-        if not found[dimension]:
-            raise ValueError(f"fit: keep and no leave nothing for the {dimension}, which is one of {list(row)}")
+    """What ``keep`` and ``no`` leave; raises as ``left``."""
+    found = left(CHOICES, keep, no)
     return Allowed(
-        found["weights"],
+        list(found["weights"]),
         [scheme for scheme in _CACHES if cache_name(scheme) in found["cache"]],
         [part for part in _PARTS if part_name(part) in found["prompt"]],
         [name == PACKED for name in found["layout"]],

@@ -1,0 +1,39 @@
+"""What ``keep`` and ``no`` leave of a table of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from lowbit.named import did_you_mean
+
+__all__ = ["left"]
+
+_Choice = TypeVar("_Choice")
+
+
+def left(
+    choices: Mapping[str, Mapping[str, _Choice]],
+    keep: Iterable[str],
+    no: Iterable[str],
+    offered: Callable[[_Choice], bool] = lambda choice: True,
+) -> dict[str, dict[str, _Choice]]:
+    """By dimension and name the choices that are left: of a dimension with a name in ``keep`` these alone, of others
+    those that are ``offered``, and none in ``no``.
+
+    Raises ValueError for an unknown name, and where a dimension has no choice left.
+    """
+    kept, left_out = set(keep), set(no)
+    known = [name for row in choices.values() for name in row]
+    for name in (*kept, *left_out):
+        if name not in known:
+            raise ValueError(f"fit: no choice is called {name!r}{did_you_mean(name, known)}; there are {known}")
+    found = {}
+    for dimension, row in choices.items():
+        chosen = [name for name in row if name in kept] or [name for name in row if offered(row[name])]
+        found[dimension] = {name: row[name] for name in chosen if name not in left_out}
+        if not found[dimension]:
+            raise ValueError(
+                f"fit: keep and no leave nothing for the {dimension}, which is one of {list(row)}; leave one of them in"
+            )
+    return found
