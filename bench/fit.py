@@ -57,7 +57,7 @@ _BUDGETS = 20
 
 #: The space of which everything is measured: names of each dimension, and parts of a batch.
 _SPACE = {
-    "precision": ("fp32", "bf16"), "optimizer": ("adamw", "adamw8bit"),
+    "precision": ("fp32", "bf16"), "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
     "checkpoint": ("everything kept", "save_matmuls", "block"), "states": ("memory",),
     "activations": ("activations in memory",),
 }  # fmt: skip
