@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
@@ -71,3 +72,15 @@ def run(monkeypatch, capsys):
         return told.err if code else told.out
 
     return call
+
+
+@pytest.fixture(scope="module")
+def steady_times():
+    """Ops take what their arithmetic and traffic take at fixed rates; none is run to be timed."""
+    from lowbit.memory.cost import Rates
+    from lowbit.memory.timing import Timings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Timings, "seconds", lambda self, call: None)
+        patch.setattr(import_module("lowbit.memory.estimate"), "rates", lambda device: Rates(5e10, 8e9))
+        yield

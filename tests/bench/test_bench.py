@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lowbit.checkout import adopt
@@ -12,8 +13,9 @@ from lowbit.ops import OPS
 from lowbit.testing import conv
 
 adopt("bench")
-from lowbit.bench import probe, timing  # noqa: E402
+from lowbit.bench import fit, probe, timing  # noqa: E402
 from lowbit.bench import run as suite  # noqa: E402
+from lowbit.demo.gpt import GPT, GPTConfig  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +223,21 @@ def test_the_slowest_limit_counts():
     group = timing.Group("s", "op", "of", 10, 0, tuple(cases[:1]), tuple(cases[1:]))
     (row,) = report.rows_of(group, {"ours": 2.0, "memory": 0.5, "arithmetic": 1.5})
     assert (row.limit, row.limit_seconds, row.percent) == ("arithmetic", 1.5, 75.0)
+
+
+def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatch, steady_times):
+    """The whole suite on one tiny model: plans, everything that they choose from, processes under a limit."""
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    monkeypatch.setattr(fit, "_tokens", lambda rows, length: tokens)
+    config = GPTConfig(vocab=64, layers=2, heads=2, dim=32, hidden=64)
+    tiny = fit.Subject("tiny", lambda: GPT(config), lambda: tokens, ())
+    monkeypatch.setattr(fit, "SUBJECTS", (tiny, tiny._replace(name="GPT, 6 layers of 384")))
+    monkeypatch.setattr(fit, "_ASKED", ((100, ("fp32",)), (1, ("fp32",))))
+    for name, few in (("_BUDGETS", 2), ("_ROUNDS", 1), ("_STEPS", 1), ("_SPACE_BUDGETS", (100,))):
+        monkeypatch.setattr(fit, name, few)
+    monkeypatch.setattr(fit, "_FALLING", (tiny,))
+    monkeypatch.setattr(fit, "_limited", lambda subject, plan, limit: {"held": 100, "took": 0.1, "resident": 150})
+    text = fit.run(tmp_path).read_text()
+    assert "2 plans, and 2 budgets that nothing fits" in text and "all 36 combinations" in text
+    assert "ran out of memory: 0 of 2" in text
+    assert len(list((tmp_path / "fit").glob("*.json"))) == 4 + 1 + 3 + 2, "each measurement and plan is kept"
