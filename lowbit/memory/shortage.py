@@ -10,8 +10,9 @@ import torch
 
 __all__ = ["ran_out", "reclaim"]
 
-#: What errors say that tell of no memory, where their type does not.
-_TEXTS = ("can't allocate memory", "bad_alloc", "out of memory", "not enough memory")
+#: What errors say that tell of no memory, where their type does not. The last is oneDNN's, when it finds none for the
+#: code of a kernel; it has one for every product that torch asks of it.
+_TEXTS = ("can't allocate memory", "bad_alloc", "out of memory", "not enough memory", "could not create a primitive")
 
 
 def ran_out(error: BaseException) -> bool:

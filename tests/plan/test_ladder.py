@@ -90,6 +90,7 @@ def test_an_allocation_beyond_the_limit_fails_and_one_within_it_does_not():
             True,
         ),
         (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not create a primitive"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("can't allocate memory"), False),
     ],
