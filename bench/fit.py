@@ -247,7 +247,8 @@ def main() -> None:
             path.write_text(json.dumps(plan))
             chosen = Plan.load(path)
         small = subject._replace(batch=lambda: _first_rows(subject.batch()))
-        measured(_by(Settings()), small, 1)  # what libraries load and keep is there from here on
+        for settings in (Settings(), Settings(offload_activations=True)):
+            measured(_by(settings), small, 1)  # what libraries load and keep, and threads, are there from here on
         gc.collect()
         limits = LIMITS["cpu"]
         before = limits.held()

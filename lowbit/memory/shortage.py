@@ -10,9 +10,12 @@ import torch
 
 __all__ = ["ran_out", "reclaim"]
 
-#: What errors say that tell of no memory, where their type does not. The last is oneDNN's, when it finds none for the
-#: code of a kernel; it has one for every product that torch asks of it.
-_TEXTS = ("can't allocate memory", "bad_alloc", "out of memory", "not enough memory", "could not create a primitive")
+#: What errors say that tell of no memory, where their type does not. A primitive is what oneDNN calls a kernel, for
+#: whose code it finds none; a thread needs memory for its stack.
+_TEXTS = (
+    "can't allocate memory", "bad_alloc", "out of memory", "not enough memory", "could not create a primitive",
+    "can't start new thread",
+)  # fmt: skip
 
 
 def ran_out(error: BaseException) -> bool:
