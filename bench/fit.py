@@ -175,7 +175,8 @@ def _falling(cells: _Cells) -> str:
         rows = [cells(f"{subject.name} budget {number}", dict) for number in range(number + 1)]
         held = [row["held"] for row in rows]
         over = max(row["held"] / row["budget"] - 1 for row in rows if row["held"])
-        risen = [later / earlier - 1 for earlier, later in itertools.pairwise(held) if later > earlier]
+        there = [size for size in held if size]
+        risen = [later / earlier - 1 for earlier, later in itertools.pairwise(there) if later > earlier]
         head = ("budget, MiB", "plan", "predicted", "held", "step, ms", "plain training")
         table = [
             (f"{row['budget'] / 2**20:.1f}", row["settings"], f"{row['peak'] / 2**20:.1f}",
