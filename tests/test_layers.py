@@ -37,7 +37,7 @@ LAYERS = [
     {"convert"},
     {"serialize"},
     {"train", "optim", "memory", "progress"},
-    {"observers"},
+    {"observers", "distributed"},
     {"calibrate"},
     {"plan", "out_of_core"},
     {"qat"},
