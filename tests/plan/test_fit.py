@@ -7,6 +7,7 @@ import gc
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,12 @@ from torch import nn
 import lowbit as lb
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
+from lowbit.memory.block_table import BlockTable
 from lowbit.plan import Plan
 from lowbit.plan.fitting import CHOICES
+from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
+from lowbit.plan.settings import Settings
 
 CONFIG = GPTConfig(vocab=1024, layers=3, heads=2, dim=96, hidden=256)
 BATCH = torch.randint(1024, (8, 128), generator=torch.Generator().manual_seed(0))
@@ -67,6 +71,34 @@ def test_what_cannot_fit_says_the_least_that_would():
     with pytest.raises(ValueError, match="no choice fits") as error:
         lb.fit(GPT(CONFIG), BATCH, 100_000, keep=("fp32", "adamw", "block", "memory", "activations in memory"))
     assert "with block, 8 parts. Ask" in str(error.value)
+
+
+def test_a_row_of_a_smaller_part_takes_no_less_time():
+    """Where half a batch takes far less than half its time, as in caches, a line through both would end below zero."""
+
+    def table(rows, seconds):
+        zeros = np.zeros(2)
+        return BlockTable(zeros + rows, zeros, np.zeros(3), zeros + seconds / 4, seconds, 10.0 + rows)
+
+    line = _Line(8, table(8, 2.0), table(4, 0.5), table(4, 0.6))
+    assert line.at(1).seconds == 2.0 and line.at(2).seconds == 0.6
+    for count, rows in ((3, 3), (4, 2), (8, 1)):
+        part = line.at(count)
+        assert part.seconds == pytest.approx(0.6 * rows / 4) and part.recomputation[0] == pytest.approx(
+            part.seconds / 4
+        )
+        assert part.peak == 10.0 + rows and part.kept[0] == rows, "bytes are on the line"
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(micro=8), Settings(micro=4, checkpoint="block", offload_activations=True)]
+)
+def test_sums_of_tables_are_near_the_whole_step(settings):
+    predictor = Predictor(GPT(CONFIG), BATCH)
+    quick, whole = predictor.predicted(settings), predictor.whole(settings)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.1) and quick.peak_bytes == pytest.approx(
+        whole.peak_bytes, rel=0.03
+    )
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -31,6 +31,10 @@ from lowbit.plan.settings import Settings, elsewhere, make_optimizer, prepare_mo
 __all__ = ["Prediction", "Predictor"]
 
 
+#: The fields of a ``BlockTable`` that are seconds.
+_TIMES = frozenset({"seconds", "recomputation"})
+
+
 class Prediction(NamedTuple):
     """``peak_bytes`` and ``seconds`` of a step by ``settings``. ``whole``: by an estimate of this very step."""
 
@@ -52,7 +56,8 @@ class _Step(NamedTuple):
 @dataclass
 class _Line:
     """Forward and backward of one part by its rows: of the whole batch, of the first half, and of the second half, when
-    there are gradients. Parts of other sizes are on the line through the halves.
+    there are gradients. Bytes of parts of other sizes are on the line through whole and half; so are times, which are
+    at least in proportion, since fewer rows are no faster a row.
     """
 
     rows: int
@@ -69,7 +74,8 @@ class _Line:
 
         def on_line(field: str) -> Any:
             whole, first, second = (getattr(t, field) for t in (self.whole, self.first, self.second))
-            return np.maximum(second - share * (whole - first), 0.0)
+            least = second * rows / half if field in _TIMES else 0.0
+            return np.maximum(second - share * (whole - first), least)
 
         return BlockTable(**{field.name: on_line(field.name) for field in fields(BlockTable)})
 
@@ -147,7 +153,9 @@ class Predictor:
         seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
         seconds += self._states_moved(settings)
         if settings.offload_activations:
-            seconds = self.predicted(settings).seconds
+            assert not isinstance(settings.checkpoint, tuple), "options of blocks are not combined with it"
+            kept = self._table(settings, settings.checkpoint or KEEP).kept
+            seconds += settings.micro * self._moved(float(kept.sum()))
         peak = max(usage.peak_bytes, self._stepping(settings)) if settings.offload_states else usage.peak_bytes
         return Prediction(settings, peak, seconds, str(usage.moment), whole=True)
 
