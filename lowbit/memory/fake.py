@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lowbit.models.ties import storage
+
 __all__ = ["fake_batch", "fake_model", "fake_tensors", "value_of", "values_needed"]
 
 #: Elements of the largest tensor whose values are kept.
@@ -96,12 +98,12 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str | Non
     if tensor.device.type != "meta" and _is_kept(tensor):
         with _disable_current_modes():
             value = tensor.detach().to("cpu", copy=True)
-        _keep(made, value, _Storage())
+        _keep(made, value, _Shared())
     return made
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
-class _Storage:
+class _Shared:
     """What views of one storage share: whether a value that nobody knows was written into it."""
 
     lost = False
@@ -109,7 +111,7 @@ class _Storage:
 
 class _Kept(NamedTuple):
     value: Tensor
-    storage: _Storage
+    shared: _Shared
 
 
 def _kept(tensor: Any) -> _Kept | None:
@@ -117,14 +119,14 @@ def _kept(tensor: Any) -> _Kept | None:
     return found
 
 
-def _keep(tensor: Tensor, value: Tensor, storage: _Storage) -> None:
-    tensor._lowbit_value = _Kept(value, storage)  # type: ignore[attr-defined]
+def _keep(tensor: Tensor, value: Tensor, shared: _Shared) -> None:
+    tensor._lowbit_value = _Kept(value, shared)  # type: ignore[attr-defined]
 
 
 def value_of(tensor: Any) -> Tensor | None:
     """The value of a fake tensor, on the CPU, or None where it is not known."""
     kept = _kept(tensor)
-    return None if kept is None or kept.storage.lost else kept.value
+    return None if kept is None or kept.shared.lost else kept.value
 
 
 def _is_kept(tensor: Any) -> bool:
@@ -163,9 +165,9 @@ class _Values(TorchDispatchMode):
         if isinstance(out, Tensor) and (writes or _is_kept(out)):
             answer = _computed(func, args, kwargs) if sure and _is_kept(out) else None
             if answer is not None:
-                _keep(out, answer, _storage(answer, args))
+                _keep(out, answer, _shared(answer, args))
             elif writes and (kept := _kept(out)) is not None:
-                kept.storage.lost = True
+                kept.shared.lost = True
         return out
 
 
@@ -185,13 +187,13 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
-def _storage(value: Tensor, args: Any) -> _Storage:
+def _shared(value: Tensor, args: Any) -> _Shared:
     """Of the argument that ``value`` is a view of, or one of its own."""
     for leaf in tree_leaves(args):
         kept = _kept(leaf)
-        if kept is not None and kept.value.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            return kept.storage
-    return _Storage()
+        if kept is not None and storage(kept.value) == storage(value):
+            return kept.shared
+    return _Shared()
 
 
 @contextmanager
