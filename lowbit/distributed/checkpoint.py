@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         shutil.rmtree(before, ignore_errors=True)
 
     _first(begin, "save")
-    torch.save(_random(), written / _OWN.format(_rank()))
+    _everyone(lambda: torch.save(_random(), written / _OWN.format(_rank())), "save")
     save_from(_states(model, optimizer if optimizer.state else None), checkpoint_id=str(written))
     _first(end, "save")
     return target
@@ -91,7 +92,8 @@ def load(
     load_into(states, checkpoint_id=str(target))
     set_model_state_dict(model, states["model"])
     if optimizer is not None and stepped:
-        set_optimizer_state_dict(_stepped(model, optimizer), optimizer, states["optim"])
+        with _stepped(model, optimizer) as of:
+            set_optimizer_state_dict(of, optimizer, states["optim"])
     for name, value in more.items():
         value.load_state_dict(kept.pop(name))
     own = target / _OWN.format(_rank())
@@ -103,14 +105,17 @@ def load(
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     states: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        states["optim"] = get_optimizer_state_dict(_stepped(model, optimizer), optimizer)
+        with _stepped(model, optimizer) as of:
+            states["optim"] = get_optimizer_state_dict(of, optimizer)
     return states
 
 
-def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+@contextmanager
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
     """What has the parameters that the optimizer steps, by their names."""
     shares: Shares | None = getattr(optimizer, SHARES, None)
-    return model if shares is None else shares.model
+    with nullcontext() if shares is None else shares.stepped(optimizer):
+        yield model if shares is None else shares.model
 
 
 def _state(value: Any) -> Any:
@@ -144,16 +149,23 @@ def _rank() -> int:
 
 
 def _first(work: Callable[[], object], what: str) -> None:
-    """What the first process does while the others wait; all raise what it raises."""
-    said: list[str | None] = [None]
-    if _rank() == 0:
-        try:
-            work()
-        except OSError as error:
-            said = [f"{type(error).__name__}: {error}"]
+    """What the first process does while the others wait."""
+    _everyone(work if _rank() == 0 else lambda: None, what)
+
+
+def _everyone(work: Callable[[], object], what: str) -> None:
+    """What each process does; all raise what one of them raises, so that none waits for it."""
+    said: str | None = None
+    try:
+        work()
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
+        said = f"{type(error).__name__}: {error}"
+    heard = [said]
     if processes() > 1:
-        dist.broadcast_object_list(said, src=0)
-    if said[0] is not None:
+        heard = [None] * processes()
+        dist.all_gather_object(heard, said)
+    failed = next((rank for rank, words in enumerate(heard) if words is not None), None)
+    if failed is not None:
         raise RuntimeError(
-            f"distributed.{what}: the first process cannot write ({said[0]}); free the disk, or give another path"
+            f"distributed.{what}: process {failed} cannot write ({heard[failed]}); free the disk, or give another path"
         )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lowbit.optim.base import Optimizer
 
-__all__ = ["named", "replace_parameters", "states_of", "tree_of"]
+__all__ = ["begin_with", "named", "states_of", "tree_of"]
 
 
 def named(model: nn.Module) -> dict[Tensor, str]:
@@ -29,15 +29,12 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
 
 
-def replace_parameters(
+def begin_with(
     optimizer: torch.optim.Optimizer, new: Mapping[Tensor, Tensor], model: nn.Module, states: dict[str, Any] | None
 ) -> None:
-    """Let ``optimizer`` step those of ``new`` in place of the old, with its ``states``, which hold whole tensors.
-
-    ``model``: has the new parameters by the names in ``states``.
+    """Give ``optimizer``, whose groups have the parameters of ``new`` in place of the old, their ``states``, which hold
+    whole tensors by the names that ``model`` has for the new parameters.
     """
-    for group in optimizer.param_groups:
-        group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
     optimizer.state.clear()
     if isinstance(optimizer, Optimizer):
         optimizer.replaced(new)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.combinations import refusal
-from lowbit.distributed.parameters import named, replace_parameters, states_of
+from lowbit.distributed.parameters import begin_with, named, states_of
 from lowbit.distributed.zero import share_states_
 from lowbit.models.blocks import find_blocks
 from lowbit.named import did_you_mean
@@ -94,9 +94,6 @@ def shard_(
     ``precision`` and ``reduce``: the dtypes in which parameters are gathered and gradients are summed
     (``MixedPrecisionPolicy``). ``offload``: shares of parameters, gradients and states are in host memory
     (``CPUOffloadPolicy``). ``options``: of DistributedDataParallel, DataParallel or ``fully_shard``.
-
-    With ``zero1`` the step of the optimizer moves this process' share and gathers all, ``zero_grad`` clears whole
-    gradients, and clipping is that of ``model.parameters()``.
 
     Raises ValueError for an unknown way, arguments of another way, without a process group, and for an optimizer of
     other parameters.
@@ -188,5 +185,8 @@ def _fully(
         fully_shard(block, **options)
     fully_shard(model, **options)
     after = dict(model.named_parameters(remove_duplicate=False))
-    replace_parameters(optimizer, {old: after[name] for name, old in before.items()}, model, states)
+    new: dict[Tensor, Tensor] = {old: after[name] for name, old in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [new[parameter] for parameter in group["params"]]
+    begin_with(optimizer, new, model, states)
     return model

@@ -8,7 +8,9 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from types import MethodType
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lowbit.distributed.parameters import named, replace_parameters, states_of, tree_of
+from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
 from lowbit.processes import gather_flat
 
 __all__ = ["SHARES", "Shares", "share_states_"]
@@ -30,12 +32,16 @@ _TOGETHER = 32 << 20
 
 
 def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
-    """Let ``optimizer`` step this process' share of each parameter of ``model``, in place."""
-    shares = Shares(model, optimizer, mesh)
-    setattr(optimizer, SHARES, shares)
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
-    optimizer.zero_grad = MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
+    """Let ``optimizer`` step this process' share of each parameter of ``model``, in place.
+
+    Between steps its groups have the parameters, so that scaling, clipping and ``zero_grad`` see whole gradients.
+    """
+    setattr(optimizer, SHARES, Shares(model, optimizer, mesh))
+    step = torch.optim.Optimizer.profile_hook_step(_step)
+    step._wrapped_by_lr_sched = "step" in vars(optimizer)  # type: ignore[attr-defined]  # the scheduler looks for it
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    for name in ("state_dict", "load_state_dict"):
+        setattr(optimizer, name, MethodType(partial(_with_shares, name), optimizer))
 
 
 class Shares:
@@ -45,25 +51,46 @@ class Shares:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
         names, states = named(model), states_of(model, optimizer)
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.mesh = mesh
-        self.whole = [(parameter, _share(parameter, mesh)) for parameter in stepped]
+        self.mesh, self._stepped = mesh, False
+        self.whole = [(p, _share(p, mesh)) for group in optimizer.param_groups for p in group["params"]]
         self.model = tree_of({names[parameter]: share for parameter, share in self.whole})
-        replace_parameters(optimizer, dict(self.whole), self.model, states)
+        with self.stepped(optimizer):
+            begin_with(optimizer, dict(self.whole), self.model, states)
+
+    @contextmanager
+    def stepped(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, the shares are what the optimizer steps and has states of."""
+        if self._stepped:
+            yield
+            return
+        before, shares = [group["params"] for group in optimizer.param_groups], dict(self.whole)
+        for group in optimizer.param_groups:
+            group["params"] = [shares.get(parameter, parameter) for parameter in group["params"]]
+        self._stepped = True
+        try:
+            yield
+        finally:
+            self._stepped = False
+            for group, params in zip(optimizer.param_groups, before, strict=True):
+                group["params"] = params
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Rows of the parameters' gradients become the shares'."""
-        for parameter, share in self.whole:
-            if parameter.grad is not None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step of the shares, after which every process has the rows of all others."""
+        plain = type(optimizer).step
+        plain = plain.__wrapped__ if getattr(plain, "hooked", False) else plain  # type: ignore[attr-defined]
+        if self._stepped:  # by torch, with gradients of the shares, to have states
+            plain(optimizer)
+            return
+        moved = [(parameter, share) for parameter, share in self.whole if parameter.grad is not None]
+        try:
+            for parameter, share in moved:
                 share.grad = _dtensor(_rows(parameter.grad, self.mesh), share)
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Every process has the rows of all others again."""
-        moved = [(parameter, share) for parameter, share in self.whole if share.grad is not None]
-        for share in self.model.parameters():
-            share.grad = None
+            with self.stepped(optimizer):
+                plain(optimizer)
+        finally:
+            for _, share in moved:
+                share.grad = None
         for pieces in _pieces(moved):
             _gather(pieces, self.mesh)
 
@@ -120,22 +147,17 @@ def _gather(pieces: list[tuple[Tensor, nn.Parameter]], mesh: DeviceMesh) -> None
 
 
 # -- the methods of an optimizer ---------------------------------------------------------------------------------------
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if any(value is not None for value in (*args[1:], *kwargs.values())):
-        raise ValueError(
-            "step: an optimizer whose states are sharded takes no closure, as gradients are shared out before the "
-            "step; call backward first, then step()"
-        )
-    getattr(optimizer, SHARES).take_gradients()
+def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers want to know
+    getattr(optimizer, SHARES).step(optimizer)
+    return loss
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    getattr(optimizer, SHARES).gather()
-
-
-def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    for parameter, _ in getattr(optimizer, SHARES).whole:
-        if parameter.grad is not None and not set_to_none:
-            parameter.grad.zero_()
-        else:
-            parameter.grad = None
+def _with_shares(name: str, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """A method of the optimizer's class while the shares are what it steps."""
+    with getattr(optimizer, SHARES).stepped(optimizer):
+        return getattr(type(optimizer), name)(optimizer, *args, **kwargs)

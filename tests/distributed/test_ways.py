@@ -163,15 +163,22 @@ def _with_others(rank: int, path: str) -> None:
     for alone, zero1, zero3 in zip(*found, strict=True):
         assert same_bits(alone, zero1)
         torch.testing.assert_close(alone, zero3, rtol=1e-5, atol=1e-7)  # the norm is a sum in another order
-    model, optimizer = sharded("zero1", "torch")
-    model(torch.randn(8, 24)).sum().backward()
-    with pytest.raises(ValueError, match="takes no closure"):
-        optimizer.step(lambda: 0.0)
+    losses = []
+    for way in ("ddp", "zero1"):
+        model, optimizer = sharded(way, "torch")
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 24)).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append([optimizer.step(closure).item() for _ in range(3)])
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
     optimizer.zero_grad(set_to_none=False)
     assert all(float(p.grad.abs().sum()) == 0 for p in model.parameters() if p.grad is not None)
-    assert {name for name, _ in getattr(optimizer, SHARES).model.named_parameters()} == {
-        name for name, p in model.module.named_parameters() if p.requires_grad
-    }
+    names = {name for name, _ in getattr(optimizer, SHARES).model.named_parameters()}
+    assert names == {name for name, p in model.module.named_parameters() if p.requires_grad}
     with pytest.raises(ValueError, match="2 parameters that the model does not have"):
         lb.distributed.shard_(network(), torch.optim.SGD(nn.Linear(3, 3).parameters()), "zero3")
     other = network()
@@ -180,6 +187,43 @@ def _with_others(rank: int, path: str) -> None:
     with pytest.raises(ValueError, match="holds no checkpoint"):
         lb.distributed.load(f"{path}/nothing", model, optimizer)
     dist.destroy_process_group()
+
+
+def _scaled(rank: int, path: str) -> None:
+    """What looks at the optimizer between steps finds whole parameters and gradients."""
+    meet(rank, 2, path)
+    found = []
+    for way in (None, "zero1"):
+        model = network()
+        optimizer = lb.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        if way is not None:
+            model, optimizer = lb.distributed.shard_(model, optimizer, way)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for step in range(4):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)) * (float("inf") if step == 1 else 1)
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((whole(model), scaler.get_scale()))
+    assert found[0][1] == found[1][1] == 2.0**10, "halved once, doubled once"
+    assert all(map(same_bits, found[0][0], found[1][0]))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    lb.train.prepare_(model, "int8-stochastic", skip=())
+    state = lb.train.state(model)
+    model, optimizer = lb.distributed.shard_(model, lb.optim.AdamW(model.parameters()), "zero1")
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert int(state.step) == 3, "random bits go on from step to step"
+    dist.destroy_process_group()
+
+
+def test_scalers_and_the_state_of_recipes_with_shared_states(tmp_path: Path):
+    run_processes(_scaled, (str(tmp_path),))
 
 
 def test_schedulers_clipping_accumulation_and_what_is_refused(tmp_path: Path):
