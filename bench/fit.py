@@ -213,9 +213,9 @@ def _falling(cells: _Cells) -> str:
     about = (
         f"{_BUDGETS} budgets for each of three models, from plain training down to what hardly fits. Each plan trains "
         f"in a process of its own whose memory is limited (RLIMIT_DATA) to 1.03 times the budget and what libraries "
-        f"take for themselves, as measured without a limit in training of the same precision or recipe and nothing "
-        f"else. Plain training is tried under the same limit. What is held is measured when the limit is gone, since "
-        f"torch's profiler takes memory itself."
+        f"keep for themselves when training is over, as measured without a limit for the same precision or recipe and "
+        f"nothing else. Plain training is tried under the same limit. What is held is measured when the limit is gone, "
+        f"since torch's profiler takes memory itself."
     )
     return "\n".join(["## Falling budgets under a real limit\n", about + "\n", *parts])
 
@@ -239,7 +239,7 @@ def _beside(cells: _Cells, subject: Subject, settings: Settings) -> int:
     """
     only = Settings(mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress)
     found = cells(f"{subject.name} {words(only)}, no limit", lambda: _limited(subject, _by(only), None))
-    return max(int(found["resident"]) - int(found["held"]), 0)
+    return int(found["kept"])
 
 
 def _least(model: nn.Module, batch: Any) -> int:
@@ -248,7 +248,9 @@ def _least(model: nn.Module, batch: Any) -> int:
 
 
 def _limited(subject: Subject, plan: Plan | None, limit: int | None) -> dict[str, Any]:
-    """Train in a process of its own. ``held``: 0 where memory ran out."""
+    """Train in a process of its own. ``held``: 0 where memory ran out. ``kept``: what the limit counts of the process
+    when training is over, beyond what it had before.
+    """
     settings = None if plan is None else plan.as_dict()
     asked = json.dumps([subject.name, settings, limit])
     threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -257,7 +259,7 @@ def _limited(subject: Subject, plan: Plan | None, limit: int | None) -> dict[str
         env={**os.environ, **threads, **MALLOC},
     )  # fmt: skip
     if limit is not None and done.returncode < 0:  # a library that does not look whether it was given memory
-        return {"held": 0, "took": 0.0, "resident": 0}
+        return {"held": 0, "took": 0.0, "kept": 0}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise RuntimeError(f"fit: a process ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
@@ -281,19 +283,19 @@ def main() -> None:
             trained(_by(settings), small, 1)  # what libraries load and keep, and threads, are there from here on
         gc.collect()
         limits = LIMITS["cpu"]
-        before = limits.held()
-        limits.reset()
+        before = limits.counted()
         try:
             with nullcontext() if limit is None else limits.within(limit):
                 took, adapted = trained(chosen, subject, 3)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error) and not ran_out(error.__cause__ or error.__context__ or error):
                 raise
-            print(json.dumps({"held": 0, "took": 0.0, "resident": 0}))
+            print(json.dumps({"held": 0, "took": 0.0, "kept": 0}))
             return
-        resident = limits.peak() - before
+        gc.collect()
+        kept = max(limits.counted() - before, 0)
         held = measured(chosen, subject, 1).peak
-        print(json.dumps({"held": held, "took": took, "resident": resident, "adapted": adapted}))
+        print(json.dumps({"held": held, "took": took, "kept": kept, "adapted": adapted}))
 
 
 def _first_rows(batch: Any) -> Any:

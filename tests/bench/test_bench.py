@@ -236,7 +236,7 @@ def test_plans_are_held_against_what_training_by_them_takes(tmp_path, monkeypatc
     for name, few in (("_BUDGETS", 2), ("_ROUNDS", 1), ("_STEPS", 1), ("_SPACE_BUDGETS", (100,))):
         monkeypatch.setattr(fit, name, few)
     monkeypatch.setattr(fit, "_FALLING", (tiny,))
-    monkeypatch.setattr(fit, "_limited", lambda subject, plan, limit: {"held": 100, "took": 0.1, "resident": 150})
+    monkeypatch.setattr(fit, "_limited", lambda subject, plan, limit: {"held": 100, "took": 0.1, "kept": 50})
     text = fit.run(tmp_path).read_text()
     assert "2 plans, and 2 budgets that nothing fits" in text and "all 36 combinations" in text
     assert "ran out of memory: 0 of 2" in text

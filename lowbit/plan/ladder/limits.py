@@ -21,12 +21,13 @@ class Limit:
     """How memory of a device is limited and counted, in bytes of this process.
 
     ``within(budget)`` is a context in which the process may take ``budget`` more than it has; beyond it allocations
-    fail with an error that ``ran_out`` (lowbit/memory/shortage.py) knows. ``held`` is what there is now, ``reset``
-    starts ``peak`` again. ``unit`` says what is counted, ``elsewhere`` where offload moves tensors to, given a
-    directory.
+    fail with an error that ``ran_out`` (lowbit/memory/shortage.py) knows. ``counted`` is what the limit counts.
+    ``held`` is what there is now, ``reset`` starts ``peak`` again. ``unit`` says what these two count, ``elsewhere``
+    where offload moves tensors to, given a directory.
     """
 
     within: Callable[[int], AbstractContextManager[None]]
+    counted: Callable[[], int]
     held: Callable[[], int]
     reset: Callable[[], object]
     peak: Callable[[], int]
@@ -77,11 +78,11 @@ def _fraction_within(budget: int) -> Iterator[None]:
 
 LIMITS = {
     "cpu": Limit(
-        _data_within, lambda: _status("VmRSS"), reset_peak, peak_bytes, "resident memory of the process",
-        elsewhere=lambda directory: directory,
+        _data_within, lambda: _status("VmData"), lambda: _status("VmRSS"), reset_peak, peak_bytes,
+        "resident memory of the process", elsewhere=lambda directory: directory,
     ),
     "cuda": Limit(
-        _fraction_within, torch.cuda.memory_allocated, torch.cuda.reset_peak_memory_stats,
+        _fraction_within, torch.cuda.memory_reserved, torch.cuda.memory_allocated, torch.cuda.reset_peak_memory_stats,
         torch.cuda.max_memory_allocated, "memory of torch's allocator on the GPU",
         elsewhere=lambda directory: "cpu",
     ),
