@@ -56,6 +56,10 @@ COMBINATIONS = {
         "lb.optim.offload_", "DTensors (FSDP2)", "their states are sharded already",
         "use fully_shard(..., offload_policy=CPUOffloadPolicy())",
     ),
+    "offload shard": Combination(
+        "lb.optim.offload_", "lb.distributed.shard_ by zero1, zero2, zero3 or hsdp", "states are sharded instead",
+        "call lb.optim.unoffload_ first, and shard_(..., offload=True) to keep shares in host memory",
+    ),
     "offload gradients torch clip": Combination(
         "lb.optim.offload_(gradients=True) on CUDA", "torch.nn.utils.clip_grad_norm_",
         "gradients are on the host, and it finds none", "use lb.optim.clip_grad_norm_", noticed=False,

@@ -16,23 +16,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_from
 
+from lowbit.distributed.parameters import set_states, unwrapped
 from lowbit.distributed.zero import SHARES, Shares
+from lowbit.optim.plain import without_hooks
 from lowbit.processes import processes
 
 __all__ = ["load", "save"]
 
 #: What the first process writes beside the tensors, and every process of itself.
 _MORE, _OWN = "more.pt", "process-{}.pt"
+#: What groups of an optimizer have that belongs to the model at hand.
+_OF_PARAMS = ("params", "param_names")
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Path:
@@ -43,18 +47,27 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     the first process' are saved. The state of torch's random numbers is saved for each process.
 
     Where a process ends in the middle, the checkpoint before is still there, and the next ``save`` removes the rest.
-    Raises RuntimeError in every process where one cannot write.
+    Raises RuntimeError in every process where one fails, as with a full disk or a value that
+    ``torch.load(weights_only=True)`` does not read.
     """
     target = Path(path)
     written, before = _beside(target, "new"), _beside(target, "old")
+
+    kept = {
+        "states": {name: value.state_dict() for name, value in more.items() if hasattr(value, "state_dict")},
+        "values": {name: value for name, value in more.items() if not hasattr(value, "state_dict")},
+        "groups": [{k: v for k, v in group.items() if k not in _OF_PARAMS} for group in optimizer.param_groups],
+    }
 
     def begin() -> None:
         _recover(target, before)
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
-        torch.save({name: _state(value) for name, value in more.items()}, written / _MORE)
+        torch.save(kept, written / _MORE)
+        torch.load(written / _MORE, weights_only=True)  # raises now what would not load later
 
     def end() -> None:
+        shutil.rmtree(before, ignore_errors=True)
         if target.exists():
             target.rename(before)
         written.rename(target)
@@ -62,7 +75,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
 
     _first(begin, "save")
     _everyone(lambda: torch.save(_random(), written / _OWN.format(_rank())), "save")
-    save_from(_states(model, optimizer if optimizer.state else None), checkpoint_id=str(written))
+    with _told("save"):
+        save_from(_states(model, optimizer if optimizer.state else None), checkpoint_id=str(written))
     _first(end, "save")
     return target
 
@@ -76,36 +90,46 @@ def load(
     way, or not at all. ``more``: objects with ``load_state_dict``, by the names that they were saved with. Where there
     are as many processes as have saved, each goes on with its random numbers. Returns the plain values that were saved.
 
-    Raises ValueError where there is no checkpoint, and where it has nothing by a name in ``more``.
+    Raises ValueError where there is no checkpoint, and where it has no states by a name in ``more``;
+    RuntimeError in every process where one cannot read.
     """
     target = Path(path)
     _first(lambda: _recover(target, _beside(target, "old")), "load")
     if not (target / ".metadata").exists():
         raise ValueError(f"distributed.load: {target} holds no checkpoint; give the directory that was saved to")
     kept = torch.load(target / _MORE, weights_only=True)
-    missing = [name for name in more if name not in kept]
+    states, values = kept["states"], kept["values"]
+    missing = [name for name in more if name not in states]
     if missing:
-        raise ValueError(f"distributed.load: {target} has nothing by the names {missing}; it has {sorted(kept)}")
+        raise ValueError(f"distributed.load: {target} has no states by the names {missing}; it has {sorted(states)}")
     saved = FileSystemReader(str(target)).read_metadata().state_dict_metadata
     stepped = any(name.startswith("optim.") for name in saved)
-    states = _states(model, optimizer if stepped else None)
-    load_into(states, checkpoint_id=str(target))
-    set_model_state_dict(model, states["model"])
+    found = _states(model, optimizer if stepped else None)
+    for name in list(found["optim"]["state"]) if "optim" in found else ():
+        if not any(key.startswith(f"optim.state.{name}.") for key in saved):  # it had no gradient yet
+            del found["optim"]["state"][name]
+    with _told("load"):
+        load_into(found, checkpoint_id=str(target))
+    set_model_state_dict(unwrapped(model), found["model"])
     if optimizer is not None and stepped:
         with _stepped(model, optimizer) as of:
-            set_optimizer_state_dict(of, optimizer, states["optim"])
+            set_states(of, optimizer, found["optim"])
+    elif optimizer is not None:
+        optimizer.state.clear()
+        for group, given in zip(optimizer.param_groups, kept["groups"], strict=True):
+            group.update(given)
     for name, value in more.items():
-        value.load_state_dict(kept.pop(name))
+        value.load_state_dict(states[name])
     own = target / _OWN.format(_rank())
     if own.exists() and not (target / _OWN.format(processes())).exists():
         _restore(torch.load(own, weights_only=True))
-    return {name: value for name, value in kept.items() if not isinstance(value, dict)}
+    return dict(values)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    states: dict[str, Any] = {"model": get_model_state_dict(model)}
+    states: dict[str, Any] = {"model": get_model_state_dict(unwrapped(model))}
     if optimizer is not None:
-        with _stepped(model, optimizer) as of:
+        with _stepped(model, optimizer) as of, without_hooks(optimizer):
             states["optim"] = get_optimizer_state_dict(of, optimizer)
     return states
 
@@ -115,11 +139,7 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[nn.
     """What has the parameters that the optimizer steps, by their names."""
     shares: Shares | None = getattr(optimizer, SHARES, None)
     with nullcontext() if shares is None else shares.stepped(optimizer):
-        yield model if shares is None else shares.model
-
-
-def _state(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
+        yield unwrapped(model) if shares is None else shares.model
 
 
 def _random() -> dict[str, Any]:
@@ -158,7 +178,7 @@ def _everyone(work: Callable[[], object], what: str) -> None:
     said: str | None = None
     try:
         work()
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
+    except Exception as error:  # whatever it is, the others wait for it
         said = f"{type(error).__name__}: {error}"
     heard = [said]
     if processes() > 1:
@@ -166,6 +186,13 @@ def _everyone(work: Callable[[], object], what: str) -> None:
         dist.all_gather_object(heard, said)
     failed = next((rank for rank, words in enumerate(heard) if words is not None), None)
     if failed is not None:
-        raise RuntimeError(
-            f"distributed.{what}: process {failed} cannot write ({heard[failed]}); free the disk, or give another path"
-        )
+        raise RuntimeError(f"distributed.{what}: process {failed} failed: {heard[failed]}")
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What torch raises in every process where one failed is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RuntimeError(f"distributed.{what}: {error}") from error

@@ -60,8 +60,9 @@ def order_gradients_(model: nn.Module) -> nn.Module:
     """Have ``model`` sum gradients in fp32 in the order of the processes, without compression.
 
     A step on 1, 2 or 4 processes then has the same bits as one process that takes as many micro-batches in turn, each
-    with its share of the loss: what floating-point sums otherwise do not give beyond two processes. Sends as much as
-    the sums of a backend, in fp32. ``model``, what is returned and what is raised: as ``compress_gradients_``.
+    with its share of the loss: what floating-point sums otherwise do not give beyond two processes. That does not hold
+    for ``hsdp``, which sums within groups first. Sends as much as the sums of a backend, in fp32. ``model``, what is
+    returned and what is raised: as ``compress_gradients_``.
     """
     return _attach(model, _Rows(None), False, "order_gradients_")
 
@@ -166,12 +167,15 @@ class _Buckets:
 
     def __init__(self, rows: _Rows, group: Any, error_feedback: bool) -> None:
         self.rows, self.group, self.error_feedback = rows, group, error_feedback
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, tuple[list[int], _Sum]] = {}
 
     def mean(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The mean over processes of a bucket of gradients."""
         x = bucket.buffer()
-        summed = self._sums.setdefault(bucket.index(), _Sum(self.rows, self.error_feedback))
+        order, known = [id(parameter) for parameter in bucket.parameters()], self._sums.get(bucket.index())
+        if known is None or known[0] != order:  # after the first backward buckets are made anew, in another order
+            known = self._sums[bucket.index()] = order, _Sum(self.rows, self.error_feedback)
+        summed = known[1]
         found: torch.futures.Future[Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
         with _beside(x), torch.no_grad():
             count = dist.get_world_size(self.group)
@@ -213,7 +217,7 @@ class _Scatter:
         average = op == dist.ReduceOp.AVG
         if not average and op != dist.ReduceOp.SUM:
             raise ValueError(
-                f"distributed.compress_gradients_: gradients are summed or averaged, and fully_shard asks for {op}; "
-                f"leave set_gradient_divide_factor out"
+                f"the reduction of gradients: expected a sum or a mean, and fully_shard asks for {op}; leave "
+                f"set_gradient_divide_factor out"
             )
         output_tensor.copy_(self.sum.scattered(input_tensor, group, average))

@@ -14,19 +14,39 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lowbit.optim.base import Optimizer
+from lowbit.optim.plain import without_hooks
 
-__all__ = ["begin_with", "named", "states_of", "tree_of"]
+__all__ = ["begin_with", "named", "set_states", "states_of", "tree_of", "unwrapped"]
 
 
 def named(model: nn.Module) -> dict[Tensor, str]:
     """The first name of each parameter of a model that may be wrapped by DistributedDataParallel or DataParallel."""
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) else model
-    return {parameter: name for name, parameter in inner.named_parameters()}
+    return {parameter: name for name, parameter in unwrapped(model).named_parameters()}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel or DataParallel."""
+    wraps = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    inner: nn.Module = model.module if wraps else model  # type: ignore[assignment]
+    return inner
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The optimizer's states by the names of parameters, or None before its first step."""
     return dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
+
+
+def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any], whole: bool = False) -> None:
+    """Give ``optimizer`` these states by the names that ``model`` has for parameters; those without keep none.
+
+    ``whole``: of whole tensors, of which each process takes its part.
+    """
+    options = StateDictOptions(full_state_dict=whole, strict=False)
+    with without_hooks(optimizer):
+        set_optimizer_state_dict(model, optimizer, states, options=options)
+    for name, parameter in model.named_parameters():
+        if name not in states["state"]:
+            optimizer.state.pop(parameter, None)
 
 
 def begin_with(
@@ -39,7 +59,7 @@ def begin_with(
     if isinstance(optimizer, Optimizer):
         optimizer.replaced(new)
     if states is not None:
-        set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions(full_state_dict=True))
+        set_states(model, optimizer, states, whole=True)
 
 
 def tree_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

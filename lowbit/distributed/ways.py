@@ -18,6 +18,7 @@ from lowbit.distributed.parameters import begin_with, named, states_of
 from lowbit.distributed.zero import share_states_
 from lowbit.models.blocks import find_blocks
 from lowbit.named import did_you_mean
+from lowbit.optim.offload import OFFLOADED
 
 __all__ = ["WAYS", "Way", "shard_"]
 
@@ -118,7 +119,10 @@ def shard_(
         )
     if getattr(optimizer, "in_backward", False):
         raise ValueError(refusal("in_backward processes", "distributed.shard_"))
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in named(model)]
+    if hasattr(optimizer, OFFLOADED) and WAYS[way].states:
+        raise ValueError(refusal("offload shard", "distributed.shard_"))
+    names = named(model)
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
         raise ValueError(
             f"distributed.shard_: the optimizer steps {len(strangers)} parameters that the model does not have, the "
@@ -147,11 +151,11 @@ def _zero3(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) ->
 
 
 def _hsdp(model: nn.Module, optimizer: torch.optim.Optimizer, asked: _Asked) -> nn.Module:
-    count, size = dist.get_world_size(), asked.group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    count, size = dist.get_world_size(), asked.group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if size < 1 or count % size:
         raise ValueError(
-            f"distributed.shard_: hsdp shards within groups of equal size, got group_size={size} of {count} "
-            f"processes; give a divisor of {count}"
+            f"distributed.shard_: hsdp shards within groups of equal size, got group_size={asked.group_size} of "
+            f"{count} processes; give a divisor of {count} (torchrun says how many are on a machine)"
         )
     return _fully(model, optimizer, asked, _mesh(model, (count // size, size), ("replicate", "shard")), True)
 

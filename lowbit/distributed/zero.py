@@ -8,7 +8,7 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lowbit.distributed.parameters import begin_with, named, states_of, tree_of
+from lowbit.optim.plain import plain_step, replace_step_, require_own_step
 from lowbit.processes import gather_flat
 
 __all__ = ["SHARES", "Shares", "share_states_"]
@@ -29,6 +30,8 @@ __all__ = ["SHARES", "Shares", "share_states_"]
 SHARES = "_lowbit_shares"
 #: Shares are gathered in pieces of at most so many bytes, but of one parameter at least.
 _TOGETHER = 32 << 20
+#: Methods of optimizers, torch's and those of lowbit, that look at states.
+_OF_STATES = ("state_dict", "load_state_dict", "kept", "torch_state_dict")
 
 
 def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
@@ -36,12 +39,13 @@ def share_states_(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
 
     Between steps its groups have the parameters, so that scaling, clipping and ``zero_grad`` see whole gradients.
     """
-    setattr(optimizer, SHARES, Shares(model, optimizer, mesh))
-    step = torch.optim.Optimizer.profile_hook_step(_step)
-    step._wrapped_by_lr_sched = "step" in vars(optimizer)  # type: ignore[attr-defined]  # the scheduler looks for it
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-    for name in ("state_dict", "load_state_dict"):
-        setattr(optimizer, name, MethodType(partial(_with_shares, name), optimizer))
+    require_own_step(optimizer, "distributed.shard_")
+    shares = Shares(model, optimizer, mesh)
+    setattr(optimizer, SHARES, shares)
+    replace_step_(optimizer, shares.step, "distributed.shard_")
+    for name in _OF_STATES:
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, MethodType(partial(_with_shares, name), optimizer))
 
 
 class Shares:
@@ -77,17 +81,12 @@ class Shares:
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step of the shares, after which every process has the rows of all others."""
-        plain = type(optimizer).step
-        plain = plain.__wrapped__ if getattr(plain, "hooked", False) else plain  # type: ignore[attr-defined]
-        if self._stepped:  # by torch, with gradients of the shares, to have states
-            plain(optimizer)
-            return
         moved = [(parameter, share) for parameter, share in self.whole if parameter.grad is not None]
         try:
             for parameter, share in moved:
                 share.grad = _dtensor(_rows(parameter.grad, self.mesh), share)
             with self.stepped(optimizer):
-                plain(optimizer)
+                plain_step(optimizer)
         finally:
             for _, share in moved:
                 share.grad = None
@@ -146,18 +145,8 @@ def _gather(pieces: list[tuple[Tensor, nn.Parameter]], mesh: DeviceMesh) -> None
         parameter.copy_(parts.reshape(-1)[: parameter.numel()].view(parameter.shape))
 
 
-# -- the methods of an optimizer ---------------------------------------------------------------------------------------
-def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers want to know
-    getattr(optimizer, SHARES).step(optimizer)
-    return loss
-
-
 def _with_shares(name: str, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     """A method of the optimizer's class while the shares are what it steps."""
     with getattr(optimizer, SHARES).stepped(optimizer):
-        return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+        found = getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+        return list(found) if isinstance(found, Iterator) else found

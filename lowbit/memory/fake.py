@@ -126,7 +126,7 @@ def _keep(tensor: Tensor, value: Tensor, shared: _Shared) -> None:
 def value_of(tensor: Any) -> Tensor | None:
     """The value of a fake tensor, on the CPU, or None where it is not known."""
     kept = _kept(tensor)
-    return None if kept is None or kept.shared.lost else kept.value
+    return None if kept is None or kept.shared.lost or kept.value.shape != tensor.shape else kept.value
 
 
 def _is_kept(tensor: Any) -> bool:
@@ -162,13 +162,21 @@ class _Values(TorchDispatchMode):
             device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             return tree_map_only(Tensor, lambda value: _fake(value, self.mode, device), answer)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and (writes or _is_kept(out)):
-            answer = _computed(func, args, kwargs) if sure and _is_kept(out) else None
-            if answer is not None:
-                _keep(out, answer, _shared(answer, args))
-            elif writes and (kept := _kept(out)) is not None:
-                kept.shared.lost = True
+        answer = _computed(func, args, kwargs) if sure and _is_kept(out) else None
+        if answer is not None:
+            _keep(out, answer, _shared(answer, args))
+        elif writes:
+            for leaf in _written(func, args, kwargs):
+                if (kept := _kept(leaf)) is not None:
+                    kept.shared.lost = True
         return out
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an op writes into."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tree_leaves([given[name] for name in names if name in given])
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from lowbit.memory.offload.directory import ScratchDirectory
 from lowbit.memory.offload.mapped import drop_pages, mapped_like
 from lowbit.memory.offload.places import side_stream
 from lowbit.optim.base import Optimizer
+from lowbit.optim.plain import plain_step, replace_step_, require_own_step
 
 __all__ = ["OFFLOADED", "TOGETHER", "clip_grad_norm_", "offload_", "unoffload_"]
 
@@ -60,9 +61,7 @@ def offload_(optimizer: _Any, where: str | os.PathLike[str] = "cpu", gradients: 
     offload = _Offload(None if where == "cpu" else ScratchDirectory(where), gradients, before)
     offload.park(optimizer, list(_params(optimizer)))
     setattr(optimizer, OFFLOADED, offload)
-    step = _hooked_step()
-    step._wrapped_by_lr_sched = before[0] is not None  # type: ignore[attr-defined]  # the scheduler looks for it
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    replace_step_(optimizer, _step, "optim.offload_")
     optimizer.zero_grad = MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]
     offload.hooks.append(optimizer.register_load_state_dict_post_hook(_loaded))
     offload.watch(optimizer)
@@ -225,21 +224,11 @@ def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -
         found(param)
 
 
-def _hooked_step() -> Callable[..., Any]:
-    """A step with the hooks of steps around it, which run once."""
-    return torch.optim.Optimizer.profile_hook_step(_step)
-
-
-def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers want to know
+def _step(optimizer: torch.optim.Optimizer) -> None:
     offload: _Offload | None = getattr(optimizer, OFFLOADED, None)
     if offload is None:  # a scheduler that was made meanwhile still calls this
         _advance(optimizer, list(_places(optimizer)))
-        return loss
+        return
     offload.watch(optimizer)
     for places in _chunks(optimizer, offload):
         params = [group["params"][place] for group, place in places]
@@ -255,7 +244,6 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
                     drop_pages(param.grad)
     for device in {param.device for param in offload.states if param.is_cuda}:
         side_stream(device).synchronize()  # others may read the states from now on
-    return loss
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -273,14 +261,12 @@ def _advance(optimizer: torch.optim.Optimizer, places: list[_Place]) -> None:
     if isinstance(optimizer, Optimizer):
         optimizer.advance(places)
         return
-    step = type(optimizer).step
-    plain = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     before = [group["params"] for group in optimizer.param_groups]
     chosen = {id(group["params"][place]) for group, place in places}
     try:
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if id(param) in chosen]
-        plain(optimizer)
+        plain_step(optimizer)
     finally:
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
@@ -322,12 +308,7 @@ def _check(optimizer: Any, where: Any) -> None:
         raise ValueError("optim.offload_: the optimizer is offloaded already; call lowbit.optim.unoffload_ first")
     if getattr(optimizer, "in_backward", False):
         raise ValueError(refusal("in_backward offload", "optim.offload_"))
-    step = vars(optimizer).get("step")
-    if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
-        raise ValueError(
-            "optim.offload_: something has replaced the optimizer's step, and would not be called any more; offload "
-            "the optimizer before that"
-        )
+    require_own_step(optimizer, "optim.offload_")
     if any(isinstance(param, FakeTensor) for param in _params(optimizer)):
         raise ValueError(refusal("offload estimate", "optim.offload_"))
     devices = {param.device.type for param in _params(optimizer)}

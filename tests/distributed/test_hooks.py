@@ -173,6 +173,35 @@ def _feedback(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+class Unlike(nn.Module):
+    """Gradients of very different sizes, in an order that DistributedDataParallel learns in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e-4 * (self.small @ x).sum() + 1e4 * (self.large @ x).sum()
+
+
+def _unlike(rank: int, path: str) -> None:
+    meet(rank, 2, path)
+    model = compress_gradients_(nn.parallel.DistributedDataParallel(Unlike()), "int8", error_feedback=True)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    exact = x.sum(1).expand(64, 64)
+    for step in range(4):
+        model.zero_grad()
+        model(x).backward()
+        for parameter, factor in ((model.module.small, 1e-4), (model.module.large, 1e4)):
+            error = (parameter.grad / factor - exact).norm() / exact.norm()
+            assert error < 0.03, (step, factor, error)
+    dist.destroy_process_group()
+
+
+def test_what_is_lost_of_one_parameter_is_not_given_to_another(tmp_path: Path):
+    run_processes(_unlike, (str(tmp_path),))
+
+
 def test_error_feedback_and_numbers_that_are_none(tmp_path: Path):
     run_processes(_feedback, (str(tmp_path),))
 

@@ -52,6 +52,23 @@ def test_what_is_written_by_nobody_knows_what_is_lost_in_every_view():
         assert value_of(other).tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: torch._foreach_add_([t], 1),
+        lambda t: torch._foreach_copy_([t], [torch.randint(9, (4,))]),
+        lambda t: torch.sort(torch.randn(4), out=(torch.empty(4), t)),
+        lambda t: setattr(t, "data", torch.randint(9, (7,))),
+    ],
+)
+def test_every_write_is_noticed(write):
+    with fake_tensors():
+        numbers = torch.zeros(4, dtype=torch.long)
+        assert value_of(numbers).tolist() == [0, 0, 0, 0]
+        write(numbers)
+        assert value_of(numbers) is None
+
+
 def test_random_and_fresh_numbers_have_no_value():
     with fake_tensors():
         assert value_of(torch.randint(5, (3,))) is value_of(torch.empty(3, dtype=torch.long)) is None

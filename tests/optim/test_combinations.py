@@ -70,6 +70,11 @@ def offload_sharded(tmp_path, group):
     lb.optim.offload_(lb.optim.AdamW(model.parameters()), tmp_path)
 
 
+def shard_offloaded(tmp_path, group):
+    model = network()
+    lb.distributed.shard_(model, lb.optim.offload_(lb.optim.AdamW(model.parameters()), tmp_path), "zero1")
+
+
 def stream_sharded(tmp_path, group):
     lb.memory.stream_blocks_(fully_shard(network(), mesh=group), tmp_path)
 
@@ -122,6 +127,7 @@ RUNS = {
     "in_backward clip": (clip,),
     "in_backward accumulation": (accumulation,),
     "offload dtensor": (offload_sharded,),
+    "offload shard": (shard_offloaded,),
     "stream dtensor": (stream_sharded,),
     "wrapped estimate": (estimate_wrapped, estimate_wrapped_by_fsdp),
     "dtensor estimate": (estimate_sharded,),
