@@ -6,8 +6,9 @@
 #   bench/gpu_session.sh OUTDIR --dry-run  the same steps without a GPU: builds nothing, tests skip, tiny cases
 #
 # Nothing is installed: the package is put together in a temporary directory and found through PYTHONPATH. A stage that
-# fails or runs out of time does not stop the others. OUTDIR gets a log of each stage, gpu.md, gpu.json and
-# summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON names the interpreter.
+# fails or runs out of time does not stop the others. OUTDIR gets a log of each stage, gpu.md, gpu.json,
+# memory_cuda.md and summary.md; the summary is printed last, and the exit status is 0 if every stage succeeded. PYTHON
+# names the interpreter.
 set -u
 out=${1:?usage: bench/gpu_session.sh OUTDIR [--dry-run]}
 dry=${2:-}
@@ -46,6 +47,7 @@ assemble() { # the package as an installation would lay it out
     cp -r "$repo/lowbit" "$site/lowbit"
     rm -rf "$site/lowbit/kernels"
     cp -r "$repo/kernels" "$site/lowbit/kernels"
+    cp -r "$repo/bench" "$site/lowbit/bench"
 }
 
 build() {
@@ -86,10 +88,15 @@ from lowbit.testing.inputs import schemes
 from lowbit.testing.matmul import make_call
 x = torch.randn(33, 131)
 names = [str(scheme) for scheme in schemes()]
+refused = 0
 with lb.use_backend("cuda"):
     for name in names:
-        held = lb.quantize(x.cuda(), name)
-        lb.fake_quantize(held.dequantize(), name)
+        try:
+            held = lb.quantize(x.cuda(), name)
+        except lb.BackendError:
+            refused += 1
+        else:
+            lb.fake_quantize(held.dequantize(), name)
 left, right = torch.randn(17, 131, device="cuda"), torch.randn(9, 131, device="cuda")
 pairs = [(a, a) for a in names] + [(None, a) for a in names]
 products = 0
@@ -100,7 +107,7 @@ for a, b in pairs:
             impl.run((torch.empty(17, 9, dtype=torch.bfloat16, device="cuda"),), call)
             products += 1
 torch.cuda.synchronize()
-print(f"{len(names)} schemes and {products} products, each access within its tensor")
+print(f"{len(names) - refused} schemes ({refused} refused) and {products} products, each access within its tensor")
 PY
 }
 
@@ -112,18 +119,21 @@ tests() {
 
 bench() { (cd "$repo" && "$python" -P bench/gpu_bench.py "$out" "$@"); }
 
-export -f build check memcheck tests bench
+memory() { "$python" -P -m lowbit bench memory --device cuda --out "$out"; }
+
+export -f build check memcheck tests bench memory
 export repo work site python out dry
 assemble
 if [ "$dry" = --dry-run ]; then
     stage tests 120 bash -c tests
     stage bench 120 bash -c 'bench --dry-run'
 else
-    stage build 120 bash -c build
-    stage check 45 bash -c check
-    stage bench 100 bash -c 'bench --seconds 40'
-    stage tests 150 bash -c tests
-    stage memcheck 60 bash -c memcheck
+    stage build 90 bash -c build
+    stage check 30 bash -c check
+    stage memory 90 bash -c memory
+    stage bench 60 bash -c 'bench --seconds 40'
+    stage tests 220 bash -c tests
+    stage memcheck 45 bash -c memcheck
 fi
 {
     echo "- total: $((SECONDS - began)) s"

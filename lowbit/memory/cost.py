@@ -54,7 +54,16 @@ def work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
     if spec is not None:
         return Work(*spec.cost(spec.args(*args, **kwargs)))
     counted = flop_registry.get(packet)
-    return Work(int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0, moved)
+    if counted is None:
+        return Work(0, moved)
+    shapes = _of_equal_heads(args) if "scaled_dot_product" in str(packet) else args
+    return Work(int(counted(*shapes, **kwargs, out_val=out)), moved)
+
+
+def _of_equal_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors' shapes as if keys and values had the heads of the queries: what torch's count of attention takes."""
+    heads = max(t.shape[1] for t in args if isinstance(t, Tensor) and t.dim() == 4)
+    return tuple((t.shape[0], heads, *t.shape[2:]) if isinstance(t, Tensor) and t.dim() == 4 else t for t in args)
 
 
 @cache
