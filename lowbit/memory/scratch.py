@@ -1,7 +1,8 @@
 """What kernels allocate for themselves while they run, in bytes, by op: what no one outside of the kernel sees.
 
 A row of ``SCRATCH`` is needed where it is much beside the op's results. Those of the CPU were found with
-``memory.profile`` of single calls; other devices have none yet.
+``memory.profile`` of single calls, those of CUDA with the allocator's peak around each op on an H200. cuDNN chooses
+among algorithms, of which some take more for convolutions in fp32.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.ops import OPS
+from lowbit.ops.optim import FLOAT_STATES, moments
+
 __all__ = ["SCRATCH", "scratch_bytes"]
 
 #: Of an op's arguments and its results.
 Scratch = Callable[[tuple[Any, ...], Any], int]
 
 
+# -- CPU ---------------------------------------------------------------------------------------------------------------
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -32,7 +37,7 @@ def _is_product(weight: Tensor, stride: Any) -> bool:
 def _convolution(args: tuple[Any, ...], out: Any) -> int:
     """oneDNN copies input and weight into its own layout, and the output out of it."""
     x, weight, stride = args[0], args[1], args[3]
-    if x.device.type != "cpu" or _is_product(weight, stride):
+    if _is_product(weight, stride):
         return 0
     return max(_bytes(x) + _bytes(weight), _bytes(out))
 
@@ -42,8 +47,6 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     of a weight in 16 bits is a sum in fp32.
     """
     grad, x, weight, stride = args[0], args[1], args[2], args[4]
-    if x.device.type != "cpu":
-        return 0
     if _is_product(weight, stride):
         return _bytes(grad)
     copies = 2 * _bytes(grad) + (_bytes(x) if out[0] is not None else 0)
@@ -55,7 +58,7 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
 def _sum(args: tuple[Any, ...], out: Any) -> int:
     """A sum in another dtype is one of a copy in that dtype."""
     x = args[0]
-    return int(x.numel() * out.element_size()) if x.device.type == "cpu" and x.dtype != out.dtype else 0
+    return int(x.numel() * out.element_size()) if x.dtype != out.dtype else 0
 
 
 def _attention(args: tuple[Any, ...], out: Any) -> int:
@@ -82,16 +85,102 @@ def _packs() -> bool:
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-SCRATCH: dict[str, Scratch] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
-    "aten.convolution.default": _convolution,
-    "aten.convolution_backward.default": _convolution_backward,
-    "aten.sum.dim_IntList": _sum,
-    "aten.sum.default": _sum,
+# -- CUDA --------------------------------------------------------------------------------------------------------------
+def _cuda_convolution(args: tuple[Any, ...], out: Any) -> int:
+    """cuDNN copies input, output and a weight of more than one pixel between the layouts."""
+    x, weight = args[0], args[1]
+    return _bytes(x) + _bytes(out) + (_bytes(weight) if max(weight.shape[2:]) > 1 else 0)
+
+
+def _cuda_convolution_backward(args: tuple[Any, ...], out: Any) -> int:
+    """Of each of two products the same, with the gradient of the output in its place."""
+    return _bytes(args[0]) + _bytes(args[1]) + _bytes(args[2])
+
+
+def _cuda_sum(args: tuple[Any, ...], out: Any) -> int:
+    """Partial sums of the thread blocks that share an output, where the last axis stays: every thread of them has a
+    place for each of its outputs. Source: torch, Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``.
+    """
+    x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(args[0].dim())
+    if x.numel() == 0 or (x.dim() - 1) in {axis % x.dim() for axis in axes}:
+        return 0
+    outputs, fp32 = out.numel(), 4
+    terms = x.numel() // outputs
+    vector = next(v for v in (4, 2, 1) if x.shape[-1] % v == 0) if x.stride(-1) == 1 else 1
+    threads = 512 // vector
+    wide, tall = (min(1 << (max(size, 1).bit_length() - 1), threads) for size in (outputs // vector, terms))
+    width = min(wide, 32)
+    height = min(tall, threads // width)
+    width = min(wide, threads // height)
+    if terms < min(height * 16, 256):  # a thread has all terms of its outputs
+        return 0
+    a_thread = -(-terms // height)
+    blocks = -(-(outputs // vector) // width)
+    most = _resident_threads() // (width * height)
+    if a_thread < 256 or blocks > most:
+        return 0
+    share = max(min(-(-most // blocks), -(-a_thread // 16)), -(-a_thread // 256))
+    return fp32 * outputs * share * width * vector if share > 1 else 0
+
+
+@cache
+def _resident_threads() -> int:
+    """Threads that the GPU holds at a time; those of an H100 where there is none."""
+    if not torch.cuda.is_available():
+        return 132 * 2048
+    found = torch.cuda.get_device_properties()
+    return int(found.multi_processor_count * found.max_threads_per_multi_processor)
+
+
+def _cuda_attention_backward(args: tuple[Any, ...], out: Any) -> int:
+    """The gradient of the queries in fp32, a sum a query, and gradients of keys and values by head of the queries."""
+    query, key = args[1], args[2]
+    heads, of_keys = query.shape[1], key.shape[1]
+    wide = 2 * _bytes(key) * heads // of_keys if heads != of_keys else 0
+    return 4 * int(query.numel() + query.numel() // query.shape[-1]) + wide
+
+
+def _cuda_softmax(args: tuple[Any, ...], out: Any) -> int:
+    """Whether each score is masked."""
+    return int(args[0].numel())
+
+
+def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
+    """The product of gradient and output."""
+    return _bytes(args[0])
+
+
+def _cuda_step(args: tuple[Any, ...], out: Any) -> int:
+    """Moments that are codes are fp32 between kernels."""
+    call = OPS["optimizer_step"].args(*args[: len(OPS["optimizer_step"].args._fields)])
+    return sum(4 * int(call.param.numel()) for moment in moments(call) if moment.scheme not in FLOAT_STATES)
+
+
+#: By kind of device and op.
+SCRATCH: dict[str, dict[str, Scratch]] = {
+    "cpu": {
+        "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
+        "aten.convolution.default": _convolution,
+        "aten.convolution_backward.default": _convolution_backward,
+        "aten.sum.dim_IntList": _sum,
+        "aten.sum.default": _sum,
+    },
+    "cuda": {
+        "aten._safe_softmax.default": _cuda_softmax,
+        "aten._scaled_dot_product_cudnn_attention_backward.default": _cuda_attention_backward,
+        "aten._scaled_dot_product_efficient_attention_backward.default": _cuda_attention_backward,
+        "aten._scaled_dot_product_flash_attention_backward.default": _cuda_attention_backward,
+        "aten._softmax_backward_data.default": _cuda_softmax_backward,
+        "aten.convolution.default": _cuda_convolution,
+        "aten.convolution_backward.default": _cuda_convolution_backward,
+        "aten.sum.dim_IntList": _cuda_sum,
+        "lowbit.optimizer_step_out.default": _cuda_step,
+    },
 }
 
 
 def scratch_bytes(name: str, args: tuple[Any, ...], out: Any) -> int:
     """What the op called ``name`` allocates beside its results; 0 for those that are not known to."""
-    found = SCRATCH.get(name)
+    first = next((a for a in args if isinstance(a, Tensor)), None)
+    found = None if first is None else SCRATCH.get(first.device.type, {}).get(name)
     return 0 if found is None else found(args, out)
