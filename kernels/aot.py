@@ -193,7 +193,7 @@ def cases() -> list[Case]:
 # -- compiling ---------------------------------------------------------------------------------------------------------
 _TYPES = {
     torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Format
-from lowbit.kernels import backward, codec, matmul, optim, quantize
+from lowbit.kernels import backward, codec, optim, quantize
+from lowbit.kernels.arguments import dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
-    DTYPES,
     INTERPRETED,
     TARGET,
     Launch,
@@ -29,9 +29,6 @@ from lowbit.kernels.spec import (
 )
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
-
-#: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
-_PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def run(launches: list[Launch]) -> None:
@@ -53,22 +50,6 @@ def _interpreting() -> AbstractContextManager[Any]:
             "results; switch it off, or leave out use_backend('triton')"
         )
     return np.errstate(all="ignore")
-
-
-def _pattern(x: Tensor) -> Tensor:
-    return x.view(_PATTERN.get(x.dtype, x.dtype))
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-def _dtype(x: Tensor) -> int:
-    return DTYPES[str(x.dtype).removeprefix("torch.")]
-
-
-def _input(x: Tensor) -> dict[str, Any]:
-    return {"x_ptr": _pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}
 
 
 class Moment(NamedTuple):
@@ -129,10 +110,10 @@ def encode(x: Tensor, out: Tensor, format: Format, saturate: bool, rounding: Rou
         x, out = _flat(x, out)
     tiles, sizes = _plain(*x.shape)
     more = {
-        "out_ptr": out, "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": _dtype(x),
+        "out_ptr": out, "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": dtype_of(x),
         "SATURATE": saturate, "ROUNDING": rounding.mode(tiles),
     }  # fmt: skip
-    return [Launch(codec.encode, tiles.grid, _input(x) | sizes | rounding.arguments | more, tiles.warps)]
+    return [Launch(codec.encode, tiles.grid, input_of(x) | sizes | rounding.arguments | more, tiles.warps)]
 
 
 def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:
@@ -140,8 +121,8 @@ def decode(codes: Tensor, out: Tensor, format: Format) -> list[Launch]:
     codes, out = _flat(codes, out)
     tiles, sizes = _plain(*codes.shape)
     arguments = {
-        "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "out_ptr": _pattern(out),
-        "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": _dtype(out),
+        "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "out_ptr": pattern(out),
+        "out_pitch": out.shape[1], "FMT": format_spec(format), "DTYPE": dtype_of(out),
     }  # fmt: skip
     return [Launch(codec.decode, tiles.grid, arguments | sizes, tiles.warps)]
 
@@ -177,9 +158,9 @@ def _extremes(x: Tensor, tiles: Tiling, both: bool, finite: bool) -> tuple[Launc
     assert high is not None
     more = {
         "high_ptr": high, "low_ptr": low, "rows": x.shape[0], "cols": x.shape[1],
-        "DTYPE": _dtype(x), "BOTH": both, "FINITE": finite, "TILE": tiles.constexpr(),
+        "DTYPE": dtype_of(x), "BOTH": both, "FINITE": finite, "TILE": tiles.constexpr(),
     }  # fmt: skip
-    arguments = _input(x) | tiles.arguments() | more
+    arguments = input_of(x) | tiles.arguments() | more
     return Launch(quantize.reduce_extremes, tiles.grid, arguments, tiles.warps), high, low
 
 
@@ -242,7 +223,7 @@ def _make_scales(
     count = high.numel()
     size = min(power_of_two(count), TARGET.usual // 4)
     finish = {
-        "high_ptr": high, "low_ptr": low, "global_scale_ptr": _dense(global_scale), "scale_ptr": _pattern(scale),
+        "high_ptr": high, "low_ptr": low, "global_scale_ptr": dense(global_scale), "scale_ptr": pattern(scale),
         "zero_ptr": zero_point, "count": count, "blocks_c": tiles.cols.blocks, "FMT": format_spec(scheme.format),
         "SCALE": scale_spec(scheme), "SIZE": size,
     }  # fmt: skip
@@ -255,7 +236,7 @@ def quantize_static(
 ) -> list[Launch]:  # fmt: skip
     """Codes of x (packed) for the scales given, or with ``fake`` the numbers that they stand for."""
     tiles = tiling(*x.shape, scheme.block_of(*x.shape))
-    scales = (scale.contiguous(), _dense(zero_point), global_scale)
+    scales = (scale.contiguous(), dense(zero_point), global_scale)
     return _quantize(x, scheme, tiles, scales, out, rounding, fake, given=True, dynamic=False)
 
 
@@ -268,14 +249,14 @@ def _quantize(
     fused = fake or tiles.packs(bits)
     codes = out if fused else torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     more = {
-        "scale_ptr": None if scale is None else _pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
-        "global_scale_ptr": _dense(global_scale), "out_ptr": _pattern(codes), "out_pitch": codes.shape[1],
+        "scale_ptr": None if scale is None else pattern(scale), "zero_ptr": zero_point if scheme.affine else None,
+        "global_scale_ptr": dense(global_scale), "out_ptr": pattern(codes), "out_pitch": codes.shape[1],
         "out_bytes": codes.shape[1], "rows": x.shape[0], "cols": x.shape[1],
-        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(x), "TILE": tiles.constexpr(),
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": dtype_of(x), "TILE": tiles.constexpr(),
         "GIVEN": given, "DYNAMIC": dynamic, "FAKE": fake, "STORE_SCALE": scale is not None and not given,
         "OUT_BITS": bits if fused else 8, "ROUNDING": rounding.mode(tiles),
     }  # fmt: skip
-    arguments = _input(x) | tiles.arguments() | rounding.arguments | more
+    arguments = input_of(x) | tiles.arguments() | rounding.arguments | more
     first = Launch(quantize.quantize, tiles.grid, arguments, tiles.warps)
     return [first] if fused else [first, *pack(codes, out, bits)]
 
@@ -288,10 +269,10 @@ def dequantize(
     tiles = tiling(rows, cols, scheme.block_of(rows, cols))
     more = {
         "codes_ptr": codes, "stride_r": codes.stride(0), "stride_c": codes.stride(1), "codes_bytes": codes.shape[1],
-        "scale_ptr": _pattern(scale.contiguous()), "zero_ptr": _dense(zero_point),
-        "global_scale_ptr": _dense(global_scale), "out_ptr": _pattern(out),
+        "scale_ptr": pattern(scale.contiguous()), "zero_ptr": dense(zero_point),
+        "global_scale_ptr": dense(global_scale), "out_ptr": pattern(out),
         "out_pitch": cols, "rows": rows, "cols": cols,
-        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": _dtype(out),
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "DTYPE": dtype_of(out),
         "TILE": tiles.constexpr(), "PAIRS": _pairs(tiles, scheme.format.bits),
     }  # fmt: skip
     return [Launch(quantize.dequantize, tiles.grid, tiles.arguments() | more, tiles.warps)]
@@ -314,14 +295,14 @@ def fake_quantize_backward(
     if grad_scale is not None and pieces > 1:
         sums = torch.empty((grad_scale.numel(), pieces), dtype=torch.float32, device=x.device)
     more = {
-        "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
-        "scale_ptr": None if scale is None else _pattern(scale.contiguous()),
-        "zero_ptr": _dense(zero_point), "global_scale_ptr": _dense(global_scale),
-        "out_ptr": _pattern(out), "out_pitch": x.shape[1], "sums_ptr": sums, "rows": x.shape[0], "cols": x.shape[1],
-        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "MAX": scheme.format.max, "DTYPE": _dtype(x),
-        "GRAD_DTYPE": _dtype(grad), "TILE": tiles.constexpr(), "GIVEN": scale is not None,
+        "grad_ptr": pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
+        "scale_ptr": None if scale is None else pattern(scale.contiguous()),
+        "zero_ptr": dense(zero_point), "global_scale_ptr": dense(global_scale),
+        "out_ptr": pattern(out), "out_pitch": x.shape[1], "sums_ptr": sums, "rows": x.shape[0], "cols": x.shape[1],
+        "FMT": format_spec(scheme.format), "SCALE": scale_spec(scheme), "MAX": scheme.format.max, "DTYPE": dtype_of(x),
+        "GRAD_DTYPE": dtype_of(grad), "TILE": tiles.constexpr(), "GIVEN": scale is not None,
     }  # fmt: skip
-    arguments = _input(x) | tiles.arguments() | more
+    arguments = input_of(x) | tiles.arguments() | more
     launches.append(Launch(backward.fake_quantize_backward, tiles.grid, arguments, tiles.warps))
     if grad_scale is not None and pieces > 1:
         finish = {"sums_ptr": sums, "out_ptr": grad_scale, "pieces": pieces, "SIZE": min(power_of_two(pieces), 1024)}
@@ -361,14 +342,14 @@ def optimizer_step(
     tiles, sizes = _plain(rows, cols)
     random = rounding.arguments
     more = {
-        "param_ptr": _pattern(weight.param), "stride_r": weight.param.stride(0), "stride_c": weight.param.stride(1),
-        "grad_ptr": _pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
-        "master_ptr": _maybe_pattern(_dense(weight.master)), "first_ptr": first, "second_ptr": second,
-        "out_ptr": _pattern(weight.new_param), "new_master_ptr": _maybe_pattern(weight.new_master),
+        "param_ptr": pattern(weight.param), "stride_r": weight.param.stride(0), "stride_c": weight.param.stride(1),
+        "grad_ptr": pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
+        "master_ptr": _maybe_pattern(dense(weight.master)), "first_ptr": first, "second_ptr": second,
+        "out_ptr": pattern(weight.new_param), "new_master_ptr": _maybe_pattern(weight.new_master),
         "new_first_ptr": new_first, "new_second_ptr": new_second, "param_stream_id": random["stream_id"] + 1,
-        "RULE": rule, "DTYPE": _dtype(weight.param), "GRAD_DTYPE": _dtype(grad),
+        "RULE": rule, "DTYPE": dtype_of(weight.param), "GRAD_DTYPE": dtype_of(grad),
         "MASTER": 0 if weight.master is None else _MASTERS[weight.master.dtype],
-        "FIRST": _moment_dtype(numbers[0][0]), "SECOND": _moment_dtype(numbers[1][0]),
+        "FIRST": _momentdtype_of(numbers[0][0]), "SECOND": _momentdtype_of(numbers[1][0]),
         "STOCHASTIC": stochastic, "PARAM_STOCHASTIC": weight.stochastic,
     }  # fmt: skip
     named = {f"f{i}": value for i, value in enumerate([*factors, *[0.0] * (7 - len(factors))])}
@@ -376,37 +357,8 @@ def optimizer_step(
 
 
 def _maybe_pattern(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _pattern(x)
+    return None if x is None else pattern(x)
 
 
-def _moment_dtype(x: Tensor | None) -> int:
-    return -1 if x is None else _dtype(x)
-
-
-# -- matrix product ----------------------------------------------------------------------------------------------------
-def scaled_mm(
-    a: Tensor, a_scheme: Scheme, a_scale: Tensor, a_global_scale: Tensor | None,
-    b: Tensor, b_scheme: Scheme, b_scale: Tensor, b_global_scale: Tensor | None,
-    bias: Tensor | None, out: Tensor, depth: int,
-) -> list[Launch]:  # fmt: skip
-    """``out [M, N] = a [M, packed K] @ b [N, packed K].T`` of codes whose scales each span whole rows."""
-    rows, cols = out.shape
-    tile_m = min(128, max(16, power_of_two(rows)))
-    tile_n = min(128, max(16, power_of_two(cols)))
-    integers = a_scheme.format.kind == "integer"
-    arguments = {
-        "a_ptr": a, "a_stride_r": a.stride(0), "a_stride_c": a.stride(1), "a_bytes": a.shape[1],
-        "b_ptr": b, "b_stride_r": b.stride(0), "b_stride_c": b.stride(1), "b_bytes": b.shape[1],
-        "a_scale_ptr": _pattern(a_scale.contiguous()), "a_global_scale_ptr": _dense(a_global_scale),
-        "b_scale_ptr": _pattern(b_scale.contiguous()), "b_global_scale_ptr": _dense(b_global_scale),
-        "bias_ptr": None if bias is None else _pattern(bias.contiguous()), "out_ptr": _pattern(out),
-        "rows": rows, "cols": cols, "depth": depth,
-        "a_block": a_scheme.block_of(rows, depth)[0], "b_block": b_scheme.block_of(cols, depth)[0],
-        "A": format_spec(a_scheme.format), "A_SCALE": scale_spec(a_scheme),
-        "B": format_spec(b_scheme.format), "B_SCALE": scale_spec(b_scheme),
-        "BIAS": -1 if bias is None else _dtype(bias), "DTYPE": _dtype(out),
-        "OPERAND": "int8" if integers else "fp32" if INTERPRETED else "bf16",
-        "M": tile_m, "N": tile_n, "K": 128 if integers else 64,
-    }  # fmt: skip
-    grid = (-(-rows // tile_m) * -(-cols // tile_n),)
-    return [Launch(matmul.scaled_mm, grid, arguments, warps=8 if tile_m * tile_n >= 128 * 128 else 4)]
+def _momentdtype_of(x: Tensor | None) -> int:
+    return -1 if x is None else dtype_of(x)

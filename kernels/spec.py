@@ -33,6 +33,12 @@ GENERAL = (
     "stream_id", "param_stream_id", "offset", "pitch", "f0", "f1", "f2", "f3", "f4", "f5", "f6",
 )  # fmt: skip
 
+#: The same of products: what vector loads are aligned by, such as the depth, is not among them.
+GENERAL_OF_PRODUCTS = (
+    "rows", "a_block", "b_block", "blocks", "steps", "count", "share", "shares", "segments", "length",
+    "a_block_r", "b_block_r", "a_block_c", "b_block_c", "a_blocks", "b_blocks",
+)  # fmt: skip
+
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)
 
 #: Columns that a tile spans at least where the tensor has them: fewer leave parts of memory sectors unused.

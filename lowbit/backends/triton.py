@@ -42,6 +42,13 @@ def _launch() -> Any:
     return launch
 
 
+@cache
+def _products() -> Any:
+    from lowbit.kernels import products
+
+    return products
+
+
 def _start(launches: Any, device: torch.device) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _launch().run(launches)
@@ -125,12 +132,7 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
 
 
 def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    operands = [
-        value
-        for side in matmul.sides(call)
-        for value in (side.data, scaling.scheme(str(side.scheme)), side.scale, side.global_scale)
-    ]
-    _start(_launch().scaled_mm(*operands, call.bias, outs[0], call.cols), outs[0].device)
+    _start(_products().scaled_mm(call, outs[0]), outs[0].device)
 
 
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
@@ -170,20 +172,7 @@ def _fits_cols(call: Any) -> str | None:
 
 
 def _supports_mm(call: matmul.ScaledMM) -> str | None:
-    if call.a_scheme is None or call.b_scheme is None:
-        return "its kernel multiplies codes with codes; quantize the float matrix first"
-    a, b = scaling.scheme(call.a_scheme), scaling.scheme(call.b_scheme)
-    if a.affine or b.affine:
-        return f"its kernel has no zero points, got {a} and {b}"
-    kind = a.format.kind
-    if b.format.kind != kind or kind not in ("float", "integer"):
-        return f"its kernel multiplies floats with floats or integers with integers, got {a.format} and {b.format}"
-    for scheme, codes in ((a, call.a), (b, call.b)):
-        if scheme.block_of(codes.shape[0], call.cols)[1] < call.cols:
-            return f"its kernel applies scales to whole rows, but {scheme} changes scale within a row"
-    if kind == "integer" and call.cols > matmul.INT32_DEPTH:
-        return f"int32 holds at most {matmul.INT32_DEPTH} products of int8, got K = {call.cols}"
-    return _fits(call.a) or _fits(call.b)
+    return _fits(call.a) or _fits(call.b) or _products().supports(call)
 
 
 _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None]]] = {
@@ -202,7 +191,8 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "optimizer_step": (_optimizer_step, _fits_first),
 }
 
-_NUMERICS = Numerics("bf16", "fp32")
+#: What is not exact in bf16 is multiplied in terms that are.
+_NUMERICS = Numerics("fp32", "fp32")
 
 _IMPLS = tuple(
     Impl(op, "triton", (device,), priority, run, supports, _NUMERICS)

@@ -100,6 +100,14 @@ def _cost(call: ScaledMM) -> Cost:
     return Cost(2 * m * n * call.cols, moved + m * n * call.out_dtype.itemsize)
 
 
+def is_whole(call: ScaledMM) -> bool:
+    """Whether every row of both operands has one scale, which waits for the epilogue."""
+    return all(
+        side.scheme is None or scaling.scheme(side.scheme).scale_shape(side.data.shape[0], call.cols)[1] == 1
+        for side in sides(call)
+    )
+
+
 #: Products of int8 that an int32 holds for certain, whatever their codes: the depth up to which it need not be emptied.
 INT32_DEPTH = (2**31 - 1) // (128 * 128)
 

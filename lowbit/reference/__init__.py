@@ -20,7 +20,7 @@ from lowbit.reference.codec import (
     to_bits,
     unpack,
 )
-from lowbit.reference.matmul import SEGMENT, Operand, integer_segments, scaled_mm
+from lowbit.reference.matmul import MIN_INTEGER_BLOCK, SEGMENT, Operand, integer_segments, scaled_mm
 from lowbit.reference.optim import Moment, optimizer_step, split24, weight
 from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
 from lowbit.reference.scales import (
@@ -36,6 +36,7 @@ from lowbit.reference.scales import (
 from lowbit.reference.sums import square_sums
 
 __all__ = [
+    "MIN_INTEGER_BLOCK",
     "SEGMENT",
     "Moment",
     "Operand",

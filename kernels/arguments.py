@@ -1,0 +1,30 @@
+"""Tensors as arguments of kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels.spec import DTYPES
+
+#: Raw patterns of 16- and 32-bit types are moved as integers: see ``bits``.
+_PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def pattern(x: Tensor) -> Tensor:
+    return x.view(_PATTERN.get(x.dtype, x.dtype))
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def dtype_of(x: Tensor) -> int:
+    """``DTYPE`` of kernels."""
+    return DTYPES[str(x.dtype).removeprefix("torch.")]
+
+
+def input_of(x: Tensor) -> dict[str, Any]:
+    return {"x_ptr": pattern(x), "stride_r": x.stride(0), "stride_c": x.stride(1)}

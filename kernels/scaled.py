@@ -1,0 +1,108 @@
+"""Kernel: the product of two matrices of integer codes, exact in each segment along K, then scaled.
+
+Zero points wait for the end of a segment, as those of sums: of ``(p - z) (q - w)`` over k they are the sums of p and q.
+
+Source: docs/numerics.md section 9.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits, scales
+from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
+from lowbit.kernels.weight_only import load_codes
+
+
+@triton.jit
+def as_int8(code, FMT: tl.constexpr):
+    """Codes as signed numbers; unsigned ones of 8 bits are 128 less."""
+    if FMT[5]:
+        return ((code << (32 - FMT[1])) >> (32 - FMT[1])).to(tl.int8)
+    elif FMT[1] == 8:
+        return (code - 128).to(tl.int8)
+    else:
+        return code.to(tl.int8)
+
+
+@triton.jit
+def zero_of(ptr, at, ok, FMT: tl.constexpr, AFFINE: tl.constexpr):
+    """The zero points of rows, int32, of the numbers of ``as_int8``."""
+    zero = tl.zeros_like(at).to(tl.int32)
+    if AFFINE:
+        zero = tl.load(ptr + at, ok, 0).to(tl.int32)
+    if FMT[5] == 0 and FMT[1] == 8:
+        zero -= 128
+    return zero
+
+
+@triton.jit
+def scale_of(ptr, global_ptr, row, at, ok, SCALE: tl.constexpr):
+    """fp32 scales of rows."""
+    global_scale = scales.load_global_scale(global_ptr, row, ok, 1, SCALE)
+    return scales.widen(tl.load(ptr + at, ok, 0), global_scale, SCALE).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def integers(
+    a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length,
+    A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile [M, N] of ``a [rows, depth] @ b [cols, depth].T``.
+
+    A block along K has ``segments`` of ``length`` elements, the last one what is left. ``WHOLE``: one segment is all.
+    """
+    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(cols, N)
+    band = tl.program_id(0) // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    within = tl.program_id(0) % (8 * tiles_n)
+    row = (band * 8 + within % height) * M + tl.arange(0, M)
+    col = (within // height) * N + tl.arange(0, N)
+    row_ok, col_ok = row < rows, col < cols
+    a_row, b_row = (row // a_block_r).to(tl.int64) * a_blocks, (col // b_block_r).to(tl.int64) * b_blocks
+    A_ZERO: tl.constexpr = A_AFFINE or (A[5] == 0 and A[1] == 8)
+    B_ZERO: tl.constexpr = B_AFFINE or (B[5] == 0 and B[1] == 8)
+    total = tl.zeros([M, N], tl.float32)
+    for index in range(tl.cdiv(depth, block) * segments):
+        first = (index // segments) * block + (index % segments) * length
+        last = tl.minimum(tl.minimum(first + length, (index // segments) * block + block), depth)
+        exact = tl.zeros([M, N], tl.int32)
+        a_sum, b_sum = tl.zeros([M], tl.int32), tl.zeros([N], tl.int32)
+        for start in range(first, last, K):
+            k = start + tl.arange(0, K)
+            k_ok = k < last
+            code = load_codes(a_ptr, a_stride_r, a_stride_c, a_bytes, row, k, row_ok, k_ok, start, A[1], A_PAIRS)
+            a = tl.where(k_ok[None, :], as_int8(code, A), 0)
+            code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, start, B[1], B_PAIRS)
+            b = tl.where(k_ok[None, :], as_int8(code, B), 0)
+            exact = tl.dot(a, tl.trans(b), exact, out_dtype=tl.int32)
+            if B_ZERO:
+                a_sum += tl.sum(a.to(tl.int32), axis=1)
+            if A_ZERO:
+                b_sum += tl.sum(b.to(tl.int32), axis=1)
+        a_at, b_at = a_row + first // a_block_c, b_row + first // b_block_c
+        a_zero = zero_of(a_zero_ptr, a_at, row_ok, A, A_AFFINE)
+        b_zero = zero_of(b_zero_ptr, b_at, col_ok, B, B_AFFINE)
+        if B_ZERO:
+            exact -= a_sum[:, None] * b_zero[None, :]
+        if A_ZERO:
+            exact -= a_zero[:, None] * b_sum[None, :]
+        if A_ZERO and B_ZERO:
+            exact += (tl.maximum(last - first, 0) * a_zero)[:, None] * b_zero[None, :]
+        a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_at, row_ok, A_SCALE)
+        b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_at, col_ok, B_SCALE)
+        part = exact.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+        if WHOLE:
+            total = part
+        else:
+            total = tl.where(first < last, total + part, total)
+    if BIAS >= 0:
+        sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
+        total = total + (magnitude | (sign << 31)).to(tl.float32, bitcast=True)[None, :]
+    to = (row.to(tl.int64) * cols)[:, None] + col[None, :]
+    out = bits.narrow(total.to(tl.int32, bitcast=True), DTYPE, False)
+    tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])

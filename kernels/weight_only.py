@@ -1,0 +1,200 @@
+"""Kernels: the product of a matrix of floats and one of codes, which are decoded in registers.
+
+Tensor cores multiply in bf16, or in fp16 where the floats are, and sum in fp32. What such an operand does not hold is
+cut into several that do: fp32 into three of 8 bits, the entries of a codebook likewise. A scale is multiplied into the
+operand where that is exact (``FOLD``), else into the sum of its block, or of the whole row in the epilogue.
+
+Source: docs/numerics.md section 9.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits, scales, tiles
+from lowbit.kernels.matmul import row_scale
+from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
+
+
+@triton.jit
+def narrowed(value, OPERAND: tl.constexpr):
+    """``value`` as what is multiplied; interpreted, bf16 numbers are multiplied in fp32, which holds them."""
+    if OPERAND == "fp16":
+        return value.to(tl.float16)
+    elif OPERAND == "bf16":
+        return value.to(tl.bfloat16)
+    else:
+        return value
+
+
+@triton.jit
+def upper(value):
+    """fp32 numbers without the bits of their mantissa that bf16 lacks; NaN stays NaN."""
+    cut = (value.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    return tl.where(value == value, cut, value)
+
+
+@triton.jit
+def term(value, INDEX: tl.constexpr, TERMS: tl.constexpr, OPERAND: tl.constexpr):
+    """Term ``INDEX`` of the ``TERMS`` numbers of 8 bits that add up to fp32 ``value``; Inf and NaN are the first."""
+    if TERMS == 1:
+        return narrowed(value, OPERAND)
+    else:
+        for _ in tl.static_range(INDEX):
+            rest = value - upper(value)
+            value = tl.where(rest == rest, rest, 0.0)
+        return narrowed(upper(value), OPERAND)
+
+
+@triton.jit
+def load_codes(
+    ptr, stride_r, stride_c, bytes_a_row, row, k, row_ok, k_ok, first, BITS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Codes [N, K] from column ``first`` on. PAIRS: 4 bits from an even column on, so that bytes are read once."""
+    if PAIRS:
+        K: tl.constexpr = k.shape[0]
+        at = first // 2 + tl.arange(0, K // 2)
+        ok = row_ok[:, None] & (at < bytes_a_row)[None, :]
+        pair = tl.load(ptr + (row.to(tl.int64) * stride_r)[:, None] + (at * stride_c)[None, :], ok, 0).to(tl.int32)
+        return tl.reshape(tl.join(pair & 15, pair >> 4), [row.shape[0], K])
+    else:
+        return tiles.load_codes(ptr, stride_r, stride_c, row, k, row_ok, k_ok, 0, bytes_a_row, BITS, False)
+
+
+@triton.jit
+def decode(code, zero_point, table_ptr, FMT: tl.constexpr):
+    """fp32 values of codes."""
+    if FMT[0] == 1:
+        # A whole number below 2**23 in the mantissa of 2**23: what is subtracted leaves it, exactly.
+        sign: tl.constexpr = (1 << (FMT[1] - 1)) if FMT[5] else 0
+        wide = ((code ^ sign) | 0x4B000000).to(tl.float32, bitcast=True)
+        return wide - (8388608.0 + sign + zero_point)
+    elif FMT[0] == 2:
+        return tl.load(table_ptr + code)
+    else:
+        return bits.decode(code, 0, FMT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def epilogue(
+    total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
+    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Scales of rows, bias and cast of sums [N, M], in that order."""
+    row_ok, col_ok = row < rows, col < cols
+    scale = tl.full([col.shape[0], 1], 1.0, tl.float32)
+    if SCALED == "row":
+        scale = row_scale(b_scale_ptr, b_global_ptr, col, col_ok, b_block, B_SCALE)[:, None]
+    elif GLOBAL:
+        scale = tl.load(b_global_ptr + (col if GLOBAL == 2 else col * 0), col_ok, 1.0)[:, None]
+    if A_SCALED:
+        scale = tl.load(a_scale_ptr + row, row_ok, 1.0)[None, :] * scale
+    if A_SCALED or SCALED == "row" or GLOBAL:
+        total = total * scale
+    if BIAS >= 0:
+        sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
+        total = total + (magnitude | (sign << 31)).to(tl.float32, bitcast=True)[:, None]
+    to = (row.to(tl.int64) * cols)[None, :] + col[:, None]
+    tl.store(
+        out_ptr + to, bits.narrow(total.to(tl.int32, bitcast=True), DTYPE, False), row_ok[None, :] & col_ok[:, None]
+    )
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def weight_only(
+    a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, b_block, blocks, block, steps, count, share,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    OPERAND: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose: the weights are on the left.
+
+    ``SCALED``: what the scale of a block is multiplied into, "row", "block" (its sum) or "element". A step is K
+    elements: within a block of ``block`` for "block", which takes ``steps``, else of the row. Of ``count`` steps a
+    program takes ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
+    """
+    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(cols, N)
+    band = tl.program_id(0) // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    within = tl.program_id(0) % (8 * tiles_n)
+    row = (band * 8 + within % height) * M + tl.arange(0, M)
+    col = (within // height) * N + tl.arange(0, N)
+    row_ok, col_ok = row < rows, col < cols
+    a_base = a_ptr + (row.to(tl.int64) * a_stride_r)[:, None]
+    scale_row = (col // b_block).to(tl.int64) * blocks
+    total = tl.zeros([N, M], tl.float32)
+    begin = tl.program_id(1) * share
+    for step in range(begin, tl.minimum(begin + share, count)):
+        at = step // steps
+        if SCALED == "block":
+            first = at * block + (step % steps) * K
+            last = tl.minimum(at * block + block, depth)
+        else:
+            first = step * K
+            last = depth
+        k = first + tl.arange(0, K)
+        k_ok = k < last
+        a = tl.load(a_base + (k.to(tl.int64) * a_stride_c)[None, :], row_ok[:, None] & k_ok[None, :], 0.0)
+        if SCALED == "none":
+            b_at = (col.to(tl.int64) * b_stride_r)[:, None] + (k.to(tl.int64) * b_stride_c)[None, :]
+            value = tl.load(b_ptr + b_at, col_ok[:, None] & k_ok[None, :], 0.0).to(tl.float32)
+        else:
+            code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, first, B[1], PAIRS)
+            zero_point = 0.0
+            if AFFINE:
+                zero_point = tl.load(b_zero_ptr + scale_row + at, col_ok, 0).to(tl.float32)[:, None]
+            value = decode(code, zero_point, table_ptr, B)
+        if SCALED == "element":
+            index = step * (K // GROUP) + tl.arange(0, K // GROUP)
+            ok = col_ok[:, None] & (index < blocks)[None, :]
+            raw = tl.load(b_scale_ptr + scale_row[:, None] + index[None, :], ok, 0)
+            scale = scales.widen(raw, tl.full([], 1.0, tl.float32), B_SCALE)
+            scale = scale.to(tl.float32, bitcast=True)
+            value = tl.reshape(tl.reshape(value, [N, K // GROUP, GROUP]) * scale[:, :, None], [N, K])
+        if SCALED == "block":
+            part = tl.zeros([N, M], tl.float32)
+        else:
+            part = total
+        for j in tl.static_range(B_TERMS):
+            left = term(value, j, B_TERMS, OPERAND)
+            for i in tl.static_range(A_TERMS):
+                right = term(a.to(tl.float32), i, A_TERMS, OPERAND)
+                part = tl.dot(left, tl.trans(right), part, input_precision="ieee")
+        if SCALED == "block":
+            global_scale = scales.load_global_scale(b_global_ptr, col, col_ok, 1, B_SCALE)
+            scale = scales.widen(tl.load(b_scale_ptr + scale_row + at, col_ok, 0), global_scale, B_SCALE)
+            total = total + part * scale.to(tl.float32, bitcast=True)[:, None]
+        else:
+            total = part
+    if SPLIT:
+        to = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
+        tl.store(sums_ptr + to, total, row_ok[None, :] & col_ok[:, None])
+    else:
+        epilogue(
+            total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
+            A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def add_shares(
+    sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block, shares,
+    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The sums of ``weight_only``'s shares, added in their order, through the epilogue."""
+    tiles_n = tl.cdiv(cols, N)
+    row = (tl.program_id(0) // tiles_n) * M + tl.arange(0, M)
+    col = (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
+    ok = (row < rows)[None, :] & (col < cols)[:, None]
+    total = tl.zeros([N, M], tl.float32)
+    for share in range(shares):
+        at = (share * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
+        total = total + tl.load(sums_ptr + at, ok, 0.0)
+    epilogue(
+        total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
+        A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+    )  # fmt: skip
