@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit import formats, scaling
-from lowbit.kernels import launch
+from lowbit.kernels import launch, products
 from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 from lowbit.testing.inputs import element_formats, schemes
@@ -39,7 +40,10 @@ QUICK_SCHEMES = (
     "fp8_e4m3:row", "int8:row", "mxfp4", "nvfp4", "nf4", "uint4:group128:affine", "fp8_e4m3:tensor",
     "fp8_e5m2:block128x128", "mxfp6:ceil",
 )  # fmt: skip
-QUICK_PRODUCTS = (("int8:row", "int8:row"), ("fp8_e4m3:row", "fp8_e4m3:row"))
+QUICK_PRODUCTS: tuple[tuple[str | None, str], ...] = (
+    ("int8:row", "int8:row"), ("fp8_e4m3:row", "fp8_e4m3:row"), ("int8:row", "int4:group128"), (None, "int4:group128"),
+    (None, "nvfp4"), (None, "nf4"), (None, "uint4:group64:affine"),
+)  # fmt: skip
 
 #: What PTX may not hold: division and functions that are not correctly rounded, flushed subnormals, contraction.
 FORBIDDEN = re.compile(
@@ -48,6 +52,13 @@ FORBIDDEN = re.compile(
 
 #: The matrix instruction that each architecture should use, in PTX.
 MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mma\.sync")}
+#: That of integers, whose tiles may have too few rows for it.
+ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
+#: The architecture from which on hardware converts E4M3.
+FP8_FROM = 89
+#: Kernels of products. Theirs may multiply and add at once pairs of 16 bits, where neither is rounded (``nibbles``).
+PRODUCTS = ("weight_only", "integers")
+PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 
 
 #: Bytes of shared memory that a program may take, by architecture (CUDA C++ Programming Guide, compute capabilities).
@@ -120,31 +131,35 @@ def _scheme_cases() -> Iterator[Case]:
             yield Case(f"global_scale {name}", launch.global_scale(x, global_scale, scheme), fast)
 
 
-def _products() -> list[tuple[scaling.Scheme, scaling.Scheme]]:
-    """Pairs that the kernel multiplies: quick ones, then each scheme of the samples with the next one of its kind."""
-    pairs = [(scaling.scheme(a), scaling.scheme(b)) for a, b in QUICK_PRODUCTS]
-    for kind in ("integer", "float"):
-        whole = [
-            s
-            for s in schemes()
-            if s.format.kind == kind and not s.affine and s.scale_shape(512, 4096) in ((512, 1), (1, 1))
-        ]
-        pairs += zip(whole, [*whole[1:], *whole[:1]], strict=True)
-    return pairs
-
-
 def _product_cases() -> Iterator[Case]:
-    for index, pair in enumerate(_products()):
-        arguments: list[Any] = []
-        for scheme in pair:
-            scale = _meta(*scheme.scale_shape(512, 4096), dtype=scale_dtype(scheme))
-            arguments += [_meta(512, scheme.packed_cols(4096)), scheme, scale, None]
-        bias, out = _meta(512, dtype=torch.bfloat16), _meta(512, 512, dtype=torch.bfloat16)
-        yield Case(
-            f"scaled_mm {pair[0]} x {pair[1]}",
-            launch.scaled_mm(*arguments, bias, out, 4096),
-            index < len(QUICK_PRODUCTS),
-        )
+    """Products of few rows and of many, of each scheme of the samples by another one, and by floats."""
+    listed = [*map(str, schemes())]
+    pairs: list[tuple[str | None, str]] = [*QUICK_PRODUCTS, *((None, name) for name in listed)]
+    pairs += [(a, b) for a, b in zip(listed, [*listed[1:], listed[0]], strict=True)]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for index, (a, b) in enumerate(pairs):
+        rows, quick = (512 if index % 2 else 1), index < len(QUICK_PRODUCTS)
+        sides = _side("a", rows, a, torch.bfloat16 if quick else dtypes[index % 3]) | _side("b", 512, b)
+        bias, out = _meta(512, dtype=torch.bfloat16), _meta(rows, 512, dtype=torch.bfloat16)
+        call = ScaledMM(**sides, cols=4096, bias=bias, out_dtype=out.dtype)
+        if products.supports(call) is None:
+            yield Case(f"scaled_mm {rows} rows {a or call.a.dtype} x {b}", products.scaled_mm(call, out), quick)
+
+
+def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    if text is None:
+        return {name: _meta(rows, 4096, dtype=dtype)}
+    scheme = scaling.scheme(text)
+    shape = scheme.scale_shape(rows, 4096)
+    made = {
+        name: _meta(rows, scheme.packed_cols(4096)),
+        f"{name}_scheme": text,
+        f"{name}_scale": _meta(*shape, dtype=scale_dtype(scheme)),
+        f"{name}_zero_point": _meta(*shape, dtype=zero_dtype(scheme)) if scheme.affine else None,
+    }
+    if scheme.global_scale:
+        made[f"{name}_global_scale"] = _meta(*scheme.global_scale_shape(rows), dtype=torch.float32)
+    return made
 
 
 #: Steps to compile: the rule, what its moments are kept in, the parameter's dtype, its master's, and whether the
@@ -207,8 +222,9 @@ def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
     from triton.compiler import ASTSource
 
     signature, constants, attributes = {}, {}, {}
+    arguments = one.arguments if architecture >= FP8_FROM else one.arguments | dict.fromkeys(("FP8", "A_FP8"), "")
     for index, param in enumerate(one.kernel.params):
-        value = one.arguments[param.name]
+        value = arguments[param.name]
         tensor = isinstance(value, torch.Tensor)
         if param.is_constexpr or value is None or (not tensor and value == 1 and not param.do_not_specialize):
             signature[param.name], constants[param.name] = "constexpr", value
@@ -226,8 +242,10 @@ def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
 
 def faults(name: str, ptx: str, architecture: int) -> list[str]:
     """What the PTX of a kernel holds that it may not, or lacks."""
-    found = [f"holds {text}" for text in sorted(set(FORBIDDEN.findall(ptx)))]
-    if name == "scaled_mm" and not MATRIX.get(architecture, re.compile(r"mma\.sync")).search(ptx):
+    held = sorted(set(FORBIDDEN.findall(ptx)))
+    found = [f"holds {text}" for text in held if not (name in PRODUCTS and PAIRS.match(text))]
+    wanted = ANY_MATRIX if name == "integers" else MATRIX.get(architecture, re.compile(r"mma\.sync"))
+    if name in PRODUCTS and not wanted.search(ptx):
         found.append("runs on no tensor core")
     return found
 

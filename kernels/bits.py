@@ -201,7 +201,7 @@ def decode(code, zero_point, FMT: tl.constexpr):
             bits = tl.where(magnitude > FMT[6], 0x7FC00000, bits)
         if FMT[7] >= 0:
             bits = tl.where(magnitude == FMT[7], 0x7F800000, bits)
-        return bits | ((code >> (BITS - 1)) << 31)
+        return bits | ((code << (32 - BITS)) & -0x80000000)
     elif FMT[0] == 1:
         q = code
         if FMT[5]:

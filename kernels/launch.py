@@ -1,16 +1,14 @@
 """Host side: from tensors and schemes to kernels with their grids.
 
-Each function returns the launches that fill ``outs``, in order; ``run`` starts them. Matrices are ``[rows, cols]`` of
-any strides, outputs contiguous. Scratch memory is allocated here.
+Each function returns the launches that fill ``outs``, in order; ``start.run`` starts them. Matrices are
+``[rows, cols]`` of any strides, outputs contiguous. Scratch memory is allocated here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize
 from lowbit.kernels.arguments import dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
-    INTERPRETED,
     TARGET,
     Launch,
     Tiling,
@@ -29,27 +26,6 @@ from lowbit.kernels.spec import (
 )
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
-
-
-def run(launches: list[Launch]) -> None:
-    """Start kernels in order, on the current stream of the tensors' device.
-
-    Raises: RuntimeError for interpreted kernels where NumPy would flush subnormal numbers.
-    """
-    with _interpreting() if INTERPRETED else nullcontext():
-        for kernel, grid, arguments, warps, stages in launches:
-            # Contraction of a product and a sum into an fma would round once where the specification rounds twice.
-            kernel[grid](**arguments, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
-
-
-def _interpreting() -> AbstractContextManager[Any]:
-    """NumPy interprets kernels: it must keep subnormals, and not warn of what IEEE arithmetic does as specified."""
-    if np.float32(1e-39) * np.float32(1) == 0:
-        raise RuntimeError(
-            "interpreted Triton kernels cannot run under torch.set_flush_denormal(True), which would change their "
-            "results; switch it off, or leave out use_backend('triton')"
-        )
-    return np.errstate(all="ignore")
 
 
 class Moment(NamedTuple):

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit import reference
-from lowbit.formats import Format
-from lowbit.kernels import matmul, scaled, weight_only
+from lowbit.formats import Format, find
+from lowbit.kernels import nibbles, scaled, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
-from lowbit.kernels.launch import dequantize
+from lowbit.kernels.launch import decode, dequantize
 from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, scale_spec
-from lowbit.ops.matmul import INT32_DEPTH, ScaledMM, Side, is_whole, sides
+from lowbit.ops.matmul import INT32_DEPTH, ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
-__all__ = ["scaled_mm", "supports"]
+__all__ = ["Left", "epilogue", "fits_bf16", "row_scales", "scaled_mm", "supports", "values"]
 
 #: Programs that a GPU should have at least, where there is a K to share among them.
-_PROGRAMS = 264
-
-#: Significant bits of operands, and of scales that may be multiplied into one.
-_BITS = {"bf16": 8, "fp16": 11}
-_SCALE_BITS = {"e8m0": 1, "fp8_e4m3": 4}
+_PROGRAMS = 1056
 
 #: Terms of 8 bits that a float is cut into.
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -60,54 +56,82 @@ def _is_signed(scheme: Scheme) -> bool:
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
     a, b = sides(call)
-    kinds = _kind(a), _kind(b)
-    affine = any(side.zero_point is not None for side in (a, b))
-    if kinds[0] == kinds[1] and kinds[0] in ("integer", "float") and is_whole(call) and not affine:
-        return _whole(a, b, call.bias, out, call.cols)
-    if kinds == ("integer", "integer") and _are_integers(call):
+    if _kind(a) == _kind(b) == "integer" and _are_integers(call):
         return _integers(a, b, call.bias, out, call.cols)
-    left = _values(a, call.cols)
+    left = _fp8_left(a, call.cols) or values(a, call.cols)
     return [*left.launches, *_weight_only(left, b, call.bias, out, call.cols)]
 
 
-class _Left(NamedTuple):
-    """The left matrix as floats, what fills it, and the fp32 scales of its rows, if they wait for the epilogue."""
+class Left(NamedTuple):
+    """A matrix as floats, what fills it, and the fp32 scales of its rows, if they wait for the epilogue; or its codes
+    in the FP8 format ``fp8``.
+    """
 
     values: Tensor
     launches: list[Launch]
     scale: Tensor | None
+    fp8: str = ""
 
 
-def _values(side: Side, cols: int) -> _Left:
+def fits_bf16(side: Side, cols: int) -> bool:
+    """Whether an operand is exact in bf16, less scales of whole rows."""
     if side.scheme is None:
-        return _Left(side.data, [], None)
+        return side.data.dtype == torch.bfloat16
+    found = scheme(side.scheme)
+    if found.format.kind == "codebook":
+        return False
+    return found.scale_shape(side.data.shape[0], cols)[1] == 1 or _folds(found, "bf16")
+
+
+def values(side: Side, cols: int) -> Left:
+    """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it."""
+    if side.scheme is None:
+        return Left(side.data, [], None)
     found, rows = scheme(side.scheme), side.data.shape[0]
     assert side.scale is not None
-    waits = found.format.kind != "codebook"
-    scale, global_scale, row_scale = side.scale, side.global_scale, None
-    if waits and found.scale_shape(rows, cols)[1] == 1:
-        block = found.block_of(rows, cols)[0]
-        row_scale = reference.scale_value(side.scale, found, side.global_scale)[:, 0].repeat_interleave(block)[:rows]
-        scale, global_scale = _ones(side.scale, found), _maybe_ones(side.global_scale)
-    elif waits and _folds(found, "bf16"):
-        row_scale = None if global_scale is None else global_scale.flatten().expand(rows)
-        global_scale = _maybe_ones(global_scale)
-    else:
-        waits = False
-    dtype = torch.bfloat16 if waits else torch.float32
-    values = torch.empty((rows, cols), dtype=dtype, device=side.data.device)
-    launches = dequantize(side.data, found, scale, side.zero_point, global_scale, values)
-    return _Left(values, launches, None if row_scale is None else row_scale.contiguous())
+    out = partial(torch.empty, (rows, cols), device=side.data.device)
+    if not fits_bf16(side, cols):
+        made = out(dtype=torch.float32)
+        return Left(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
+    made = out(dtype=torch.bfloat16)
+    if found.scale_shape(rows, cols)[1] > 1:
+        scale = None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
+        ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
+        return Left(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
+    scale = row_scales(side, cols)
+    if found.format.bits == 8 and side.zero_point is None:
+        return Left(made, decode(side.data, made, found.format), scale)
+    one = _one(found, side.scale)
+    ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
+    return Left(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
 
 
-def _ones(scale: Tensor, scheme: Scheme) -> Tensor:
+def _one(scheme: Scheme, scale: Tensor) -> Tensor:
     """Stored scales of 1."""
-    one = {"e8m0": 127, "fp8_e4m3": 0x38}.get(scheme.scale_format.name, 1)
-    return torch.full_like(scale, one)
+    if scale.dtype != torch.uint8:
+        return torch.ones_like(scale)
+    code = reference.decode(torch.arange(256, dtype=torch.uint8), find(scheme.scale_format.name)) == 1
+    return torch.full_like(scale, int(code.nonzero()))
 
 
-def _maybe_ones(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.ones_like(x)
+def _fp8_left(side: Side, cols: int) -> Left | None:
+    """FP8 codes whose scales span rows as they are: the kernel decodes them."""
+    found = None if side.scheme is None else scheme(side.scheme)
+    if found is None or not _fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
+        return None
+    return Left(side.data, [], row_scales(side, cols), _fp8(found, side.data.device))
+
+
+def row_scales(side: Side, cols: int) -> Tensor:
+    """The one scale of each row, fp32 ``[rows]``."""
+    assert side.scale is not None
+    found, rows = scheme(str(side.scheme)), side.data.shape[0]
+    plain = side.scale.dtype != torch.uint8 and side.global_scale is None
+    scale = side.scale.float() if plain else reference.scale_value(side.scale, found, side.global_scale)
+    block, scale = found.block_of(rows, cols)[0], scale[:, 0]
+    if block >= rows:
+        return scale.expand(rows).contiguous()
+    return (scale if block == 1 else scale.repeat_interleave(block)[:rows]).contiguous()
 
 
 @cache
@@ -127,23 +151,50 @@ def _is_exact(format: Format, operand: str) -> bool:
 
 @cache
 def _folds(scheme: Scheme, operand: str) -> bool:
-    """Whether a code times its block's scale is exact in the operand."""
-    scale = _SCALE_BITS.get(scheme.scale_format.name)
-    if scale is None or scheme.affine or scheme.format.kind == "codebook":
+    """Whether a code times its block's scale is exact in the operand; bf16 has the range of every power of two."""
+    if scheme.affine or scheme.format.kind == "codebook" or scheme.scale_format.dtype != "uint8":
         return False
-    bits = scheme.format.bits if scheme.format.kind == "integer" else scheme.format.mantissa + 1
-    if bits + scale > _BITS[operand] + (scale == 1):
-        return False
-    if operand == "bf16":
-        return True
-    values = _values_of(scheme.format).abs()
-    least = values[values > 0].min() * 2.0**-9
-    return scale > 1 and float(values.max()) * 448 < 65504 and bool(least >= 2.0**-24)
+    scale = find(scheme.scale_format.name)
+    if scale.kind == "exponent":
+        return operand == "bf16"
+    dtype = torch.float16 if operand == "fp16" else torch.bfloat16
+    product = _values_of(scheme.format)[:, None] * _values_of(scale)
+    return bool((product.to(dtype).float() == product).all())
+
+
+def _fp8(scheme: Scheme | None, device: torch.device) -> str:
+    """The name of an FP8 format that is converted by hardware, or as half of fp16."""
+    name = "" if scheme is None else {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}.get(scheme.format.name, "")
+    if name == "e4m3" and (
+        INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
+    ):
+        return ""
+    return name
 
 
 @cache
 def _table(format: Format, device: torch.device) -> Tensor:
     return torch.tensor(format.codebook, dtype=torch.float32, device=device)
+
+
+def _terms(values: Tensor) -> Tensor:
+    """Three numbers, each exact in bf16, that add up to each of ``values``, fp32 ``[3, ...]``."""
+    rest, terms = values, []
+    for _ in range(3):
+        terms.append((rest.view(torch.int32) & -0x10000).view(torch.float32))
+        rest = rest - terms[-1]
+    return torch.stack(terms)
+
+
+@cache
+def _ptx(format: Format, operand: str) -> tuple[str, str]:
+    """Instructions that decode a format of 4 bits: each code to one operand, or to three that add up to it."""
+    if format.kind == "integer":
+        return nibbles.integers(format.signed, operand)
+    values = reference.decode(torch.arange(16, dtype=torch.uint8), format)
+    values = values[None] if _is_exact(format, operand) else _terms(values)
+    dtype = torch.float16 if operand == "fp16" else torch.bfloat16
+    return nibbles.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())
 
 
 def _codes(name: str, side: Side) -> dict[str, Any]:
@@ -178,10 +229,9 @@ class _Shape(NamedTuple):
 
 #: By what is multiplied and the most rows that it is for; the last serves more.
 _SHAPES: dict[str, dict[int, _Shape]] = {
-    "codes": {16: _Shape(16, 128, 64, 4, 3), 64: _Shape(64, 128, 64, 4, 3), 128: _Shape(128, 128, 64, 8, 3)},
-    "int8": {16: _Shape(16, 128, 128, 4, 3), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
-    "segments": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 128, 128, 4, 3)},
-    "floats": {16: _Shape(16, 64, 128, 4, 4), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 128, 64, 8, 3)},
+    "rows": {16: _Shape(16, 64, 256, 2, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
+    "segments": {16: _Shape(16, 64, 128, 4, 5), 64: _Shape(64, 128, 128, 4, 3)},
+    "floats": {16: _Shape(16, 64, 128, 4, 3), 64: _Shape(64, 64, 64, 4, 4), 128: _Shape(128, 64, 64, 4, 3)},
 }
 
 
@@ -189,26 +239,6 @@ def _shape(kind: str, rows: int, cols: int) -> _Shape:
     most = next((most for most in _SHAPES[kind] if rows <= most), max(_SHAPES[kind]))
     shape = _SHAPES[kind][most]
     return shape._replace(m=min(shape.m, max(16, power_of_two(rows))), n=min(shape.n, max(16, power_of_two(cols))))
-
-
-# -- codes by codes, scales of whole rows ------------------------------------------------------------------------------
-def _whole(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
-    rows, cols = out.shape
-    a_scheme, b_scheme = scheme(str(a.scheme)), scheme(str(b.scheme))
-    integers = a_scheme.format.kind == "integer"
-    shape = _shape("int8" if integers else "codes", rows, cols)
-    arguments = _codes("a", a) | _codes("b", b) | _result(bias, out, depth)
-    arguments["a_global_scale_ptr"] = arguments.pop("a_global_ptr")
-    arguments["b_global_scale_ptr"] = arguments.pop("b_global_ptr")
-    arguments |= {
-        "a_block": a_scheme.block_of(rows, depth)[0], "b_block": b_scheme.block_of(cols, depth)[0],
-        "A": format_spec(a_scheme.format), "A_SCALE": scale_spec(a_scheme),
-        "B": format_spec(b_scheme.format), "B_SCALE": scale_spec(b_scheme),
-        "OPERAND": "int8" if integers else "fp32" if INTERPRETED else "bf16",
-        "M": shape.m, "N": shape.n, "K": shape.k,
-    }  # fmt: skip
-    grid = (-(-rows // shape.m) * -(-cols // shape.n),)
-    return [Launch(matmul.scaled_mm, grid, arguments, shape.warps, shape.stages)]
 
 
 # -- integers by integers, exact in segments ---------------------------------------------------------------------------
@@ -230,17 +260,20 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) ->
     length = depth if whole else min(block, reference.SEGMENT)
     for name, side in (("A", a), ("B", b)):
         arguments[f"{name}_PAIRS"] = scheme(str(side.scheme)).format.bits == 4 and (whole or block % 2 == 0)
-    shape = _shape("segments", rows, cols)
+    shape = _shape("rows" if whole else "segments", rows, cols)
+    k = min(shape.k, max(32, power_of_two(length)))
+    segments, steps = -(-block // length), -(-length // k)
     arguments |= {
-        "block": block, "segments": -(-block // length), "length": length, "WHOLE": whole,
-        "M": shape.m, "N": shape.n, "K": min(shape.k, max(32, power_of_two(length))),
+        "block": block, "segments": segments, "length": length, "steps": steps,
+        "count": -(-depth // block) * segments * steps, "WHOLE": whole, "ONE": steps == 1,
+        "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
     grid = (-(-rows // shape.m) * -(-cols // shape.n),)
     return [Launch(scaled.integers, grid, arguments, shape.warps, shape.stages)]
 
 
 # -- floats by codes ---------------------------------------------------------------------------------------------------
-def _weight_only(left: _Left, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
+def _weight_only(left: Left, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
     (rows, cols), a = out.shape, left.values
     found = None if b.scheme is None else scheme(b.scheme)
     in_fp16 = a.dtype == torch.float16 and (
@@ -264,6 +297,10 @@ def _weight_only(left: _Left, b: Side, bias: Tensor | None, out: Tensor, depth: 
     split = shares > 1
     sums = torch.empty((shares, rows, cols), dtype=torch.float32, device=out.device) if split else None
     exact = found is None or _is_exact(found.format, "bf16")
+    pairs = found is not None and found.format.bits == 4 and (scaled == "row" or block % 2 == 0)
+    instructions, registers = (
+        _ptx(found.format, operand) if found is not None and pairs and not INTERPRETED else ("", "")
+    )
     common = _result(bias, out, depth) | {
         "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "SCALED": scaled,
         "b_scale_ptr": _maybe_pattern(b.scale), "b_global_ptr": dense(b.global_scale), "sums_ptr": sums,
@@ -280,16 +317,32 @@ def _weight_only(left: _Left, b: Side, bias: Tensor | None, out: Tensor, depth: 
         "blocks": 1 if found is None else found.scale_shape(cols, depth)[1], "block": block,
         "steps": steps if scaled == "block" else max(count, 1), "count": count, "share": share,
         "B": () if found is None else format_spec(found.format), "AFFINE": found is not None and found.affine,
-        "PAIRS": found is not None and found.format.bits == 4 and (scaled != "block" or block % 2 == 0),
-        "OPERAND": "fp32" if INTERPRETED else operand,
-        "A_TERMS": 1 if operand == "fp16" else _TERMS[a.dtype],
+        "PAIRS": pairs,
+        "PTX": instructions, "REGISTERS": registers,
+        "FP8": _fp8(found, out.device), "OPERAND": "fp32" if INTERPRETED else operand,
+        "A_FP8": left.fp8, "A_TERMS": 1 if operand == "fp16" or left.fp8 else _TERMS[a.dtype],
         "B_TERMS": 1 if operand == "fp16" else _TERMS[b.data.dtype] if found is None else 1 if exact else 3,
         "SPLIT": split, "GROUP": group, "K": k,
     }  # fmt: skip
     launches = [Launch(weight_only.weight_only, (programs, shares), common | more, shape.warps, shape.stages)]
-    if split:
-        finish = {name: common[name] for name in weight_only.add_shares.arg_names if name in common}
-        finish |= {"shares": shares, "M": min(shape.m, 16), "N": shape.n}
-        grid = (-(-rows // finish["M"]) * -(-cols // shape.n),)
-        launches.append(Launch(weight_only.add_shares, grid, finish))
-    return launches
+    return launches + (_add_shares(common, shares) if split else [])
+
+
+def _add_shares(common: dict[str, Any], shares: int) -> list[Launch]:
+    rows, cols = common["rows"], common["cols"]
+    finish = {name: common[name] for name in weight_only.add_shares.arg_names if name in common}
+    finish |= {"shares": shares, "M": 16, "N": min(64, max(16, power_of_two(cols)))}
+    return [Launch(weight_only.add_shares, (-(-rows // 16) * -(-cols // finish["N"]),), finish)]
+
+
+def epilogue(
+    sums: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor
+) -> list[Launch]:
+    """``out`` of products ``sums [M, N]``, fp32 or int32, and the fp32 scales of rows of both operands."""
+    return _add_shares(
+        _result(bias, out, 0) | {
+            "sums_ptr": sums, "a_scale_ptr": a_scale, "A_SCALED": a_scale is not None,
+            "b_scale_ptr": _maybe_pattern(b_scale), "SCALED": "none" if b_scale is None else "row",
+            "b_global_ptr": None, "b_block": 1, "B_SCALE": scale_spec(scheme("int8:row")), "GLOBAL": 0,
+        }, 1,
+    )  # fmt: skip

@@ -8,9 +8,9 @@ Source: docs/numerics.md section 9.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import bits, scales
+from lowbit.kernels import bits
 from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
-from lowbit.kernels.weight_only import load_codes
+from lowbit.kernels.weight_only import load_codes, place, scale_of
 
 
 @triton.jit
@@ -36,70 +36,91 @@ def zero_of(ptr, at, ok, FMT: tl.constexpr, AFFINE: tl.constexpr):
 
 
 @triton.jit
-def scale_of(ptr, global_ptr, row, at, ok, SCALE: tl.constexpr):
-    """fp32 scales of rows."""
-    global_scale = scales.load_global_scale(global_ptr, row, ok, 1, SCALE)
-    return scales.widen(tl.load(ptr + at, ok, 0), global_scale, SCALE).to(tl.float32, bitcast=True)
+def without_zeros(exact, a_sum, a_zero, b_sum, b_zero, terms, A_ZERO: tl.constexpr, B_ZERO: tl.constexpr):
+    """Sums [M, N] of products of numbers less their zero points, of sums of their products and of themselves."""
+    if B_ZERO:
+        exact -= a_sum[:, None] * b_zero[None, :]
+    if A_ZERO:
+        exact -= a_zero[:, None] * b_sum[None, :]
+    if A_ZERO and B_ZERO:
+        exact += (terms * a_zero)[:, None] * b_zero[None, :]
+    return exact
 
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def integers(
     a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
-    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+    count,
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
-    WHOLE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A tile [M, N] of ``a [rows, depth] @ b [cols, depth].T``.
 
-    A block along K has ``segments`` of ``length`` elements, the last one what is left. ``WHOLE``: one segment is all.
+    A block along K has ``segments`` of ``length`` elements, the last one what is left; a segment has ``steps`` of K
+    elements, with ``ONE`` one, and there are ``count`` of them. ``WHOLE``: one segment is all.
     """
-    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(cols, N)
-    band = tl.program_id(0) // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    within = tl.program_id(0) % (8 * tiles_n)
-    row = (band * 8 + within % height) * M + tl.arange(0, M)
-    col = (within // height) * N + tl.arange(0, N)
+    row, col = place(rows, cols, M, N)
     row_ok, col_ok = row < rows, col < cols
     a_row, b_row = (row // a_block_r).to(tl.int64) * a_blocks, (col // b_block_r).to(tl.int64) * b_blocks
     A_ZERO: tl.constexpr = A_AFFINE or (A[5] == 0 and A[1] == 8)
     B_ZERO: tl.constexpr = B_AFFINE or (B[5] == 0 and B[1] == 8)
     total = tl.zeros([M, N], tl.float32)
-    for index in range(tl.cdiv(depth, block) * segments):
-        first = (index // segments) * block + (index % segments) * length
-        last = tl.minimum(tl.minimum(first + length, (index // segments) * block + block), depth)
-        exact = tl.zeros([M, N], tl.int32)
-        a_sum, b_sum = tl.zeros([M], tl.int32), tl.zeros([N], tl.int32)
-        for start in range(first, last, K):
-            k = start + tl.arange(0, K)
-            k_ok = k < last
-            code = load_codes(a_ptr, a_stride_r, a_stride_c, a_bytes, row, k, row_ok, k_ok, start, A[1], A_PAIRS)
-            a = tl.where(k_ok[None, :], as_int8(code, A), 0)
-            code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, start, B[1], B_PAIRS)
-            b = tl.where(k_ok[None, :], as_int8(code, B), 0)
-            exact = tl.dot(a, tl.trans(b), exact, out_dtype=tl.int32)
-            if B_ZERO:
-                a_sum += tl.sum(a.to(tl.int32), axis=1)
-            if A_ZERO:
-                b_sum += tl.sum(b.to(tl.int32), axis=1)
-        a_at, b_at = a_row + first // a_block_c, b_row + first // b_block_c
-        a_zero = zero_of(a_zero_ptr, a_at, row_ok, A, A_AFFINE)
-        b_zero = zero_of(b_zero_ptr, b_at, col_ok, B, B_AFFINE)
-        if B_ZERO:
-            exact -= a_sum[:, None] * b_zero[None, :]
-        if A_ZERO:
-            exact -= a_zero[:, None] * b_sum[None, :]
-        if A_ZERO and B_ZERO:
-            exact += (tl.maximum(last - first, 0) * a_zero)[:, None] * b_zero[None, :]
-        a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_at, row_ok, A_SCALE)
-        b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_at, col_ok, B_SCALE)
-        part = exact.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+    exact = tl.zeros([M, N], tl.int32)
+    a_sum, b_sum = tl.zeros([M], tl.int32), tl.zeros([N], tl.int32)
+    for step in range(count):
         if WHOLE:
-            total = part
+            first = 0
+            last = depth
+            start = step * K
+        elif ONE:
+            first = (step // segments) * block + (step % segments) * length
+            last = tl.minimum(tl.minimum(first + length, (step // segments) * block + block), depth)
+            start = first
         else:
-            total = tl.where(first < last, total + part, total)
+            segment = step // steps
+            first = (segment // segments) * block + (segment % segments) * length
+            last = tl.minimum(tl.minimum(first + length, (segment // segments) * block + block), depth)
+            start = first + (step % steps) * K
+        k = start + tl.arange(0, K)
+        k_ok = k < last
+        code = load_codes(a_ptr, a_stride_r, a_stride_c, a_bytes, row, k, row_ok, k_ok, start, A[1], A_PAIRS)
+        a = tl.where(k_ok[None, :], as_int8(code, A), 0)
+        code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, start, B[1], B_PAIRS)
+        b = as_int8(code, B)
+        exact = tl.dot(a, tl.trans(b), exact, out_dtype=tl.int32)
+        if B_ZERO:
+            a_sum += tl.sum(a.to(tl.int32), axis=1)
+        if A_ZERO:
+            b_sum += tl.sum(tl.where(k_ok[None, :], b, 0).to(tl.int32), axis=1)
+        if not WHOLE:
+            a_at, b_at = a_row + first // a_block_c, b_row + first // b_block_c
+            a_zero = zero_of(a_zero_ptr, a_at, row_ok, A, A_AFFINE)
+            b_zero = zero_of(b_zero_ptr, b_at, col_ok, B, B_AFFINE)
+            a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_at, row_ok, A_SCALE)
+            b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_at, col_ok, B_SCALE)
+            whole = without_zeros(exact, a_sum, a_zero, b_sum, b_zero, last - first, A_ZERO, B_ZERO)
+            part = whole.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
+            if ONE:
+                # Blocks whose length no segment divides are shorter at the end of K: what lies beyond adds nothing.
+                total = tl.where(first < last, total + part, total)
+                exact = tl.zeros([M, N], tl.int32)
+                a_sum, b_sum = tl.zeros([M], tl.int32), tl.zeros([N], tl.int32)
+            else:
+                ends = step % steps == steps - 1
+                total = tl.where(ends & (first < last), total + part, total)
+                exact = tl.where(ends, 0, exact)
+                a_sum, b_sum = tl.where(ends, 0, a_sum), tl.where(ends, 0, b_sum)
+    if WHOLE:
+        a_zero = zero_of(a_zero_ptr, a_row, row_ok, A, A_AFFINE)
+        b_zero = zero_of(b_zero_ptr, b_row, col_ok, B, B_AFFINE)
+        a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_row, row_ok, A_SCALE)
+        b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_row, col_ok, B_SCALE)
+        whole = without_zeros(exact, a_sum, a_zero, b_sum, b_zero, depth, A_ZERO, B_ZERO)
+        total = whole.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
     if BIAS >= 0:
         sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
         total = total + (magnitude | (sign << 31)).to(tl.float32, bitcast=True)[None, :]

@@ -10,8 +10,7 @@ Source: docs/numerics.md section 9.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import bits, scales, tiles
-from lowbit.kernels.matmul import row_scale
+from lowbit.kernels import bits, nibbles, scales, tiles
 from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 
@@ -61,17 +60,42 @@ def load_codes(
 
 
 @triton.jit
-def decode(code, zero_point, table_ptr, FMT: tl.constexpr):
-    """fp32 values of codes."""
-    if FMT[0] == 1:
+def decode(code, table_ptr, FMT: tl.constexpr, FP8: tl.constexpr):
+    """fp32 values of codes. FP8: the format that the hardware converts from, or none."""
+    if FP8 == "e4m3":
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    elif FP8 == "e5m2":
+        # The upper half of fp16's patterns.
+        return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif FMT[0] == 1:
         # A whole number below 2**23 in the mantissa of 2**23: what is subtracted leaves it, exactly.
         sign: tl.constexpr = (1 << (FMT[1] - 1)) if FMT[5] else 0
         wide = ((code ^ sign) | 0x4B000000).to(tl.float32, bitcast=True)
-        return wide - (8388608.0 + sign + zero_point)
+        return wide - (8388608.0 + sign)
     elif FMT[0] == 2:
         return tl.load(table_ptr + code)
     else:
         return bits.decode(code, 0, FMT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def place(rows, cols, M: tl.constexpr, N: tl.constexpr):
+    """Rows and columns of this program's tile.
+
+    Eight tiles down before one across, so that programs running together share their tiles of ``b`` in L2.
+    """
+    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(cols, N)
+    band = tl.program_id(0) // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    within = tl.program_id(0) % (8 * tiles_n)
+    return (band * 8 + within % height) * M + tl.arange(0, M), (within // height) * N + tl.arange(0, N)
+
+
+@triton.jit
+def scale_of(ptr, global_ptr, row, at, ok, SCALE: tl.constexpr):
+    """fp32 scales of rows."""
+    global_scale = scales.load_global_scale(global_ptr, row, ok, 1, SCALE)
+    return scales.widen(tl.load(ptr + at, ok, 0), global_scale, SCALE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -84,7 +108,7 @@ def epilogue(
     row_ok, col_ok = row < rows, col < cols
     scale = tl.full([col.shape[0], 1], 1.0, tl.float32)
     if SCALED == "row":
-        scale = row_scale(b_scale_ptr, b_global_ptr, col, col_ok, b_block, B_SCALE)[:, None]
+        scale = scale_of(b_scale_ptr, b_global_ptr, col, col // b_block, col_ok, B_SCALE)[:, None]
     elif GLOBAL:
         scale = tl.load(b_global_ptr + (col if GLOBAL == 2 else col * 0), col_ok, 1.0)[:, None]
     if A_SCALED:
@@ -107,7 +131,8 @@ def weight_only(
     rows, cols, depth, b_block, blocks, block, steps, count, share,
     B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-    OPERAND: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
+    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose: the weights are on the left.
@@ -116,12 +141,7 @@ def weight_only(
     elements: within a block of ``block`` for "block", which takes ``steps``, else of the row. Of ``count`` steps a
     program takes ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
     """
-    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(cols, N)
-    band = tl.program_id(0) // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    within = tl.program_id(0) % (8 * tiles_n)
-    row = (band * 8 + within % height) * M + tl.arange(0, M)
-    col = (within // height) * N + tl.arange(0, N)
+    row, col = place(rows, cols, M, N)
     row_ok, col_ok = row < rows, col < cols
     a_base = a_ptr + (row.to(tl.int64) * a_stride_r)[:, None]
     scale_row = (col // b_block).to(tl.int64) * blocks
@@ -137,29 +157,51 @@ def weight_only(
             last = depth
         k = first + tl.arange(0, K)
         k_ok = k < last
-        a = tl.load(a_base + (k.to(tl.int64) * a_stride_c)[None, :], row_ok[:, None] & k_ok[None, :], 0.0)
+        a = tl.load(a_base + (k.to(tl.int64) * a_stride_c)[None, :], row_ok[:, None] & k_ok[None, :], 0)
+        if A_FP8 != "":
+            a = decode(a.to(tl.int32), None, (), A_FP8)
+        zero_point = tl.zeros([N], tl.float32)
+        if AFFINE:
+            zero_point = tl.load(b_zero_ptr + scale_row + at, col_ok, 0).to(tl.float32)
         if SCALED == "none":
             b_at = (col.to(tl.int64) * b_stride_r)[:, None] + (k.to(tl.int64) * b_stride_c)[None, :]
             value = tl.load(b_ptr + b_at, col_ok[:, None] & k_ok[None, :], 0.0).to(tl.float32)
+        elif PTX != "":
+            pair_at = first // 2 + tl.arange(0, K // 2)
+            ok = col_ok[:, None] & (pair_at < b_bytes)[None, :]
+            packed = tl.load(b_ptr + (col.to(tl.int64) * b_stride_r)[:, None] + (pair_at * b_stride_c)[None, :], ok, 0)
+            pairs = nibbles.look_up(packed, PTX, REGISTERS, B_TERMS)
         else:
             code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, first, B[1], PAIRS)
-            zero_point = 0.0
+            value = decode(code, table_ptr, B, FP8)
             if AFFINE:
-                zero_point = tl.load(b_zero_ptr + scale_row + at, col_ok, 0).to(tl.float32)[:, None]
-            value = decode(code, zero_point, table_ptr, B)
+                value -= zero_point[:, None]
         if SCALED == "element":
             index = step * (K // GROUP) + tl.arange(0, K // GROUP)
             ok = col_ok[:, None] & (index < blocks)[None, :]
             raw = tl.load(b_scale_ptr + scale_row[:, None] + index[None, :], ok, 0)
-            scale = scales.widen(raw, tl.full([], 1.0, tl.float32), B_SCALE)
-            scale = scale.to(tl.float32, bitcast=True)
-            value = tl.reshape(tl.reshape(value, [N, K // GROUP, GROUP]) * scale[:, :, None], [N, K])
+            element_scale = scales.widen(raw, tl.full([], 1.0, tl.float32), B_SCALE).to(tl.float32, bitcast=True)
+            if PTX == "":
+                value = tl.reshape(value, [N, K // GROUP, GROUP]) * element_scale[:, :, None]
+                value = tl.reshape(value, [N, K])
         if SCALED == "block":
             part = tl.zeros([N, M], tl.float32)
         else:
             part = total
         for j in tl.static_range(B_TERMS):
-            left = term(value, j, B_TERMS, OPERAND)
+            if PTX != "":
+                pair = pairs if B_TERMS == 1 else pairs[j]
+                if AFFINE:
+                    one = nibbles.twice(tl.full([1, 1], 1.0, tl.float32), OPERAND)
+                    pair = nibbles.multiply_add(pair, one, nibbles.twice(-zero_point, OPERAND)[:, None], OPERAND)
+                if SCALED == "element":
+                    factor = nibbles.twice(element_scale, OPERAND)[:, :, None]
+                    nothing = nibbles.twice(tl.full([1, 1, 1], -0.0, tl.float32), OPERAND)
+                    pair = tl.reshape(pair, [N, K // GROUP, GROUP // 2])
+                    pair = tl.reshape(nibbles.multiply_add(pair, factor, nothing, OPERAND), [N, K // 2])
+                left = nibbles.unpaired(pair, OPERAND)
+            else:
+                left = term(value, j, B_TERMS, OPERAND)
             for i in tl.static_range(A_TERMS):
                 right = term(a.to(tl.float32), i, A_TERMS, OPERAND)
                 part = tl.dot(left, tl.trans(right), part, input_precision="ieee")
@@ -193,7 +235,7 @@ def add_shares(
     total = tl.zeros([N, M], tl.float32)
     for share in range(shares):
         at = (share * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
-        total = total + tl.load(sums_ptr + at, ok, 0.0)
+        total = total + tl.load(sums_ptr + at, ok, 0).to(tl.float32)
     epilogue(
         total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
         A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,

@@ -7,7 +7,7 @@ from importlib import import_module
 from lowbit.backends import dispatch, native, registry
 
 #: Modules of this package, each a backend.
-BACKENDS = ("reference", "cpu", "cuda", "triton")
+BACKENDS = ("reference", "cpu", "cuda", "triton", "delegated")
 
 
 def _load() -> None:

@@ -31,8 +31,7 @@ def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     for mm in rows:
         if mm.op == "scaled_mm":
             parts = {row.op: row for row in rows if row.devices == mm.devices}
-            run, supports = partial(_run, parts), partial(_supports, parts)
-            made.append(Impl("linear", mm.name, mm.devices, mm.priority, run, supports, mm.numerics))
+            made.append(replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts)))
     return tuple(made)
 
 
@@ -138,8 +137,7 @@ def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     for mm in rows:
         if mm.op == "scaled_mm":
             parts = {row.op: row for row in rows if row.devices == mm.devices}
-            run, supports = partial(_run_conv, parts), partial(_supports_conv, parts)
-            made.append(Impl("conv", mm.name, mm.devices, mm.priority, run, supports, mm.numerics))
+            made.append(replace(mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts)))
     return tuple(made)
 
 

@@ -72,8 +72,8 @@ def _refuses_blocks(block: int) -> str | None:
     return f"it adds integers block by block, which takes blocks of at most {reference.SEGMENT} along K, got {block}"
 
 
-#: Above Triton's: these need no compilation at the first call.
-_PRIORITY = 60
+#: Below Triton's, whose kernels are faster (bench/results/gpu.md).
+_PRIORITY = 40
 
 
 def _multiplied(run: Run) -> Run:

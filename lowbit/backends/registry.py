@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowbit.calls import original
 from lowbit.ops import OPS, Numerics
+from lowbit.ops.spec import matrix_shape
 
 __all__ = ["BackendError", "Explanation", "Impl", "Refusal", "add", "impls", "select", "use_backend"]
 
@@ -27,7 +28,10 @@ Run = Callable[[tuple[Tensor, ...], Any], None]
 
 @dataclass(frozen=True)
 class Impl:
-    """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family."""
+    """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
+
+    ``fewest_rows``: of the first argument; below that those of lower priority come first.
+    """
 
     op: str
     name: str
@@ -36,6 +40,7 @@ class Impl:
     run: Run
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
+    fewest_rows: int = 1
 
     @property
     def backend(self) -> str:
@@ -97,6 +102,7 @@ def add(rows: tuple[Impl, ...]) -> None:
     for row in rows:
         if row.op not in OPS:
             raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
+        _chosen.clear()
         _known.update((row.name, row.backend))
         for device in row.devices:
             listed = _table.setdefault((row.op, device), [])
@@ -170,12 +176,41 @@ def select(op: str, device: str, call: Any, empty: bool) -> Impl:
     ``empty``: nothing is computed on, so that backends cannot differ; the reference serves, whichever is asked for.
     """
     rows = [i for i in _table.get((op, device), []) if i.name == "reference"] if empty else candidates(op, device)
+    key = _kind_of(op, device, call, empty)
+    if key in _chosen and op not in _asked.get():
+        return _chosen[key]
+    rows = _in_order(rows, call)
     if op in _asked.get():
         raise _Answer(_explain(op, device, call, rows))
     for impl in rows:
         if impl.supports(call) is None:
+            if key is not None:
+                if len(_chosen) >= _MOST:
+                    _chosen.clear()
+                _chosen[key] = impl
             return impl
     raise BackendError(_why_none(op, device, call, rows))
+
+
+#: What was chosen for a kind of call, at most so many. On a CPU most calls choose in C++.
+_chosen: dict[Any, Impl] = {}
+_MOST = 4096
+
+
+def _kind_of(op: str, device: str, call: Any, empty: bool) -> Any:
+    """All that a choice may depend on: shapes and dtypes, what is no tensor, and the settings around it."""
+    if device == "cpu":
+        return None
+    values = [(v.shape, v.dtype, v.stride()) if isinstance(v, Tensor) else v for v in call if not isinstance(v, list)]
+    return op, call[0].device, empty, _forced.get(), matmul_precision(), *values
+
+
+def _in_order(rows: list[Impl], call: Any) -> list[Impl]:
+    """Best first for this call: those that pay off from more rows on come last."""
+    if all(row.fewest_rows == 1 for row in rows):
+        return rows
+    count = matrix_shape(call[0])[0]
+    return sorted(rows, key=lambda row: row.fewest_rows > count)
 
 
 def explaining(ops: tuple[str, ...], run: Callable[[], Any]) -> Explanation:

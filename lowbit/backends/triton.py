@@ -43,15 +43,25 @@ def _launch() -> Any:
 
 
 @cache
-def _products() -> Any:
+def products() -> Any:
+    """The host side of products, ``lowbit.kernels.products``."""
     from lowbit.kernels import products
 
     return products
 
 
-def _start(launches: Any, device: torch.device) -> None:
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _launch().run(launches)
+def start(launches: Any, device: torch.device) -> None:
+    """Starts kernels in order on the current stream of a device."""
+    other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if other else nullcontext():
+        _starter()(launches)
+
+
+@cache
+def _starter() -> Any:
+    from lowbit.kernels.start import run
+
+    return run
 
 
 def _rounding(call: Any) -> Any:
@@ -63,28 +73,28 @@ def _rounding(call: Any) -> Any:
 def _encode(outs: tuple[Tensor, ...], call: codec.Encode) -> None:
     x = as_rows(call.x)
     out = outs[0].view(x.shape)
-    _start(_launch().encode(x, out, formats.find(call.format), call.saturate, _rounding(call)), x.device)
+    start(_launch().encode(x, out, formats.find(call.format), call.saturate, _rounding(call)), x.device)
 
 
 def _decode(outs: tuple[Tensor, ...], call: codec.Decode) -> None:
     codes = as_rows(call.codes)
-    _start(_launch().decode(codes, outs[0].view(codes.shape), formats.find(call.format)), codes.device)
+    start(_launch().decode(codes, outs[0].view(codes.shape), formats.find(call.format)), codes.device)
 
 
 def _pack(outs: tuple[Tensor, ...], call: codec.Pack) -> None:
-    _start(_launch().pack(as_rows(call.codes), as_rows(outs[0]), call.bits), call.codes.device)
+    start(_launch().pack(as_rows(call.codes), as_rows(outs[0]), call.bits), call.codes.device)
 
 
 def _unpack(outs: tuple[Tensor, ...], call: codec.Unpack) -> None:
-    _start(_launch().unpack(as_rows(call.packed), as_rows(outs[0]), call.bits), call.packed.device)
+    start(_launch().unpack(as_rows(call.packed), as_rows(outs[0]), call.bits), call.packed.device)
 
 
 def _global_scale(outs: tuple[Tensor, ...], call: q.GlobalScale) -> None:
-    _start(_launch().global_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
+    start(_launch().global_scale(as_rows(call.x), outs[0], scaling.scheme(call.scheme)), call.x.device)
 
 
 def _block_range(outs: tuple[Tensor, ...], call: q.BlockRange) -> None:
-    _start(_launch().block_range(as_rows(call.x), *outs, scaling.scheme(call.scheme)), call.x.device)
+    start(_launch().block_range(as_rows(call.x), *outs, scaling.scheme(call.scheme)), call.x.device)
 
 
 def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
@@ -93,7 +103,7 @@ def _quantize(outs: tuple[Tensor, ...], call: q.Quantize) -> None:
     launches = _launch().quantize_dynamic(
         x, scheme, call.global_scale, as_rows(codes), scale, zero_point if scheme.affine else None, _rounding(call)
     )
-    _start(launches, x.device)
+    start(launches, x.device)
 
 
 def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
@@ -101,7 +111,7 @@ def _quantize_static(outs: tuple[Tensor, ...], call: q.QuantizeStatic) -> None:
         as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point, call.global_scale,
         as_rows(outs[0]), _rounding(call),
     )  # fmt: skip
-    _start(launches, call.x.device)
+    start(launches, call.x.device)
 
 
 def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
@@ -109,7 +119,7 @@ def _dequantize(outs: tuple[Tensor, ...], call: q.Dequantize) -> None:
         as_rows(call.codes), scaling.scheme(call.scheme), call.scale, call.zero_point, call.global_scale,
         as_rows(outs[0]),
     )  # fmt: skip
-    _start(launches, call.codes.device)
+    start(launches, call.codes.device)
 
 
 def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
@@ -120,7 +130,7 @@ def _fake_quantize(outs: tuple[Tensor, ...], call: q.FakeQuantize) -> None:
         launches = _launch().quantize_static(
             x, scheme, call.scale, call.zero_point, call.global_scale, out, rounding, fake=True
         )
-    _start(launches, x.device)
+    start(launches, x.device)
 
 
 def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackward) -> None:
@@ -128,11 +138,11 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
         as_rows(call.grad), as_rows(call.x), scaling.scheme(call.scheme), call.scale, call.zero_point,
         call.global_scale, as_rows(outs[0]), None if call.scale is None else outs[1],
     )  # fmt: skip
-    _start(launches, call.x.device)
+    start(launches, call.x.device)
 
 
 def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    _start(_products().scaled_mm(call, outs[0]), outs[0].device)
+    start(products().scaled_mm(call, outs[0]), outs[0].device)
 
 
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
@@ -153,7 +163,7 @@ def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None
     random = _rounding(call._replace(rounding="stochastic") if weight.stochastic else call)
     factors = optim.fp32_factors(call)
     launches = launch.optimizer_step(weight, as_rows(call.grad), moments, call.rule, factors, random, stochastic)
-    _start(launches, param.device)
+    start(launches, param.device)
 
 
 def _fits(x: Tensor) -> str | None:
@@ -172,7 +182,7 @@ def _fits_cols(call: Any) -> str | None:
 
 
 def _supports_mm(call: matmul.ScaledMM) -> str | None:
-    return _fits(call.a) or _fits(call.b) or _products().supports(call)
+    return _fits(call.a) or _fits(call.b) or products().supports(call)
 
 
 _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None]]] = {

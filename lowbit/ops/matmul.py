@@ -112,7 +112,9 @@ def is_whole(call: ScaledMM) -> bool:
 INT32_DEPTH = (2**31 - 1) // (128 * 128)
 
 #: Unit roundoff, and the least normal number (below which an operand may be flushed), of what kernels compute in.
-_UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "int": 0.0}
+_UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 0.0, "int": 0.0}
+#: Accumulators that hand over to fp32: their unit roundoff, and after how many terms.
+_SHORT = {"fp22": (2.0**-13, 128)}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
@@ -134,9 +136,12 @@ def tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     left, right = (operand(side, call.cols).values(scaled=True) for side in sides(call))
     a, b = left.abs(), right.abs()
-    unit = _UNIT[numerics.accumulator]
+    unit = _UNIT.get(numerics.accumulator, _UNIT["fp32"])
     rounded = (1 + _UNIT[numerics.operand]) ** _rounded_operands(call, numerics)
-    relative = rounded * (1 + (call.cols + 6) * unit / (1 - (call.cols + 6) * unit)) - 1
+    relative = rounded * (1 + _gamma(call.cols + 6, unit)) - 1
+    if numerics.accumulator in _SHORT:
+        short, terms = _SHORT[numerics.accumulator]
+        relative += (1 + relative) * _gamma(min(call.cols, terms), short)
     size = a @ b.T
     bias = torch.zeros(1, device=a.device) if call.bias is None else call.bias.double()
     flushed = 2.0**-126 * (a.sum(1, keepdim=True) + b.sum(1, keepdim=True).T + call.cols * 2.0**-126)
@@ -145,6 +150,10 @@ def tolerance(call: ScaledMM, numerics: Numerics) -> Tensor:
     cast = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     total = size * relative + flushed + bias.abs() * 2 * 2.0**-24
     return total + ((left @ right.T + bias).abs().nan_to_num(torch.inf) + total) * cast + _TINY[call.out_dtype]
+
+
+def _gamma(terms: int, unit: float) -> float:
+    return terms * unit / (1 - terms * unit)
 
 
 def _largest_code_product(call: ScaledMM) -> float:

@@ -42,8 +42,18 @@ def test_check_finds_what_codecs_may_not_hold(line):
 
 def test_check_wants_tensor_cores():
     wgmma, mma = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "mma.sync.aligned.m16n8k16.row.col.f32.bf16"
-    assert aot.faults("scaled_mm", CLEAN, 80) == aot.faults("scaled_mm", mma, 90) == ["runs on no tensor core"]
-    assert aot.faults("scaled_mm", wgmma, 90) == aot.faults("scaled_mm", mma, 80) == []
+    none = ["runs on no tensor core"]
+    assert aot.faults("weight_only", CLEAN, 80) == aot.faults("weight_only", mma, 90) == none
+    assert aot.faults("weight_only", wgmma, 90) == aot.faults("weight_only", mma, 80) == []
+    assert aot.faults("integers", CLEAN, 90) == none
+    assert aot.faults("integers", wgmma, 90) == aot.faults("integers", mma, 90) == []
+
+
+def test_pairs_of_16_bits_alone_are_multiplied_and_added_at_once_in_products():
+    for line, allowed in (("fma.rn.bf16x2 %r1, %r2, %r3, %r4;", True), ("fma.rn.f32 %r1, %r2, %r3, %r4;", False)):
+        text = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16\n\t{line}\n"
+        assert (aot.faults("weight_only", text, 80) == []) == allowed
+        assert aot.faults("quantize", text, 80) != []
 
 
 def test_fast_jobs_cover_every_kernel_on_every_architecture():

@@ -19,6 +19,7 @@ from support.bits import assert_same_bits, describe
 import lowbit as lb
 from lowbit import reference, scaling
 from lowbit.kernels import launch, rng, scales, spec
+from lowbit.kernels.start import run
 from lowbit.ops import OPS, matmul
 from lowbit.ops.optim import RULES
 from lowbit.tensor import packing
@@ -106,17 +107,17 @@ def test_tiles_of_any_size_give_the_same_bits(small_tiles, name, stochastic):
         seed_step = torch.tensor([random.seed, random.step], device=DEVICE)
         rounding = launch.Rounding(seed_step, random.stream, random.offset, random.pitch)
     outs = [torch.full_like(t, 77).to(DEVICE) for t in (stored, scale) + ((zero_point,) if scheme.affine else ())]
-    launch.run(launch.quantize_dynamic(x, scheme, global_scale_there, outs[0], outs[1], [*outs, None][2], rounding))
+    run(launch.quantize_dynamic(x, scheme, global_scale_there, outs[0], outs[1], [*outs, None][2], rounding))
     for out, want in zip(outs, (stored, scale, zero_point), strict=False):
         assert_same_bits(out.cpu(), want, name)
     fake, back = torch.empty_like(x), torch.empty_like(x)
-    launch.run(launch.quantize_dynamic(x, scheme, global_scale_there, fake, None, None, rounding, fake=True))
-    launch.run(launch.dequantize(outs[0], scheme, outs[1], [*outs, None][2], global_scale_there, back))
+    run(launch.quantize_dynamic(x, scheme, global_scale_there, fake, None, None, rounding, fake=True))
+    run(launch.dequantize(outs[0], scheme, outs[1], [*outs, None][2], global_scale_there, back))
     assert_same_bits(fake.cpu(), expected, f"fake {name}")
     assert_same_bits(back.cpu(), expected, f"dequantize {name}")
     if global_scale is not None:
         out = torch.empty_like(global_scale, device=DEVICE)
-        launch.run(launch.global_scale(x, out, scheme))
+        run(launch.global_scale(x, out, scheme))
         assert_same_bits(out.cpu(), global_scale, f"global_scale {name}")
 
 
@@ -132,10 +133,10 @@ def test_gradients_of_blocks_in_pieces(small_tiles, name):
     expected, sums = reference.fake_quantize_backward(grad, x, scheme, scale, zero_point, None)
     out, out_sums = torch.empty_like(x, device=DEVICE), torch.empty_like(sums, device=DEVICE)
     there = [t if t is None else t.to(DEVICE) for t in (grad, x, scale, zero_point)]
-    launch.run(launch.fake_quantize_backward(*there[:2], scheme, *there[2:], None, out, out_sums))
+    run(launch.fake_quantize_backward(*there[:2], scheme, *there[2:], None, out, out_sums))
     assert_same_bits(out.cpu(), expected, name)
     assert_same_bits(out_sums.cpu() + 0.0, sums + 0.0, name)
-    launch.run(launch.fake_quantize_backward(*there[:2], scheme, None, None, None, out, None))
+    run(launch.fake_quantize_backward(*there[:2], scheme, None, None, None, out, None))
     made = reference.block_scales(x, scheme, None)
     assert_same_bits(out.cpu(), reference.fake_quantize_backward(grad, x, scheme, *made, None)[0], f"dynamic {name}")
 
@@ -262,10 +263,8 @@ def test_products_take_codes_of_any_strides():
 @pytest.mark.parametrize(
     ("a", "b", "k", "reason"),
     [
-        (None, "int8:row", 64, "quantize the float matrix"),
-        ("int8:row:affine", "int8:row", 64, "zero points"),
-        ("int8:row", "fp8_e4m3:row", 64, "floats with floats or integers with integers"),
-        ("mxfp8", "mxfp8", 64, "changes scale within a row"),
+        ("int8:group32", "int8:group48", 96, "of which one divides the other"),
+        ("uint8:row:affine", "int8:row", 40000, "int32 holds at most 32767 products"),
         ("int8:row", "int8:row", 131072, "int32 holds at most 131071 products"),
     ],
 )

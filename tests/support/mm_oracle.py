@@ -21,7 +21,7 @@ from lowbit.ops import Numerics
 from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.scaling import Scheme
 
-UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 0.0}
 NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
@@ -134,8 +134,12 @@ class Wanted:
         """
         k, out = self.call.cols, self.call.out_dtype
         a, b = np.abs(self.a.exact), np.abs(self.b.exact)
-        n, rounded = (k + 6) * UNIT[numerics.accumulator], sum(self._rounds(x, numerics) for x in (self.a, self.b))
-        relative = (1 + UNIT[numerics.operand]) ** rounded * (1 + n / (1 - n)) - 1
+        short = 128 * 2.0**-13 if numerics.accumulator == "fp22" else 0.0  # of 128 terms, before fp32 adds them
+        n, rounded = (
+            (k + 6) * UNIT.get(numerics.accumulator, UNIT["fp32"]),
+            sum(self._rounds(x, numerics) for x in (self.a, self.b)),
+        )
+        relative = (1 + UNIT[numerics.operand]) ** rounded * (1 + n / (1 - n)) * (1 + short / (1 - short)) - 1
         with np.errstate(invalid="ignore"):
             flushed = 2.0**-126 * (a.sum(1)[:, None] + b.sum(1) + k) + k * self.a.largest * self.b.largest * 2.0**-150
             before = relative * (a @ b.T) + flushed + 2.0**-23 * np.abs(self.bias)

@@ -1,0 +1,158 @@
+"""Products of matrices that torch computes on CUDA, between kernels of ours: operands are decoded before, and scales,
+bias and cast come after.
+
+What they multiply in is exact: integers in int8 with int32 sums, and codes that bf16 holds, with sums in fp32. FP8 as
+such is the exception: tensor cores of Hopper keep 14 bits of its sums, so that it is taken under
+``torch.set_float32_matmul_precision("medium")`` alone (docs/numerics.md section 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import scaling
+from lowbit.backends import composed, triton
+from lowbit.backends.registry import Impl, matmul_precision
+from lowbit.ops import matmul
+from lowbit.ops.spec import Numerics
+
+__all__ = ["IMPLS", "unavailable"]
+
+#: Elements of fp32 or int32 sums at a time, and rows at least: rows of ``a`` are multiplied in parts.
+_SUMS, _LEAST = 1 << 27, 128
+
+#: Above Triton's.
+_PRIORITY = 70
+
+
+def _finish(
+    outs: tuple[Tensor, ...], call: matmul.ScaledMM, scales: tuple[Tensor | None, Tensor | None],
+    multiply: Callable[[slice], Tensor],
+) -> None:  # fmt: skip
+    """Fills the output by parts of rows: ``multiply`` gives sums of those."""
+    (out,) = outs
+    step = max(_LEAST, _SUMS // max(1, out.shape[1]))
+    for begin in range(0, out.shape[0], step):
+        rows = slice(begin, begin + step)
+        left = None if scales[0] is None else scales[0][rows]
+        triton.start(triton.products().epilogue(multiply(rows), left, scales[1], call.bias, out[rows]), out.device)
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+def _int8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    a, b = (side.data.contiguous().view(torch.int8) for side in matmul.sides(call))
+    scales = tuple(triton.products().row_scales(side, call.cols) for side in matmul.sides(call))
+    _finish(outs, call, (scales[0], scales[1]), lambda rows: _int_mm(a[rows], b))
+
+
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """torch takes more than 16 rows."""
+    if a.shape[0] > 16:
+        return torch._int_mm(a, b.t())
+    return torch._int_mm(torch.nn.functional.pad(a, (0, 0, 0, 17 - a.shape[0])), b.t())[: a.shape[0]]
+
+
+def _supports_int8(call: matmul.ScaledMM) -> str | None:
+    for side in matmul.sides(call):
+        if side.scheme is None or scaling.scheme(side.scheme).format.name != "int8" or side.zero_point is not None:
+            return f"it multiplies int8 without zero points, and {side.name} is {side.scheme or side.data.dtype}"
+    if not matmul.is_whole(call):
+        return "it applies scales to whole rows, and these change within a row"
+    if call.cols > matmul.INT32_DEPTH:
+        return f"int32 holds at most {matmul.INT32_DEPTH} products of int8, got K = {call.cols}"
+    return _multiples(call, 8)
+
+
+def _multiples(call: matmul.ScaledMM, of: int) -> str | None:
+    outputs = call.b.shape[0]
+    if call.cols % of or outputs % of:
+        return f"torch takes K and N that are multiples of {of}, got {call.cols} and {outputs}"
+    return None
+
+
+# -- codes that bf16 holds ---------------------------------------------------------------------------------------------
+def _bf16(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    left, right = (triton.products().values(side, call.cols) for side in matmul.sides(call))
+    triton.start([*left.launches, *right.launches], outs[0].device)
+    a, b = left.values, right.values.t()
+    _finish(outs, call, (left.scale, right.scale), lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
+
+
+def _supports_bf16(call: matmul.ScaledMM) -> str | None:
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "it needs a CUDA device"
+    a, b = matmul.sides(call)
+    if a.scheme is not None and b.scheme is not None and matmul.is_exact(call):
+        return "products of integers are exact, which sums in fp32 are not"
+    for side in (a, b):
+        if not triton.products().fits_bf16(side, call.cols):
+            return f"{side.name} is not exact in bf16: {side.scheme or side.data.dtype}"
+    return None
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def _fp8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    sides = matmul.sides(call)
+    a, b = (side.data.contiguous().view(_FP8[scaling.scheme(str(side.scheme)).format.name]) for side in sides)
+    scales = tuple(triton.products().row_scales(side, call.cols) for side in sides)
+    one = _one(outs[0].device)
+    _finish(
+        outs, call, (scales[0], scales[1]),
+        lambda rows: torch._scaled_mm(a[rows], b.t(), one, one, out_dtype=torch.float32),
+    )  # fmt: skip
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def _supports_fp8(call: matmul.ScaledMM) -> str | None:
+    if matmul_precision() != "medium":
+        return 'its sums keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
+    names = [scaling.scheme(side.scheme).format.name for side in matmul.sides(call) if side.scheme is not None]
+    if len(names) < 2 or not set(names) <= set(_FP8) or names == ["fp8_e5m2", "fp8_e5m2"]:
+        return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
+    if not matmul.is_whole(call):
+        return "it applies scales to whole rows, and these change within a row"
+    if torch.cuda.get_device_capability(call.a.device) < (8, 9):
+        return "FP8 needs a device of compute capability 8.9"
+    return _multiples(call, 16)
+
+
+#: A name, what runs and what it serves, the fewest rows of ``a`` from which on it is the fastest, and its arithmetic.
+_ROWS: tuple[tuple[str, Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None], int, Numerics], ...] = (
+    ("delegated_fp8", _fp8, _supports_fp8, 1, Numerics("fp8", "fp22")),
+    ("delegated_int8", _int8, _supports_int8, 128, Numerics("fp32", "fp32")),
+    ("delegated_bf16", _bf16, _supports_bf16, 128, Numerics("fp32", "fp32")),
+)
+
+
+def _impls() -> tuple[Impl, ...]:
+    """Each with the ops made of it and of Triton's codecs."""
+    others = tuple(
+        row for row in triton.IMPLS if row.devices == ("cuda",) and row.op not in ("scaled_mm", "linear", "conv")
+    )
+    made: list[Impl] = []
+    for index, (name, run, supports, fewest, numerics) in enumerate(_ROWS):
+        mm = Impl("scaled_mm", name, ("cuda",), _PRIORITY - index, run, supports, numerics, fewest)
+        made += [mm, *composed.linear((*others, mm)), *composed.conv((*others, mm))]
+    return tuple(made)
+
+
+IMPLS = _impls()
+
+
+def unavailable() -> str | None:
+    """Why this backend is absent, and how to get it."""
+    if torch.version.cuda is None:
+        return "this torch has no CUDA; install a CUDA build of torch"
+    return triton.unavailable()

@@ -1,0 +1,139 @@
+"""Products that torch computes on CUDA. In place of torch's ops stand ones that obey their documentation.
+
+Codecs and the epilogue are Triton's kernels, interpreted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.mm_oracle import check
+from torch import Tensor
+
+import lowbit as lb
+from lowbit.backends import delegated, registry, triton
+from lowbit.testing import SAMPLES
+from lowbit.testing.inputs import random_matrix
+from lowbit.testing.matmul import make_call
+
+pytestmark = pytest.mark.skipif(not triton.INTERPRETED, reason="Triton's kernels are not interpreted here")
+
+IMPLS = {impl.name: impl for impl in delegated.IMPLS if impl.op == "scaled_mm"}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """torch._int_mm: more than 16 rows of int8, K and N multiples of 8."""
+    assert a.dtype == b.dtype == torch.int8
+    assert a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
+    return (a.double() @ b.double()).to(torch.int32)
+
+
+def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """torch.mm with another output dtype: both operands in 16 bits, the output in fp32."""
+    assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+    return a.float() @ b.float()
+
+
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """torch._scaled_mm by tensor: FP8, one of them E4M3, b by columns, K and N multiples of 16."""
+    assert a.dtype in FP8 and b.dtype in FP8 and FP8[0] in (a.dtype, b.dtype)
+    assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0 and b.stride(0) == 1 and a.stride(1) == 1
+    assert scale_a.numel() == scale_b.numel() == 1
+    return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
+
+
+@pytest.fixture(autouse=True)
+def in_place_of_torch(monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", int_mm)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def product(name, call):
+    impl = IMPLS[name]
+    assert impl.supports(call) is None
+    out = torch.empty(call.a.shape[0], call.b.shape[0], dtype=call.out_dtype)
+    impl.run((out,), call)
+    check(out, call, impl.numerics, f"{name}: {call.a_scheme} x {call.b_scheme}")
+    return out
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_every_sample_that_is_served_is_right(part):
+    torch.set_float32_matmul_precision("medium")
+    served = dict.fromkeys(IMPLS, 0)
+    for call in list(SAMPLES["scaled_mm"]("cpu"))[part::16]:
+        for name, impl in IMPLS.items():
+            if impl.supports(call) is None:
+                product(name, call)
+                served[name] += 1
+    assert served["delegated_bf16"] > 10
+
+
+@pytest.mark.parametrize(("name", "a", "b"), [
+    ("delegated_int8", "int8:row", "int8:row"), ("delegated_int8", "int8:tensor", "int8:row"),
+    ("delegated_fp8", "fp8_e4m3:row", "fp8_e4m3:row"), ("delegated_fp8", "fp8_e5m2:tensor", "fp8_e4m3:row"),
+    ("delegated_bf16", "mxfp8", "mxfp4"), ("delegated_bf16", "nvfp4", "nvfp4:global_row"),
+    ("delegated_bf16", None, "int8:row"),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [3, 40])
+def test_rows_are_multiplied_in_parts(monkeypatch, name, a, b, rows):
+    torch.set_float32_matmul_precision("medium")
+    left, right = random_matrix(rows, 96, "cpu", seed=1), random_matrix(32, 96, "cpu", seed=2)
+    bias = random_matrix(1, 32, "cpu", seed=3)[0]
+    left = left if a else left.bfloat16()
+    whole = product(name, make_call(left, right, a, b, bias=bias))
+    monkeypatch.setattr(delegated, "_LEAST", 17)
+    monkeypatch.setattr(delegated, "_SUMS", 1)
+    torch.testing.assert_close(product(name, make_call(left, right, a, b, bias=bias)), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "a", "b", "k", "n", "reason"), [
+    ("delegated_int8", "int8:row", "int4:row", 64, 16, "it multiplies int8 without zero points"),
+    ("delegated_int8", "int8:row:affine", "int8:row", 64, 16, "it multiplies int8 without zero points"),
+    ("delegated_int8", "int8:row", "int8:group32", 64, 16, "change within a row"),
+    ("delegated_int8", "int8:row", "int8:row", 60, 16, "multiples of 8, got 60 and 16"),
+    ("delegated_bf16", "int8:row", "int8:row", 64, 16, "products of integers are exact"),
+    ("delegated_bf16", None, "nf4", 64, 16, "b is not exact in bf16"),
+    ("delegated_bf16", None, "int4:group32", 64, 16, "b is not exact in bf16"),
+    ("delegated_fp8", "fp8_e5m2:row", "fp8_e5m2:row", 64, 16, "one of them E4M3"),
+    ("delegated_fp8", "fp8_e4m3:row", "fp8_e4m3:row", 64, 24, "multiples of 16, got 64 and 24"),
+])  # fmt: skip
+def test_what_torch_does_not_take_is_refused(name, a, b, k, n, reason):
+    torch.set_float32_matmul_precision("medium")
+    call = make_call(torch.ones(4, k, dtype=torch.bfloat16), torch.ones(n, k), a, b)
+    assert reason in IMPLS[name].supports(call)
+
+
+def test_fp8_as_such_waits_for_medium_precision():
+    call = make_call(torch.ones(4, 64), torch.ones(16, 64), "fp8_e4m3:row", "fp8_e4m3:row")
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        assert 'torch.set_float32_matmul_precision("medium")' in IMPLS["delegated_fp8"].supports(call)
+
+
+def test_few_rows_are_left_to_kernels_below(monkeypatch):
+    few, many = (make_call(torch.ones(m, 64), torch.ones(16, 64), "int8:row", "int8:row") for m in (4, 256))
+    monkeypatch.setattr(registry, "_chosen", {})
+    below = replace(IMPLS["delegated_int8"], name="triton", priority=50, fewest_rows=1)
+    monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [IMPLS["delegated_int8"], below])
+    assert registry.select("scaled_mm", "cuda", few, empty=False).name == "triton"
+    assert registry.select("scaled_mm", "cuda", many, empty=False).name == "delegated_int8"
+    monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [IMPLS["delegated_int8"]])
+    registry._chosen.clear()
+    assert registry.select("scaled_mm", "cuda", few, empty=False).name == "delegated_int8"
+
+
+def test_absent_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "install a CUDA build of torch" in delegated.unavailable()
+    assert "delegated" not in {impl.backend for impl in lb.impls("scaled_mm")}
