@@ -12,7 +12,7 @@ from lowbit import reference
 from lowbit.formats import Format, find
 from lowbit.kernels import nibbles, scaled, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
-from lowbit.kernels.launch import decode, dequantize
+from lowbit.kernels.launch import dequantize
 from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, scale_spec
 from lowbit.ops.matmul import INT32_DEPTH, ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
@@ -99,8 +99,6 @@ def values(side: Side, cols: int) -> Left:
         ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
         return Left(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
     scale = row_scales(side, cols)
-    if found.format.bits == 8 and side.zero_point is None:
-        return Left(made, decode(side.data, made, found.format), scale)
     one = _one(found, side.scale)
     ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
     return Left(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
