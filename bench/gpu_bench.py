@@ -102,7 +102,7 @@ def replayed(case: Case) -> Case:
     for index, graph in enumerate(graphs):
         with torch.cuda.graph(graph):
             case(index)
-    return lambda index: graphs[index].replay()
+    return lambda index, case=case: graphs[index].replay()  # with the case live the tensors that graphs address
 
 
 def runner(impl: Any, calls: list[Any], op: str, device: str) -> Case:

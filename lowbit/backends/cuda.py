@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, reference, scaling
-from lowbit.backends import composed, native, native_ops
+from lowbit.backends import composed, native, native_ops, triton
 from lowbit.backends.registry import Impl, Run
 from lowbit.ops import matmul
 from lowbit.ops.quantize import with_factors
@@ -26,6 +26,9 @@ _STEP = 16
 
 def _supports(call: Any) -> str | None:
     """Why the codecs cannot serve the call; csrc/cuda/codec/element.cuh has the same limit."""
+    old = triton.too_old(call[0].device)
+    if old is not None:
+        return old
     name = getattr(call, "format", None)
     format = scaling.scheme(call.scheme).format if hasattr(call, "scheme") else formats.find(name) if name else None
     if format is not None and format.kind == "codebook" and format.bits > 4:
@@ -53,7 +56,7 @@ def _refuses(side: matmul.Side, cols: int) -> str | None:
 def supports_mm(call: matmul.ScaledMM) -> str | None:
     """Why the tensor-core kernels cannot serve the call; csrc/cuda/matmul/scaled_mm.cu has the same limits."""
     left, right = matmul.sides(call)
-    reason = _refuses(left, call.cols) or _refuses(right, call.cols)
+    reason = triton.too_old(call.a.device) or _refuses(left, call.cols) or _refuses(right, call.cols)
     if reason is not None or call.a_scheme is None or call.b_scheme is None:
         return reason
     a, b = scaling.scheme(call.a_scheme), scaling.scheme(call.b_scheme)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ __all__ = ["IMPLS", "unavailable"]
 #: Elements of fp32 or int32 sums at a time, and rows at least: rows of ``a`` are multiplied in parts.
 _SUMS, _LEAST = 1 << 27, 128
 
-#: Above Triton's.
-_PRIORITY = 70
-
 
 def _finish(
     outs: tuple[Tensor, ...], call: matmul.ScaledMM, scales: tuple[Tensor | None, Tensor | None],
@@ -36,11 +32,26 @@ def _finish(
 ) -> None:  # fmt: skip
     """Fills the output by parts of rows: ``multiply`` gives sums of those."""
     (out,) = outs
-    step = max(_LEAST, _SUMS // max(1, out.shape[1]))
+    step = _rows_at_a_time(out.shape[1])
     for begin in range(0, out.shape[0], step):
         rows = slice(begin, begin + step)
         left = None if scales[0] is None else scales[0][rows]
         triton.start(triton.products().epilogue(multiply(rows), left, scales[1], call.bias, out[rows]), out.device)
+
+
+def _rows_at_a_time(cols: int) -> int:
+    return max(_LEAST, _SUMS // max(1, cols))
+
+
+def _scratch(call: matmul.ScaledMM) -> int:
+    """Operands of codes in bf16, and the sums of as many rows as are multiplied at a time."""
+    decoded = sum(2 * side.data.shape[0] * call.cols for side in matmul.sides(call) if side.scheme is not None)
+    return decoded + _scratch_of_sums(call)
+
+
+def _scratch_of_sums(call: matmul.ScaledMM) -> int:
+    rows, cols = call.a.shape[0], call.b.shape[0]
+    return 4 * min(rows, _rows_at_a_time(cols)) * cols
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
@@ -128,24 +139,28 @@ def _supports_fp8(call: matmul.ScaledMM) -> str | None:
     return _multiples(call, 16)
 
 
-#: A name, what runs and what it serves, the fewest rows of ``a`` from which on it is the fastest, and its arithmetic.
-_ROWS: tuple[tuple[str, Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None], int, Numerics], ...] = (
-    ("delegated_fp8", _fp8, _supports_fp8, 1, Numerics("fp8", "fp22")),
-    ("delegated_int8", _int8, _supports_int8, 128, Numerics("fp32", "fp32")),
-    ("delegated_bf16", _bf16, _supports_bf16, 128, Numerics("fp32", "fp32")),
+def _unless_old(supports: Callable[[matmul.ScaledMM], str | None]) -> Callable[[matmul.ScaledMM], str | None]:
+    return lambda call: triton.too_old(call.a.device) or supports(call)
+
+
+#: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200.
+_PRODUCTS = tuple(
+    Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows, scratch)
+    for name, priority, run, supports, numerics, fewest_rows, scratch in (
+        ("delegated_fp8", 72, _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1, _scratch_of_sums),
+        ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096, _scratch_of_sums),
+        ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024, _scratch),
+    )
 )
 
 
 def _impls() -> tuple[Impl, ...]:
     """Each with the ops made of it and of Triton's codecs."""
-    others = tuple(
-        row for row in triton.IMPLS if row.devices == ("cuda",) and row.op not in ("scaled_mm", "linear", "conv")
+    made = ("scaled_mm", "linear", "conv")
+    others = tuple(row for row in triton.IMPLS if row.devices == ("cuda",) and row.op not in made)
+    return tuple(
+        row for mm in _PRODUCTS for row in (mm, *composed.linear((*others, mm)), *composed.conv((*others, mm)))
     )
-    made: list[Impl] = []
-    for index, (name, run, supports, fewest, numerics) in enumerate(_ROWS):
-        mm = Impl("scaled_mm", name, ("cuda",), _PRIORITY - index, run, supports, numerics, fewest)
-        made += [mm, *composed.linear((*others, mm)), *composed.conv((*others, mm))]
-    return tuple(made)
 
 
 IMPLS = _impls()

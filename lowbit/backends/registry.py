@@ -6,6 +6,8 @@ Selection takes the highest-priority implementation for the device whose ``suppo
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,7 +32,8 @@ Run = Callable[[tuple[Tensor, ...], Any], None]
 class Impl:
     """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
 
-    ``fewest_rows``: of the first argument; below that those of lower priority come first.
+    ``fewest_rows``: of the first argument; below that those of lower priority come first. ``scratch(call)``: bytes that
+    it allocates while it runs, beside its outputs.
     """
 
     op: str
@@ -41,6 +44,7 @@ class Impl:
     supports: Callable[[Any], str | None] = field(default=lambda call: None)
     numerics: Numerics = Numerics()
     fewest_rows: int = 1
+    scratch: Callable[[Any], int] = field(default=lambda call: 0)
 
     @property
     def backend(self) -> str:
@@ -184,12 +188,25 @@ def select(op: str, device: str, call: Any, empty: bool) -> Impl:
         raise _Answer(_explain(op, device, call, rows))
     for impl in rows:
         if impl.supports(call) is None:
+            if impl.name == "reference" and device != "cpu" and not empty and _forced.get() is None:
+                _say_slow(op, device, call, rows)
             if key is not None:
                 if len(_chosen) >= _MOST:
                     _chosen.clear()
                 _chosen[key] = impl
             return impl
     raise BackendError(_why_none(op, device, call, rows))
+
+
+def _say_slow(op: str, device: str, call: Any, rows: list[Impl]) -> None:
+    """Warns that no kernel serves a call on a device, or raises where ``LOWBIT_STRICT=1`` asks for that."""
+    reasons = [f"{impl.name}: {impl.supports(call)}" for impl in rows if impl.name != "reference"]
+    reasons += [f"{name}: {reason}" for name, reason in absent().items() if name != "cpu"]
+    text = f"lowbit.{op} runs on its reference on {device}, which is hundreds of times slower than a kernel: "
+    text += "; ".join(reasons) or "there is none for it"
+    if os.environ.get("LOWBIT_STRICT", "0") == "1":
+        raise BackendError(f"{text}. LOWBIT_STRICT=1 forbids that; unset it, or use another format, shape or dtype")
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 #: What was chosen for a kind of call, at most so many. On a CPU most calls choose in C++.

@@ -166,7 +166,27 @@ def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None
     start(launches, param.device)
 
 
+#: The compute capability from which on devices multiply bf16 in tensor cores, which kernels do.
+OLDEST_DEVICE = (8, 0)
+
+
+def too_old(device: torch.device) -> str | None:
+    """Why kernels cannot run on a device."""
+    if device.type != "cuda" or _capability(device.index or 0) >= OLDEST_DEVICE:
+        return None
+    found, least = (".".join(map(str, pair)) for pair in (_capability(device.index or 0), OLDEST_DEVICE))
+    return f"its kernels need compute capability {least}, and this device has {found}"
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else OLDEST_DEVICE
+
+
 def _fits(x: Tensor) -> str | None:
+    old = too_old(x.device)
+    if old is not None:
+        return old
     rows, cols = matrix_shape(x)
     if max(rows, cols) > _LONGEST:
         return f"its kernels index at most {_LONGEST} rows or columns, got [{rows}, {cols}]; split the tensor"

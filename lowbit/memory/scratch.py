@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.backends.registry import BackendError, select
 from lowbit.ops import OPS
 from lowbit.ops.optim import FLOAT_STATES, moments
 
@@ -150,6 +151,20 @@ def _cuda_softmax_backward(args: tuple[Any, ...], out: Any) -> int:
     return _bytes(args[0])
 
 
+def _chosen(op: str) -> Scratch:
+    """What the kernel allocates that would be chosen for a call of one of our ops."""
+
+    def size(args: tuple[Any, ...], out: Any) -> int:
+        fields = OPS[op].args._fields
+        call = OPS[op].args(*args[: len(fields)])
+        try:
+            return select(op, call[0].device.type, call, empty=False).scratch(call)
+        except BackendError:  # kernels for the device are not here
+            return 0
+
+    return size
+
+
 def _cuda_step(args: tuple[Any, ...], out: Any) -> int:
     """Moments that are codes are fp32 between kernels."""
     call = OPS["optimizer_step"].args(*args[: len(OPS["optimizer_step"].args._fields)])
@@ -175,6 +190,7 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
         "aten.convolution_backward.default": _cuda_convolution_backward,
         "aten.sum.dim_IntList": _cuda_sum,
         "lowbit.optimizer_step_out.default": _cuda_step,
+        "lowbit.scaled_mm.default": _chosen("scaled_mm"),
     },
 }
 

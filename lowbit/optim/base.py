@@ -198,6 +198,12 @@ class Optimizer(torch.optim.Optimizer):
         works = self._works(places)
         if not works:
             return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__} cannot step while a CUDA graph is captured: learning rate, bias correction and "
+                "random seed are numbers of the host, which replays would repeat; capture forward and backward, and "
+                "step outside of the graph"
+            )
         torch._foreach_add_([work.state["step"] for work in works], 1)
         settings: dict[Any, tuple[Tensor, tuple[float, ...]]] = {}
         together: dict[Any, list[Work]] = {}

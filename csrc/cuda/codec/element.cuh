@@ -292,7 +292,7 @@ inline const char* make_octets(int64_t rows, int64_t cols, Octets* octets) {
 // Blocks of kThreads for that many threads; kernels stride over the rest.
 inline unsigned grid_of(uint32_t threads) {
     constexpr uint32_t kMaxBlocks = 1u << 16;
-    const uint32_t blocks = (threads + kThreads - 1) / kThreads;
+    const uint32_t blocks = threads / kThreads + (threads % kThreads != 0);
     return blocks < kMaxBlocks ? blocks : kMaxBlocks;
 }
 

@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             for (int j = 0; j < 8; ++j) extremes.add(bits[j]);
         }
         extremes = reduce(extremes, team);
-        const BlockScale scale =
-            make_scale(extremes.positive, extremes.negative, b.rule, global_scale_at(args.scales, b, block));
+        const BlockScale scale = make_scale(extremes.positive, extremes.negative, b.rule,
+                                            global_scale_at(args.scales, b, there ? block : first));
         if (there && mine == 0 && args.scales.scale != nullptr) write_scale(args.scales, b, block, scale);
         // Backwards, so that the octet read last is still in registers.
         while (at < region.total) {
