@@ -41,11 +41,13 @@ _RESHARD, _SENDING, _REDUCE, _SENT, _REDUCED = 0.55, 0.65, 0.75, 0.80, 0.90  # a
 
 
 class Whole(NamedTuple):
-    """Bytes of a model that is not shared: of ``parameters``, of ``gradients``, and of the ``largest`` parameter."""
+    """Bytes of a model that is not shared: of ``parameters``, of ``gradients``, and of the parameters that
+    ``zero1`` gathers ``together``.
+    """
 
     parameters: int
     gradients: int
-    largest: int
+    together: int
 
 
 class _Unit(NamedTuple):
@@ -208,8 +210,7 @@ class Sharing:
         if self.way.parameters or not self.way.states:
             return peak
         beside = whole.parameters - self.part(whole.parameters) + whole.gradients - self.part(whole.gradients)
-        together = min(whole.parameters, max(TOGETHER, whole.largest))
-        moved = self.part(together) + together + int(self.staged * together)
+        moved = self.part(whole.together) + whole.together + int(self.staged * whole.together)
         held = whole.parameters + whole.gradients + states
         return max(peak + beside, held + moved)
 
@@ -219,8 +220,12 @@ def share_(model: nn.Module, sharing: Sharing) -> Whole:
     it had.
     """
     parameters = list(model.parameters())
-    sizes = [p.nbytes for p in parameters]
-    whole = Whole(sum(sizes), sum(p.nbytes for p in parameters if p.requires_grad), max(sizes))
+    sizes = {dtype: [p.nbytes for p in parameters if p.dtype == dtype] for dtype in {p.dtype for p in parameters}}
+    whole = Whole(
+        sum(map(sum, sizes.values())),
+        sum(p.nbytes for p in parameters if p.requires_grad),
+        max(min(sum(row), max(TOGETHER, *row)) for row in sizes.values()),
+    )
     if sharing.shards > 1 and sharing.way.states:
         shares = {p: nn.Parameter(_rows(p, sharing.shards), p.requires_grad) for p in parameters}
         for module in model.modules():
