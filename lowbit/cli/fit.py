@@ -18,7 +18,7 @@ from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.plan import Plan
 from lowbit.plan import fit as plan_training
-from lowbit.plan.ladder import Climb, climb, report
+from lowbit.plan.ladder import Climb, climb, report, rungs_of
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.progress import bar
 from lowbit.sizes import bytes_in
@@ -40,6 +40,8 @@ EPILOG = """
 `lowbit fit --ladder --memory 2GiB --out out/ladder` — with the largest model of each; it goes on after Ctrl-C
 
 `lowbit fit --ladder --memory 8GiB --device cuda` — on a GPU
+
+`lowbit fit --ladder --memory 300MiB --gpus 4 --quick` — a model shared over 2 and 4 processes, each under the limit
 """
 
 _LADDER = "Climb the techniques of memory-efficient training one by one, each in a process with a real limit."
@@ -47,12 +49,11 @@ _MODEL = "demo, a directory with a config.json of transformers, or MODULE:FUNCTI
 _MEMORY = "What a step may take: a size such as 2GiB, or of MODEL a share of plain training, such as 60%."
 _KEEP = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
 _NO = "What the plan must not have, such as disk; repeat."
-_GPUS = "Processes that train together, each within the memory, with rows of its own."
+_GPUS = "Processes that train together, each within the memory; of --ladder the most."
 _LINK = "What a process sends to others a second, such as 25GB/s."
 
 #: The options that serve one of the two uses alone, by the names of their parameters.
-_OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no", "gpus": "--gpus",
-              "link": "--link"}  # fmt: skip
+_OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no", "link": "--link"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
 
@@ -78,7 +79,7 @@ def fit(
         if model is not None:
             raise ValueError(f"lowbit fit --ladder climbs with models of its own, got {model!r}; leave one of them out")
         _refuse(context, _OF_MODEL, "is for lowbit fit MODEL, and --ladder has models of its own")
-        _climb(memory or "2GiB", directory, search, quick, device, json)
+        _climb(memory or "2GiB", gpus, directory, search, quick, device, json)
         return
     if model is None:
         raise ValueError(
@@ -183,7 +184,7 @@ def _save(plan: Plan, directory: Path, title: str, code: str) -> None:
 
 
 # -- the ladder --------------------------------------------------------------------------------------------------------
-def _climb(memory: str, directory: Path | None, search: int, quick: bool, device: str, json: bool) -> None:
+def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: bool, device: str, json: bool) -> None:
     if device not in LIMITS:
         raise ValueError(f"--device is one of {', '.join(LIMITS)}, got {device!r}")
     if search < 0:
@@ -191,7 +192,7 @@ def _climb(memory: str, directory: Path | None, search: int, quick: bool, device
     steps, tries = (2, 0) if quick else (3, search)
     asked = Climb(bytes_in(memory), device, steps, tries, directory)
     with bar("climbing") as progress, resumable():
-        climbed = climb(asked, progress=progress)
+        climbed = climb(asked, rungs_of(gpus), progress)
     path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(climbed.to_dict())
