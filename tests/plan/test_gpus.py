@@ -88,7 +88,7 @@ def test_a_process_holds_what_is_predicted(tmp_path: Path):
 def test_more_processes_hold_less_each_and_a_way_that_shares_more_too():
     predictor = Predictor(GPT(TINY), BATCH % 64)
     for way in SHARDING:
-        peaks = [predictor.whole(Settings(gpus=gpus, way=way)).peak_bytes for gpus in (2, 4, 8, 64)]
+        peaks = [predictor.whole(Settings(gpus=gpus, way=way)).peak_bytes for gpus in (2, 8, 64)]
         assert peaks == sorted(peaks, reverse=True) and (way == "ddp") == (peaks[0] == peaks[-1])
     groups = [Settings(gpus=8, way="hsdp", group_size=size) for size in (8, 2)]
     whole, pairs = (predictor.whole(one).peak_bytes for one in groups)

@@ -65,7 +65,7 @@ def rungs_of(gpus: int) -> tuple[Rung, ...]:
             Rung(
                 f"{way}, {count} processes",
                 {"gpus": count, "way": way},
-                f"Of each process: {WAYS[way].about}.",
+                f"{count} processes: {WAYS[way].about}.",
                 "close",
             )
             for count, way in ways
