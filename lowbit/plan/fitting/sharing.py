@@ -35,9 +35,10 @@ __all__ = ["Sharing", "Whole", "share_", "units_of"]
 #: that is sent: gloo copies it (ProcessGroupGloo.cpp: ``newLikeFlat`` of outputs, a clone of inputs), NCCL does not.
 _STAGED = {"cpu": 1.0, "cuda": 0.0}
 
-#: Moments after an op, in the order in which a process comes by them.
-_GATHER, _STAGED_UNTIL, _COPY, _COPIED = 0.55, 0.60, 0.65, 0.70  # before the op that needs the parameters
-_RESHARD, _SENDING, _REDUCE, _SENT, _REDUCED = 0.55, 0.65, 0.75, 0.80, 0.90  # after the last op of a backward
+#: Moments after an op, in the order in which a process comes by them: gradients of a unit are reduced after the last op
+#: of its backward, and parameters of the next are gathered before its first.
+_RESHARD, _SENDING, _REDUCE, _SENT, _REDUCED = 0.55, 0.58, 0.62, 0.66, 0.70
+_GATHER, _STAGED_UNTIL, _COPY, _COPIED = 0.75, 0.80, 0.85, 0.90
 
 
 class Whole(NamedTuple):
