@@ -18,7 +18,7 @@ from lowbit.files import write_atomically
 from lowbit.machine import provenance
 from lowbit.plan import Plan
 from lowbit.plan import fit as plan_training
-from lowbit.plan.ladder import Climb, climb, report
+from lowbit.plan.ladder import Climb, climb, report, rungs_of
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.progress import bar
 from lowbit.sizes import bytes_in
@@ -33,11 +33,15 @@ EPILOG = """
 
 `lowbit fit mine:made --memory 2GiB --keep bf16 --no disk` — of your own function, with choices of yours
 
+`lowbit fit demo --memory 100MiB --gpus 8 --link 25GB/s` — on 8 processes, each within its memory
+
 `lowbit fit --ladder --memory 300MiB --quick` — each technique once, about a minute
 
 `lowbit fit --ladder --memory 2GiB --out out/ladder` — with the largest model of each; it goes on after Ctrl-C
 
 `lowbit fit --ladder --memory 8GiB --device cuda` — on a GPU
+
+`lowbit fit --ladder --memory 300MiB --gpus 4 --quick` — a model shared over 2 and 4 processes, each under the limit
 """
 
 _LADDER = "Climb the techniques of memory-efficient training one by one, each in a process with a real limit."
@@ -45,9 +49,11 @@ _MODEL = "demo, a directory with a config.json of transformers, or MODULE:FUNCTI
 _MEMORY = "What a step may take: a size such as 2GiB, or of MODEL a share of plain training, such as 60%."
 _KEEP = "What the plan must have, such as bf16, adamw8bit, block, memory; repeat."
 _NO = "What the plan must not have, such as disk; repeat."
+_GPUS = "Processes that train together, each within the memory; of --ladder the most."
+_LINK = "What a process sends to others a second, such as 25GB/s."
 
 #: The options that serve one of the two uses alone, by the names of their parameters.
-_OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no"}
+_OF_MODEL = {"rows": "--rows", "length": "--length", "keep": "--keep", "no": "--no", "link": "--link"}
 _OF_LADDER = {"search": "--search", "quick": "--quick", "device": "--device"}
 
 
@@ -59,6 +65,8 @@ def fit(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row, of MODEL but MODULE:FUNCTION.")] = 512,
     keep: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_KEEP)] = None,
     no: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_NO)] = None,
+    gpus: Annotated[int, typer.Option(min=1, help=_GPUS)] = 1,
+    link: Annotated[str | None, typer.Option(help=_LINK, show_default="1.25GB/s, on GPUs 25GB/s")] = None,
     directory: Annotated[Path | None, typer.Option("--out", help="Where plan, report and finished runs go.")] = None,
     ladder: Annotated[bool, typer.Option("--ladder", help=_LADDER)] = False,
     search: Annotated[int, typer.Option(help="Models tried for the largest of a technique; 0: none.")] = 6,
@@ -71,7 +79,7 @@ def fit(
         if model is not None:
             raise ValueError(f"lowbit fit --ladder climbs with models of its own, got {model!r}; leave one of them out")
         _refuse(context, _OF_MODEL, "is for lowbit fit MODEL, and --ladder has models of its own")
-        _climb(memory or "2GiB", directory, search, quick, device, json)
+        _climb(memory or "2GiB", gpus, directory, search, quick, device, json)
         return
     if model is None:
         raise ValueError(
@@ -83,7 +91,8 @@ def fit(
         raise ValueError(
             f"lowbit fit {model} expects a budget: --memory 6GiB, or a share of plain training, --memory 60%"
         )
-    _plan(model, memory, rows, length, tuple(keep or ()), tuple(no or ()), directory, json)
+    asked: dict[str, Any] = {"keep": tuple(keep or ()), "no": tuple(no or ()), "gpus": gpus, "link": link}
+    _plan(model, memory, rows, length, {name: value for name, value in asked.items() if value}, directory, json)
 
 
 fit.__doc__ = f"{fit.__doc__}\n{EPILOG}"
@@ -99,15 +108,14 @@ def _refuse(context: typer.Context, options: dict[str, str], why: str) -> None:
 
 # -- a plan ------------------------------------------------------------------------------------------------------------
 def _plan(
-    name: str, memory: str, rows: int, length: int, keep: tuple[str, ...], no: tuple[str, ...],
-    directory: Path | None, json: bool,
-) -> None:  # fmt: skip
+    name: str, memory: str, rows: int, length: int, asked: dict[str, Any], directory: Path | None, json: bool
+) -> None:
     """Plan, print, and save where there is a directory."""
     model, batch = find(name, rows, length, "MODEL")
     with bar("planning") as progress:
-        plan = plan_training(model, batch, memory, keep=keep, no=no, progress=progress)
+        plan = plan_training(model, batch, memory, progress=progress, **asked)
     made = Path("plan.json") if directory is None else directory / "plan.json"
-    code = "\n".join([*_model_lines(name, model, batch), *_plan_lines(memory, keep, no, directory and made)])
+    code = "\n".join([*_model_lines(name, model, batch), *_plan_lines(memory, asked, directory and made)])
     if directory is not None:
         _save(plan, directory, f"{name} within {memory}", code)
     if json:
@@ -141,11 +149,14 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
     return batch if isinstance(batch, dict) else {"": batch}
 
 
-def _plan_lines(memory: str, keep: tuple[str, ...], no: tuple[str, ...], made: Path | None) -> list[str]:
+def _plan_lines(memory: str, asked: dict[str, Any], made: Path | None) -> list[str]:
     """Python that takes the plan, from its file where there is one, and trains by it."""
-    chosen = "".join(f", {key}={value!r}" for key, value in (("keep", keep), ("no", no)) if value)
+    chosen = "".join(f", {key}={value!r}" for key, value in asked.items() if (key, value) != ("gpus", 1))
     plan = f"lb.fit(model, batch, {memory!r}{chosen})" if made is None else f"lb.plan.Plan.load({str(made)!r})"
+    count = asked["gpus"]
+    start = [f"torch.distributed.init_process_group()  # torchrun --nproc-per-node {count}"] if count > 1 else []
     return [
+        *start,
         f"plan = {plan}",
         "run = plan.apply_(model, lr=1e-3)  # in place; loss=... where it is not the model's own",
         "loss = run.step(batch)  # for each batch",
@@ -173,7 +184,7 @@ def _save(plan: Plan, directory: Path, title: str, code: str) -> None:
 
 
 # -- the ladder --------------------------------------------------------------------------------------------------------
-def _climb(memory: str, directory: Path | None, search: int, quick: bool, device: str, json: bool) -> None:
+def _climb(memory: str, gpus: int, directory: Path | None, search: int, quick: bool, device: str, json: bool) -> None:
     if device not in LIMITS:
         raise ValueError(f"--device is one of {', '.join(LIMITS)}, got {device!r}")
     if search < 0:
@@ -181,7 +192,7 @@ def _climb(memory: str, directory: Path | None, search: int, quick: bool, device
     steps, tries = (2, 0) if quick else (3, search)
     asked = Climb(bytes_in(memory), device, steps, tries, directory)
     with bar("climbing") as progress, resumable():
-        climbed = climb(asked, progress=progress)
+        climbed = climb(asked, rungs_of(gpus), progress)
     path = None if directory is None else report.write(directory, climbed, shlex.join(["lowbit", *sys.argv[1:]]))
     if json:
         print_json(climbed.to_dict())

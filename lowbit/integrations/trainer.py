@@ -72,6 +72,11 @@ def plan_arguments(
     ``train()`` for a model or an optimizer that the plan did not make.
     """
     settings = plan.settings
+    if settings.gpus > 1:
+        raise ValueError(
+            f"trainer.plan_arguments: the plan is of {settings.gpus} processes that share the model, which "
+            f"plan.apply_(model) does and Trainer does not; plan with gpus=1, for the memory of one process"
+        )
     for row in REFUSALS:
         if row.asked(args, settings):
             raise ValueError(

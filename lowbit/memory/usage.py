@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,9 @@ _COLORS = {
     "master copies": "#5f3dc4", "weight copies": "#0b7285", "activations": "#2b8a3e", "inputs": "#74b816",
     "temporaries": "#d9480f", "other": "#ced4da",
 }  # fmt: skip
+
+
+_Usage = TypeVar("_Usage", bound="Usage")
 
 
 class Holding(NamedTuple):
@@ -92,6 +96,19 @@ class Usage:
     def ops(self) -> list[Op]:
         """Every op in order, as in ``timeline``."""
         return self._ops[self._since :]
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """All that was held, in the order of ops."""
+        return list(self._holdings)
+
+    def holding(self: _Usage, holdings: Iterable[Holding]) -> _Usage:
+        """The same ops, with other ``holdings``."""
+        made = copy.copy(self)
+        for name in ("_curve", "_peaks", "_peak_time"):
+            made.__dict__.pop(name, None)
+        made._holdings = list(holdings)
+        return made
 
     def held_at(self, index: int) -> list[Holding]:
         """What is held as the op of that index of ``ops`` begins."""

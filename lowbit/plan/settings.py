@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import memory, optim
+from lowbit.distributed.ways import WAYS, shard_
 from lowbit.memory.block_table import BlockOptions, blocks_of
+from lowbit.processes import processes
 from lowbit.train import compress_activations_, mixed_, prepare_
 
-__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "policy_of", "prepare_model_"]
+__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "policy_of", "prepare_model_",
+           "require_processes", "sharded"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Settings:
     ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
     ``recipe``: of the feed-forward layers. ``compress``: norms and activation functions keep codes for backward.
     ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what
-    backward needs does. ``micro``: how many parts a batch is taken in.
+    backward needs does. ``micro``: how many parts a batch is taken in. ``gpus``: how many processes train together,
+    ``way``: how they share the model, a row of ``lowbit.distributed.WAYS``, ``group_size``: of how many processes
+    ``hsdp`` makes a group.
     """
 
     checkpoint: str | tuple[str, ...] | None = None
@@ -38,6 +43,19 @@ class Settings:
     offload_states: bool = False
     offload_activations: bool = False
     micro: int = 1
+    gpus: int = 1
+    way: str = "ddp"
+    group_size: int | None = None
+
+    @property
+    def fully(self) -> bool:
+        """Whether parameters are shared between steps (``fully_shard``)."""
+        return self.gpus > 1 and WAYS[self.way].parameters
+
+    @property
+    def working_copies(self) -> bool:
+        """Whether matrices are stored in the precision of products. ``fully_shard`` takes parameters of one dtype."""
+        return self.mixed is not None and not self.fully
 
 
 def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -> torch.optim.Optimizer:
@@ -51,6 +69,28 @@ def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -
     return optimizer
 
 
+def require_processes(settings: Settings) -> None:
+    """Raises ValueError where settings are of several processes, and ``torch.distributed`` runs other than so many."""
+    if settings.gpus not in (1, processes()):
+        raise ValueError(
+            f"the plan is of {settings.gpus} processes, and {processes()} run; start the script with torchrun "
+            f"--nproc-per-node {settings.gpus}, and call torch.distributed.init_process_group() first, or plan with "
+            f"gpus={processes()}"
+        )
+
+
+def sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What ``lowbit.distributed.shard_`` makes of them by the settings; on one process they are as they were."""
+    if settings.gpus == 1:
+        return model, optimizer
+    options: dict[str, Any] = {} if settings.fully else {"gradient_as_bucket_view": True}
+    if settings.group_size is not None:
+        options["group_size"] = settings.group_size
+    return shard_(model, optimizer, settings.way, **options)
+
+
 def prepare_model_(model: nn.Module, settings: Settings) -> None:
     """What ``arrange_`` does to the model."""
     if settings.checkpoint is not None:
@@ -61,7 +101,7 @@ def prepare_model_(model: nn.Module, settings: Settings) -> None:
     if settings.compress:
         compress_activations_(model)
     if settings.mixed is not None:
-        mixed_(model, settings.mixed, working_copies=True)
+        mixed_(model, settings.mixed, working_copies=settings.working_copies)
 
 
 def policy_of(model: nn.Module, checkpoint: str | tuple[str, ...]) -> Any:
@@ -86,7 +126,7 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Settings, **options: 
 
 def optimizer_class(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """The class of AdamW that the settings have, and the keyword arguments by which it has their bits and masters."""
-    if settings.mixed is not None:
+    if settings.working_copies:
         return optim.AdamW, {"bits": settings.bits, "master": settings.master}
     if settings.bits == 32:
         return torch.optim.AdamW, {}

@@ -57,6 +57,13 @@ def test_a_plan_in_words_a_table_and_python_that_applies_it(run, mine):
     assert json.loads(run("fit", mine, *options, "--json")) == json.loads(json.dumps(plan.as_dict()))
 
 
+def test_a_plan_of_several_processes_in_words(run, mine):
+    told = run("fit", mine, "--memory", "80%", "--gpus", "4", "--link", "1GB/s", "--keep", "fp32", "--no", "disk")
+    assert "on each of 4 processes" in told and all(way in told for way in ("ddp", "zero1", "zero2", "zero3"))
+    assert "torchrun --nproc-per-node 4" in told
+    assert "lb.fit(model, batch, '80%', keep=('fp32',), no=('disk',), gpus=4, link='1GB/s')" in told
+
+
 def test_out_has_the_plan_its_words_and_its_plot(run, mine, tmp_path):
     pytest.importorskip("matplotlib")
     told = run("fit", mine, "--memory", "60%", "--out", "saved")
@@ -124,6 +131,9 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(mine, tmp_path, monkeypatc
         (("demo", "--ladder"), "climbs with models of its own, got 'demo'"),
         (("--ladder", "--keep", "bf16"), "--keep is for lowbit fit MODEL"),
         (("--ladder", "--rows", "8"), "--rows is for lowbit fit MODEL"),
+        (("--ladder", "--link", "1GB/s"), "--link is for lowbit fit MODEL"),
+        (("--ladder", "--gpus", "3"), "has 1, 2, 4, ... processes, whose means are exact, got 3"),
+        (("mine_to_plan:made", "--memory", "1GiB", "--gpus", "2", "--link", "fast"), "such as '25GB/s', got 'fast'"),
         (("nothing", "--memory", "1GiB"), "error: MODEL nothing: expected 'demo', a directory"),
         (("nothing:made", "--memory", "1GiB"), "error: MODEL nothing:made: No module named"),
         (("mine_to_plan:model_alone", "--memory", "1GiB"), "expected (model, batch) from model_alone(), got Linear"),

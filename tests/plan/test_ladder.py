@@ -13,7 +13,7 @@ from torch.nn import functional
 import lowbit as lb
 from lowbit.memory.rss import peak_bytes, reset_peak
 from lowbit.memory.shortage import ran_out
-from lowbit.plan.ladder import RUNGS, Climb, Rung, Settings, Shape, ascent, climb, report
+from lowbit.plan.ladder import RUNGS, Climb, Rung, Settings, Shape, ascent, climb, report, rungs_of
 from lowbit.plan.ladder.ascent import largest
 from lowbit.plan.ladder.cell import Cell, Result, _Place, _train, measure, run
 from lowbit.plan.ladder.limits import LIMITS
@@ -124,6 +124,25 @@ def test_the_peak_of_a_process_is_that_of_torchs_allocator_and_a_limit_below_it_
     below = measure(replace(cell, budget=free.peak // 2))
     assert not below.fits and below.ran_out.startswith("forward, blocks.") and below.losses == ()
     assert below.peak <= free.peak // 2 + 4 * MIB
+
+
+@linux
+def test_two_processes_train_what_does_not_fit_one():
+    cell = Cell(Shape(6, batch=4, context=64, vocab=256), Settings(checkpoint="block"), 80 * MIB, steps=2)
+    alone = measure(cell)
+    assert not alone.fits and alone.ran_out == "step"
+    both = measure(replace(cell, settings=replace(cell.settings, gpus=2, way="zero3")))
+    assert both.fits and both.losses[1] < both.losses[0]
+    neither = measure(replace(cell, settings=replace(cell.settings, gpus=2, way="zero3"), budget=30 * MIB))
+    assert not neither.fits, "a process that runs out ends the others"
+
+
+def test_rungs_of_several_processes_double_their_number():
+    assert rungs_of(1) is RUNGS
+    ways = [(rung.changes.get("gpus"), rung.changes.get("way")) for rung in rungs_of(4)]
+    assert ways == [(None, None), (None, None), (2, "zero1"), (2, "zero2"), (2, "zero3"), (4, "zero3")]
+    with pytest.raises(ValueError, match="whose means are exact, got 3"):
+        rungs_of(3)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from lowbit.distributed.ways import WAYS
 from lowbit.plan.allowed import left
 from lowbit.plan.settings import Settings
 
 __all__ = [
-    "CHOICES", "PARTS", "PLANNED", "QUALITY", "Choice", "allowed", "combinations", "described",
+    "CHOICES", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "allowed", "combinations", "described",
     "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
@@ -42,6 +43,9 @@ def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
     changes = {"mixed": "bf16", "recipe": name.partition("-compressed")[0], "compress": compress}
     return Choice(name, changes, about + more, loss)
 
+
+#: How processes share the model, a dimension of plans of several.
+WAY = "way"
 
 #: Per-block checkpoints, which follow from the budget.
 PLANNED = "planned"
@@ -86,6 +90,10 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         Choice("activations on disk", {"offload_activations": True},
                "what backward needs goes to files, on a GPU to host memory, and comes back"),
     ),
+    WAY: tuple(
+        Choice(way.name, {} if way.name == Settings.way else {"way": way.name}, way.about)
+        for way in WAYS.values() if way.name != "dp"
+    ),
 }  # fmt: skip
 
 #: Recipes that are taken only where they are kept: a plan need not estimate them all.
@@ -98,14 +106,29 @@ _TOO = {"disk": "activations on disk"}
 PARTS = "parts of a batch"
 
 
-def allowed(keep: Iterable[str], no: Iterable[str], quality: float | str) -> dict[str, tuple[Choice, ...]]:
+def allowed(
+    keep: Iterable[str], no: Iterable[str], quality: float | str, gpus: int = 1, group_size: int | None = None
+) -> dict[str, tuple[Choice, ...]]:
     """What ``keep`` and ``no`` leave; of a dimension without a name in ``keep`` those whose recorded loss is at most
-    ``quality`` percent, or ``"any"``. Raises as ``left``, and ValueError for what is no quality.
+    ``quality`` percent, or ``"any"``. Of a single process there is one way, and ``hsdp`` needs a ``group_size``.
+    Raises as ``left``, and ValueError for what is no quality, and for a way that cannot be.
     """
     most = _most(quality)
     rows = {dimension: {choice.name: choice for choice in row} for dimension, row in CHOICES.items()}
+    ways = {name for name in rows[WAY] if gpus > 1 or name == Settings.way}
+    ways -= set() if group_size else {"hsdp"}
+    asked = [name for name in keep if name in rows[WAY] and name not in ways]
+    if asked:
+        needed = "gpus=2 or more" if gpus == 1 else "group_size=, the processes of one machine"
+        raise ValueError(f"fit: {asked[0]!r} needs {needed}; give it, or leave {asked[0]!r} out of keep")
     left_out = {name for one in no for name in (one, _TOO.get(one, one))}
-    found = left(rows, keep, left_out, lambda choice: choice.name not in _ASKED and choice.loss <= most)
+
+    def offered(choice: Choice) -> bool:
+        return (
+            choice.name not in _ASKED and choice.loss <= most and (choice.name not in rows[WAY] or choice.name in ways)
+        )
+
+    found = left(rows, keep, left_out, offered)
     return {dimension: tuple(row.values()) for dimension, row in found.items()}
 
 
@@ -131,14 +154,21 @@ def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
 
 
 def possible(settings: Settings) -> bool:
-    """Whether the choices go together: masters are of weights in 16 bits."""
-    return settings.mixed is not None or settings.master == Settings.master
+    """Whether the choices go together: masters are of weights in 16 bits, and states and activations that are elsewhere
+    are of parameters that one process has whole.
+    """
+    shared = settings.gpus > 1 and WAYS[settings.way].states
+    if (shared and settings.offload_states) or (settings.fully and settings.offload_activations):
+        return False
+    return settings.working_copies or settings.master == Settings.master
 
 
 def described(settings: Settings) -> dict[str, Choice]:
     """By dimension the choice that the settings have."""
     found = {}
     for dimension, row in CHOICES.items():
+        if dimension == WAY and settings.gpus == 1:
+            continue
         defaults = _defaults(dimension)
         mine = {name: getattr(settings, name) for name in defaults}
         choice = next((choice for choice in row if {**defaults, **choice.changes} == mine), row[-1])
@@ -171,8 +201,8 @@ def quality_of(settings: Settings) -> float:
 def words(settings: Settings) -> str:
     """The names of all that is not plain."""
     names = []
-    for choice, row in zip(described(settings).values(), CHOICES.values(), strict=True):
-        names += [] if choice.name == row[0].name else [choice.name]
+    for dimension, choice in described(settings).items():
+        names += [] if choice.name == CHOICES[dimension][0].name and dimension != WAY else [choice.name]
     parts = [f"{settings.micro} parts"] if settings.micro > 1 else []
     return ", ".join([*names, *parts]) or "plain training"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit._version import __version__
@@ -18,6 +19,7 @@ from lowbit.plan.fitting.plot import plot
 from lowbit.plan.fitting.predict import Prediction
 from lowbit.plan.fitting.run import Run
 from lowbit.plan.settings import Settings
+from lowbit.processes import processes
 from lowbit.sizes import amount
 from lowbit.tables import aligned
 
@@ -27,7 +29,8 @@ __all__ = ["Plan"]
 class Plan(BasePlan[Prediction, Settings]):
     """See ``lb.fit``. ``settings``: what is turned on. ``peak_bytes`` and ``seconds``: of a step, predicted.
     ``plain``: the prediction of plain training. ``frontier``: those that nothing is both smaller and faster than.
-    ``beside``: by dimension the prediction with the plain choice in its place.
+    ``beside``: by dimension the prediction with the plain choice in its place. ``ways``: of several processes, by way
+    to share the model the fastest prediction that fits, or the one that holds least.
     """
 
     _task, _classes = "train", (Prediction, Settings)
@@ -40,10 +43,12 @@ class Plan(BasePlan[Prediction, Settings]):
         predictions: Sequence[Prediction],
         loss: Callable[[Any, Any], Tensor] | None = None,
         beside: Mapping[str, Prediction] | None = None,
+        ways: Iterable[Prediction] = (),
     ) -> None:
         self._others = {one.settings: one for one in (*predictions, chosen)}
         super().__init__(chosen, budget, plain, self._others.values(), lambda one: one.seconds)
         self._loss, self.beside = loss, dict(beside or {})
+        self.ways = [chosen if one.settings.way == chosen.settings.way else one for one in ways]
 
     @property
     def seconds(self) -> float:
@@ -61,14 +66,18 @@ class Plan(BasePlan[Prediction, Settings]):
         ``loss``: that of ``lb.fit`` unless given, which no file holds. ``directory``: where states and activations on
         disk go, the system's for temporary files unless given, and host memory for a model on a GPU. ``options``: of
         the optimizer, such as ``lr`` and ``weight_decay``.
+
+        A plan of several processes shards the model by ``lb.distributed.shard_``: each process calls it, with the same
+        model, and ``step`` with its own batch. Raises ValueError where other than ``gpus`` processes run.
         """
         predictions = list(self._others.values())
         return Run(model, self.settings, loss or self._loss, directory, options, predictions, self.plain.peak_bytes)
 
     # -- for people ----------------------------------------------------------------------------------------------
     def __str__(self) -> str:
+        each = f" on each of {self.settings.gpus} processes" if self.settings.gpus > 1 else ""
         lines = [
-            f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}"
+            f"budget {amount(self.budget)}: a step holds {amount(self.peak_bytes)}{each}"
             + (f" in {self.chosen.moment}" if self.chosen.moment else "")
             + f", plain training {amount(self.plain.peak_bytes)}"
         ]
@@ -79,7 +88,18 @@ class Plan(BasePlan[Prediction, Settings]):
         parts = self.settings.micro
         about = "the whole batch at once" if parts == 1 else "gradients of the parts add up"
         rows.append((PARTS, str(parts), *self._beside(PARTS), "", about))
-        return "\n".join([*lines, "", aligned(rows, (2, 3, 4))])
+        ways = ["", self._of_ways()] if self.ways else []
+        return "\n".join([*lines, "", aligned(rows, (2, 3, 4)), *ways])
+
+    def _of_ways(self) -> str:
+        """What each way takes on each process."""
+        rows = [("way", "peak", "fits", "s a step", "settings")]
+        for one in self.ways:
+            fits = "yes" if one.peak_bytes <= self.budget else "no"
+            chosen = " (chosen)" if one is self.chosen else ""
+            way = one.settings.way
+            rows.append((way, amount(one.peak_bytes), fits, f"{one.seconds:.3g}", words(one.settings) + chosen))
+        return aligned(rows, (1, 3))
 
     def _beside(self, dimension: str) -> tuple[str, str]:
         """Bytes saved, and time taken, beside the plain choice."""
@@ -106,7 +126,9 @@ class Plan(BasePlan[Prediction, Settings]):
     # -- files -----------------------------------------------------------------------------------------------------
     def as_dict(self) -> dict[str, Any]:
         return {
-            **super().as_dict(), "beside": {name: plain_values(one) for name, one in self.beside.items()},
+            **super().as_dict(),
+            "ways": [plain_values(one) for one in self.ways],
+            "beside": {name: plain_values(one) for name, one in self.beside.items()},
             "refits": [plain_values(one) for one in self._refits()],
             "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "lowbit": __version__},
         }  # fmt: skip
@@ -115,4 +137,26 @@ class Plan(BasePlan[Prediction, Settings]):
     def _of(cls, data: dict[str, Any]) -> Plan:
         chosen, plain, *others = map(cls._read, (data["chosen"], data["plain"], *data["frontier"], *data["refits"]))
         beside = {name: cls._read(one) for name, one in data["beside"].items()}
-        return cls(chosen, data["budget"], plain, others, beside=beside)
+        ways = map(cls._read, data.get("ways", ()))
+        return cls(chosen, data["budget"], plain, others, beside=beside, ways=ways)
+
+    # -- several processes -----------------------------------------------------------------------------------------
+    @classmethod
+    def everywhere(cls, made: Callable[[], Plan], loss: Callable[[Any, Any], Tensor] | None) -> Plan:
+        """The plan that the first process of ``torch.distributed`` makes, in all of them: times that each measures for
+        itself differ. Raises in all what it raises.
+        """
+        if processes() == 1:
+            return made()
+        said: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                said = [made().as_dict()]
+            except Exception as error:
+                said = [error]
+        dist.broadcast_object_list(said)
+        if isinstance(said[0], Exception):
+            raise said[0]
+        plan = cls._of(said[0])
+        plan._loss = loss
+        return plan

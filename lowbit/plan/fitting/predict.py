@@ -25,7 +25,9 @@ from lowbit.memory.checkpoint.policies import choose
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import TOGETHER
+from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.run import accumulate
+from lowbit.plan.fitting.sharing import Sharing, share_
 from lowbit.plan.settings import Settings, elsewhere, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]
@@ -46,11 +48,12 @@ class Prediction(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An optimizer's step: the bytes of its states, the most that is held, and seconds."""
+    """An optimizer's step: the bytes of its states, the most that is held, seconds, and the bytes of all parameters."""
 
     states: int
     peak: int
     seconds: float
+    parameters: int
 
 
 @dataclass
@@ -87,9 +90,14 @@ class Predictor:
     model: nn.Module
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
+    #: Bytes a second that one of several processes sends.
+    bandwidth: float = DEFAULTS["cpu"]
 
     def __post_init__(self) -> None:
         self.rows = samples(self.batch)
+        self._device = next(self.model.parameters()).device
+        self._passes: dict[Any, Estimate] = {}
+        self._tables: dict[Any, BlockTable] = {}
         self.blocks = blocks_of(self.model)
         self._weights = sum(p.nbytes for p in self.model.parameters())
         self._lines: dict[tuple[Settings, str], _Line] = {}
@@ -143,11 +151,13 @@ class Predictor:
     def least_seconds(self, settings: Settings) -> float:
         """What a step takes at least, with these settings and any checkpoints."""
         table = self._table(settings, KEEP)
-        return settings.micro * table.seconds + self._step(settings).seconds + self._states_moved(settings)
+        compute = settings.micro * table.seconds + self._step(settings).seconds
+        return compute + self._states_moved(settings) + self._exchanged(settings, table.seconds)
 
     def whole(self, settings: Settings) -> Prediction:
         """By an estimate of the step itself; the time of what lies elsewhere by sums."""
-        usage = self._estimated(settings, settings.micro, None if settings.offload_states else settings)
+        apart = settings.offload_states or settings.gpus > 1  # the step is known by itself
+        usage = self._estimated(settings, settings.micro, None if apart else settings)
         parts, step = parts_of(usage), self._step(settings)
         passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
         seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
@@ -156,8 +166,15 @@ class Predictor:
             assert not isinstance(settings.checkpoint, tuple), "options of blocks are not combined with it"
             kept = self._table(settings, settings.checkpoint or KEEP).kept
             seconds += settings.micro * self._moved(float(kept.sum()))
-        peak = max(usage.peak_bytes, self._stepping(settings)) if settings.offload_states else usage.peak_bytes
-        return Prediction(settings, peak, seconds, str(usage.moment), whole=True)
+        seconds += self._exchanged(settings, passes[-1])
+        if settings.gpus > 1:
+            usage = Sharing.of(settings, self.model).applied(usage)
+        peak, moment = usage.peak_bytes, str(usage.moment)
+        if apart:
+            peak += 0 if settings.offload_states else step.states
+            stepping = self._stepping(settings)
+            peak, moment = max((peak, moment), (stepping, "step of (optimizer)"))
+        return Prediction(settings, peak, seconds, moment, whole=True)
 
     @cached_property
     def options(self) -> list[str]:
@@ -172,8 +189,14 @@ class Predictor:
         return Prediction(
             settings,
             int(max(held + beside, self._stepping(settings))),
-            settings.micro * (seconds + moved) + step.seconds + self._states_moved(settings),
-        )
+            settings.micro * (seconds + moved) + step.seconds + self._states_moved(settings)
+            + self._exchanged(settings, seconds),
+        )  # fmt: skip
+
+    def _exchanged(self, settings: Settings, compute: float) -> float:
+        """Seconds that a step takes longer for what processes send; ``compute``: of one part."""
+        parameters = self._step(settings).parameters
+        return exchange_seconds(settings, parameters, compute, self.bandwidth, self._device.type == "cuda")
 
     # -- offload -----------------------------------------------------------------------------------------------------
     def _stepping(self, settings: Settings) -> int:
@@ -196,38 +219,64 @@ class Predictor:
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: Settings, policy: str) -> BlockTable:
         """Of one part, with one policy for all blocks."""
-        arithmetic = Settings(mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress)
+        arithmetic = Settings(
+            mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress, **_together(settings)
+        )
         key = arithmetic, policy
         if key not in self._lines:
             checkpoint: Any = None if policy == KEEP else policy
             if policy in OPTIONS and policy != KEEP:
                 checkpoint = (policy,) * len(self.blocks)
             self._lines[key] = self._line(replace(arithmetic, checkpoint=checkpoint))
-        return self._lines[key].at(settings.micro)
+        at = *key, settings.micro
+        if at not in self._tables:
+            self._tables[at] = self._lines[key].at(settings.micro)
+        return self._tables[at]
 
     def _line(self, settings: Settings) -> _Line:
-        whole = block_table(self._estimated(settings, 1, None), self.blocks)
+        whole = block_table(self._passed(settings, 1), self.blocks)
         if self.rows == 1:
             return _Line(1, whole)
-        halves = self._estimated(settings, 2, None)
+        halves = self._passed(settings, 2)
         first, second = (block_table(halves, self.blocks, part) for part in parts_of(halves))
         return _Line(self.rows, whole, first, second)
 
+    def _passed(self, settings: Settings, count: int) -> Estimate:
+        """Forward and backward in so many parts, as one process has them. Ways share what one process alone has."""
+        if settings.gpus == 1:
+            return self._estimated(settings, count, None)
+        alone = replace(settings, gpus=1, way=Settings.way, group_size=None), settings.working_copies, count
+        if alone not in self._passes:
+            self._passes[alone] = self._estimated(settings, count, None)
+        return Sharing.of(settings, self.model).applied(self._passes[alone])
+
     def _step(self, settings: Settings) -> _Step:
-        key = Settings(mixed=settings.mixed, bits=settings.bits, master=settings.master)
+        key = Settings(mixed=settings.mixed, bits=settings.bits, master=settings.master, **_together(settings))
         if key not in self._steps:
-            usage = self._estimated(key, 1, key, _gradients_alone)
+            sharing = Sharing.of(key, self.model)
+            wholes = []
+            usage = self._estimated(key, 1, key, _gradients_alone, lambda model: wholes.append(share_(model, sharing)))
             kinds: dict[str, int] = {}
             for holding in usage.held_at(0):
                 kinds[holding.kind] = kinds.get(holding.kind, 0) + holding.bytes
             states = kinds.get("optimizer state", 0) + kinds.get("master copies", 0)
-            self._steps[key] = _Step(states, usage.by_phase.get("step", 0), usage.seconds_by_phase.get("step", 0.0))
+            peak, whole = usage.by_phase.get("step", 0), wholes[0]
+            if key.gpus > 1:
+                peak = sharing.stepping(peak, states, whole)
+            self._steps[key] = _Step(states, peak, usage.seconds_by_phase.get("step", 0.0), whole.parameters)
         return self._steps[key]
 
     def _estimated(
-        self, settings: Settings, count: int, optimizer: Settings | None, passes: Any = accumulate
+        self,
+        settings: Settings,
+        count: int,
+        optimizer: Settings | None,
+        passes: Any = accumulate,
+        prepare: Callable[[nn.Module], object] = lambda model: None,
     ) -> Estimate:
-        """Of a step in ``count`` parts, of which two show what all take; the batch they are of is held whole."""
+        """Of a step in ``count`` parts, of which two show what all take; the batch they are of is held whole.
+        ``prepare``: called on the model that is trained by the settings.
+        """
         away = elsewhere(settings, tempfile.gettempdir())
 
         def within(model: nn.Module, batch: Any, loss: Any) -> None:
@@ -236,11 +285,20 @@ class Predictor:
                 with away:
                     passes(model, largest, loss)
 
+        def prepared(model: nn.Module) -> None:
+            prepare_model_(model, settings)
+            prepare(model)
+
         return estimate(
             self.model, self.batch, self.loss,
             optimizer=None if optimizer is None else lambda params: make_optimizer(params, settings),
-            prepare=lambda model: prepare_model_(model, settings), accumulate=within,
+            prepare=prepared, accumulate=within,
         )  # fmt: skip
+
+
+def _together(settings: Settings) -> dict[str, Any]:
+    """What settings say of several processes."""
+    return {"gpus": settings.gpus, "way": settings.way, "group_size": settings.group_size}
 
 
 def _gradients_alone(model: nn.Module, batch: Any, loss: Any) -> None:

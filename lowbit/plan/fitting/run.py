@@ -25,7 +25,7 @@ from lowbit.plan.fitting.adapt import (
     more_frugal,
     permits,
 )
-from lowbit.plan.settings import Settings, arrange_, elsewhere
+from lowbit.plan.settings import Settings, arrange_, elsewhere, require_processes, sharded
 from lowbit.processes import processes
 
 __all__ = ["Run", "accumulate"]
@@ -55,12 +55,14 @@ class Run:
         predictions: Sequence[Predicted] = (),
         plain: int = 0,
     ) -> None:
-        self.model, self.settings = model, settings
+        require_processes(settings)
+        self._plain_model, self.settings = model, settings
         self._loss = loss or usual_loss
         self._predictions, self._plain = predictions, plain
         on_gpu = any(param.is_cuda for param in model.parameters())
         self._where = str(directory or ("cpu" if on_gpu else tempfile.gettempdir()))
-        self.optimizer = arrange_(model, settings, self._where, **options)
+        optimizer = arrange_(model, settings, self._where, **options)
+        self.model, self.optimizer = sharded(model, optimizer, settings)
         self._at = ""
 
     def step(self, batch: Any) -> float:
@@ -159,7 +161,8 @@ class Run:
                 )
             marks.put_back()
             reclaim()
-            if self.settings.offload_states or not permits(self._predictions, "offload_states", True):
+            shared = self.settings.gpus > 1
+            if shared or self.settings.offload_states or not permits(self._predictions, "offload_states", True):
                 before.put_back()
                 raise RuntimeError(
                     f"run.step: memory ran out in the optimizer's step ({said}) before anything moved, and its states "
@@ -172,7 +175,7 @@ class Run:
                  f"{self._where} from now on, and the step goes on")  # fmt: skip
 
     def _change(self, settings: Settings) -> None:
-        change_(self.model, self.optimizer, self.settings, settings, self._where)
+        change_(self._plain_model, self.optimizer, self.settings, settings, self._where)
         self.settings = settings
 
 

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.convert.select import check_model
+from lowbit.distributed.ways import WAYS
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.timing import timings
 from lowbit.plan.fitting.choices import (
@@ -21,6 +23,7 @@ from lowbit.plan.fitting.choices import (
     possible,
     words,
 )
+from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.serving import GenerationPlan, serve
@@ -35,6 +38,8 @@ _WORTH = 0.005
 #: How many predictions of an arithmetic are held against an estimate of the whole step, and how often options of
 #: blocks are chosen again within less.
 _TRIES = 6
+#: The way that holds least, and how often the number of processes is doubled to say how many would do.
+_LEAST, _DOUBLINGS = "zero3", 10
 
 
 @overload
@@ -48,6 +53,9 @@ def fit(
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
     quality: float | str = QUALITY,
+    gpus: int = 1,
+    link: str | float | None = None,
+    group_size: int | None = None,
     progress: Progress = ...,
 ) -> Plan: ...
 
@@ -79,6 +87,9 @@ def fit(
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
     quality: float | str = QUALITY,
+    gpus: int = 1,
+    link: str | float | None = None,
+    group_size: int | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan | GenerationPlan:
     """The fastest way to train ``model`` on ``batch`` of which a step holds at most ``budget``.
@@ -94,6 +105,13 @@ def fit(
     torch's allocator, by estimates. Times are sums of what the ops of a step take on this machine: the first plan for
     a model runs each of its ops on made-up tensors, and keeps the times in ``LOWBIT_CACHE``, or ``~/.cache/lowbit``.
 
+    ``gpus``: so many processes of ``torch.distributed`` train together, on GPUs or CPUs, by the fastest way of
+    ``lb.distributed.WAYS`` that fits. ``budget``, sizes and ``batch`` are then those of one process, whose batch is a
+    part of ``gpus`` times as many rows. ``plan.ways`` says what each way takes. ``link``: what a process sends a
+    second, such as ``"25GB/s"``; without it a sum among the processes is timed where there are any, else it is that of
+    10 Gb/s Ethernet on CPUs and of PCIe 4.0 on GPUs. ``group_size``: processes of one machine, within which ``hsdp``
+    shards. Where ``torch.distributed`` runs, all processes call ``fit``, the first plans, and all have its plan.
+
     ``task="generate"`` plans generation instead, of ``rows`` sequences at a time within ``context`` tokens, prompts
     included: recipes of the weights by layer, the cache of keys and values, and how a prompt is taken. Of all that
     holds at most ``budget`` it loses least. There ``batch`` is token ids [B, T] by which losses are estimated, or None,
@@ -103,8 +121,11 @@ def fit(
     task; and as ``estimate``.
     """
     if task == "generate":
-        if loss is not None or quality != QUALITY:
-            raise ValueError("fit: loss and quality are for task='train'; leave them out with task='generate'")
+        if loss is not None or quality != QUALITY or (gpus, link, group_size) != (1, None, None):
+            raise ValueError(
+                "fit: loss, quality, gpus, link and group_size are for task='train'; leave them out with "
+                "task='generate'"
+            )
         return serve(model, batch, budget, context, rows, keep, no, progress)
     if task != "train":
         raise ValueError(f"fit: task is 'train' or 'generate', got {task!r}")
@@ -119,7 +140,13 @@ def fit(
             f"fit: context and rows are for task='generate', got context={context} and rows={rows} with task='train', "
             f"whose batch says as much; leave them out"
         )
-    return next(fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, progress=progress))
+    group = together(gpus, link, group_size, next(iter(model.parameters()), torch.empty(0)).device)
+
+    def made() -> Plan:
+        planned = fits(model, batch, [budget], loss, keep=keep, no=no, quality=quality, group=group, progress=progress)
+        return next(planned)
+
+    return made() if gpus == 1 else Plan.everywhere(made, loss)
 
 
 def fits(
@@ -131,17 +158,18 @@ def fits(
     keep: Iterable[str] = (),
     no: Iterable[str] = (),
     quality: float | str = QUALITY,
+    group: Together = ALONE,
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[Plan]:
     """``fit`` for several budgets, one after the other, which share their estimates."""
     check_model(model)
-    choices = allowed(keep, no, quality)
-    predictor = Predictor(model, batch, loss)
+    choices = allowed(keep, no, quality, group.gpus, group.group_size)
+    predictor = Predictor(model, batch, loss, group.bandwidth)
     progress("plain training", 0, 1)
-    plain = predictor.whole(Settings())
+    plain = predictor.whole(Settings(gpus=group.gpus))
     limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
     for limit in limits:
-        search = _Search(predictor, choices, limit, progress)
+        search = _Search(predictor, choices, limit, group, progress)
         try:
             chosen = search.fastest()
         finally:
@@ -154,17 +182,22 @@ def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan
     if chosen is None:
         raise ValueError(search.refusal())
     beside = {name: predictor.predicted(plainer) for name, plainer in plainer_by_dimension(chosen.settings).items()}
-    return Plan(chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside)
+    return Plan(chosen, search.limit, plain, list(search.predictions.values()), predictor.loss, beside, search.ways())
 
 
 class _Search:
     """Arithmetics are taken by the least time that they need, as long as that is less than what has been found."""
 
     def __init__(
-        self, predictor: Predictor, choices: Mapping[str, tuple[Choice, ...]], limit: int, progress: Progress
+        self,
+        predictor: Predictor,
+        choices: Mapping[str, tuple[Choice, ...]],
+        limit: int,
+        group: Together,
+        progress: Progress,
     ) -> None:
         self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
-        self._progress = progress
+        self._progress, self._group = progress, group
         rows = dict(choices)
         checkpoints = rows.pop("checkpoint")
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
@@ -174,7 +207,7 @@ class _Search:
             if predictor.applies(policy)
         ]
         precisions = combinations([rows.pop("precision")])
-        self._others = combinations(rows.values())
+        self._others = [group.of(one) for one in combinations(rows.values())]
         self._arithmetics = [one for one in precisions if self._all(one)]
         if not self._arithmetics:
             raise ValueError(
@@ -258,14 +291,35 @@ class _Search:
             candidate = again
         return None
 
+    def ways(self) -> list[Prediction]:
+        """Of several processes, by way the fastest that fits, or the one that holds least."""
+        found: dict[str, list[Prediction]] = {}
+        for one in self.predictions.values() if self._group.gpus > 1 else ():
+            found.setdefault(one.settings.way, []).append(one)
+        return [self._best_of(found[way]) for way in WAYS if way in found]
+
+    def _best_of(self, predictions: Sequence[Prediction]) -> Prediction:
+        fit = [one for one in predictions if one.peak_bytes <= self.limit]
+        return min(fit, key=_rank) if fit else min(predictions, key=lambda one: one.peak_bytes)
+
     def refusal(self) -> str:
         """Why nothing fits, and what would."""
         least = self.predictor.whole(min(self.predictions.values(), key=lambda one: one.peak_bytes).settings)
         return (
             f"fit: no choice fits a step into {amount(self.limit)}; the least is {amount(least.peak_bytes)}, with "
-            f"{words(least.settings)}. Ask for as much, give shorter rows or a smaller model, or shard the model over "
-            f"several processes (FSDP2)"
+            f"{words(least.settings)}. Ask for as much, give shorter rows or a smaller model, or {self._more(least)}"
         )
+
+    def _more(self, least: Prediction) -> str:
+        """How many processes would do, with other settings as they are."""
+        settings = least.settings
+        if settings.offload_states or settings.offload_activations:
+            settings = replace(settings, offload_states=False, offload_activations=False)
+        for count in (self._group.gpus << power for power in range(1, _DOUBLINGS + 1)):
+            sharded = replace(settings, gpus=count, way=_LEAST, group_size=None, master=Settings.master)
+            if self.predictor.predicted(sharded).peak_bytes <= self.limit:
+                return f"train on {count} processes: gpus={count}, which fits with {words(sharded)}"
+        return f"a smaller batch: {count} processes with {_LEAST!r} do not do either"
 
 
 def _rank(one: Prediction) -> tuple[float, int]:

@@ -109,7 +109,7 @@ def _row(asked: Climb, rung: Rung, shape: Shape, below: Row | None) -> Row:
     limited = _measured(asked, rung, cell)
     whole: Result | None = limited
     if not limited.fits:
-        whole = _measured(asked, rung, replace(cell, budget=None)) if _has_room(shape, asked.device) else None
+        whole = _measured(asked, rung, replace(cell, budget=None)) if _has_room(cell) else None
     base = None if below is None else below.whole
     kept = base is None or whole is None or whole.peak < _LOWER * base.peak
     row = Row(rung, settings, limited, whole, kept, _alike(rung, whole, base))
@@ -126,10 +126,10 @@ def _row(asked: Climb, rung: Rung, shape: Shape, below: Row | None) -> Row:
     return replace(row, largest=replace(shape, size=found) if found else None, beyond=beyond)
 
 
-def _has_room(shape: Shape, device: str) -> bool:
-    """Whether a step of plain fp32 surely fits the machine."""
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
-    return free is not None and free > 1.2 * sum(textbook(shape).values())
+def _has_room(cell: Cell) -> bool:
+    """Whether a step of plain fp32 in each process surely fits the machine."""
+    free = torch.cuda.mem_get_info()[0] if cell.device == "cuda" else available_bytes()
+    return free is not None and free > 1.2 * cell.settings.gpus * sum(textbook(cell.shape).values())
 
 
 def _alike(rung: Rung, here: Result | None, below: Result | None) -> bool | None:

@@ -16,11 +16,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_modules
@@ -29,7 +31,7 @@ from lowbit.memory import micro_batches
 from lowbit.memory.shortage import ran_out
 from lowbit.plan.ladder.limits import LIMITS
 from lowbit.plan.ladder.shape import Shape, Transformer, batch_of
-from lowbit.plan.settings import Settings, arrange_, elsewhere
+from lowbit.plan.settings import Settings, arrange_, elsewhere, sharded
 
 __all__ = ["MALLOC", "Cell", "Result", "measure"]
 
@@ -75,21 +77,41 @@ class Result:
 
 # -- the parent -------------------------------------------------------------------------------------------------------
 def measure(cell: Cell) -> Result:
-    """Run ``cell`` in a process of its own.
+    """Run ``cell`` in a process of its own, or in as many as its settings have, each under the limit.
 
-    Raises RuntimeError where the process fails otherwise than by the limit, with what it says.
+    Of several processes the result is the first's, with the largest peak and the longest time; where one runs out, its
+    own. Raises RuntimeError where a process fails otherwise than by the limit, with what it says.
     """
-    threads = {name: str(torch.get_num_threads()) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-m", "lowbit.plan.ladder.cell", json.dumps(asdict(cell))],
-        capture_output=True, text=True, env={**os.environ, **threads, **MALLOC},
-    )  # fmt: skip
+    count = cell.settings.gpus
+    threads = str(max(1, torch.get_num_threads() // count))
+    environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads), **MALLOC}
+    command = [sys.executable, "-m", "lowbit.plan.ladder.cell", json.dumps(asdict(cell))]
+    with tempfile.TemporaryDirectory(prefix="lowbit-ladder-") as directory, ThreadPoolExecutor(count) as pool:
+
+        def started(rank: int) -> subprocess.CompletedProcess[str]:
+            arguments = [*command, str(rank), f"{directory}/meet"]
+            return subprocess.run(arguments, capture_output=True, text=True, env=environment)
+
+        done = list(pool.map(started, range(count)))
+    results = [_result(one) for one in done]
+    out = next((one for one in results if one is not None and not one.fits), None)
+    if out is not None:  # the others wait for a process that has gone, and fail
+        return out
+    for one, result in zip(done, results, strict=True):
+        if result is None:
+            raise RuntimeError(
+                f"ladder: a process ended {_ended(one.returncode)} and not by its limit; it says: "
+                f"{one.stderr.strip()[-2000:] or 'nothing'}"
+            )
+    found = [one for one in results if one is not None]
+    return replace(found[0], peak=max(one.peak for one in found), seconds=max(one.seconds or 0.0 for one in found))
+
+
+def _result(done: subprocess.CompletedProcess[str]) -> Result | None:
+    """What a process has told at its end; None where it has failed."""
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines or "peak" not in lines[-1]:
-        raise RuntimeError(
-            f"ladder: a process ended {_ended(done.returncode)} and not by its limit; it says: "
-            f"{done.stderr.strip()[-2000:] or 'nothing'}"
-        )
+        return None
     return Result(**{**lines[-1], "losses": tuple(lines[-1]["losses"])})
 
 
@@ -156,8 +178,9 @@ def _train(cell: Cell, place: _Place, where: str) -> Iterator[float]:
     place.enter("making the model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of instructions that a processor lacks: seconds are measured
-        model = Transformer(cell.shape).to(cell.device)
+        model: nn.Module = Transformer(cell.shape).to(cell.device)
         optimizer = arrange_(model, cell.settings, where, lr=_LR)
+        model, optimizer = sharded(model, optimizer, cell.settings)
     batch = batch_of(cell.shape, cell.device)
     with place.watching(model), elsewhere(cell.settings, where):
         for _ in range(cell.steps):
@@ -192,11 +215,19 @@ def run(cell: Cell, directory: str) -> Result:
 
 
 def main() -> None:
-    """The process: a cell as JSON is its argument, its result as JSON its last line."""
+    """The process: its arguments are a cell as JSON, its rank, and a file by which several meet; its last line is its
+    result as JSON.
+    """
     asked = json.loads(sys.argv[1])
     cell = Cell(**{**asked, "shape": Shape(**asked["shape"]), "settings": Settings(**asked["settings"])})
+    count, rank, meet = cell.settings.gpus, int(sys.argv[2]), sys.argv[3]
+    if count > 1:
+        backend = "nccl" if cell.device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=count)
     with tempfile.TemporaryDirectory(prefix="lowbit-ladder-") as directory:
         print(json.dumps(asdict(run(cell, directory))), flush=True)
+    if count > 1:
+        os._exit(0)  # the group would wait for processes that have run out
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lowbit.distributed.ways import WAYS
 from lowbit.plan.settings import Settings
 
-__all__ = ["RUNGS", "Rung"]
+__all__ = ["RUNGS", "Rung", "rungs_of"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,29 @@ RUNGS = (
     Rung("micro-batches", {"micro": 4},
          "A batch in four parts, whose gradients add up: a quarter of the activations at a time.", "close"),
 )  # fmt: skip
+
+
+def rungs_of(gpus: int) -> tuple[Rung, ...]:
+    """The rungs of a ladder of up to so many processes: of one, ``RUNGS``; of more, plain training and checkpointing,
+    then ways to share the model, each process with the same batch, whose mean of gradients is that of one.
+
+    Raises ValueError for a number that is no power of two: of others the mean rounds.
+    """
+    if gpus == 1:
+        return RUNGS
+    if gpus < 1 or gpus & (gpus - 1):
+        raise ValueError(f"the ladder has 1, 2, 4, ... processes, whose means are exact, got {gpus}")
+    ways = [(2, way) for way in ("zero1", "zero2", "zero3")]
+    ways += [(1 << power, "zero3") for power in range(2, gpus.bit_length())]
+    return (
+        *RUNGS[:2],
+        *(
+            Rung(
+                f"{way}, {count} processes",
+                {"gpus": count, "way": way},
+                f"{count} processes: {WAYS[way].about}.",
+                "close",
+            )
+            for count, way in ways
+        ),
+    )

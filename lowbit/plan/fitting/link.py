@@ -1,0 +1,138 @@
+"""What processes take of time to exchange parameters and gradients: bytes over the bandwidth between them.
+
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 7; Zhao et al., "PyTorch FSDP", arXiv 2304.11277,
+section 3.3, for what overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lowbit.plan.settings import Settings
+from lowbit.processes import processes
+from lowbit.sizes import bytes_in
+
+__all__ = ["ALONE", "DEFAULTS", "EXCHANGES", "Exchange", "Together", "bandwidth_of", "exchange_seconds", "together"]
+
+
+class Exchange(NamedTuple):
+    """What a process sends in each part of a step, as multiples of the bytes of parameters and of ``(n - 1) / n``; the
+    sum is ``Way.sent``. Each part of a batch has its forward and its backward: gradients of buckets that are summed
+    later would lie beside the buckets.
+    """
+
+    forward: float
+    backward: float
+    step: float
+
+    @property
+    def sent(self) -> float:
+        return self.forward + self.backward + self.step
+
+
+class Together(NamedTuple):
+    """Processes that train together: how many, bytes a second that each sends, and how many are in a group."""
+
+    gpus: int
+    bandwidth: float
+    group_size: int | None
+
+    def of(self, settings: Settings) -> Settings:
+        """Settings for them."""
+        group_size = self.group_size if settings.way == "hsdp" else None
+        return replace(settings, gpus=self.gpus, group_size=group_size)
+
+
+ALONE = Together(1, math.inf, None)
+
+
+def together(gpus: int, link: str | float | None, group_size: int | None, device: torch.device) -> Together:
+    """Raises ValueError for what is no number of processes, no bandwidth and no divisor of ``gpus``."""
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"fit: gpus is a number of processes from 1, got {gpus!r}")
+    if gpus == 1 and (link is not None or group_size is not None):
+        raise ValueError("fit: link and group_size are of several processes; give gpus=2 or more, or leave them out")
+    if group_size is not None and (group_size < 1 or gpus % group_size):
+        raise ValueError(f"fit: group_size is a divisor of gpus={gpus}, got {group_size!r}")
+    return ALONE if gpus == 1 else Together(gpus, bandwidth_of(link, device), group_size)
+
+
+#: By way.
+EXCHANGES = {
+    "ddp": Exchange(0, 2, 0),
+    "zero1": Exchange(0, 2, 1),
+    "zero2": Exchange(1, 1, 0),
+    "zero3": Exchange(1, 2, 0),
+    "hsdp": Exchange(1, 2, 0),
+}
+
+#: By the type of a device, bytes a second that a process sends where nothing is measured or said: gloo over 10 Gb/s
+#: Ethernet; NCCL over PCIe 4.0 with 16 lanes.
+DEFAULTS = {"cpu": 1.25e9, "cuda": 25e9}
+
+#: What forward takes of a pass in which nothing is recomputed: backward has two products for each one of forward.
+_FORWARD = 1 / 3
+
+#: What is summed to measure, and how often; the fastest counts.
+_BYTES, _TIMES = 8 << 20, 5
+
+
+def exchange_seconds(settings: Settings, parameters: int, compute: float, bandwidth: float, overlaps: bool) -> float:
+    """What a step takes longer for its exchanges. ``parameters``: bytes of the whole model. ``compute``: seconds of
+    forward and backward of one part. What is sent in backward goes while backward computes; in forward likewise where
+    the device ``overlaps``.
+    """
+    if settings.gpus == 1:
+        return 0.0
+    exchange = EXCHANGES[settings.way]
+    group = (settings.group_size if settings.way == "hsdp" else None) or settings.gpus
+    each = parameters * (group - 1) / group / bandwidth
+    groups = settings.gpus // group
+    between = 2 * parameters / group * (groups - 1) / groups / bandwidth
+    forward = max(0.0, exchange.forward * each - (_FORWARD * compute if overlaps else 0.0))
+    backward = max(0.0, exchange.backward * each + between - (1 - _FORWARD) * compute)
+    return settings.micro * (forward + backward) + exchange.step * each
+
+
+def bandwidth_of(link: str | float | None, device: torch.device) -> float:
+    """Bytes a second that a process sends: ``link``, such as ``"25GB/s"`` or a number; where it is None what a sum
+    among the processes of ``torch.distributed`` reaches, which all call this, else the row of ``DEFAULTS``.
+
+    Raises ValueError for what is no bandwidth.
+    """
+    if link is None:
+        return _measured(device) if processes() > 1 else DEFAULTS.get(device.type, DEFAULTS["cpu"])
+    try:
+        found = float(bytes_in(link.removesuffix("/s")) if isinstance(link, str) else link)
+    except (ValueError, TypeError):
+        found = 0.0
+    if not found > 0:
+        raise ValueError(f"fit: link is what a process sends a second, such as '25GB/s', got {link!r}")
+    return found
+
+
+@cache
+def _measured(device: torch.device) -> float:
+    """The same in all processes, which call it together."""
+    count = processes()
+    data = torch.zeros(_BYTES, dtype=torch.uint8, device=device).view(torch.float32)
+    seconds = min(_timed(lambda: dist.all_reduce(data), device) for _ in range(_TIMES))
+    slowest = torch.tensor([seconds], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return 2 * _BYTES * (count - 1) / count / float(slowest)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    begun = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
