@@ -52,8 +52,8 @@ def bench(
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
             "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
             "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
-            "training in each recipe; where that ends; gradients in few bits on two processes; or what quantization-aware "
-            "training brings back, of the demo's GPT and of a convolutional network."
+            "training in each recipe; where that ends; gradients in few bits on two processes; or what "
+            "quantization-aware training brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[
