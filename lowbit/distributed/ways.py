@@ -185,12 +185,42 @@ def _fully(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     states = states_of(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
-    for block in dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks):
+    for block in (*dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks), model):
+        for module in _of_other_dtypes(block, model):
+            fully_shard(module, **options)
         fully_shard(block, **options)
-    fully_shard(model, **options)
     after = dict(model.named_parameters(remove_duplicate=False))
     new: dict[Tensor, Tensor] = {old: after[name] for name, old in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [new[parameter] for parameter in group["params"]]
     begin_with(optimizer, new, model, states)
     return model
+
+
+def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Modules of a block to shard on their own, since ``fully_shard`` gathers parameters of one dtype: those whose
+    parameters have another dtype than most of the block, such as norms in fp32 beside working copies in bf16.
+
+    Raises ValueError for a module whose own parameters have several.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    sizes: dict[torch.dtype, int] = {}
+    kinds: dict[nn.Module, set[torch.dtype]] = {}
+    for module in block.modules():
+        if isinstance(module, FSDPModule):
+            continue
+        own = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
+        kinds[module] = {p.dtype for p in own}
+        for parameter in own:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+        if len(kinds[module]) > 1:
+            name = next(name for name, one in model.named_modules() if one is module)
+            raise ValueError(
+                f"distributed.shard_: fully_shard gathers parameters of one dtype, and {name or 'the model'} "
+                f"({type(module).__name__}) has {', '.join(sorted(map(str, kinds[module])))}; keep parameters in fp32 "
+                "and pass precision=torch.bfloat16 (of mixed_ working_copies=False), or take the way 'ddp' or 'zero1'"
+            )
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return [module for module, found in kinds.items() if found - {most} and module is not block]

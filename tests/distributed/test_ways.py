@@ -230,6 +230,37 @@ def test_schedulers_clipping_accumulation_and_what_is_refused(tmp_path: Path):
     run_processes(_with_others, (str(tmp_path),))
 
 
+def _working_copies(rank: int, path: str) -> None:
+    meet(rank, 2, path)
+    found = {}
+    for way in ("zero1", "zero2", "zero3"):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64)) for _ in range(2)]
+        model = nn.Sequential(*blocks, nn.Linear(64, 8, bias=False))
+        lb.train.mixed_(model, "bf16", working_copies=True)
+        optimizer = lb.optim.AdamW(model.parameters(), lr=1e-2, master="residual")
+        model, optimizer = lb.distributed.shard_(model, optimizer, way)
+        lb.distributed.order_gradients_(model)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(2 * step + rank)
+            model(torch.randn(4, 64, generator=generator)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[way] = whole(model)
+    assert {t.dtype for t in found["zero3"]} == {torch.bfloat16, torch.float32}
+    for way in ("zero2", "zero3"):
+        assert all(map(same_bits, found[way], found["zero1"])), way
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    lb.train.mixed_(model, "bf16", working_copies=True)
+    with pytest.raises(ValueError, match=r"0 \(Linear\) has torch.bfloat16, torch.float32; keep parameters in fp32"):
+        lb.distributed.shard_(model, torch.optim.SGD(model.parameters()), "zero3")
+    dist.destroy_process_group()
+
+
+def test_working_copies_are_sharded_beside_what_stays_in_fp32(tmp_path: Path):
+    run_processes(_working_copies, (str(tmp_path),), 2)
+
+
 @pytest.mark.parametrize(
     ("way", "options", "message"),
     [
