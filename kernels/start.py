@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lowbit.kernels.spec import INTERPRETED, Launch
 
@@ -41,30 +41,49 @@ def _start(one: Launch) -> None:
         options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}
         _compiled[key] = one.kernel[one.grid](**one.arguments, **options)
         return
-    compiled[(*one.grid, 1, 1)[:3]](*[one.arguments[name] for name, _, _ in _parameters(one.kernel)])
+    compiled[(*one.grid, 1, 1)[:3]](*_parameters(one.kernel).all(one.arguments))
+
+
+class _Parameters(NamedTuple):
+    """Of a kernel: getters of all arguments and of constants, and the names of pointers, of numbers that are compiled
+    for, and of those that are not.
+    """
+
+    all: Any
+    constants: Any
+    pointers: tuple[str, ...]
+    special: tuple[str, ...]
+    general: tuple[str, ...]
 
 
 @cache
-def _parameters(kernel: Any) -> tuple[tuple[str, bool, bool], ...]:
-    """Each parameter's name, whether it is a constant, and whether its value is none of the compiler's business."""
-    return tuple((param.name, param.is_constexpr, param.do_not_specialize) for param in kernel.params)
+def _parameters(kernel: Any) -> _Parameters:
+    names = [param.name for param in kernel.params]
+    rest = [param for param in kernel.params if not param.is_constexpr]
+    pointers = tuple(param.name for param in rest if param.name.endswith("_ptr"))
+    numbers = [param for param in rest if param.name not in pointers]
+    return _Parameters(
+        itemgetter(*names),
+        itemgetter(*[param.name for param in kernel.params if param.is_constexpr]),
+        pointers,
+        tuple(param.name for param in numbers if not param.do_not_specialize),
+        tuple(param.name for param in numbers if param.do_not_specialize),
+    )
 
 
 def kind_of(one: Launch) -> tuple[Any, ...]:
     """What a kernel is compiled for: constants, dtypes, and which addresses and numbers are multiples of 16, or 1."""
-    kind: list[Any] = [one.kernel, one.warps, one.stages]
-    for name, constant, general in _parameters(one.kernel):
-        value = one.arguments[name]
-        if constant or value is None:
-            kind.append(value)
-        elif isinstance(value, Tensor):
-            kind.append((value.dtype, value.data_ptr() % 16 == 0))
-        elif isinstance(value, float):
-            kind.append(float)
-        else:
-            small = -(2**31) <= value < 2**31
-            kind.append(small if general else (small, value == 1, value % 16 == 0))
-    return tuple(kind)
+    found, arguments = _parameters(one.kernel), one.arguments
+    pointers = [
+        None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in map(arguments.__getitem__, found.pointers)
+    ]
+    special = [(v == 1, v % 16 == 0, v < _WIDE) for v in map(arguments.__getitem__, found.special)]
+    general = [type(v) if isinstance(v, float) else v < _WIDE for v in map(arguments.__getitem__, found.general)]
+    return one.kernel, one.warps, one.stages, found.constants(arguments), *pointers, *special, *general
+
+
+#: Numbers from here on take 64 bits.
+_WIDE = 1 << 31
 
 
 def _interpreting() -> AbstractContextManager[Any]:

@@ -109,9 +109,19 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
     return device
 
 
-def _select(spec: OpSpec, call: Any, device: torch.device, outs: list[Out]) -> registry.Impl:
+def _prepare(spec: OpSpec, call: Any) -> tuple[registry.Impl, list[Out]]:
+    """Checks the call; what serves it, and its outputs."""
+    key = registry.kind_of(spec.name, call)
+    known: tuple[registry.Impl, list[Out]] | None = registry.memory.get(key)
+    if known is not None:
+        return known
+    device = _device_of(spec, call)
+    spec.check(call)
+    outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
-    return registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
+    impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
+    registry.memory.remember(key, (impl, outs))
+    return impl, outs
 
 
 def _empty(outs: list[Out], device: torch.device) -> tuple[Tensor, ...]:
@@ -121,11 +131,8 @@ def _empty(outs: list[Out], device: torch.device) -> tuple[Tensor, ...]:
 def _new_kernel(spec: OpSpec) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = spec.args(*args, **kwargs)
-        device = _device_of(spec, call)
-        spec.check(call)
-        described = spec.outputs(call)
-        impl = _select(spec, call, device, described)
-        outs = _empty(described, device)
+        impl, described = _prepare(spec, call)
+        outs = _empty(described, call[0].device)
         if any(out.numel() for out in outs):
             impl.run(outs, call)
         return outs if len(outs) > 1 else outs[0]
@@ -137,11 +144,8 @@ def _out_kernel(spec: OpSpec) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
-        device = _device_of(spec, call)
-        spec.check(call)
-        described = spec.outputs(call)
-        _check_outs(spec, described, device, outs)
-        impl = _select(spec, call, device, described)
+        impl, described = _prepare(spec, call)
+        _check_outs(spec, described, call[0].device, outs)
         straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
         _check_overlap(spec, call, straight)
         if any(out.numel() for out in outs):

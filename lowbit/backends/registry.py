@@ -106,7 +106,7 @@ def add(rows: tuple[Impl, ...]) -> None:
     for row in rows:
         if row.op not in OPS:
             raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
-        _chosen.clear()
+        memory.clear()
         _known.update((row.name, row.backend))
         for device in row.devices:
             listed = _table.setdefault((row.op, device), [])
@@ -180,9 +180,6 @@ def select(op: str, device: str, call: Any, empty: bool) -> Impl:
     ``empty``: nothing is computed on, so that backends cannot differ; the reference serves, whichever is asked for.
     """
     rows = [i for i in _table.get((op, device), []) if i.name == "reference"] if empty else candidates(op, device)
-    key = _kind_of(op, device, call, empty)
-    if key in _chosen and op not in _asked.get():
-        return _chosen[key]
     rows = _in_order(rows, call)
     if op in _asked.get():
         raise _Answer(_explain(op, device, call, rows))
@@ -190,10 +187,6 @@ def select(op: str, device: str, call: Any, empty: bool) -> Impl:
         if impl.supports(call) is None:
             if impl.name == "reference" and device != "cpu" and not empty and _forced.get() is None:
                 _say_slow(op, device, call, rows)
-            if key is not None:
-                if len(_chosen) >= _MOST:
-                    _chosen.clear()
-                _chosen[key] = impl
             return impl
     raise BackendError(_why_none(op, device, call, rows))
 
@@ -209,17 +202,31 @@ def _say_slow(op: str, device: str, call: Any, rows: list[Impl]) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-#: What was chosen for a kind of call, at most so many. On a CPU most calls choose in C++.
-_chosen: dict[Any, Impl] = {}
-_MOST = 4096
-
-
-def _kind_of(op: str, device: str, call: Any, empty: bool) -> Any:
-    """All that a choice may depend on: shapes and dtypes, what is no tensor, and the settings around it."""
-    if device == "cpu":
+def kind_of(op: str, call: Any) -> Any:
+    """All that checks, outputs and choice of a call depend on: what its tensors look like, what is no tensor, and the
+    settings around it. None where nobody is to remember: on a CPU, where most calls are C++'s, and within ``explain``.
+    """
+    if call[0].device.type == "cpu" or _asked.get():
         return None
-    values = [(v.shape, v.dtype, v.stride()) if isinstance(v, Tensor) else v for v in call if not isinstance(v, list)]
-    return op, call[0].device, empty, _forced.get(), matmul_precision(), *values
+    values = [
+        (v.shape, v.dtype, v.stride(), v.device) if isinstance(v, Tensor) else tuple(v) if isinstance(v, list) else v
+        for v in call
+    ]
+    return op, _forced.get(), matmul_precision(), *values
+
+
+class Memory(dict[Any, Any]):
+    """What was worked out for kinds of calls, at most so many; forgotten when kernels are added."""
+
+    def remember(self, key: Any, value: Any) -> Any:
+        if key is not None:
+            if len(self) >= 4096:
+                self.clear()
+            self[key] = value
+        return value
+
+
+memory = Memory()
 
 
 def _in_order(rows: list[Impl], call: Any) -> list[Impl]:

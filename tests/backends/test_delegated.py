@@ -123,13 +123,11 @@ def test_fp8_as_such_waits_for_medium_precision():
 
 def test_few_rows_are_left_to_kernels_below(monkeypatch):
     few, many = (make_call(torch.ones(m, 64), torch.ones(16, 64), "int8:row", "int8:row") for m in (4, 4096))
-    monkeypatch.setattr(registry, "_chosen", {})
     below = replace(IMPLS["delegated_int8"], name="triton", priority=50, fewest_rows=1)
     monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [IMPLS["delegated_int8"], below])
     assert registry.select("scaled_mm", "cuda", few, empty=False).name == "triton"
     assert registry.select("scaled_mm", "cuda", many, empty=False).name == "delegated_int8"
     monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [IMPLS["delegated_int8"]])
-    registry._chosen.clear()
     assert registry.select("scaled_mm", "cuda", few, empty=False).name == "delegated_int8"
 
 

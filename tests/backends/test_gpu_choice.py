@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lowbit as lb
-from lowbit.backends import cuda, delegated, reference, registry, triton
+from lowbit.backends import cuda, delegated, dispatch, reference, registry, triton
 from lowbit.ops import OPS
 from lowbit.testing.matmul import make_call
 
@@ -23,12 +23,10 @@ def alone(monkeypatch):
     last = next(impl for impl in reference.IMPLS if impl.op == "scaled_mm")
     kernel = registry.Impl("scaled_mm", "kernel", ("cuda",), 50, lambda outs, call: None, refuses)
     monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [kernel, last])
-    monkeypatch.setattr(registry, "_chosen", {})
 
 
-def test_the_reference_on_a_gpu_is_warned_of_once_a_kind_of_call(alone, recwarn):
-    for _ in range(3):
-        assert registry.select("scaled_mm", "cuda", CALL, empty=False).name == "reference"
+def test_the_reference_on_a_gpu_is_warned_of(alone, recwarn):
+    assert registry.select("scaled_mm", "cuda", CALL, empty=False).name == "reference"
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == 1 and "runs on its reference on cuda" in said[0] and "kernel: no kernel here" in said[0]
 
@@ -74,3 +72,22 @@ def test_optimizers_do_not_step_within_a_captured_graph(monkeypatch):
     with pytest.raises(RuntimeError, match="AdamW8bit cannot step while a CUDA graph is captured"):
         optimizer.step()
     assert (weight == 1).all()
+
+
+def test_what_is_worked_out_for_a_kind_of_call_is_remembered(monkeypatch):
+    """On meta tensors, which no kernel serves: what is remembered is put there."""
+    x = torch.ones(4, 64, device="meta")
+    spec, asked = OPS["encode"], []
+    kernel = registry.Impl("encode", "kernel", ("meta",), 50, lambda outs, call: None, lambda call: asked.append(call))
+    monkeypatch.setitem(registry._table, ("encode", "meta"), [kernel])
+    monkeypatch.setattr(registry, "memory", registry.Memory())
+    for call in (spec.args(x, "fp8_e4m3"), spec.args(x + 1, "fp8_e4m3")):
+        assert dispatch._prepare(spec, call) == (kernel, spec.outputs(call))
+    assert len(asked) == 1, "the second call looks like the first"
+    others = [spec.args(x.t(), "fp8_e4m3"), spec.args(x.bfloat16(), "fp8_e4m3"), spec.args(x, "fp8_e5m2")]
+    others += [spec.args(x[:2], "fp8_e4m3"), spec.args(x, "fp8_e4m3", saturate=False)]
+    for count, call in enumerate(others, 2):
+        dispatch._prepare(spec, call)
+        assert len(asked) == count, call
+    with lb.use_backend("triton"), pytest.raises(lb.BackendError):
+        dispatch._prepare(spec, others[0])
