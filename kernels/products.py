@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -271,59 +271,88 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) ->
 
 
 # -- floats by codes ---------------------------------------------------------------------------------------------------
+class _Plan(NamedTuple):
+    """What of a launch of ``weight_only`` is no tensor: numbers and constants, tiles, and shares of a tile."""
+
+    arguments: dict[str, Any]
+    shape: _Shape
+    programs: int
+    shares: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, b_dtype: torch.dtype, b_scheme: str | None,
+    device: torch.device,
+) -> _Plan:  # fmt: skip
+    """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, and a right one of a dtype or scheme."""
+    rows, cols, depth = sizes
+    shape = _shape("floats", rows, cols)
+    if b_scheme is None:
+        in_fp16 = a_dtype == b_dtype == torch.float16
+        more = {
+            "B": (), "B_SCALE": (), "AFFINE": False, "PAIRS": False, "PTX": "", "REGISTERS": "", "FP8": "",
+            "SCALED": "none", "GROUP": 1, "GLOBAL": 0, "b_block": 1, "blocks": 1,
+            "B_TERMS": 1 if in_fp16 else _TERMS[b_dtype],
+        }  # fmt: skip
+        block = depth
+    else:
+        found = scheme(b_scheme)
+        in_fp16 = a_dtype == torch.float16 and _is_exact(found.format, "fp16")
+        more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", shape.k)
+        block = min(found.block_of(cols, depth)[1], depth)
+        more["FP8"] = _fp8(found, device)
+    by_block = more["SCALED"] == "block"
+    k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
+    count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
+    programs = -(-rows // shape.m) * -(-cols // shape.n)
+    share = -(-count // max(1, min(_PROGRAMS // programs, count // 4)))
+    shares = -(-count // share)
+    more |= {
+        "rows": rows, "cols": cols, "depth": depth, "block": block, "count": count, "share": share,
+        "steps": -(-block // k) if by_block else count,
+        "OPERAND": "fp32" if INTERPRETED else "fp16" if in_fp16 else "bf16", "SPLIT": shares > 1,
+        "A_FP8": a_fp8, "A_TERMS": 1 if in_fp16 or a_fp8 else _TERMS[a_dtype],
+        "M": shape.m, "N": shape.n, "K": k,
+    }  # fmt: skip
+    return _Plan(more, shape, programs, shares)
+
+
+def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> dict[str, Any]:
+    """How a scheme's codes become operands, and where their scales go; ``most``: elements of a step."""
+    block_r, block = found.block_of(cols, depth)
+    scaled, group = ("row" if block >= depth else "block"), 1
+    if scaled == "block" and block == power_of_two(block) <= most and _folds(found, operand):
+        scaled, group = "element", block
+    pairs = found.format.bits == 4 and (scaled == "row" or block % 2 == 0)
+    instructions, registers = _ptx(found.format, operand) if pairs and not INTERPRETED else ("", "")
+    return {
+        "B": format_spec(found.format), "B_SCALE": scale_spec(found), "AFFINE": found.affine, "PAIRS": pairs,
+        "PTX": instructions, "REGISTERS": registers, "SCALED": scaled, "GROUP": group,
+        "GLOBAL": scale_spec(found)[3] if scaled == "element" else 0, "b_block": block_r,
+        "blocks": found.scale_shape(cols, depth)[1],
+        "B_TERMS": 1 if operand == "fp16" or _is_exact(found.format, "bf16") else 3,
+    }  # fmt: skip
+
+
 def _weight_only(left: Left, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
     (rows, cols), a = out.shape, left.values
-    found = None if b.scheme is None else scheme(b.scheme)
-    in_fp16 = a.dtype == torch.float16 and (
-        b.data.dtype == torch.float16 if found is None else _is_exact(found.format, "fp16")
-    )
-    operand = "fp16" if in_fp16 else "bf16"
-    shape, scaled, block, group = _shape("floats", rows, cols), "none", depth, 1
-    if found is not None:
-        block = min(found.block_of(cols, depth)[1], depth)
-        scaled = "row" if block == depth else "block"
-        if scaled == "block" and block == power_of_two(block) <= shape.k and _folds(found, operand):
-            scaled, group = "element", block
-    k = min(shape.k, max(16, power_of_two(block))) if scaled == "block" else min(shape.k, max(16, power_of_two(depth)))
-    k = max(k, group)
-    steps = -(-block // k)
-    count = -(-depth // block) * steps if scaled == "block" else -(-depth // k)
-    programs = -(-rows // shape.m) * -(-cols // shape.n)
-    shares = max(1, min(_PROGRAMS // programs, count // 4))
-    share = -(-count // shares)
-    shares = -(-count // share)
-    split = shares > 1
-    sums = torch.empty((shares, rows, cols), dtype=torch.float32, device=out.device) if split else None
-    exact = found is None or _is_exact(found.format, "bf16")
-    pairs = found is not None and found.format.bits == 4 and (scaled == "row" or block % 2 == 0)
-    instructions, registers = (
-        _ptx(found.format, operand) if found is not None and pairs and not INTERPRETED else ("", "")
-    )
-    common = _result(bias, out, depth) | {
-        "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "SCALED": scaled,
-        "b_scale_ptr": _maybe_pattern(b.scale), "b_global_ptr": dense(b.global_scale), "sums_ptr": sums,
-        "b_block": 1 if found is None else found.block_of(cols, depth)[0],
-        "B_SCALE": () if found is None else scale_spec(found),
-        "GLOBAL": scale_spec(found)[3] if found is not None and scaled == "element" else 0,
-        "M": shape.m, "N": shape.n,
+    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device)
+    table = _table(scheme(str(b.scheme)).format, out.device) if _kind(b) == "codebook" else None
+    common = plan.arguments | {
+        "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": _maybe_pattern(b.scale),
+        "b_global_ptr": dense(b.global_scale), "bias_ptr": _maybe_pattern(bias), "out_ptr": pattern(out),
+        "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
+        "sums_ptr": out.new_empty((plan.shares, rows, cols), dtype=torch.float32) if plan.shares > 1 else None,
     }  # fmt: skip
-    more = {
+    arguments = common | {
         "a_ptr": a, "a_stride_r": a.stride(0), "a_stride_c": a.stride(1),
         "b_ptr": b.data, "b_stride_r": b.data.stride(0), "b_stride_c": b.data.stride(1), "b_bytes": b.data.shape[1],
-        "b_zero_ptr": dense(b.zero_point),
-        "table_ptr": None if exact or found is None else _table(found.format, out.device),
-        "blocks": 1 if found is None else found.scale_shape(cols, depth)[1], "block": block,
-        "steps": steps if scaled == "block" else max(count, 1), "count": count, "share": share,
-        "B": () if found is None else format_spec(found.format), "AFFINE": found is not None and found.affine,
-        "PAIRS": pairs,
-        "PTX": instructions, "REGISTERS": registers,
-        "FP8": _fp8(found, out.device), "OPERAND": "fp32" if INTERPRETED else operand,
-        "A_FP8": left.fp8, "A_TERMS": 1 if operand == "fp16" or left.fp8 else _TERMS[a.dtype],
-        "B_TERMS": 1 if operand == "fp16" else _TERMS[b.data.dtype] if found is None else 1 if exact else 3,
-        "SPLIT": split, "GROUP": group, "K": k,
+        "b_zero_ptr": dense(b.zero_point), "table_ptr": table,
     }  # fmt: skip
-    launches = [Launch(weight_only.weight_only, (programs, shares), common | more, shape.warps, shape.stages)]
-    return launches + (_add_shares(common, shares) if split else [])
+    grid, shape = (plan.programs, plan.shares), plan.shape
+    launches = [Launch(weight_only.weight_only, grid, arguments, shape.warps, shape.stages)]
+    return launches + (_add_shares(common, plan.shares) if plan.shares > 1 else [])
 
 
 def _add_shares(common: dict[str, Any], shares: int) -> list[Launch]:
