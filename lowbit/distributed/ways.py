@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.combinations import refusal
+from lowbit.distributed.all_gather import encoded_, gathered_layers
 from lowbit.distributed.parameters import begin_with, named, states_of
 from lowbit.distributed.zero import share_states_
 from lowbit.models.blocks import find_blocks
@@ -110,6 +111,11 @@ def shard_(
         )
     if group_size is not None and way != "hsdp":
         raise ValueError(f"distributed.shard_: group_size is for hsdp, got way={way!r}; leave it out")
+    if way not in _FULLY and gathered_layers(model):
+        raise ValueError(
+            f"distributed.shard_: all_gather_ is for ways that gather weights, {', '.join(_FULLY)}, got way={way!r}; "
+            f"use one of them, or a model without all_gather_"
+        )
     if way == "dp":
         return nn.DataParallel(model, **options), optimizer
     if not (dist.is_available() and dist.is_initialized()):
@@ -185,6 +191,7 @@ def _fully(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     states = states_of(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
+    encoded_(model)
     for block in dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks):
         fully_shard(block, **options)
     fully_shard(model, **options)
