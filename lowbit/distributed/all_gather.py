@@ -9,7 +9,7 @@ Source: the all-gather extensions of torch.distributed.fsdp (``fsdp_pre_all_gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from lowbit.convert.select import DEFAULT_SKIP, Skip, Verdict, nothing_found, pl
 from lowbit.functional import quantize
 from lowbit.models.ties import Holder, holders
 from lowbit.named import did_you_mean
+from lowbit.nn.base import kind as kind_of
 from lowbit.optim.shards import is_dtensor
 from lowbit.processes import gather_flat
 from lowbit.recipes import Cast
@@ -81,9 +82,10 @@ def gathered_layers(model: nn.Module) -> list[nn.Linear]:
     return [module for module in model.modules() if _SCHEME in vars(module) and isinstance(module, nn.Linear)]
 
 
-def encoded_(model: nn.Module) -> None:
+def encoded_(model: nn.Module) -> Exchange:
     """Make the weights of ``gathered_layers`` an ``AllGatherWeight`` each, of which ``fully_shard`` makes its shards.
 
+    Returns their ``Exchange``, which the optimizer has to tell of its steps.
     Raises ValueError, with the model untouched, for a layer that was prepared since with another recipe.
     """
     layers, every = gathered_layers(model), Exchange()
@@ -105,6 +107,7 @@ def encoded_(model: nn.Module) -> None:
                 held.module.gathered = weight.operands
         layer.register_load_state_dict_post_hook(weight.loaded)
         every.weights.append(weight)
+    return every
 
 
 def _replace(held: Holder, old: nn.Parameter, made: nn.Parameter) -> None:
@@ -136,6 +139,8 @@ def _kind(bits: str | Scheme) -> Scheme:
 def _judged(names: list[str], module: nn.Module, kind: Scheme) -> Verdict:
     if not isinstance(module, TrainLinear):
         verdict = plain_layers(only=(nn.Linear,), replaced=False)(names, module)
+        if kind_of(module) is not None:
+            return Verdict(reason="it has codes already, which are gathered as they are")
         if verdict.adapter is None:
             return verdict
     reason = _refused(module, kind)
@@ -195,11 +200,13 @@ class Weight:
         return local if isinstance(local, AllGatherWeight) else None
 
     def changed(self) -> bool:
-        """Whether the rows are others than those that were encoded.
-
-        Steps of torch's optimizers raise the version of the DTensor, those of lowbit that of its rows.
-        """
+        """Whether the rows are others than those that were encoded, or the weight was stepped."""
         return self._version != self._now()
+
+    def stepped(self, params: Container[int]) -> None:
+        """An optimizer of parameters with these ids has stepped."""
+        if self.shard is not None and id(self._param) in params:
+            torch.autograd.graph.increment_version(self._param)
 
     def _now(self) -> tuple[int, ...]:
         return id(self._param), self._param._version, self._param._local_tensor._version
@@ -255,12 +262,19 @@ class Exchange:
     def __init__(self) -> None:
         self.weights: list[Weight] = []
 
+    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A hook of the optimizer. A process without rows of a weight has nothing that its step changes, and has to
+        know of it all the same.
+        """
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for weight in self.weights:
+            weight.stepped(params)
+
     @torch.no_grad()
     def update(self, mesh: Any) -> None:
         """Encode the weights that have changed, and exchange what their scales need.
 
-        Every process takes part, or none: an optimizer's step changes rows in each, be it of another weight where a
-        process has no rows of one.
+        Every process takes part, or none: what changes a weight is a step of the optimizer or a load, in all of them.
         """
         shards = [(weight, shard) for weight in self.weights if (shard := weight.shard) is not None]
         if not any(weight.changed() for weight, _ in shards):

@@ -191,7 +191,12 @@ def _fully(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     states = states_of(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
-    encoded_(model)
+    if gathered_layers(model) and type(options["reshard_after_forward"]) is int:
+        raise ValueError(
+            f"distributed.shard_: weights of all_gather_ are gathered among all processes again in backward, got "
+            f"reshard_after_forward={options['reshard_after_forward']}; give True or False"
+        )
+    gathered = encoded_(model)
     for block in dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks):
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -200,4 +205,6 @@ def _fully(
     for group in optimizer.param_groups:
         group["params"] = [new[parameter] for parameter in group["params"]]
     begin_with(optimizer, new, model, states)
+    if gathered.weights:
+        optimizer.register_step_post_hook(gathered.stepped)
     return model
