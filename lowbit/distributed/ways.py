@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.combinations import refusal
+from lowbit.distributed.all_gather import encoded_, gathered_layers
 from lowbit.distributed.parameters import begin_with, named, states_of
 from lowbit.distributed.zero import share_states_
 from lowbit.models.blocks import find_blocks
@@ -110,6 +111,11 @@ def shard_(
         )
     if group_size is not None and way != "hsdp":
         raise ValueError(f"distributed.shard_: group_size is for hsdp, got way={way!r}; leave it out")
+    if way not in _FULLY and gathered_layers(model):
+        raise ValueError(
+            f"distributed.shard_: all_gather_ is for ways that gather weights, {', '.join(_FULLY)}, got way={way!r}; "
+            f"use one of them, or a model without all_gather_"
+        )
     if way == "dp":
         return nn.DataParallel(model, **options), optimizer
     if not (dist.is_available() and dist.is_initialized()):
@@ -185,6 +191,12 @@ def _fully(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     states = states_of(model, optimizer)
     before = dict(model.named_parameters(remove_duplicate=False))
+    if gathered_layers(model) and type(options["reshard_after_forward"]) is int:
+        raise ValueError(
+            f"distributed.shard_: weights of all_gather_ are gathered among all processes again in backward, got "
+            f"reshard_after_forward={options['reshard_after_forward']}; give True or False"
+        )
+    gathered = encoded_(model)
     for block in (*dict.fromkeys(find_blocks(model) if asked.blocks is None else asked.blocks), model):
         for module in _of_other_dtypes(block, model):
             fully_shard(module, **options)
@@ -194,11 +206,13 @@ def _fully(
     for group in optimizer.param_groups:
         group["params"] = [new[parameter] for parameter in group["params"]]
     begin_with(optimizer, new, model, states)
+    if gathered.weights:
+        optimizer.register_step_post_hook(gathered.stepped)
     return model
 
 
 def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """Modules of a block to shard on their own, since ``fully_shard`` gathers parameters of one dtype: those whose
+    """Modules of a block to shard on their own, since ``fully_shard`` trains parameters of one dtype: those whose
     parameters have another dtype than most of the block, such as norms in fp32 beside working copies in bf16.
 
     Raises ValueError for a module whose own parameters have several.
@@ -211,7 +225,7 @@ def _of_other_dtypes(block: nn.Module, model: nn.Module) -> list[nn.Module]:
     for module in block.modules():
         if isinstance(module, FSDPModule):
             continue
-        own = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)]
         kinds[module] = {p.dtype for p in own}
         for parameter in own:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes

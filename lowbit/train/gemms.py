@@ -146,6 +146,11 @@ class WeightOperands(NamedTuple):
         forward = _encoded(weight, products.weight, view, "output.b")
         return cls(forward, _kept(products.grad_input, forward, weight, view) if keeps else ())
 
+    @classmethod
+    def given(cls, forward: Quantized) -> WeightOperands:
+        """Of a weight whose codes are there already, and are what backward multiplies too."""
+        return cls(forward, _parts(forward))
+
 
 class _Operands(torch.autograd.Function):
     """The operands of forward, and in backward the layer's gradients. Codes carry no gradient, so backward has no
@@ -287,7 +292,7 @@ def low_precision_linear(
         place, *codes = _operands_of(x, weight, bias, products, view, dtype, operands)
         return _forward_of(place, x, weight, bias, products, operands, *codes)
     a = _encoded(x.reshape(-1, x.shape[-1]), products.input, view, "output.a")
-    b = _encoded(weight, products.weight, view, "output.b")
+    b = _encoded(weight, products.weight, view, "output.b") if operands is None else operands.forward
     return _multiplied(a, b, bias, torch.Size((*x.shape[:-1], weight.shape[0])), dtype)
 
 

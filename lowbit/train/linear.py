@@ -58,6 +58,8 @@ class TrainLinear(nn.Linear):
     reuse: Reuse
     #: Within the steps that ``lowbit.train.watch`` looks at: makes the view of a call one that shows its casts.
     watcher: Callable[[View | None], View | None] | None = None
+    #: The operands of a weight that comes in codes (``lowbit.distributed.all_gather_``), if it has.
+    gathered: Callable[[Tensor, Products], WeightOperands | None] | None = None
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class TrainLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             if self.watcher is not None:
                 view = self.watcher(view)
+            elif self.gathered is not None:
+                operands = self.gathered(weight, self.products)
             elif self.products.one_weight:
                 operands = self.reuse.operands(weight, partial(self._operands, weight, view))
         return low_precision_linear(x, weight, self.bias, self.products, view, dtype, operands)
@@ -246,7 +250,8 @@ def convert_(model: nn.Module) -> Report:
     for layer in prepared.values():
         forget_bound_forward(layer)
         del layer.recipe, layer.products, layer.reuse, layer.state, layer.path, layer.places
-        vars(layer).pop("watcher", None)
+        for name in ("watcher", "gathered"):
+            vars(layer).pop(name, None)
         change_class(layer, vars(layer).pop("_lowbit_class", nn.Linear))
     _unshare(model)
     sync_fused_kernels(model)
