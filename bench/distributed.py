@@ -1,10 +1,13 @@
-"""Gradients in few bits on two processes: where 500 steps end, and what a process sends.
+"""Several processes: where 500 steps with gradients in few bits end, what is sent, and what a process holds.
 
-``lowbit bench distributed`` writes distributed.md: the demo's GPT on its text, every case with the same batches.
+``lowbit bench distributed`` writes distributed.md. Two gloo processes train the demo's GPT on its text, every case with
+the same batches.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,11 @@ import lowbit as lb
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import provenance
+from lowbit.memory.rss import peak_bytes, reset_peak, resident_bytes
+from lowbit.plan.fitting.choices import words
+from lowbit.plan.fitting.predict import Predictor
+from lowbit.plan.fitting.run import Run
+from lowbit.plan.settings import Settings
 from lowbit.sizes import amount
 from lowbit.tables import markdown
 
@@ -74,13 +82,89 @@ def _train(case: Case, corpus: Corpus, rank: int) -> tuple[float, float, int]:
     return statistics.mean(losses[-LAST:]), held_loss, sent
 
 
+@dataclass(frozen=True)
+class Gather:
+    """What of weights is gathered by ``zero3``."""
+
+    name: str
+    bits: str | None = None
+    precision: torch.dtype | None = None
+
+
+GATHERS = (
+    Gather("fp32"),
+    Gather("bf16 (`precision=torch.bfloat16`)", precision=torch.bfloat16),
+    *(Gather(f"`all_gather_(model, {bits!r})`", bits) for bits in ("fp8-tensor", "fp8", "int8")),
+)
+
+
+def _gathered(case: Gather, corpus: Corpus, rank: int) -> int:
+    """Bytes that a process sends of weights in a step, the third."""
+    torch.manual_seed(0)
+    gpt = GPT(CONFIG)
+    if case.bits is not None:
+        lb.distributed.all_gather_(gpt, case.bits)
+    model, optimizer = lb.distributed.shard_(
+        gpt, torch.optim.AdamW(gpt.parameters(), lr=2e-3), "zero3", precision=case.precision
+    )
+    sent = 0
+    for step in range(3):
+        inputs, targets = corpus.batch(step, BATCH, CONFIG.context, SEED)
+        with lb.distributed.traffic() as traffic:
+            F.cross_entropy(model(inputs[rank::PROCESSES]).flatten(0, 1), targets[rank::PROCESSES].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = traffic.total - traffic.bytes["reduce-scatter"]
+    return sent
+
+
+#: What is planned and held: a larger model, so that libraries' pages are few beside it.
+LARGER = GPTConfig(vocab=2048, layers=4, heads=4, dim=256, hidden=704)
+PLANNED = (
+    *(Settings(gpus=PROCESSES, way=way) for way in ("ddp", "zero1", "zero2", "zero3")),
+    Settings(gpus=PROCESSES, way="ddp", mixed="bf16"),
+    Settings(gpus=PROCESSES, way="zero1", mixed="bf16"),
+    Settings(gpus=PROCESSES, way="zero2", checkpoint="block"),
+    Settings(gpus=PROCESSES, way="zero3", checkpoint="block", micro=2),
+)
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(LARGER.vocab, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+def _held(settings: Settings) -> int:
+    """The most that this process holds in the third step, beyond what it held before; in the second, DDP makes its
+    buckets anew, and has not yet written to them.
+    """
+    gc.collect()
+    before = resident_bytes()
+    run = Run(GPT(LARGER), settings, None, None, {"lr": 1e-3})
+    for _ in range(3):
+        gc.collect()
+        reset_peak()
+        run.step(_tokens())
+    return peak_bytes() - before
+
+
+def _peaks() -> list[int]:
+    libc = ctypes.CDLL(None)
+    for option, value in ((-3, 1 << 16), (-1, 1 << 16), (-8, 1)):  # memory goes back to the system as it is freed
+        libc.mallopt(option, value)
+    for settings in (PLANNED[4], PLANNED[-1]):  # what libraries load and keep
+        _held(settings)
+    return [_held(settings) for settings in PLANNED]
+
+
 def _process(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=PROCESSES)
+    peaks = _peaks()  # first: what is freed before would be filled again, and not seen
     corpus = Corpus.load(None, CONFIG.vocab)
+    sent = [_gathered(case, corpus, rank) for case in GATHERS]
     found = [_train(case, corpus, rank) for case in CASES]
     if rank == 0:
-        torch.save(found, f"{directory}/found.pt")
+        torch.save((found, sent, peaks), f"{directory}/found.pt")
     dist.destroy_process_group()
 
 
@@ -90,7 +174,7 @@ def run(directory: Path) -> Path:
     about = provenance()
     with TemporaryDirectory() as meeting:
         mp.start_processes(_process, (meeting,), PROCESSES, start_method="spawn")
-        found = torch.load(f"{meeting}/found.pt")
+        found, sent, peaks = torch.load(f"{meeting}/found.pt")
     exact, plain = found[0][1], found[0][2]
     cells = [
         (case.name, f"{last:.4f}", f"{held:.4f}", f"{held / exact - 1:+.2%}", amount(sent), f"{plain / sent:.2f}",
@@ -99,14 +183,34 @@ def run(directory: Path) -> Path:
     ]  # fmt: skip
     head = ("gradients", "training loss", "held-out loss", "beside fp32", "sent in a step", "times less than fp32",
             "than bf16")  # fmt: skip
+    gathers = [
+        (case.name, amount(size), f"{sent[0] / size:.2f}", f"{sent[1] / size:.2f}")
+        for case, size in zip(GATHERS, sent, strict=True)
+    ]
+    predictor = Predictor(GPT(LARGER), _tokens())
+    held = [
+        (words(settings), f"{predicted / 1e6:.1f}", f"{peak / 1e6:.1f}", f"{predicted / peak - 1:+.1%}")
+        for settings, peak in zip(PLANNED, peaks, strict=True)
+        for predicted in [predictor.whole(settings).peak_bytes]
+    ]
     text = [
-        "# Gradients in few bits\n",
+        "# Several processes\n",
         *(f"- {name}: {value}" for name, value in about.items()),
-        f"\n{PROCESSES} gloo processes train a GPT of {sum(p.numel() for p in GPT(CONFIG).parameters()):,} parameters "
+        "\n## Gradients in few bits\n",
+        f"{PROCESSES} gloo processes train a GPT of {sum(p.numel() for p in GPT(CONFIG).parameters()):,} parameters "
         f"with DistributedDataParallel and torch's AdamW for {STEPS} steps of {BATCH} windows of {CONFIG.context} "
         f"tokens. The training loss is the mean of the last {LAST} steps; the held-out loss is of {HELD_OUT} windows. "
         "Sent is what one process sends to others for gradients.\n",
         markdown(head, cells, numbers=range(1, len(head))),
+        "\n## Weights in few bits\n",
+        "What one process sends of weights in a step of `zero3`, of the same model. Its embedding and head are gathered in "
+        "fp32, or in the precision asked for.\n",
+        markdown(("gathered", "sent in a step", "times less than fp32", "than bf16"), gathers, numbers=(1, 2, 3)),
+        "\n## What a process holds\n",
+        f"The peak that `lb.fit(gpus={PROCESSES})` predicts for each process, and resident memory at its most in the "
+        f"third step, beyond what it was before: a GPT of {sum(p.numel() for p in GPT(LARGER).parameters()):,} "
+        "parameters, 4 sequences of 64 tokens in each process.\n",
+        markdown(("training", "predicted, MB", "held", "prediction is off by"), held, numbers=(1, 2, 3)),
     ]
     path = directory / "distributed.md"
     path.write_text("\n".join(text) + "\n")
