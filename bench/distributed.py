@@ -203,8 +203,8 @@ def run(directory: Path) -> Path:
         "Sent is what one process sends to others for gradients.\n",
         markdown(head, cells, numbers=range(1, len(head))),
         "\n## Weights in few bits\n",
-        "What one process sends of weights in a step of `zero3`, of the same model. Its embedding and head are gathered "
-        "in fp32, or in the precision asked for.\n",
+        "What one process sends of weights in a step of `zero3`, of the same model. Its embedding and head are "
+        "gathered in fp32, or in the precision asked for.\n",
         markdown(("gathered", "sent in a step", "times less than fp32", "than bf16"), gathers, numbers=(1, 2, 3)),
         "\n## What a process holds\n",
         f"The peak that `lb.fit(gpus={PROCESSES})` predicts for each process, and resident memory at its most in the "
