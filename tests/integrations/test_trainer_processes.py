@@ -92,8 +92,6 @@ def _train(rank: int, path: str, way: str) -> None:
         by_hand.append(float(mean) / 2)
     assert losses == pytest.approx(by_hand, rel=1e-6), way
     assert all(map(same_bits, found, whole(model))), way
-    if rank == 0:
-        torch.save(losses, f"{path}/{way}.pt")
     dist.destroy_process_group()
 
 
@@ -122,8 +120,6 @@ def with_port(path: Path) -> tuple[str]:
 def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path):
     for way in MODES:
         run_processes(_train, (*with_port(tmp_path), way))
-    first, second = (torch.load(tmp_path / f"{way}.pt") for way in MODES)
-    assert first == pytest.approx(second, rel=1e-3)
 
 
 def test_a_checkpoint_of_two_processes_resumes_in_every_bit(tmp_path: Path):
