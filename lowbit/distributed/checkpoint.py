@@ -31,7 +31,7 @@ from lowbit.distributed.zero import SHARES, Shares
 from lowbit.optim.plain import without_hooks
 from lowbit.processes import processes
 
-__all__ = ["load", "save"]
+__all__ = ["load", "remove", "save", "saved"]
 
 #: What the first process writes beside the tensors, and every process of itself.
 _MORE, _OWN = "more.pt", "process-{}.pt"
@@ -124,6 +124,17 @@ def load(
     if own.exists() and not (target / _OWN.format(processes())).exists():
         _restore(torch.load(own, weights_only=True))
     return dict(values)
+
+
+def saved(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint at ``path`` for this process to see, also where a ``save`` ended at its renames."""
+    return Path(path).exists() or _beside(Path(path), "old").exists()
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove the checkpoint at ``path``, if there is one, and what a ``save`` that ended has left of others."""
+    for directory in (Path(path), _beside(Path(path), "new"), _beside(Path(path), "old")):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
