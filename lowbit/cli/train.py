@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,6 +72,9 @@ _MEMORY = (
 _WAY = f"How the processes that torchrun started share the training: {', '.join(WAYS)}. By default ddp."
 _TIMEOUT = "Seconds that a process waits for the others before it takes one for lost."
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
+
+#: Seconds from a SIGTERM outside of training to the end of the process.
+_GRACE = 2.0
 
 
 def train(
@@ -157,24 +162,31 @@ def _together(timeout: float) -> Iterator[None]:
     """Within, the processes that torchrun started are one group, of which the first alone prints. An error ends this
     process: what all raise is told once.
     """
-
-    def is_news(_: Exception) -> bool:
-        return True  # the processes have not met
-
+    before = signal.signal(signal.SIGTERM, _end_soon)
+    is_news: Callable[[Exception], bool] = lambda _: True  # while the processes have not met
     try:
         with torchrun.joined(timeout) as is_news:
             for console in (out, errors):
                 console.quiet = torchrun.rank() > 0
             yield
+    except typer.Exit:
+        raise
     except Exception as error:
-        if isinstance(error, typer.Exit):
-            raise
         errors.quiet = False
         if is_news(error):
             print_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # threads of the group may wait for a process that is lost, and would hold or abort a plain exit
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_soon(*_: object) -> None:
+    """End this process a little later: torchrun asks for that as soon as another has ended, and this one says why."""
+    timer = threading.Timer(_GRACE, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
 
 
 def _demo(settings: experiment.Settings, directory: Path, resume: bool, overwrite: bool, json: bool) -> None:

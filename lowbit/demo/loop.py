@@ -35,6 +35,7 @@ from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
 from lowbit.memory import Profile, micro_batches, profile
 from lowbit.memory.checkpoint import checkpoint_
+from lowbit.notice import warn
 from lowbit.optim import offload_
 from lowbit.plan import Plan
 from lowbit.plan.settings import Settings, elsewhere, prepare_model_
@@ -398,11 +399,7 @@ class Trainer:
         Raises: OSError, for a full disk say, which tells what remains and how to go on; RuntimeError with a way.
         """
         if self.way is not None:
-            with self._waiting("the checkpoint"):
-                distributed.save(
-                    self.path, self._called, self.optimizer, scaler=self.scaler, processes=processes(), **self._values()
-                )
-            self._saved_step = self.step
+            self._save_together()
             return
         state = {
             **self._values(),
@@ -417,13 +414,27 @@ class Trainer:
         try:
             write_checked(self.path, payload.getvalue())
         except OSError as error:
-            left = "the state that was saved before it is whole" if self.path.exists() else "none was saved before it"
-            raise OSError(
-                error.errno,
-                f"the state after step {self.step} is not saved ({error.strerror}), and {left}; make room for "
-                f"{payload.tell():,} bytes, then go on with --resume",
-                str(self.path),
-            ) from error
+            room = f"{payload.tell():,} bytes"
+            raise OSError(error.errno, self._unsaved(error.strerror, room), str(self.path)) from error
+
+    def _save_together(self) -> None:
+        try:
+            with self._waiting("the checkpoint"):
+                distributed.save(
+                    self.path, self._called, self.optimizer, scaler=self.scaler, processes=processes(), **self._values()
+                )
+        except torchrun.Lost:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.path}: {self._unsaved(error, 'the checkpoint')}") from error
+        self._saved_step = self.step
+
+    def _unsaved(self, why: object, room: str) -> str:
+        left = "the state that was saved before it is whole" if saved(self.path) else "none was saved before it"
+        return (
+            f"the state after step {self.step} is not saved ({why}), and {left}; make room for {room}, then go on with "
+            f"--resume"
+        )
 
     def _values(self) -> dict[str, Any]:
         """What a state has beside tensors."""
@@ -445,6 +456,11 @@ class Trainer:
             with self._waiting("the checkpoint"):
                 state = distributed.load(self.path, self._called, self.optimizer, scaler=self.scaler)
             self._check(state)
+            if state["processes"] != processes():
+                warn(
+                    f"{self.path} was saved by {state['processes']} processes, and {processes()} go on: sums of "
+                    f"gradients round otherwise, and what draws random bits draws others"
+                )
             self._go_on(state)
             return
         if not self.path.exists():
