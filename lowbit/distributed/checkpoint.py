@@ -206,4 +206,5 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise RuntimeError(f"distributed.{what}: {error}") from error
+        rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
+        raise RuntimeError(f"distributed.{what}: process {rank} failed: {type(first).__name__}: {first}") from error
