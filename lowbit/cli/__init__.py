@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from lowbit._version import __version__
 from lowbit.cli import bench, calibrate, doctor, evaluate, fit, formats, quantize, train
-from lowbit.cli.console import errors, out
+from lowbit.cli.console import MISTAKES, errors, out, print_error
 
 __all__ = ["app", "main"]
 
@@ -85,7 +85,6 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _told
             app()
-    except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError) as error:
-        message = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
-        errors.print(message, highlight=False, soft_wrap=True)
+    except MISTAKES as error:
+        print_error(error)
         sys.exit(1)

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-__all__ = ["errors", "out", "print_json", "resumable", "size"]
+__all__ = ["MISTAKES", "errors", "out", "print_error", "print_json", "resumable", "size"]
 
 #: No markup: paths and names in messages may hold brackets. What is styled is a ``Text``, or has a ``style``.
 out = Console(highlight=False, markup=False)
 errors = Console(stderr=True, markup=False)
+
+
+#: Errors whose message tells a user what to do; of others the origin is told.
+MISTAKES = (ValueError, OSError, ArithmeticError, RuntimeError, ImportError)
+
+
+def print_error(error: Exception) -> None:
+    """The message of a user's mistake alone; with LOWBIT_TRACEBACK=1, and of any other error, where it comes from."""
+    if os.environ.get("LOWBIT_TRACEBACK") or not isinstance(error, MISTAKES):
+        traceback.print_exception(error)
+        return
+    message = Text.assemble(("error:", "bold red"), " ", str(error) or type(error).__name__)
+    errors.print(message, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
+import os
+import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +17,13 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lowbit.cli.console import errors, out, print_json
-from lowbit.demo import experiment, planned, report
+from lowbit.cli.console import errors, out, print_error, print_json
+from lowbit.demo import experiment, planned, report, torchrun
 from lowbit.demo.config import OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import PROFILED, Interrupted, Trainer
+from lowbit.demo.loop import PROFILED, WAYS, Interrupted, Trainer
 from lowbit.machine import float_precision
 from lowbit.plan import Plan
 from lowbit.plan.fitting.choices import words
@@ -47,6 +51,8 @@ EPILOG = """
 
 `lowbit train --watch 50` — overflow, underflow, saturation and SQNR by layer and operand, every 50 steps
 
+`torchrun --nproc-per-node 2 -m lowbit train --way zero1` — on two processes, with the batches of one
+
 `lowbit train --resume` — go on after Ctrl-C, bit for bit as if nothing had happened
 """
 
@@ -63,7 +69,12 @@ _MEMORY = (
     "What a step may hold, such as 1GiB or 60% of plain training: each run, in its precision, trains by a plan that "
     "chooses checkpoints, parts of a batch, bits of states (unless --optimizer is given) and their place."
 )
+_WAY = f"How the processes that torchrun started share the training: {', '.join(WAYS)}. By default ddp."
+_TIMEOUT = "Seconds that a process waits for the others before it takes one for lost."
 _WATCH = "Every N steps, note what the casts of low precision lose, by layer and operand; 0: never."
+
+#: Seconds from a SIGTERM outside of training to the end of the process.
+_GRACE = 2.0
 
 
 def train(
@@ -91,6 +102,8 @@ def train(
     watch: Annotated[int, typer.Option(metavar="N", help=_WATCH)] = 0,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help=_MEMORY)] = None,
     profile_memory: Annotated[bool, typer.Option("--profile-memory", help=_PROFILE)] = False,
+    way: Annotated[str | None, typer.Option(help=_WAY)] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help=_TIMEOUT)] = torchrun.TIMEOUT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in --out.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print what is computed in what, and stop.")] = False,
@@ -98,43 +111,99 @@ def train(
 ) -> None:
     """Train a small GPT in bf16 (or fp32) and in FP8 on English text, quantize it with every recipe, and report.
 
-    Ctrl-C finishes the step and saves; --resume goes on bit-exactly.
+    Ctrl-C finishes the step and saves; --resume goes on bit-exactly. Under torchrun the processes train together.
     """
-    precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
-    outside = next((name for name in precisions if name in OUTSIDE), float_precision())
-    settings = experiment.Settings(
-        model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
-        train=TrainConfig(
-            outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
-            warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
-            checkpointing=checkpointing, compress_activations=compress_activations, tail=tail,
-        ),
-        precisions=precisions,
-        recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),
-        optimizer=optimizer,
-        data=str(data.resolve()) if data else None,
-        watch=watch,
-        profile_memory=profile_memory,
-        memory=memory,
-    )  # fmt: skip
-    if explain and memory is not None:
-        raise ValueError("--explain is of runs without a plan; leave --memory out, or ask lowbit fit demo --memory")
-    if explain:
-        _explain(settings, json)
-        return
-    settings = _resumed(context, settings, directory) if resume else settings
+    if way is not None and not torchrun.launched():
+        raise ValueError(_alone(f"--way {way}"))
+    if way is None and torchrun.launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        way = "ddp"
+    with _together(timeout) if torchrun.launched() else nullcontext():
+        precisions = tuple(dict.fromkeys(precision or (float_precision(), "fp8")))
+        outside = next((name for name in precisions if name in OUTSIDE), float_precision())
+        settings = experiment.Settings(
+            model=GPTConfig(vocab=vocab, context=length, layers=layers, heads=heads, dim=dim, hidden=hidden),
+            train=TrainConfig(
+                outside=outside, steps=steps, batch=batch, context=length, lr=lr, seed=seed,
+                warmup=max(1, steps // 10), save_every=save_every, eval_every=eval_every,
+                checkpointing=checkpointing, compress_activations=compress_activations, tail=tail,
+            ),
+            precisions=precisions,
+            recipes=tuple(recipe if recipe is not None else experiment.INFERENCE_RECIPES),
+            optimizer=optimizer,
+            data=str(data.resolve()) if data else None,
+            watch=watch,
+            profile_memory=profile_memory,
+            memory=memory,
+            way=None if explain else way,
+        )  # fmt: skip
+        if explain and memory is not None:
+            raise ValueError("--explain is of runs without a plan; leave --memory out, or ask lowbit fit demo --memory")
+        if explain:
+            _explain(settings, json)
+            return
+        if resume:
+            settings = _resumed(context, settings, directory)
+        _demo(settings, directory, resume, overwrite, json)
+
+
+train.__doc__ = f"{train.__doc__}\n{EPILOG}"
+
+
+def _alone(what: str) -> str:
+    """Why ``what`` does not train in a process that torchrun did not start."""
+    return (
+        f"{what} is of several processes, and torchrun started none; start it with "
+        "torchrun --nproc-per-node 2 -m lowbit train, and the same options"
+    )
+
+
+@contextmanager
+def _together(timeout: float) -> Iterator[None]:
+    """Within, the processes that torchrun started are one group, of which the first alone prints. An error ends this
+    process: what all raise is told once.
+    """
+    before = signal.signal(signal.SIGTERM, _end_soon)
+    is_news: Callable[[Exception], bool] = lambda _: True  # while the processes have not met
+    try:
+        with torchrun.joined(timeout) as is_news:
+            for console in (out, errors):
+                console.quiet = torchrun.rank() > 0
+            yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        errors.quiet = False
+        if is_news(error):
+            print_error(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads of the group may wait for a process that is lost, and would hold or abort a plain exit
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_soon(*_: object) -> None:
+    """End this process a little later: torchrun asks for that as soon as another has ended, and this one says why."""
+    timer = threading.Timer(_GRACE, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
+
+
+def _demo(settings: experiment.Settings, directory: Path, resume: bool, overwrite: bool, json: bool) -> None:
+    """Train, save and report. What is written to ``directory`` the first process writes."""
     plotless = report.without_plots()
     if plotless:
         errors.print(plotless, soft_wrap=True)
     corpus = settings.corpus()
     if not resume:
         experiment.check(settings, corpus, directory)
-        _require_free(settings, directory, overwrite)  # before plans, which take a while
+        # before plans, which take a while
+        torchrun.first(lambda: _require_free(settings, directory, overwrite), "whether the directory is free")
     plans = _plans(settings, corpus, directory if resume else None)
     if not resume:
-        _begin(settings, directory, overwrite)
+        torchrun.first(lambda: _begin(settings, directory, overwrite), "whether the directory is ready")
     planned.save(plans or {}, directory)
-    again = shlex.join(["lowbit", "train", "--out", str(directory), "--resume"])
+    again = torchrun.command(["train", "--out", str(directory), "--resume"])
     try:
         runs = _train(settings, corpus, directory, resume, plans)
         _finish(settings, corpus, runs, directory, json)
@@ -142,9 +211,6 @@ def train(
         saved = str(stop) or "stopped; the trained models are saved"
         errors.print(f"\n{saved}; go on with:\n  {again}", soft_wrap=True)
         raise typer.Exit(130) from None
-
-
-train.__doc__ = f"{train.__doc__}\n{EPILOG}"
 
 
 def _explain(settings: experiment.Settings, json: bool) -> None:
@@ -177,8 +243,8 @@ def _begin(settings: experiment.Settings, directory: Path, overwrite: bool) -> N
         (directory / "report.md").unlink(missing_ok=True)
         for precision in experiment.Settings.load(directory).precisions:
             paths = (*report.watch_paths(directory, precision), *report.memory_paths(directory, precision))
-            state, plan = experiment.state_path(directory, precision), planned.path_of(directory, precision)
-            for path in (state, plan, *paths):
+            experiment.remove_state(directory, precision)
+            for path in (planned.path_of(directory, precision), *paths):
                 path.unlink(missing_ok=True)
     settings.save(directory)
 
@@ -216,8 +282,11 @@ def _make(directory: Path) -> None:
 
 def _refuse_strangers(settings: experiment.Settings, directory: Path) -> None:
     """Without settings beside them, files with the names that a run writes are somebody's."""
-    of_run = (experiment.state_path, planned.path_of)
-    states = [path_of(directory, precision) for precision in settings.precisions for path_of in of_run]
+    states = [
+        path
+        for precision in settings.precisions
+        for path in (*experiment.state_paths(directory, precision), planned.path_of(directory, precision))
+    ]
     for path in (*(directory / name for name in (*report.FILES, "model")), *states):
         if path.exists():
             raise ValueError(
@@ -229,9 +298,13 @@ def _refuse_strangers(settings: experiment.Settings, directory: Path) -> None:
 def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path) -> experiment.Settings:
     """The saved settings. What is given beside --resume must agree with them."""
     saved = experiment.Settings.load(directory)
+    if saved.way is not None and not torchrun.launched():
+        raise ValueError(_alone(f"the run in {directory}, with --way {saved.way},"))
+    if saved.way is None and asked.way is not None:
+        raise ValueError(f"the run in {directory} is of one process; go on with lowbit train --resume, not torchrun")
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    given -= {"directory", "resume", "overwrite", "json"}
+    given -= {"directory", "resume", "overwrite", "json", "timeout"}
     old, new = _flat(saved), _flat(asked)
     renamed = {"length": "context", "precision": "precisions", "recipe": "recipes"}
     for name in sorted(given):
@@ -245,7 +318,9 @@ def _resumed(context: typer.Context, asked: experiment.Settings, directory: Path
 
 def _flat(settings: experiment.Settings) -> dict[str, Any]:
     values = asdict(settings)
-    own = {k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory", "memory")}
+    own = {
+        k: values[k] for k in ("precisions", "recipes", "optimizer", "data", "watch", "profile_memory", "memory", "way")
+    }
     return {**values["model"], **values["train"], **own}
 
 
@@ -292,10 +367,12 @@ def _show(bar: Progress, task: TaskID, trainer: Trainer) -> None:
 
 
 def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], directory: Path, json: bool) -> None:
-    """Save the first run's model, measure every recipe on it and write the report."""
+    """Save the first run's model, measure every recipe on it and write the report, in the first process."""
     model = runs[0].model
     assert isinstance(model, GPT)
     trained = experiment.plain_copy(model)
+    if torchrun.rank() > 0:
+        return
     experiment.save(trained, corpus.tokenizer, directory / "model")
     turns = len(OUTSIDE) + len(settings.recipes) + 1  # the last one is that of the speeds
     with Progress(TextColumn("measuring {task.description}"), BarColumn(None), console=errors) as bar:
@@ -306,7 +383,7 @@ def _finish(settings: experiment.Settings, corpus: Corpus, runs: list[Trainer], 
         )  # fmt: skip
         bar.update(task, completed=turns)
     memory = [] if settings.memory else _memory(settings, trained.config)
-    path = report.write(directory, settings, corpus, runs, rows, memory, shlex.join(["lowbit", *sys.argv[1:]]))
+    path = report.write(directory, settings, corpus, runs, rows, memory, torchrun.command(sys.argv[1:]))
     if json:
         print_json(experiment.as_json(settings, corpus, runs, rows, memory))
     else:

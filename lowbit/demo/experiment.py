@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 from lowbit.convert import model_bytes, prepack_, quantize_
-from lowbit.demo import optimizers, tokenizer
+from lowbit.demo import optimizers, tokenizer, torchrun
 from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
-from lowbit.demo.loop import STATE, Trainer, evaluate
+from lowbit.demo.loop import SHARED_STATE, STATE, WAYS, Trainer, evaluate
+from lowbit.distributed.checkpoint import remove
 from lowbit.files import read_json, shown, write_json
+from lowbit.optim.shards import whole
 from lowbit.plan import Plan
 from lowbit.recipes import RECIPES
 from lowbit.recipes import recipe as find_recipe
@@ -55,6 +57,14 @@ _UNPLANNED = {
     "watch": "holds more in the steps that are watched than is planned",
 }
 
+#: Settings that a run on several processes is without, and why.
+_UNSHARED = {
+    "memory": "plans a run in one process; lowbit fit --gpus plans those of several",
+    "tail": "changes what a state holds in the last steps",
+    "watch": "looks at the casts of one process",
+    "profile_memory": "profiles one process",
+}
+
 PROMPT = "This module provides"
 SAMPLE_TOKENS, TEMPERATURE = 120, 0.6
 SPEED_TURNS, SPEED_TOKENS, WARM_UP_TOKENS = 40, 12, 2
@@ -67,8 +77,9 @@ class Settings:
     ``optimizer``: of every run; None is AdamW with states in fp32 for floats, of 8 bits for recipes. ``watch``: steps
     from one look at the casts of recipes' runs to the next; 0: none. ``profile_memory``: profile one step of each run.
     ``memory``: the budget of a step, a size or a share, for which each run has a plan; None: no plan.
-    Raises: ValueError for an unknown optimizer or recipe, a precision that is no recipe that trains, and for what no
-    plan knows of beside ``memory``.
+    ``way``: of ``lowbit.distributed``, by which the processes that torchrun started train together; None: one process.
+    Raises: ValueError for an unknown way, optimizer or recipe, a precision that is no recipe that trains, for what no
+    plan knows of beside ``memory``, and for what is of one process beside ``way``.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -80,8 +91,14 @@ class Settings:
     watch: int = 0
     profile_memory: bool = False
     memory: str | None = None
+    way: str | None = None
 
     def __post_init__(self) -> None:
+        if self.way is not None and self.way not in WAYS:
+            raise ValueError(f"way must be one of {', '.join(WAYS)}, got {shown(self.way)}")
+        for name, why in _UNSHARED.items() if self.way is not None else ():
+            if getattr(self, name, None) or getattr(self.train, name, None):
+                raise ValueError(f"{name} {why}; leave it out, or train in one process, without torchrun")
         if not (self.data is None or isinstance(self.data, str)):
             raise TypeError(f"data must be a path or None, got {shown(self.data)}")
         if type(self.watch) is not int or self.watch < 0:
@@ -122,6 +139,7 @@ class Settings:
                 watch=saved["watch"],
                 profile_memory=saved["profile_memory"],
                 memory=saved.get("memory"),
+                way=saved.get("way"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -150,9 +168,16 @@ def run_path(directory: Path, precision: str) -> Path:
     return directory / precision.replace(":", "+")
 
 
-def state_path(directory: Path, precision: str) -> Path:
-    """Where the run in ``precision`` keeps its state."""
-    return run_path(directory, precision) / STATE
+def state_paths(directory: Path, precision: str) -> tuple[Path, Path]:
+    """Where the run in ``precision`` keeps its state: the file of one process, and the directory of several."""
+    return run_path(directory, precision) / STATE, run_path(directory, precision) / SHARED_STATE
+
+
+def remove_state(directory: Path, precision: str) -> None:
+    """Remove the state of the run in ``precision``, whichever it has."""
+    of_one, of_several = state_paths(directory, precision)
+    of_one.unlink(missing_ok=True)
+    remove(of_several)
 
 
 def model_of(settings: Settings, corpus: Corpus) -> GPT:
@@ -168,9 +193,9 @@ def trainers(
         plan = None if plans is None else plans[precision]
         trainer = Trainer(
             model_of(settings, corpus), corpus, settings.of(precision, plan), run_path(directory, precision),
-            settings.watch, settings.profile_memory, plan,
+            settings.watch, settings.profile_memory, plan, settings.way,
         )  # fmt: skip
-        if resume and trainer.path.exists():
+        if resume and trainer.saved:
             trainer.load()
         yield trainer
 
@@ -182,7 +207,9 @@ def check(settings: Settings, corpus: Corpus, directory: Path) -> None:
     recipe cannot train.
     """
     context = settings.train.context
-    for trainer in trainers(settings, corpus, directory, resume=False):
+    if settings.way is not None:
+        torchrun.share(settings.train.batch)
+    for trainer in trainers(replace(settings, way=None), corpus, directory, resume=False):
         corpus.batch(0, 1, context, trainer.config.seed)
     needed = len(corpus.tokenizer.encode(PROMPT).ids) + WARM_UP_TOKENS + 1
     if context < needed:
@@ -230,9 +257,12 @@ class Measurement:
 
 
 def plain_copy(trained: GPT) -> GPT:
-    """A GPT of ordinary Linear layers with the master weights of ``trained``, whatever it was trained in."""
+    """A GPT of ordinary Linear layers with the master weights of ``trained``, whatever it was trained in. Of a sharded
+    one the weights are gathered, so that every process calls it.
+    """
     model = GPT(trained.config)
-    model.load_state_dict({name: value.detach().float() for name, value in trained.named_parameters()})
+    with torchrun.waiting("the all-gather of the trained weights"):
+        model.load_state_dict({name: whole(value).float() for name, value in trained.named_parameters()})
     return model.eval()
 
 

@@ -13,27 +13,33 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit import distributed
 from lowbit.convert import Report
+from lowbit.demo import torchrun
 from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
+from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
 from lowbit.memory import Profile, micro_batches, profile
 from lowbit.memory.checkpoint import checkpoint_
+from lowbit.notice import warn
 from lowbit.optim import offload_
 from lowbit.plan import Plan
 from lowbit.plan.settings import Settings, elsewhere, prepare_model_
+from lowbit.processes import everywhere, gathered, processes
 from lowbit.train import (
     LossScaler,
     compress_activations_,
@@ -50,7 +56,9 @@ __all__ = [
     "FLOATS",
     "OUTSIDE",
     "PROFILED",
+    "SHARED_STATE",
     "STATE",
+    "WAYS",
     "History",
     "Interrupted",
     "TrainConfig",
@@ -68,6 +76,34 @@ PROFILED = 2
 
 #: The file of a run's state, in its directory.
 STATE = "checkpoint.pt"
+
+#: The directory of the state of a run on several processes, of ``lowbit.distributed.save``.
+SHARED_STATE = "checkpoint"
+
+
+class _Waits(NamedTuple):
+    """The collectives of a step, by what it is doing; "" where there is none."""
+
+    forward: str
+    backward: str
+    update: str
+
+
+_WAITS = {
+    "ddp": _Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-reduce of magnitudes"),
+    "zero1": _Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-gather of parameters"),
+    "zero2": _Waits(
+        "the all-gather of parameters", "the reduce-scatter of gradients", "the all-reduce of the norm of gradients"
+    ),
+    "zero3": _Waits(
+        "the all-gather of parameters",
+        "the all-gather of parameters or the reduce-scatter of gradients",
+        "the all-reduce of the norm of gradients",
+    ),
+}
+
+#: The ways of ``lowbit.distributed`` that a run can have.
+WAYS = tuple(_WAITS)
 
 
 @dataclass
@@ -176,6 +212,8 @@ class Trainer:
     ``profile_memory``: profile the step ``PROFILED``, which changes no bit either; ``memory`` is the profile then.
     ``plan``: checkpoints, parts of a batch and the place of states, which ``config`` says nothing of; its step is
     profiled too.
+    ``way``: the way of ``lowbit.distributed`` in which the processes of the group train, each on its share of every
+    batch; None: one process. Of a run with a way the state is one of all processes, in a directory.
     """
 
     def __init__(
@@ -187,15 +225,23 @@ class Trainer:
         every: int = 0,
         profile_memory: bool = False,
         plan: Plan | None = None,
+        way: str | None = None,
     ) -> None:
-        self.model, self.corpus, self.config, self.plan = model, corpus, config, plan
-        self.path, self._directory = directory / STATE, str(directory)
+        self.model, self.corpus, self.config, self.plan, self.way = model, corpus, config, plan, way
+        self.path, self._directory = directory / (STATE if way is None else SHARED_STATE), str(directory)
+        self._waits = _Waits("", "", "") if way is None else _WAITS[way]
+        self._share = slice(None) if way is None else torchrun.share(config.batch)
         self._settings = Settings() if plan is None else plan.settings
         self.prepared = arrange_(model, config)
         prepare_model_(model, self._settings)
         self.optimizer = optimizer_of(model, config)
         if self._settings.offload_states:
             offload_(self.optimizer, self._directory)
+        #: What forward calls: the model, or what wraps it.
+        self._called = model
+        if way is not None:
+            with torchrun.waiting("the broadcast of parameters"):
+                self._called, self.optimizer = distributed.shard_(model, self.optimizer, way)
         self.scaler = LossScaler(enabled=config.floats == "fp16")
         #: What moves the training state of a recipe on; None where the run has no recipe, or not any more.
         self.attached = None if config.recipe is None else state(model).attach(self.optimizer)
@@ -204,7 +250,26 @@ class Trainer:
         self.history = History()
         self.memory: Profile | None = None
         self._profiles = profile_memory or plan is not None
-        self.step = 0
+        self.step = self._saved_step = 0
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is a state to go on with; the same in every process."""
+        return torchrun.first(lambda: saved(self.path), "whether there is a state")
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        """Within, a process that is lost ends the run with what it was needed for and what is saved."""
+        if self.way is None or not what:
+            return nullcontext()
+        left = f"{self._saved_step} steps are saved in {self.path}" if self._saved_step else "no step is saved yet"
+        return torchrun.waiting(f"{what} in step {self.step}", f"{left}; ")
+
+    def _anywhere(self, stopped: bool) -> bool:
+        """Whether a signal has come to any process: all end after the same step."""
+        if self.way is None:
+            return stopped
+        with self._waiting("the all-reduce that agrees on going on"):
+            return not everywhere(not stopped)
 
     def run(self, on_step: Callable[[Trainer], None] = lambda _: None) -> History:
         """Train to ``config.steps``, calling ``on_step`` after each.
@@ -223,12 +288,15 @@ class Trainer:
                 else:
                     self._train_step()
                 on_step(self)
-                stop = stopped()  # asked once: what comes while a state is written ends the run after the next one
+                stop = self._anywhere(
+                    stopped()
+                )  # asked once: what comes while a state is written ends the run after the next one
                 if stop or self.step % self.config.save_every == 0 or self.step == self.config.steps:
                     self.save()
                 if stop:
                     break
-        if stopped():
+            stop = self._anywhere(stopped())
+        if stop:
             raise Interrupted(self.step, self.path)
         return self.history
 
@@ -247,7 +315,8 @@ class Trainer:
         config, start = self.config, time.perf_counter()
         if self.step >= config.tail_begins:
             self._begin_tail()
-        inputs_BT, targets_BT = self.corpus.batch(self.step, config.batch, config.context, config.seed)
+        batch = self.corpus.batch(self.step, config.batch, config.context, config.seed)
+        inputs_BT, targets_BT = (part[self._share] for part in batch)
 
         def again() -> Tensor:
             scaled: Tensor = self.scaler.scale(loss_of(self.model, inputs_BT, targets_BT))
@@ -256,12 +325,13 @@ class Trainer:
         with elsewhere(self._settings, self._directory):
             parts = micro_batches((inputs_BT, targets_BT), self._settings.micro)
             losses = [self._backward(inputs, targets, weight) for (inputs, targets), weight in parts]
-        self.history.train.append(sum(losses))
+        self.history.train.append(self._mean(sum(losses)))
         if config.floats != "fp16" and not math.isfinite(self.history.train[-1]):  # before it spoils the weights
             self._fail(f"the loss at step {self.step} is {self.history.train[-1]}", again)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(self.step) * find(config.optimizer).factor
-        update(self.model, self.optimizer, self.scaler, config.clip)
+        with self._waiting(self._waits.update):
+            update(self.model, self.optimizer, self.scaler, config.clip)
         skips = self.scaler.skipped > self.history.skipped
         self.history.skipped = self.scaler.skipped
         if self.scaler.gave_up or not (skips or math.isfinite(self.history.train[-1])):
@@ -276,22 +346,47 @@ class Trainer:
 
     def _backward(self, inputs_BT: Tensor, targets_BT: Tensor, weight: float) -> float:
         """Forward and backward of a part of the batch; its share of the loss."""
-        loss = weight * loss_of(self.model, inputs_BT, targets_BT)
-        torch.autograd.backward(self.scaler.scale(loss))
+        with self._waiting(self._waits.forward):
+            loss = weight * loss_of(self._called, inputs_BT, targets_BT)
+        with self._waiting(self._waits.backward):
+            torch.autograd.backward(self.scaler.scale(loss))
         return loss.item()
 
+    def _mean(self, loss: float) -> float:
+        """The loss of the whole batch, whose processes have equal shares."""
+        if self.way is None:
+            return loss
+        with self._waiting("the all-gather of losses"):
+            losses = gathered(torch.tensor(loss, dtype=torch.float64))
+        return sum(map(float, losses)) / len(losses)
+
     def _held_out_loss(self) -> float:
-        """In the run's own precision, as many rows at a time as a part of a batch has."""
-        return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro))
+        """In the run's own precision, as many rows at a time as a part of a batch has. Every process computes all
+        of it, so that none waits for another.
+        """
+        with self._waiting(self._waits.forward):
+            return evaluate(self.model, self.windows, -(-self.config.batch // self._settings.micro))
 
     def _fail(self, what: str, again: Callable[[], Any]) -> NoReturn:
         """Raise FloatingPointError, with what is the first to be not finite when ``again`` computes it once more."""
-        found = find_nonfinite(self.model, again)
+        found = self._find_nonfinite(again)
         config, skipped = self.config, self.scaler.skipped
         steps = f", with {skipped} steps skipped by the loss scaler" if skipped else ""
         wider = "" if config.precision == "fp32" else f" or train in a wider format than {config.precision}"
         first = "" if found is None else f": {found}"
         raise FloatingPointError(f"{what}{steps}{first}; lower the learning rate ({config.lr}){wider}")
+
+    def _find_nonfinite(self, again: Callable[[], Any]) -> object:
+        """What ``again`` finds, in the first process where it finds something."""
+        if self.way is not None and distributed.WAYS[self.way].gathered:
+            return None  # the search ends in the middle of a step, and the other processes would wait for the rest
+        found: list[object] = [find_nonfinite(self.model, again)]
+        if processes() > 1:
+            told = [None if found[0] is None else str(found[0])] * processes()
+            with self._waiting("the all-gather of what is not finite"):
+                dist.all_gather_object(told, told[0])
+            found = list(told)
+        return next((one for one in found if one is not None), None)
 
     @property
     def tokens_per_second(self) -> float:
@@ -301,18 +396,17 @@ class Trainer:
     def save(self) -> None:
         """Write the whole state; the file before it stays whole until the new one is complete.
 
-        Raises: OSError, for a full disk say, which tells what remains and how to go on.
+        Raises: OSError, for a full disk say, which tells what remains and how to go on; RuntimeError with a way.
         """
+        if self.way is not None:
+            self._save_together()
+            return
         state = {
-            "config": asdict(self.config),
-            "plan": asdict(self._settings),
-            "corpus": self.corpus.fingerprint,
-            "step": self.step,
+            **self._values(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "random": torch.get_rng_state(),
-            "history": asdict(self.history),
             "watch": None if self.watch is None else self.watch.state_dict(),
         }
         payload = io.BytesIO()
@@ -320,20 +414,55 @@ class Trainer:
         try:
             write_checked(self.path, payload.getvalue())
         except OSError as error:
-            left = "the state that was saved before it is whole" if self.path.exists() else "none was saved before it"
-            raise OSError(
-                error.errno,
-                f"the state after step {self.step} is not saved ({error.strerror}), and {left}; make room for "
-                f"{payload.tell():,} bytes, then go on with --resume",
-                str(self.path),
-            ) from error
+            room = f"{payload.tell():,} bytes"
+            raise OSError(error.errno, self._unsaved(error.strerror, room), str(self.path)) from error
+
+    def _save_together(self) -> None:
+        try:
+            with self._waiting("the checkpoint"):
+                distributed.save(
+                    self.path, self._called, self.optimizer, scaler=self.scaler, processes=processes(), **self._values()
+                )
+        except torchrun.Lost:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.path}: {self._unsaved(error, 'the checkpoint')}") from error
+        self._saved_step = self.step
+
+    def _unsaved(self, why: object, room: str) -> str:
+        left = "the state that was saved before it is whole" if saved(self.path) else "none was saved before it"
+        return (
+            f"the state after step {self.step} is not saved ({why}), and {left}; make room for {room}, then go on with "
+            f"--resume"
+        )
+
+    def _values(self) -> dict[str, Any]:
+        """What a state has beside tensors."""
+        return {
+            "config": asdict(self.config),
+            "plan": asdict(self._settings),
+            "corpus": self.corpus.fingerprint,
+            "step": self.step,
+            "history": asdict(self.history),
+        }
 
     def load(self) -> None:
-        """Go back to the saved state.
+        """Go back to the saved state. On as many processes as have saved it, the run goes on bit by bit.
 
         Raises: FileNotFoundError when there is none; ValueError when it is damaged, of another configuration or text,
         or from before the tail that this run is in.
         """
+        if self.way is not None:
+            with self._waiting("the checkpoint"):
+                state = distributed.load(self.path, self._called, self.optimizer, scaler=self.scaler)
+            self._check(state)
+            if state["processes"] != processes():
+                warn(
+                    f"{self.path} was saved by {state['processes']} processes, and {processes()} go on: sums of "
+                    f"gradients round otherwise, and what draws random bits draws others"
+                )
+            self._go_on(state)
+            return
         if not self.path.exists():
             raise FileNotFoundError(f"nothing to resume: {self.path} does not exist; run without --resume first")
         try:
@@ -347,7 +476,8 @@ class Trainer:
         except Exception as error:  # a checksum that fits a content which no run wrote
             raise ValueError(f"{self.path} is no checkpoint of this run ({error}); delete it to start over") from error
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for a state of another run."""
         was = {**asdict(Settings()), **state.get("plan", {}), **state["config"]}
         now = {**asdict(self._settings), **asdict(self.config)}
         changed = [f"{k} {was.get(k)} -> {now[k]}" for k in now if was.get(k) != now[k]]
@@ -358,6 +488,14 @@ class Trainer:
                 f"{self.path} was trained on another text (its CRC {state['corpus']:08x}, this one's "
                 f"{self.corpus.fingerprint:08x}); resume with the same data and the same Python version"
             )
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        self.step, self.history = state["step"], History(**state["history"])
+        self.history.held_out = [(step, loss) for step, loss in self.history.held_out]
+        self._saved_step = self.step
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._check(state)
         if state["step"] > self.config.tail_begins:
             self._begin_tail()
         elif self.attached is None and self.config.recipe is not None:
@@ -369,7 +507,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
-        self.step, self.history = state["step"], History(**state["history"])
-        self.history.held_out = [(step, loss) for step, loss in self.history.held_out]
+        self._go_on(state)
         if self.watch is not None and state["watch"] is not None:
             self.watch.load_state_dict(state["watch"])

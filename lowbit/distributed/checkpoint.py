@@ -31,7 +31,7 @@ from lowbit.distributed.zero import SHARES, Shares
 from lowbit.optim.plain import without_hooks
 from lowbit.processes import processes
 
-__all__ = ["load", "save"]
+__all__ = ["load", "remove", "save", "saved"]
 
 #: What the first process writes beside the tensors, and every process of itself.
 _MORE, _OWN = "more.pt", "process-{}.pt"
@@ -126,6 +126,17 @@ def load(
     return dict(values)
 
 
+def saved(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint at ``path`` for this process to see, also where a ``save`` ended at its renames."""
+    return Path(path).exists() or _beside(Path(path), "old").exists()
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove the checkpoint at ``path``, if there is one, and what a ``save`` that ended has left of others."""
+    for directory in (Path(path), _beside(Path(path), "new"), _beside(Path(path), "old")):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     states: dict[str, Any] = {"model": get_model_state_dict(unwrapped(model))}
     if optimizer is not None:
@@ -195,4 +206,5 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise RuntimeError(f"distributed.{what}: {error}") from error
+        rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
+        raise RuntimeError(f"distributed.{what}: process {rank} failed: {type(first).__name__}: {first}") from error
