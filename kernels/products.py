@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit import reference
 from lowbit.formats import Format, find
@@ -17,7 +18,7 @@ from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, 
 from lowbit.ops.matmul import INT32_DEPTH, ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
-__all__ = ["Left", "epilogue", "fits_bf16", "row_scales", "scaled_mm", "supports", "values"]
+__all__ = ["Left", "are_integers", "epilogue", "fits_bf16", "row_scales", "scaled_mm", "supports", "values"]
 
 #: Programs that a GPU should have at least, where there is a K to share among them.
 _PROGRAMS = 1056
@@ -30,15 +31,17 @@ def _kind(side: Side) -> str | None:
     return None if side.scheme is None else scheme(side.scheme).format.kind
 
 
-def _are_integers(call: ScaledMM) -> bool:
-    """Whether the product is exact in each segment."""
+def are_integers(call: ScaledMM) -> bool:
+    """Whether the product is one of integers that is exact in each segment."""
+    if not _kind(sides(call)[0]) == _kind(sides(call)[1]) == "integer":
+        return False
     blocks = [s.block_of(side.data.shape[0], call.cols)[1] for side in sides(call) for s in [scheme(str(side.scheme))]]
     return min(blocks) >= min(call.cols, reference.MIN_INTEGER_BLOCK)
 
 
 def supports(call: ScaledMM) -> str | None:
     """Why no kernel serves the call."""
-    if _kind(sides(call)[0]) == _kind(sides(call)[1]) == "integer" and _are_integers(call):
+    if are_integers(call):
         a, b = (scheme(str(side.scheme)) for side in sides(call))
         widths = sorted(s.block_of(d.shape[0], call.cols)[1] for s, d in ((a, call.a), (b, call.b)))
         if widths[1] < call.cols and widths[1] % widths[0]:
@@ -56,7 +59,7 @@ def _is_signed(scheme: Scheme) -> bool:
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
     a, b = sides(call)
-    if _kind(a) == _kind(b) == "integer" and _are_integers(call):
+    if are_integers(call):
         return _integers(a, b, call.bias, out, call.cols)
     left = _fp8_left(a, call.cols) or values(a, call.cols)
     return [*left.launches, *_weight_only(left, b, call.bias, out, call.cols)]
@@ -135,16 +138,25 @@ def row_scales(side: Side, cols: int) -> Tensor:
 @cache
 def _values_of(format: Format) -> Tensor:
     """The finite values of a format's codes, fp32."""
-    values = reference.decode(torch.arange(1 << format.bits, dtype=torch.uint8), format)
-    return values[values.isfinite()]
+    with _disable_current_modes():  # in which tensors may be fake
+        values = _decoded(format)
+        return values[values.isfinite()]
+
+
+@cache
+def _decoded(format: Format) -> Tensor:
+    """The values of all codes of a format, fp32."""
+    with _disable_current_modes():
+        return reference.decode(torch.arange(1 << format.bits, dtype=torch.uint8), format)
 
 
 @cache
 def _is_exact(format: Format, operand: str) -> bool:
     if operand == "bf16":
         return format.kind != "codebook"
-    values = _values_of(format)
-    return bool((values.half().float() == values).all())
+    with _disable_current_modes():
+        values = _values_of(format)
+        return bool((values.half().float() == values).all())
 
 
 @cache
@@ -156,8 +168,9 @@ def _folds(scheme: Scheme, operand: str) -> bool:
     if scale.kind == "exponent":
         return operand == "bf16"
     dtype = torch.float16 if operand == "fp16" else torch.bfloat16
-    product = _values_of(scheme.format)[:, None] * _values_of(scale)
-    return bool((product.to(dtype).float() == product).all())
+    with _disable_current_modes():
+        product = _values_of(scheme.format)[:, None] * _values_of(scale)
+        return bool((product.to(dtype).float() == product).all())
 
 
 def _fp8(scheme: Scheme | None, device: torch.device) -> str:
@@ -189,7 +202,7 @@ def _ptx(format: Format, operand: str) -> tuple[str, str]:
     """Instructions that decode a format of 4 bits: each code to one operand, or to three that add up to it."""
     if format.kind == "integer":
         return nibbles.integers(format.signed, operand)
-    values = reference.decode(torch.arange(16, dtype=torch.uint8), format)
+    values = _decoded(format)
     values = values[None] if _is_exact(format, operand) else _terms(values)
     dtype = torch.float16 if operand == "fp16" else torch.bfloat16
     return nibbles.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())

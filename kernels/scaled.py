@@ -97,7 +97,9 @@ def integers(
         if A_ZERO:
             b_sum += tl.sum(tl.where(k_ok[None, :], b, 0).to(tl.int32), axis=1)
         if not WHOLE:
-            a_at, b_at = a_row + first // a_block_c, b_row + first // b_block_c
+            # Segments of the last block may begin beyond K: their scales are read, and count for nothing.
+            there = tl.minimum(first, depth - 1)
+            a_at, b_at = a_row + there // a_block_c, b_row + there // b_block_c
             a_zero = zero_of(a_zero_ptr, a_at, row_ok, A, A_AFFINE)
             b_zero = zero_of(b_zero_ptr, b_at, col_ok, B, B_AFFINE)
             a_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_at, row_ok, A_SCALE)

@@ -33,6 +33,12 @@ def upper(value):
 
 
 @triton.jit
+def finite(value):
+    """0 in place of Inf and NaN."""
+    return tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
+
+
+@triton.jit
 def term(value, INDEX: tl.constexpr, TERMS: tl.constexpr, OPERAND: tl.constexpr):
     """Term ``INDEX`` of the ``TERMS`` numbers of 8 bits that add up to fp32 ``value``; Inf and NaN are the first."""
     if TERMS == 1:
@@ -53,7 +59,9 @@ def load_codes(
         K: tl.constexpr = k.shape[0]
         at = first // 2 + tl.arange(0, K // 2)
         ok = row_ok[:, None] & (at < bytes_a_row)[None, :]
-        pair = tl.load(ptr + (row.to(tl.int64) * stride_r)[:, None] + (at * stride_c)[None, :], ok, 0).to(tl.int32)
+        pair = tl.load(ptr + (row.to(tl.int64) * stride_r)[:, None] + (at.to(tl.int64) * stride_c)[None, :], ok, 0).to(
+            tl.int32
+        )
         return tl.reshape(tl.join(pair & 15, pair >> 4), [row.shape[0], K])
     else:
         return tiles.load_codes(ptr, stride_r, stride_c, row, k, row_ok, k_ok, 0, bytes_a_row, BITS, False)
@@ -169,7 +177,9 @@ def weight_only(
         elif PTX != "":
             pair_at = first // 2 + tl.arange(0, K // 2)
             ok = col_ok[:, None] & (pair_at < b_bytes)[None, :]
-            packed = tl.load(b_ptr + (col.to(tl.int64) * b_stride_r)[:, None] + (pair_at * b_stride_c)[None, :], ok, 0)
+            packed = tl.load(
+                b_ptr + (col.to(tl.int64) * b_stride_r)[:, None] + (pair_at.to(tl.int64) * b_stride_c)[None, :], ok, 0
+            )
             pairs = nibbles.look_up(packed, PTX, REGISTERS, B_TERMS)
         else:
             code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, first, B[1], PAIRS)
@@ -204,7 +214,10 @@ def weight_only(
                 left = term(value, j, B_TERMS, OPERAND)
             for i in tl.static_range(A_TERMS):
                 right = term(a.to(tl.float32), i, A_TERMS, OPERAND)
-                part = tl.dot(left, tl.trans(right), part, input_precision="ieee")
+                # Inf meets first terms alone: the others may be 0, and their product NaN.
+                if j > 0:
+                    right = finite(right)
+                part = tl.dot(finite(left) if i > 0 else left, tl.trans(right), part, input_precision="ieee")
         if SCALED == "block":
             global_scale = scales.load_global_scale(b_global_ptr, col, col_ok, 1, B_SCALE)
             scale = scales.widen(tl.load(b_scale_ptr + scale_row + at, col_ok, 0), global_scale, B_SCALE)

@@ -25,13 +25,20 @@ __all__ = ["conv", "linear", "packed"]
 _PATCHES = 1 << 21
 
 
+def _none(call: object) -> int:
+    """No scratch memory is known of."""
+    return 0
+
+
 def linear(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     """``linear`` on every device where ``rows`` of one backend quantize and multiply."""
     made = []
     for mm in rows:
         if mm.op == "scaled_mm":
             parts = {row.op: row for row in rows if row.devices == mm.devices}
-            made.append(replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts)))
+            made.append(
+                replace(mm, op="linear", run=partial(_run, parts), supports=partial(_supports, parts), scratch=_none)
+            )
     return tuple(made)
 
 
@@ -137,7 +144,12 @@ def conv(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
     for mm in rows:
         if mm.op == "scaled_mm":
             parts = {row.op: row for row in rows if row.devices == mm.devices}
-            made.append(replace(mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts)))
+            made.append(
+                replace(
+                    mm, op="conv", run=partial(_run_conv, parts), supports=partial(_supports_conv, parts),
+                    scratch=_none, fewest_rows=1,
+                )
+            )  # fmt: skip
     return tuple(made)
 
 

@@ -98,7 +98,7 @@ def _supports_bf16(call: matmul.ScaledMM) -> str | None:
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "it needs a CUDA device"
     a, b = matmul.sides(call)
-    if a.scheme is not None and b.scheme is not None and matmul.is_exact(call):
+    if triton.products().are_integers(call):
         return "products of integers are exact, which sums in fp32 are not"
     for side in (a, b):
         if not triton.products().fits_bf16(side, call.cols):
@@ -134,13 +134,13 @@ def _supports_fp8(call: matmul.ScaledMM) -> str | None:
         return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
     if not matmul.is_whole(call):
         return "it applies scales to whole rows, and these change within a row"
-    if torch.cuda.get_device_capability(call.a.device) < (8, 9):
+    if triton.capability(call.b.device) < (8, 9):
         return "FP8 needs a device of compute capability 8.9"
     return _multiples(call, 16)
 
 
 def _unless_old(supports: Callable[[matmul.ScaledMM], str | None]) -> Callable[[matmul.ScaledMM], str | None]:
-    return lambda call: triton.too_old(call.a.device) or supports(call)
+    return lambda call: triton.too_old(call.b.device) or supports(call)
 
 
 #: Above Triton's by priority, from the rows of ``a`` on from which each was the faster one on an H200.

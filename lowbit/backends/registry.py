@@ -32,8 +32,8 @@ Run = Callable[[tuple[Tensor, ...], Any], None]
 class Impl:
     """One kernel for one op, as ``run(outs, call)``; ``backend`` is its family.
 
-    ``fewest_rows``: of the first argument; below that those of lower priority come first. ``scratch(call)``: bytes that
-    it allocates while it runs, beside its outputs.
+    ``fewest_rows``: of the first argument as a matrix; below that those of lower priority come first.
+    ``scratch(call)``: bytes that it allocates while it runs, beside its outputs.
     """
 
     op: str
@@ -206,11 +206,12 @@ def kind_of(op: str, call: Any) -> Any:
     """All that checks, outputs and choice of a call depend on: what its tensors look like, what is no tensor, and the
     settings around it. None where nobody is to remember: on a CPU, where most calls are C++'s, and within ``explain``.
     """
-    if call[0].device.type == "cpu" or _asked.get():
-        return None
+    if call[0].device.type == "cpu" or op.startswith("optimizer_step") or _asked.get():
+        return None  # an optimizer's factors are others in each step
     values = [
         (v.shape, v.dtype, v.stride(), v.device) if isinstance(v, Tensor) else tuple(v) if isinstance(v, list) else v
         for v in call
+        if not isinstance(v, float)
     ]
     return op, _forced.get(), matmul_precision(), *values
 

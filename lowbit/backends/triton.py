@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -172,15 +171,16 @@ OLDEST_DEVICE = (8, 0)
 
 def too_old(device: torch.device) -> str | None:
     """Why kernels cannot run on a device."""
-    if device.type != "cuda" or _capability(device.index or 0) >= OLDEST_DEVICE:
+    if device.type != "cuda" or capability(device) >= OLDEST_DEVICE:
         return None
-    found, least = (".".join(map(str, pair)) for pair in (_capability(device.index or 0), OLDEST_DEVICE))
+    found, least = (".".join(map(str, pair)) for pair in (capability(device), OLDEST_DEVICE))
     return f"its kernels need compute capability {least}, and this device has {found}"
 
 
 @cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else OLDEST_DEVICE
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device; the oldest that serves where it is not there, as for an estimate."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else OLDEST_DEVICE
 
 
 def _fits(x: Tensor) -> str | None:
@@ -240,7 +240,9 @@ def unavailable() -> str | None:
     """Why this backend is absent, and how to get it."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton (Linux only)"
-    found = version("triton")
+    if torch.version.hip is not None:
+        return "its kernels are for CUDA devices, and this torch is built for ROCm"
+    found = str(import_module("triton").__version__)
     if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
         return f"triton {found} rounds subnormal numbers to zero; pip install 'triton>=3.6'"
     if not _FOUND:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from support.mm_oracle import check
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowbit as lb
 from lowbit.backends import delegated, registry, triton
+from lowbit.ops import OPS
 from lowbit.testing import SAMPLES
 from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
@@ -52,7 +54,7 @@ def in_place_of_torch(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(triton, "capability", lambda device: (9, 0))
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
@@ -129,6 +131,36 @@ def test_few_rows_are_left_to_kernels_below(monkeypatch):
     assert registry.select("scaled_mm", "cuda", many, empty=False).name == "delegated_int8"
     monkeypatch.setitem(registry._table, ("scaled_mm", "cuda"), [IMPLS["delegated_int8"]])
     assert registry.select("scaled_mm", "cuda", few, empty=False).name == "delegated_int8"
+
+
+@pytest.mark.parametrize(("name", "scheme"), [
+    ("delegated_fp8", "fp8_e4m3:row"), ("delegated_int8", "int8:row"), ("delegated_bf16", "mxfp8"),
+])  # fmt: skip
+def test_layers_and_convolutions_ask_of_codes_that_are_not_made_yet(name, scheme):
+    """As ``_supports`` of ``composed`` does, on meta tensors."""
+    torch.set_float32_matmul_precision("medium")
+    linear = next(impl for impl in delegated.IMPLS if impl.op == "linear" and impl.name == name)
+    weight = lb.quantize(random_matrix(32, 64, "cpu"), scheme)
+    x = random_matrix(24, 64, "cpu", seed=1)
+    call = OPS["linear"].args(x, weight.codes, scheme, weight.scale, input_scheme=scheme, out_dtype=torch.float32)
+    assert linear.supports(call) is None and linear.scratch(call) == 0
+    out = torch.empty(24, 32)
+    linear.run((out,), call)
+    with lb.use_backend("reference"):
+        expected = torch.ops.lowbit.linear(*call)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_choice_is_made_among_fake_tensors():
+    """As an estimate does, before anything was decoded."""
+    triton.products()._decoded.cache_clear()
+    triton.products()._values_of.cache_clear()
+    triton.products()._folds.cache_clear()
+    call = make_call(torch.ones(64, 64), torch.ones(32, 64), "nvfp4", "nvfp4")
+    with FakeTensorMode() as mode:
+        fake = type(call)(*(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in call))
+        assert IMPLS["delegated_bf16"].supports(fake) is None
+    assert IMPLS["delegated_bf16"].scratch(call) == 2 * (64 + 32) * 64 + 4 * 64 * 32
 
 
 def test_absent_without_cuda(monkeypatch):

@@ -55,11 +55,11 @@ def test_kernels_refuse_a_device_that_is_too_old(backend, monkeypatch):
 
 
 def test_how_old_a_device_is(monkeypatch):
-    monkeypatch.setattr(triton, "_capability", lambda index: (7, 5))
+    monkeypatch.setattr(triton, "capability", lambda device: (7, 5))
     said = triton.too_old(torch.device("cuda", 0))
     assert said == "its kernels need compute capability 8.0, and this device has 7.5"
     assert triton.too_old(torch.device("cpu")) is None
-    monkeypatch.setattr(triton, "_capability", lambda index: (8, 0))
+    monkeypatch.setattr(triton, "capability", lambda device: (8, 0))
     assert triton.too_old(torch.device("cuda", 0)) is None
 
 

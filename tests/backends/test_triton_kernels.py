@@ -253,6 +253,33 @@ def test_float_products_across_tiles_keep_their_bound(a, b):
     assert bool(((y.double() - exact).abs() <= tolerance).all())
 
 
+@pytest.mark.parametrize(("b", "dtype"), [("nf4:row", torch.bfloat16), ("nf4:group64", torch.bfloat16),
+    ("fp8_e5m2:row", torch.float32), ("int8:row", torch.float32), ("fp8_e5m2:group32", torch.float16)])  # fmt: skip
+def test_inf_is_inf_where_operands_are_cut_into_terms(b, dtype):
+    """Terms that are 0 do not meet it; a NaN stays one."""
+    a, w = torch.ones(3, 64, device=DEVICE), torch.ones(2, 64, device=DEVICE)
+    a[0, 5], a[1, 7] = torch.inf, torch.nan
+    call = make_call(a.to(dtype), w, None, b, out_dtype=torch.float32)
+    if b.startswith("fp8_e5m2"):
+        call.b[1, 9] = 0x7C
+    with lb.use_backend("triton"):
+        y = torch.ops.lowbit.scaled_mm(*call)
+    with lb.use_backend("reference"):
+        expected = torch.ops.lowbit.scaled_mm(*call)
+    assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
+    assert torch.equal(y.sign().nan_to_num(), expected.sign().nan_to_num())
+
+
+def test_segments_beyond_the_depth_read_no_scales():
+    """The last block has fewer segments than the others; the scale of the row is one."""
+    a, b = random_matrix(17, 1000, DEVICE, seed=1), random_matrix(5, 1000, DEVICE, seed=2)
+    call = make_call(a, b, "int8:row", "int8:group768", out_dtype=torch.float32)
+    with lb.use_backend("triton"):
+        y = torch.ops.lowbit.scaled_mm(*call)
+    with lb.use_backend("reference"):
+        assert_same_bits(y, torch.ops.lowbit.scaled_mm(*call))
+
+
 def test_products_take_codes_of_any_strides():
     call, y = product(20, 24, 64, "int8:row", "int8:row")
     turned = call._replace(a=call.a.t().contiguous().t(), b=call.b.repeat_interleave(2, 0)[::2])
