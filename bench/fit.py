@@ -332,7 +332,8 @@ def _everything(cells: _Cells) -> str:
 
     found = cells(f"{subject.name} everything", make)
     known = {name for names in _SPACE.values() for name in names}
-    left_out = [c.name for row in lb.plan.fitting.CHOICES.values() for c in row if c.name not in known]
+    choices = [c.name for dimension, row in lb.plan.fitting.CHOICES.items() if dimension != "way" for c in row]
+    left_out = [name for name in choices if name not in known]
     by_settings = {s: (p, t) for s, p, t in zip(space, found["peaks"], found["times"], strict=True)}
     plain = by_settings[Settings()][0]
     rows, ratios = [], []
