@@ -1,12 +1,13 @@
 """lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
 
 None of the libraries need be there, and lowbit imports none. Once one is imported, before lowbit or after it, this file
-changes it in four places, and learns how its models generate:
+changes it in five places, and learns how its models generate:
 
 - ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
 - ``PreTrainedModel.half`` and ``float`` cast models that lowbit quantized, which transformers refuses for others.
 - ``BaseTuner`` of peft puts adapters on quantized layers.
+- ``Trainer`` of transformers that is asked for FSDP refuses where Accelerate would leave it out or fail.
 - torchtitan's table of model converters has the rows ``"lowbit"`` and ``"lowbit_plan"``.
 
 What holds no quantized layer goes the way that it went before. A conversion also marks the models of transformers that
@@ -96,6 +97,19 @@ def _allow_casts(modeling: Any) -> None:
         setattr(modeling.PreTrainedModel, name, allowed(cast, getattr(nn.Module, name)))
 
 
+def _check_trainer(trainers: Any) -> None:
+    """Let ``Trainer`` look at what Accelerate makes of ``fsdp``, which it leaves out on CPUs without a word."""
+    make = trainers.Trainer.__init__
+
+    @wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.args.fsdp:
+            import_module("lowbit.integrations.trainer").require_sharding(self)
+
+    trainers.Trainer.__init__ = __init__
+
+
 def _know_generation(generation: Any) -> None:
     import_module("lowbit.integrations.generation")
 
@@ -108,5 +122,6 @@ AFTER_SWAP.append(_tell_transformers)
 when_imported("transformers.quantizers.auto", _register)
 when_imported("transformers.modeling_utils", _allow_casts)
 when_imported("transformers.generation.utils", _know_generation)
+when_imported("transformers.trainer", _check_trainer)
 when_imported("peft.tuners.tuners_utils", _teach_peft)
 when_imported("torchtitan.protocols.model_converter", _register_converter)

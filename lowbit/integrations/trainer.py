@@ -24,7 +24,7 @@ from lowbit.optim.offload import OFFLOADED
 from lowbit.plan import Plan
 from lowbit.plan.settings import Settings, elsewhere, optimizer_class, prepare_model_
 
-__all__ = ["plan_arguments"]
+__all__ = ["plan_arguments", "require_sharding"]
 
 
 class Refusal(NamedTuple):
@@ -98,6 +98,33 @@ def plan_arguments(
         "callbacks": [_ByPlan(settings, directory), *callbacks],
         "optimizer_cls_and_kwargs": (cls, options),
     }
+
+
+def require_sharding(trainer: Any) -> None:
+    """Raises ValueError where a Trainer that is asked for FSDP would not shard its model, or would fail at it.
+
+    A model without modules of lowbit goes the way that it goes without lowbit.
+    """
+    model = trainer.model
+    if not any(type(module).__module__.startswith("lowbit.") for module in model.modules()):
+        return
+    if trainer.is_fsdp_xla_enabled:
+        return
+    if not trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"Trainer: args ask for FSDP, and Accelerate shards on several accelerators alone; it found "
+            f"{trainer.accelerator.distributed_type.value}, and every process would keep the whole model. Leave fsdp "
+            f"out, or use lowbit.distributed.shard_(model, optimizer, 'zero3') in a loop of your own"
+        )
+    if trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        others = [name for name in model.state_dict() if name not in parameters]
+        if others:
+            raise ValueError(
+                f"Trainer: cpu_ram_efficient_loading needs a model whose state is parameters alone, and this one has "
+                f"{len(others)} other tensors, the first of them {others[0]}; leave it out of fsdp_config, so that "
+                f"every process makes the same model"
+            )
 
 
 class _ByPlan(TrainerCallback):  # type: ignore[misc]

@@ -162,6 +162,27 @@ class Optimizer(torch.optim.Optimizer):
         self._places = {new.get(param, param): place for param, place in self._places.items()}
         self.settle()
 
+    def _place(self, param: Tensor) -> int:
+        """The place that its random bits are counted by. Accelerate puts shards into groups without a word: each keeps
+        the place of the parameter where it lies. Raises ValueError where states would be left behind.
+        """
+        if param not in self._places:
+            params = [param for group in self.param_groups for param in group["params"]]
+            who, known = type(self).__name__, len(self._places)
+            if len(params) != known:
+                raise ValueError(
+                    f"{who}: the groups have {len(params)} parameters, and {known} were given; call add_param_group "
+                    "for more"
+                )
+            lost = len(self.state.keys() - set(params))
+            if lost:
+                raise ValueError(
+                    f"{who}: the groups have other parameters than the {lost} that have stepped, whose states would be "
+                    "lost; let Accelerator.prepare have the optimizer before its first step, and load states after it"
+                )
+            self._places = dict(zip(params, self._places.values(), strict=True))
+        return self._places[param]
+
     def settle(self) -> None:
         """Holds groups to the settings that their states are kept by, where there are states."""
         self._plans = {}
@@ -256,7 +277,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"and now has {settings[:4]}; make another optimizer and load this one's state_dict, which converts"
                 )
             rounding = group["rounding"] or find(group["bits"]).rounding
-            stream = 2 * self._places[param]
+            stream = 2 * self._place(param)
             part = Part.of(param, name)
             aligned = all(is_aligned(part, storage) for storage in kept.values())
             plan = Plan(name, rule, part, kept, rounding, stream, param.numel() < FEW, aligned)

@@ -1,8 +1,13 @@
-"""transformers' Trainer on two processes, with DDP and with FSDP2: the losses and weights of a loop with ``shard_``."""
+"""transformers' Trainer on two processes, with DDP and with FSDP2: losses and weights of loops written by hand.
+
+DDP and FSDP2 have the same bits on two processes, so each test asserts how the model is wrapped.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 STEPS, ROWS = 4, 2
-FSDP = {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-#: How gradients are clipped too: the norm of shards is accelerate's own, which rounds otherwise than torch's.
-MODES: dict[str, dict[str, Any]] = {"ddp": {"max_grad_norm": 1.0}, "zero3": {**FSDP, "max_grad_norm": 0.0}}
+LAYERS = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+OPTIONS: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"fsdp": True, "fsdp_config": LAYERS}}
+ADAPTED = ("nf4", "int4-weight-only:group32")
+ADAMW: tuple[Any, dict[str, Any]] = (lb.optim.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.0})
 
 
 class Texts(torch.utils.data.Dataset):
@@ -34,33 +40,96 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def network() -> nn.Module:
+def network(recipe: str = "fp8") -> nn.Module:
+    """Of a recipe for training; or of one for weights, which stay as they are beside adapters that train."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=False, **shape))
-    lb.train.prepare_(model, "fp8")
-    return model
+    if recipe not in ADAPTED:
+        lb.train.prepare_(model, recipe)
+        return model
+    import peft
+
+    lb.quantize_(model, recipe)
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
 
 
 def whole(model: nn.Module) -> list[Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
-def _trainer(path: str, model: nn.Module, batches: list[Tensor], steps: int, **options: Any) -> Any:
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def counted_as_gpus() -> Iterator[None]:
+    """Within, Accelerate takes processes on CPUs for those of GPUs: it knows FSDP for these alone."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState._shared_state
+    state["distributed_type"] = DistributedType.MULTI_GPU
+    yield
+    assert state["distributed_type"] == DistributedType.FSDP, "what Accelerate makes of it, and goes on with"
+
+
+def trainer(path: str, model: nn.Module, way: str, steps: int = STEPS, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: batches.append(kwargs["input_ids"].clone()), with_kwargs=True
-    )
-    options = {"save_strategy": "no", **options}
+    options = {"save_strategy": "no", "max_grad_norm": 0.0, **OPTIONS[way], **options}
     arguments = TrainingArguments(
         path, per_device_train_batch_size=ROWS, max_steps=steps, logging_steps=1, report_to=[], use_cpu=True,
         lr_scheduler_type="constant", disable_tqdm=True, **options,
     )  # fmt: skip
-    optimizer = lb.optim.AdamW8bit(model.parameters(), lr=1e-2)
-    return Trainer(model=model, args=arguments, train_dataset=Texts(), optimizers=(optimizer, None))
+    if way == "ddp":
+        optimizer = ADAMW[0](trained(model), **ADAMW[1])
+        return Trainer(model=model, args=arguments, train_dataset=Texts(), optimizers=(optimizer, None))
+    with counted_as_gpus():
+        return Trainer(model=model, args=arguments, train_dataset=Texts(), optimizer_cls_and_kwargs=ADAMW)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_wrapped(trainer: Any, way: str) -> None:
+    stepped = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    sharded = [isinstance(parameter, DTensor) for parameter in (*trainer.model.parameters(), *stepped)]
+    assert all(sharded) if way == "zero3" else not any(sharded)
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel) == (way == "ddp")
+    assert trainer.accelerator.is_fsdp2 == (way == "zero3")
+
+
+def by_hand(
+    recipe: str, batches: list[list[Tensor]], way: str | None, groups: list[list[str]], clip: float
+) -> tuple[list[float], list[Tensor]]:
+    """Losses and weights of a loop over the batches of both processes: by a way of ``shard_``; or in one process, which
+    takes them as two micro-batches. ``groups``: the names of parameters in each group of the optimizer.
+    """
+    model, losses = network(recipe), []
+    named = dict(model.named_parameters())
+    optimizer = ADAMW[0]([{"params": [named[name] for name in names]} for names in groups], **ADAMW[1])
+    if way is not None:
+        model, optimizer = lb.distributed.shard_(model, optimizer, way)
+    for parts in batches:
+        mine = parts if way is None else [parts[dist.get_rank()]]
+        total = torch.zeros(())
+        for tokens in mine:
+            loss = model(input_ids=tokens, labels=tokens).loss / len(mine)
+            loss.backward()
+            total += loss.detach()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if way is not None:
+            dist.all_reduce(total)
+            total /= 2
+        losses.append(float(total))
+    return losses, whole(model)
 
 
 def as_torchrun_does(rank: int, path: str) -> None:
@@ -68,44 +137,6 @@ def as_torchrun_does(rank: int, path: str) -> None:
     port = Path(path, "port").read_text()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-
-
-def _train(rank: int, path: str, way: str) -> None:
-    as_torchrun_does(rank, path)
-    batches: list[Tensor] = []
-    trainer = _trainer(f"{path}/{way}", network(), batches, STEPS, **MODES[way])
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = whole(trainer.model)
-    model = network()
-    model, optimizer = lb.distributed.shard_(model, lb.optim.AdamW8bit(model.parameters(), lr=1e-2), way)
-    by_hand = []
-    for tokens in batches[:STEPS]:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        if MODES[way]["max_grad_norm"]:
-            nn.utils.clip_grad_norm_(model.parameters(), MODES[way]["max_grad_norm"])
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        by_hand.append(float(mean) / 2)
-    assert losses == pytest.approx(by_hand, rel=1e-6), way
-    assert all(map(same_bits, found, whole(model))), way
-    dist.destroy_process_group()
-
-
-def _resume(rank: int, path: str) -> None:
-    """Four steps at once, and two with a checkpoint and two from it."""
-    as_torchrun_does(rank, path)
-    straight = _trainer(f"{path}/straight", network(), [], STEPS)
-    straight.train()
-    first = _trainer(f"{path}/cut", network(), [], STEPS, save_strategy="steps", save_steps=2)
-    first.train()
-    again = _trainer(f"{path}/cut", network(), [], STEPS)
-    again.train(resume_from_checkpoint=f"{path}/cut/checkpoint-2")
-    assert all(map(same_bits, whole(straight.model), whole(again.model)))
-    dist.destroy_process_group()
 
 
 def with_port(path: Path) -> tuple[str]:
@@ -117,10 +148,93 @@ def with_port(path: Path) -> tuple[str]:
     return (str(path),)
 
 
-def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path):
-    for way in MODES:
-        run_processes(_train, (*with_port(tmp_path), way))
+def _train(rank: int, path: str, way: str, recipes: tuple[str, ...]) -> None:
+    as_torchrun_does(rank, path)
+    for recipe in recipes:
+        _train_one(path, way, recipe)
+    dist.destroy_process_group()
 
 
-def test_a_checkpoint_of_two_processes_resumes_in_every_bit(tmp_path: Path):
-    run_processes(_resume, with_port(tmp_path))
+def _train_one(path: str, way: str, recipe: str) -> None:
+    clip = 0.0 if recipe in ADAPTED else 1.0
+    seen: list[Tensor] = []
+    model = network(recipe)
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True)
+    before, names = whole(model), [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    made = trainer(f"{path}/{way}", model, way, max_grad_norm=clip)
+    if way == "zero3":  # Trainer makes groups of what decays, and of the rest
+        decay = set(made.get_decay_parameter_names(model))
+        groups = [[name for name in names if (name in decay) == first] for first in (True, False)]
+    else:
+        groups = [names]
+    made.train()
+    assert_wrapped(made, way)
+    losses, weights = losses_of(made), whole(made.model)
+    moved = [not same_bits(*pair) for pair in zip(before, weights, strict=True)]
+    assert sum(moved) == len(names) and len(losses) == STEPS, "all that trains, and nothing else"
+
+    batches = []
+    for tokens in seen:
+        parts = [torch.empty_like(tokens) for _ in range(2)]
+        dist.all_gather(parts, tokens)
+        assert not torch.equal(*parts), "each process has its own rows"
+        batches.append(parts)
+    loops = (way, None) if recipe in ADAPTED else (way,)  # recipes draw other bits in each process
+    for loop in loops:
+        found, expected = by_hand(recipe, batches, loop, groups, clip)
+        assert losses == found, (way, recipe, loop)
+        assert all(map(same_bits, weights, expected)), (way, recipe, loop)
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, way: str):
+    run_processes(_train, (*with_port(tmp_path), way, ("fp8",)))
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_adapters_on_a_quantized_base_have_the_bits_of_one_process(tmp_path: Path, way: str):
+    pytest.importorskip("peft")
+    run_processes(_train, (*with_port(tmp_path), way, ADAPTED))
+
+
+def _resume(rank: int, path: str, way: str) -> None:
+    """Four steps with a checkpoint after two, from which another Trainer takes the last two again."""
+    as_torchrun_does(rank, path)
+    for recipe in ("fp8", "nf4"):
+        directory = f"{path}/{recipe}"
+        straight = trainer(directory, network(recipe), way, save_strategy="steps", save_steps=2)
+        straight.train()
+        again = trainer(directory, network(recipe), way)
+        again.train(resume_from_checkpoint=f"{directory}/checkpoint-2")
+        assert_wrapped(again, way)
+        assert losses_of(again) == losses_of(straight), (way, recipe)
+        assert all(map(same_bits, whole(straight.model), whole(again.model))), (way, recipe)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_a_checkpoint_of_two_processes_resumes_in_every_bit(tmp_path: Path, way: str):
+    pytest.importorskip("peft")
+    run_processes(_resume, (*with_port(tmp_path), way))
+
+
+def _refused(rank: int, path: str) -> None:
+    as_torchrun_does(rank, path)
+    from transformers import Trainer, TrainingArguments
+
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "fsdp": True}
+    arguments = TrainingArguments(path, fsdp_config=LAYERS, **options)
+    with pytest.raises(ValueError, match=r"it found MULTI_CPU, and every process would keep the whole.*shard_\(model"):
+        Trainer(model=network(), args=arguments, optimizer_cls_and_kwargs=ADAMW)
+    arguments = TrainingArguments(path, fsdp_config={**LAYERS, "cpu_ram_efficient_loading": True}, **options)
+    with counted_as_gpus(), pytest.raises(ValueError, match=r"the first of them \S+; leave it out of fsdp_config"):
+        Trainer(model=network("nf4"), args=arguments, optimizer_cls_and_kwargs=ADAMW)
+    arguments, model = TrainingArguments(path, fsdp_config=LAYERS, **options), network()
+    with counted_as_gpus(), pytest.raises(RuntimeError, match="Passing `optimizers` is not allowed"):
+        Trainer(model=model, args=arguments, optimizers=(ADAMW[0](trained(model), **ADAMW[1]), None))
+    dist.destroy_process_group()
+
+
+def test_what_trainer_would_not_shard_is_refused(tmp_path: Path):
+    pytest.importorskip("peft")
+    run_processes(_refused, with_port(tmp_path))

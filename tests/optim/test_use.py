@@ -296,3 +296,37 @@ def test_counts_codes_at_the_end_of_their_range():
     shares = lb.optim.saturation(optimizer)
     assert shares["even"] == {"exp_avg": 1.0, "exp_avg_sq_root": 1.0}
     assert shares["spread"]["exp_avg"] < 0.1
+
+
+# -- parameters that another library replaces in the groups --------------------------------------------------------
+def test_parameters_put_in_the_place_of_others_keep_their_random_bits():
+    found = []
+    for replaces in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+        optimizer = lb.optim.AdamW8bit([{"params": params[:1]}, {"params": params[1:]}], lr=1e-2)
+        if replaces:
+            for group in optimizer.param_groups:
+                group["params"] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+        for _ in range(3):
+            for param in reversed(params):
+                param.grad = param.detach().sin()
+            optimizer.step()
+        found.append([*params, *(value for param in params for value in optimizer.state[param].values())])
+    assert all(map(same_bits, *found))
+
+
+def test_states_of_replaced_parameters_are_not_left_behind():
+    param = nn.Parameter(torch.randn(64, 64))
+    optimizer = lb.optim.AdamW8bit([param], lr=1e-2)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    new = nn.Parameter(param.detach().clone())
+    new.grad = torch.ones_like(new)
+    optimizer.param_groups[0]["params"] = [new]
+    with pytest.raises(ValueError, match=r"than the 1 that have stepped, whose states would be lost; let Accelerator"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = [param, new]
+    with pytest.raises(ValueError, match=r"have 2 parameters, and 1 were given; call add_param_group"):
+        optimizer.step()
