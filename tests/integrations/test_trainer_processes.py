@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,20 @@ def as_torchrun_does(rank: int, path: str) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
 
 
+def leave() -> None:
+    """Together, once nothing is left that uses the group: a reducer that outlives it waits for ever."""
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _train(rank: int, path: str, way: str) -> None:
     as_torchrun_does(rank, path)
+    _compare(path, way)
+    leave()
+
+
+def _compare(path: str, way: str) -> None:
     batches: list[Tensor] = []
     trainer = _trainer(f"{path}/{way}", network(), batches, STEPS, **MODES[way])
     trainer.train()
@@ -92,12 +105,16 @@ def _train(rank: int, path: str, way: str) -> None:
         by_hand.append(float(mean) / 2)
     assert losses == pytest.approx(by_hand, rel=1e-6), way
     assert all(map(same_bits, found, whole(model))), way
-    dist.destroy_process_group()
 
 
 def _resume(rank: int, path: str) -> None:
-    """Four steps at once, and two with a checkpoint and two from it."""
     as_torchrun_does(rank, path)
+    _cut_and_go_on(path)
+    leave()
+
+
+def _cut_and_go_on(path: str) -> None:
+    """Four steps at once, and two with a checkpoint and two from it."""
     straight = _trainer(f"{path}/straight", network(), [], STEPS)
     straight.train()
     first = _trainer(f"{path}/cut", network(), [], STEPS, save_strategy="steps", save_steps=2)
@@ -105,7 +122,6 @@ def _resume(rank: int, path: str) -> None:
     again = _trainer(f"{path}/cut", network(), [], STEPS)
     again.train(resume_from_checkpoint=f"{path}/cut/checkpoint-2")
     assert all(map(same_bits, whole(straight.model), whole(again.model)))
-    dist.destroy_process_group()
 
 
 def with_port(path: Path) -> tuple[str]:
