@@ -29,7 +29,7 @@ from lowbit.models.ties import Holder, holders
 from lowbit.named import did_you_mean
 from lowbit.nn.base import kind as kind_of
 from lowbit.optim.shards import is_dtensor
-from lowbit.processes import gather_flat
+from lowbit.processes import gather_flat, processes
 from lowbit.recipes import Cast
 from lowbit.scaling import SHORT_NAMES, Scheme, scheme
 from lowbit.tensor.quantized import Quantized, scale_dtype
@@ -40,8 +40,9 @@ __all__ = ["AllGatherWeight", "all_gather_", "encoded_", "gathered_layers"]
 
 #: Short names of schemes, whose recipes in training quantize weights so.
 _NAMES = {"fp8": "fp8_e4m3:row", "fp8-tensor": "fp8_e4m3:tensor", "int8": "int8:row"}
-#: The attribute of a layer that has the scheme in which its weight is to be gathered.
-_SCHEME = "_lowbit_all_gather"
+#: The attributes of a layer that have the scheme in which its weight is to be gathered, and the hook that waits for
+#: ``shard_``.
+_SCHEME, _WAITING = "_lowbit_all_gather", "_lowbit_all_gather_waiting"
 
 
 def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DEFAULT_SKIP) -> Report:
@@ -55,6 +56,9 @@ def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DE
     checkpoints have the weight itself. A layer of ``train.prepare_`` whose recipe quantizes the weight in this very
     scheme takes the codes as they come, and has the bits that it has without. Each process keeps the codes of its rows
     from one step to the next, a byte a number.
+
+    Only ``shard_`` gathers so. Training on several processes that were sharded otherwise, by ``fully_shard`` or by a
+    Trainer, raises RuntimeError in the first forward.
 
     Returns a Report of the layers. A layer that shares its weight with a module that is not gathered so is left.
     Raises ValueError for an unknown scheme or one that cannot be gathered, for weights that are shards already, for a
@@ -73,8 +77,20 @@ def all_gather_(model: nn.Module, bits: str | Scheme = "fp8", *, skip: Skip = DE
         raise ValueError(nothing_found(model, found, "distributed.all_gather_", "nn.Linear"))
     for layer in layers.values():
         setattr(layer, _SCHEME, kind)
+        if _WAITING not in vars(layer):
+            setattr(layer, _WAITING, layer.register_forward_pre_hook(_require_shards))
     report = report_on("distributed.all_gather_", model, layers, f"gathered in {kind}")
     return replace(report, skipped=tuple(found.skipped), left=dict(found.left))
+
+
+def _require_shards(layer: nn.Module, args: Any) -> None:
+    """A hook until ``shard_`` takes it away."""
+    if torch.is_grad_enabled() and processes() > 1:
+        raise RuntimeError(
+            f"distributed.all_gather_: {processes()} processes train this model, and its weights are not gathered in "
+            f"{vars(layer)[_SCHEME]}: only lb.distributed.shard_ by zero2, zero3 or hsdp does that; shard the model by "
+            "it, or leave all_gather_ out"
+        )
 
 
 def gathered_layers(model: nn.Module) -> list[nn.Linear]:
@@ -95,6 +111,7 @@ def encoded_(model: nn.Module) -> Exchange:
             raise ValueError(f"distributed.shard_: a layer of all_gather_ {reason}")
     owners = holders(model)
     for layer in layers:
+        vars(layer).pop(_WAITING).remove()
         if isinstance(layer.weight, AllGatherWeight):
             continue  # it is shared, and its other holder came first
         old: Any = layer.weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,38 @@ def test_layers_that_cannot_be_gathered():
     assert report.converted == ("0", "1.0.0", "1.1.0", "1.2.0") and "codes already" in report.left["2"]
     with pytest.raises(ValueError, match="found nothing to convert"):
         lb.distributed.all_gather_(nn.Sequential(nn.Conv2d(3, 3, 3)), "fp8")
+
+
+def _sharded_otherwise(rank: int, path: str) -> None:
+    meet(rank, 2, path)
+    from torch.distributed.fsdp import fully_shard
+
+    x = torch.randn(4, 24)
+    for shard in (fully_shard, nn.parallel.DistributedDataParallel):
+        model = network()
+        lb.distributed.all_gather_(model, "fp8")
+        with torch.no_grad():
+            model(x)  # nothing is trained
+        model = shard(model)
+        with pytest.raises(RuntimeError, match="2 processes train this model, and its weights are not gathered in fp8"):
+            model(x)
+        del model
+    model = network()
+    lb.distributed.all_gather_(model, "fp8")
+    lb.distributed.all_gather_(model, "int8")  # the last one holds
+    model, _ = lb.distributed.shard_(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    model(x).sum().backward()
+    del model
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_who_shards_otherwise_is_told(tmp_path: Path):
+    run_processes(_sharded_otherwise, (str(tmp_path),))
+    model = network()
+    lb.distributed.all_gather_(model, "fp8")
+    model(torch.randn(4, 24)).sum().backward()  # one process has all
 
 
 # -- adapters on a quantized base -------------------------------------------------------------------------------------
