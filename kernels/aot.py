@@ -56,7 +56,8 @@ MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mm
 ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
 #: The architecture from which on hardware converts E4M3.
 FP8_FROM = 89
-#: Kernels of products. Theirs may multiply and add at once pairs of 16 bits, where neither is rounded (``nibbles``).
+#: Kernels of products. Theirs may multiply and add at once pairs of 16 bits, where no result is rounded
+#: (``decode_4bit``).
 PRODUCTS = ("weight_only", "integers")
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit import reference
 from lowbit.formats import Format, find
-from lowbit.kernels import nibbles, scaled, weight_only
+from lowbit.kernels import decode_4bit, integers, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
 from lowbit.kernels.launch import dequantize
 from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, scale_spec
-from lowbit.ops.matmul import INT32_DEPTH, ScaledMM, Side, sides
+from lowbit.ops.matmul import ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
-__all__ = ["Left", "are_integers", "epilogue", "fits_bf16", "row_scales", "scaled_mm", "supports", "values"]
+__all__ = ["Decoded", "are_integers", "epilogue", "fits_bf16", "row_scales", "scaled_mm", "supports", "values"]
 
 #: Programs that a GPU should have at least, where there is a K to share among them.
 _PROGRAMS = 1056
@@ -46,14 +46,16 @@ def supports(call: ScaledMM) -> str | None:
         widths = sorted(s.block_of(d.shape[0], call.cols)[1] for s, d in ((a, call.a), (b, call.b)))
         if widths[1] < call.cols and widths[1] % widths[0]:
             return f"its kernel takes blocks along K of which one divides the other, got {a} and {b}"
-        limit = INT32_DEPTH if _is_signed(a) and _is_signed(b) else INT32_DEPTH // 4
+        limit = (2**31 - 1) // (_largest(a) * _largest(b))
         if widths[0] >= call.cols > limit:
             return f"int32 holds at most {limit} products of these integers, got K = {call.cols}"
     return None
 
 
-def _is_signed(scheme: Scheme) -> bool:
-    return scheme.format.signed and not scheme.affine
+def _largest(scheme: Scheme) -> int:
+    """The largest magnitude of a code less its zero point."""
+    least, most = scheme.format.qmin, scheme.format.qmax
+    return most - least if scheme.affine else max(-least, most)
 
 
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
@@ -65,7 +67,7 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     return [*left.launches, *_weight_only(left, b, call.bias, out, call.cols)]
 
 
-class Left(NamedTuple):
+class Decoded(NamedTuple):
     """A matrix as floats, what fills it, and the fp32 scales of its rows, if they wait for the epilogue; or its codes
     in the FP8 format ``fp8``.
     """
@@ -86,28 +88,28 @@ def fits_bf16(side: Side, cols: int) -> bool:
     return found.scale_shape(side.data.shape[0], cols)[1] == 1 or _folds(found, "bf16")
 
 
-def values(side: Side, cols: int) -> Left:
+def values(side: Side, cols: int) -> Decoded:
     """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it."""
     if side.scheme is None:
-        return Left(side.data, [], None)
+        return Decoded(side.data, [], None)
     found, rows = scheme(side.scheme), side.data.shape[0]
     assert side.scale is not None
     out = partial(torch.empty, (rows, cols), device=side.data.device)
     if not fits_bf16(side, cols):
         made = out(dtype=torch.float32)
-        return Left(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
+        return Decoded(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
     made = out(dtype=torch.bfloat16)
     if found.scale_shape(rows, cols)[1] > 1:
         scale = None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
         ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
-        return Left(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
+        return Decoded(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
     scale = row_scales(side, cols)
-    one = _one(found, side.scale)
+    one = _unit_scales(found, side.scale)
     ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
-    return Left(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
+    return Decoded(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
 
 
-def _one(scheme: Scheme, scale: Tensor) -> Tensor:
+def _unit_scales(scheme: Scheme, scale: Tensor) -> Tensor:
     """Stored scales of 1."""
     if scale.dtype != torch.uint8:
         return torch.ones_like(scale)
@@ -115,12 +117,12 @@ def _one(scheme: Scheme, scale: Tensor) -> Tensor:
     return torch.full_like(scale, int(code.nonzero()))
 
 
-def _fp8_left(side: Side, cols: int) -> Left | None:
+def _fp8_left(side: Side, cols: int) -> Decoded | None:
     """FP8 codes whose scales span rows as they are: the kernel decodes them."""
     found = None if side.scheme is None else scheme(side.scheme)
     if found is None or not _fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
         return None
-    return Left(side.data, [], row_scales(side, cols), _fp8(found, side.data.device))
+    return Decoded(side.data, [], row_scales(side, cols), _fp8(found, side.data.device))
 
 
 def row_scales(side: Side, cols: int) -> Tensor:
@@ -201,11 +203,11 @@ def _terms(values: Tensor) -> Tensor:
 def _ptx(format: Format, operand: str) -> tuple[str, str]:
     """Instructions that decode a format of 4 bits: each code to one operand, or to three that add up to it."""
     if format.kind == "integer":
-        return nibbles.integers(format.signed, operand)
+        return decode_4bit.integers(format.signed, operand)
     values = _decoded(format)
     values = values[None] if _is_exact(format, operand) else _terms(values)
     dtype = torch.float16 if operand == "fp16" else torch.bfloat16
-    return nibbles.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())
+    return decode_4bit.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())
 
 
 def _codes(name: str, side: Side) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) ->
         "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
     grid = (-(-rows // shape.m) * -(-cols // shape.n),)
-    return [Launch(scaled.integers, grid, arguments, shape.warps, shape.stages)]
+    return [Launch(integers.integers, grid, arguments, shape.warps, shape.stages)]
 
 
 # -- floats by codes ---------------------------------------------------------------------------------------------------
@@ -348,7 +350,7 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
     }  # fmt: skip
 
 
-def _weight_only(left: Left, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
+def _weight_only(left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
     (rows, cols), a = out.shape, left.values
     plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device)
     table = _table(scheme(str(b.scheme)).format, out.device) if _kind(b) == "codebook" else None

@@ -14,14 +14,14 @@ import torch
 
 from lowbit.kernels.spec import INTERPRETED, Launch
 
-__all__ = ["kind_of", "run"]
+__all__ = ["run", "specialization"]
 
 #: Compiled kernels by device and kind of arguments.
 _compiled: dict[Any, Any] = {}
 
 
 def run(launches: list[Launch]) -> None:
-    """Start kernels in order, on the current stream of the tensors' device.
+    """Start kernels in order, on the current stream of the current device.
 
     Raises: RuntimeError for interpreted kernels where NumPy would flush subnormal numbers.
     """
@@ -34,7 +34,7 @@ def _start(one: Launch) -> None:
     if INTERPRETED:
         one.kernel[one.grid](**one.arguments)
         return
-    key = (torch.cuda.current_device(), kind_of(one))
+    key = (torch.cuda.current_device(), specialization(one))
     compiled = _compiled.get(key)
     if compiled is None:
         # Contraction of a product and a sum into an fma would round once where the specification rounds twice.
@@ -71,7 +71,7 @@ def _parameters(kernel: Any) -> _Parameters:
     )
 
 
-def kind_of(one: Launch) -> tuple[Any, ...]:
+def specialization(one: Launch) -> tuple[Any, ...]:
     """What a kernel is compiled for: constants, dtypes, and which addresses and numbers are multiples of 16, or 1."""
     found, arguments = _parameters(one.kernel), one.arguments
     pointers = [

@@ -2,7 +2,7 @@
 
 Tensor cores multiply in bf16, or in fp16 where the floats are, and sum in fp32. What such an operand does not hold is
 cut into several that do: fp32 into three of 8 bits, the entries of a codebook likewise. A scale is multiplied into the
-operand where that is exact (``FOLD``), else into the sum of its block, or of the whole row in the epilogue.
+operand where that is exact, else into the sum of its block, or of the whole row in the epilogue.
 
 Source: docs/numerics.md section 9.
 """
@@ -10,7 +10,7 @@ Source: docs/numerics.md section 9.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import bits, nibbles, scales, tiles
+from lowbit.kernels import bits, decode_4bit, scales, tiles
 from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 
@@ -180,7 +180,7 @@ def weight_only(
             packed = tl.load(
                 b_ptr + (col.to(tl.int64) * b_stride_r)[:, None] + (pair_at.to(tl.int64) * b_stride_c)[None, :], ok, 0
             )
-            pairs = nibbles.look_up(packed, PTX, REGISTERS, B_TERMS)
+            pairs = decode_4bit.look_up(packed, PTX, REGISTERS, B_TERMS)
         else:
             code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, first, B[1], PAIRS)
             value = decode(code, table_ptr, B, FP8)
@@ -202,14 +202,16 @@ def weight_only(
             if PTX != "":
                 pair = pairs if B_TERMS == 1 else pairs[j]
                 if AFFINE:
-                    one = nibbles.twice(tl.full([1, 1], 1.0, tl.float32), OPERAND)
-                    pair = nibbles.multiply_add(pair, one, nibbles.twice(-zero_point, OPERAND)[:, None], OPERAND)
+                    one = decode_4bit.twice(tl.full([1, 1], 1.0, tl.float32), OPERAND)
+                    pair = decode_4bit.multiply_add(
+                        pair, one, decode_4bit.twice(-zero_point, OPERAND)[:, None], OPERAND
+                    )
                 if SCALED == "element":
-                    factor = nibbles.twice(element_scale, OPERAND)[:, :, None]
-                    nothing = nibbles.twice(tl.full([1, 1, 1], -0.0, tl.float32), OPERAND)
+                    factor = decode_4bit.twice(element_scale, OPERAND)[:, :, None]
+                    nothing = decode_4bit.twice(tl.full([1, 1, 1], -0.0, tl.float32), OPERAND)
                     pair = tl.reshape(pair, [N, K // GROUP, GROUP // 2])
-                    pair = tl.reshape(nibbles.multiply_add(pair, factor, nothing, OPERAND), [N, K // 2])
-                left = nibbles.unpaired(pair, OPERAND)
+                    pair = tl.reshape(decode_4bit.multiply_add(pair, factor, nothing, OPERAND), [N, K // 2])
+                left = decode_4bit.unpaired(pair, OPERAND)
             else:
                 left = term(value, j, B_TERMS, OPERAND)
             for i in tl.static_range(A_TERMS):

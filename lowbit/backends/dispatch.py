@@ -109,10 +109,14 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
     return device
 
 
+#: Kinds of calls that are remembered.
+_MOST = 4096
+
+
 def _prepare(spec: OpSpec, call: Any) -> tuple[registry.Impl, list[Out]]:
     """Checks the call; what serves it, and its outputs."""
     key = registry.kind_of(spec.name, call)
-    known: tuple[registry.Impl, list[Out]] | None = registry.memory.get(key)
+    known = registry.prepared.get(key)
     if known is not None:
         return known
     device = _device_of(spec, call)
@@ -120,8 +124,10 @@ def _prepare(spec: OpSpec, call: Any) -> tuple[registry.Impl, list[Out]]:
     outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
-    if impl.name != "reference":  # which is to be told of each time
-        registry.memory.remember(key, (impl, outs))
+    if key is not None and impl.name != "reference":  # of which it is said each time
+        if len(registry.prepared) >= _MOST:
+            registry.prepared.clear()
+        registry.prepared[key] = impl, outs
     return impl, outs
 
 

@@ -83,6 +83,9 @@ _absent: dict[str, str] = {}
 _known: set[str] = set()  # names of implementations, and of their backends
 _forced: ContextVar[str | None] = ContextVar("lowbit_backend", default=None)
 
+#: What ``dispatch`` has worked out for kinds of calls (``kind_of``); forgotten when kernels are added.
+prepared: dict[Any, tuple[Impl, Any]] = {}
+
 #: Told +1 and -1 while a choice is open that kernels which choose for themselves must leave to this table.
 announce: Callable[[int], object] = lambda change: None
 
@@ -106,7 +109,7 @@ def add(rows: tuple[Impl, ...]) -> None:
     for row in rows:
         if row.op not in OPS:
             raise ValueError(f"implementation {row.name!r} is for unknown op {row.op!r}; known: {', '.join(OPS)}")
-        memory.clear()
+        prepared.clear()
         _known.update((row.name, row.backend))
         for device in row.devices:
             listed = _table.setdefault((row.op, device), [])
@@ -151,7 +154,8 @@ def asking() -> bool:
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Serve every lowbit op inside from one backend (``reference``, ``cpu``, ``cuda``, ``triton``), or raise.
+    """Serve every lowbit op inside from one backend (``reference``, ``cpu``, ``cuda``, ``triton``,
+    ``delegated``), or raise.
 
     ``None`` gives the choice back. It holds for this thread (and asyncio task) alone: others choose for themselves, but
     backward passes, whatever thread they run on, use the backend of their forward.
@@ -214,20 +218,6 @@ def kind_of(op: str, call: Any) -> Any:
         if not isinstance(v, float)
     ]
     return op, _forced.get(), matmul_precision(), *values
-
-
-class Memory(dict[Any, Any]):
-    """What was worked out for kinds of calls, at most so many; forgotten when kernels are added."""
-
-    def remember(self, key: Any, value: Any) -> Any:
-        if key is not None:
-            if len(self) >= 4096:
-                self.clear()
-            self[key] = value
-        return value
-
-
-memory = Memory()
 
 
 def _in_order(rows: list[Impl], call: Any) -> list[Impl]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -236,13 +237,20 @@ IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS)
 _OLDEST = (3, 6)
 
 
+def _version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # nightly builds of torch come with it under another name
+        return str(import_module("triton").__version__)
+
+
 def unavailable() -> str | None:
     """Why this backend is absent, and how to get it."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton (Linux only)"
     if torch.version.hip is not None:
         return "its kernels are for CUDA devices, and this torch is built for ROCm"
-    found = str(import_module("triton").__version__)
+    found = _version()
     if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
         return f"triton {found} rounds subnormal numbers to zero; pip install 'triton>=3.6'"
     if not _FOUND:

@@ -80,7 +80,7 @@ def test_what_is_worked_out_for_a_kind_of_call_is_remembered(monkeypatch):
     spec, asked = OPS["encode"], []
     kernel = registry.Impl("encode", "kernel", ("meta",), 50, lambda outs, call: None, lambda call: asked.append(call))
     monkeypatch.setitem(registry._table, ("encode", "meta"), [kernel])
-    monkeypatch.setattr(registry, "memory", registry.Memory())
+    monkeypatch.setattr(registry, "prepared", {})
     for call in (spec.args(x, "fp8_e4m3"), spec.args(x + 1, "fp8_e4m3")):
         assert dispatch._prepare(spec, call) == (kernel, spec.outputs(call))
     assert len(asked) == 1, "the second call looks like the first"

@@ -44,7 +44,7 @@ seen = {}
 for case in [case for case in cases() if case.fast][::7]:
     for one in case.launches:
         for variant in variants(one):
-            ours, theirs = start.kind_of(variant), (variant.kernel, own(variant))
+            ours, theirs = start.specialization(variant), (variant.kernel, own(variant))
             assert seen.setdefault(ours, theirs) == theirs, (case.name, ours)
 print(len(seen))
 

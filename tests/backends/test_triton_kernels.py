@@ -270,6 +270,21 @@ def test_inf_is_inf_where_operands_are_cut_into_terms(b, dtype):
     assert torch.equal(y.sign().nan_to_num(), expected.sign().nan_to_num())
 
 
+def test_sums_of_integers_at_the_limit_do_not_wrap():
+    """The largest codes that there are, up to the depth beyond which int32 would not hold them."""
+    call = make_call(
+        torch.ones(1, 65793, device=DEVICE), torch.ones(2, 65793, device=DEVICE), "uint8:row:affine", "int8:row"
+    )
+    call.a.fill_(255)
+    call.b.fill_(0x80)
+    for zero in (0, 255):
+        call.a_zero_point.fill_(zero)
+        with lb.use_backend("triton"):
+            y = torch.ops.lowbit.scaled_mm(*call)
+        with lb.use_backend("reference"):
+            assert_same_bits(y, torch.ops.lowbit.scaled_mm(*call))
+
+
 def test_segments_beyond_the_depth_read_no_scales():
     """The last block has fewer segments than the others; the scale of the row is one."""
     a, b = random_matrix(17, 1000, DEVICE, seed=1), random_matrix(5, 1000, DEVICE, seed=2)
@@ -291,7 +306,7 @@ def test_products_take_codes_of_any_strides():
     ("a", "b", "k", "reason"),
     [
         ("int8:group32", "int8:group48", 96, "of which one divides the other"),
-        ("uint8:row:affine", "int8:row", 40000, "int32 holds at most 32767 products"),
+        ("uint8:row:affine", "int8:row", 70000, "int32 holds at most 65793 products"),
         ("int8:row", "int8:row", 131072, "int32 holds at most 131071 products"),
     ],
 )

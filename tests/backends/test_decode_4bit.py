@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 from lowbit import reference
 from lowbit.formats import FORMATS, find
-from lowbit.kernels import nibbles, products
+from lowbit.kernels import decode_4bit, products
 
 WORD = (1 << 32) - 1
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,6 +90,6 @@ def test_every_byte_decodes_to_its_two_codes(name, operand):
 
 def test_what_is_written_is_what_is_read():
     """The operands that instructions name are those that the block has."""
-    for instructions, constraints in (nibbles.integers(True, "bf16"), nibbles.tables([[0] * 16] * 3)):
+    for instructions, constraints in (decode_4bit.integers(True, "bf16"), decode_4bit.tables([[0] * 16] * 3)):
         names = {int(n) for n in re.findall(r"\$(\d+)", instructions)}
         assert names == set(range(len(constraints.split(","))))

@@ -1,4 +1,4 @@
-"""Codes of 4 bits to 16-bit numbers in registers, two at a time: PTX for what Triton has no words for.
+"""Codes of 4 bits to 16-bit numbers in registers, two at a time, in PTX: Triton has neither ``prmt`` nor ``lop3``.
 
 ``prmt`` picks four bytes of eight by four selectors of 3 bits, which packed codes are: a table of 16 numbers is two
 such halves for each of their bytes, among which the codes' upper bits select. Integers need no table: put into the
@@ -151,7 +151,7 @@ def unpaired(pair, OPERAND: tl.constexpr):
 
 @triton.jit
 def look_up(packed, PTX: tl.constexpr, REGISTERS: tl.constexpr, TERMS: tl.constexpr):
-    """Pairs of patterns of bytes [N, C] of two codes, in each of one or three tables of ``ptx``."""
+    """Pairs of patterns of bytes [N, C] of two codes, a tensor a term, by what ``integers`` or ``tables`` give."""
     if TERMS == 1:
         return tl.inline_asm_elementwise(PTX, REGISTERS, [packed], tl.int32, True, 4)
     else:
