@@ -24,7 +24,8 @@ import lowbit as lb
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import load
 from lowbit.demo.gpt import GPT
-from lowbit.demo.loop import TrainConfig, evaluate
+from lowbit.demo.loop import TrainConfig
+from lowbit.demo.step import evaluate
 from lowbit.machine import provenance
 from lowbit.tables import markdown
 

@@ -21,7 +21,7 @@ import lowbit as lb
 from lowbit.bench.timing import Budget, Case, Group, measure
 from lowbit.bench.training_peers import PEERS, Prepare
 from lowbit.demo.gpt import GPT, Block, GPTConfig, rope
-from lowbit.demo.loop import loss_of
+from lowbit.demo.step import loss_of
 from lowbit.machine import multiplies, provenance
 from lowbit.tables import markdown
 

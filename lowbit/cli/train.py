@@ -23,7 +23,8 @@ from lowbit.demo.config import OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import HEAD, SAYS, Held, held, one_by_one, written
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import PROFILED, WAYS, Interrupted, Trainer
+from lowbit.demo.loop import PROFILED, Interrupted, Trainer
+from lowbit.demo.torchrun import WAYS
 from lowbit.machine import float_precision
 from lowbit.plan import Plan
 from lowbit.plan.fitting.choices import words

@@ -24,7 +24,9 @@ from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
 from lowbit.demo.explain import Held
 from lowbit.demo.gpt import GPT, GPTConfig, generate
-from lowbit.demo.loop import SHARED_STATE, STATE, WAYS, Trainer, evaluate
+from lowbit.demo.loop import SHARED_STATE, STATE, Trainer
+from lowbit.demo.step import evaluate
+from lowbit.demo.torchrun import WAYS
 from lowbit.distributed.checkpoint import remove
 from lowbit.files import read_json, shown, write_json
 from lowbit.optim.shards import whole

@@ -13,8 +13,8 @@ from torch import nn
 
 from lowbit.demo.config import TrainConfig
 from lowbit.demo.gpt import GPT, GPTConfig
-from lowbit.demo.loop import arrange_, loss_of, optimizer_of, update
 from lowbit.demo.optimizers import state_bytes
+from lowbit.demo.step import arrange_, loss_of, optimizer_of, update
 from lowbit.memory import allocated_peak
 from lowbit.models.ties import model_bytes, tensor_bytes
 from lowbit.train import LossScaler, TrainLinear

@@ -17,24 +17,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit import distributed
-from lowbit.convert import Report
 from lowbit.demo import torchrun
 from lowbit.demo.config import FLOATS, OUTSIDE, TrainConfig
 from lowbit.demo.data import Corpus
-from lowbit.demo.gpt import GPT
 from lowbit.demo.optimizers import find
+from lowbit.demo.step import arrange_, evaluate, loss_of, optimizer_of, update
 from lowbit.distributed.checkpoint import saved
 from lowbit.files import read_checked, write_checked
 from lowbit.memory import Profile, micro_batches, profile
-from lowbit.memory.checkpoint import checkpoint_
 from lowbit.notice import warn
 from lowbit.optim import offload_
 from lowbit.plan import Plan
@@ -42,11 +39,8 @@ from lowbit.plan.settings import Settings, elsewhere, prepare_model_
 from lowbit.processes import everywhere, gathered, processes
 from lowbit.train import (
     LossScaler,
-    compress_activations_,
     convert_,
     find_nonfinite,
-    mixed_,
-    prepare_,
     state,
     uncompress_activations_,
     watch,
@@ -58,16 +52,10 @@ __all__ = [
     "PROFILED",
     "SHARED_STATE",
     "STATE",
-    "WAYS",
     "History",
     "Interrupted",
     "TrainConfig",
     "Trainer",
-    "arrange_",
-    "evaluate",
-    "loss_of",
-    "optimizer_of",
-    "update",
 ]
 
 
@@ -79,31 +67,6 @@ STATE = "checkpoint.pt"
 
 #: The directory of the state of a run on several processes, of ``lowbit.distributed.save``.
 SHARED_STATE = "checkpoint"
-
-
-class _Waits(NamedTuple):
-    """The collectives of a step, by what it is doing; "" where there is none."""
-
-    forward: str
-    backward: str
-    update: str
-
-
-_WAITS = {
-    "ddp": _Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-reduce of magnitudes"),
-    "zero1": _Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-gather of parameters"),
-    "zero2": _Waits(
-        "the all-gather of parameters", "the reduce-scatter of gradients", "the all-reduce of the norm of gradients"
-    ),
-    "zero3": _Waits(
-        "the all-gather of parameters",
-        "the all-gather of parameters or the reduce-scatter of gradients",
-        "the all-reduce of the norm of gradients",
-    ),
-}
-
-#: The ways of ``lowbit.distributed`` that a run can have.
-WAYS = tuple(_WAITS)
 
 
 @dataclass
@@ -153,58 +116,6 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         restore()
 
 
-def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` names. Vectors do not decay, and Muon takes the matrices that are no tables."""
-    tables = [p for name, p in model.named_parameters() if name in ("embed.weight", "lm_head.weight")]
-    matrices = [p for p in model.parameters() if p.ndim > 1 and all(p is not table for table in tables)]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    named = find(config.optimizer)
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay * named.decay},
-        {"params": tables, "weight_decay": config.weight_decay * named.decay, "muon": False},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return named.make([g for g in groups if g["params"]], lr=config.lr * named.factor)
-
-
-def arrange_(model: nn.Module, config: TrainConfig) -> Report | None:
-    """Make ``model`` compute, in place, as ``config`` says: by its recipe, with what backward keeps, in its floats.
-
-    Returns the report of ``prepare_`` where there is a recipe.
-    """
-    prepared = None if config.recipe is None else prepare_(model, config.recipe)
-    if config.checkpointing:
-        checkpoint_(model, model.blocks if isinstance(model, GPT) else "block")
-    if config.floats != "fp32":
-        mixed_(model, config.floats)
-    if config.compress_activations:  # the last, because a tail undoes it
-        compress_activations_(model)
-    return prepared
-
-
-def loss_of(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token."""
-    return F.cross_entropy(model(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, clip: float) -> None:
-    """What follows backward: gradients without their scale, clipped; the optimizer's step; no gradients."""
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, windows: Tensor, batch: int = 16) -> float:
-    """Mean loss in nats a token over ``windows`` [n, T + 1]."""
-    total = 0.0
-    for part in torch.split(windows, batch):
-        total += loss_of(model, part[:, :-1], part[:, 1:]).item() * len(part)
-    return total / len(windows)
-
-
 class Trainer:
     """One run of ``model`` on ``corpus`` as ``config`` says, with its state in ``directory``.
 
@@ -229,7 +140,7 @@ class Trainer:
     ) -> None:
         self.model, self.corpus, self.config, self.plan, self.way = model, corpus, config, plan, way
         self.path, self._directory = directory / (STATE if way is None else SHARED_STATE), str(directory)
-        self._waits = _Waits("", "", "") if way is None else _WAITS[way]
+        self._waits = torchrun.Waits("", "", "") if way is None else torchrun.WAITS[way]
         self._share = slice(None) if way is None else torchrun.share(config.batch)
         self._settings = Settings() if plan is None else plan.settings
         self.prepared = arrange_(model, config)
@@ -290,7 +201,7 @@ class Trainer:
                 on_step(self)
                 stop = self._anywhere(
                     stopped()
-                )  # asked once: what comes while a state is written ends the run after the next one
+                )  # once: what comes while a state is written ends the run after the next
                 if stop or self.step % self.config.save_every == 0 or self.step == self.config.steps:
                     self.save()
                 if stop:

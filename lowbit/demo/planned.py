@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lowbit.demo.data import Corpus
 from lowbit.demo.experiment import Settings, model_of, run_path
-from lowbit.demo.loop import Trainer, arrange_
+from lowbit.demo.loop import Trainer
 from lowbit.demo.optimizers import OPTIMIZERS
+from lowbit.demo.step import arrange_
 from lowbit.plan import Plan, fit
 from lowbit.plan.fitting import CHOICES
 from lowbit.plan.fitting.choices import words

@@ -13,14 +13,27 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lowbit.processes import processes
 
-__all__ = ["TIMEOUT", "Lost", "command", "first", "joined", "launched", "rank", "share", "waiting"]
+__all__ = [
+    "TIMEOUT",
+    "WAITS",
+    "WAYS",
+    "Lost",
+    "Waits",
+    "command",
+    "first",
+    "joined",
+    "launched",
+    "rank",
+    "share",
+    "waiting",
+]
 
 T = TypeVar("T")
 
@@ -29,6 +42,31 @@ TIMEOUT = 60.0
 
 #: What gloo's errors say of a process that has ended or does not answer; they have no class of their own.
 _LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+
+
+class Waits(NamedTuple):
+    """The collectives of a step, by what it is doing; "" where there is none."""
+
+    forward: str
+    backward: str
+    update: str
+
+
+WAITS = {
+    "ddp": Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-reduce of magnitudes"),
+    "zero1": Waits("the broadcast of buffers", "the all-reduce of gradients", "the all-gather of parameters"),
+    "zero2": Waits(
+        "the all-gather of parameters", "the reduce-scatter of gradients", "the all-reduce of the norm of gradients"
+    ),
+    "zero3": Waits(
+        "the all-gather of parameters",
+        "the all-gather of parameters or the reduce-scatter of gradients",
+        "the all-reduce of the norm of gradients",
+    ),
+}
+
+#: The ways of ``lowbit.distributed`` that a run can have.
+WAYS = tuple(WAITS)
 
 
 class Lost(RuntimeError):
