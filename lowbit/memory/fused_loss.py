@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
+from lowbit.memory.fake import fake_batch, fake_model, fake_tensors
 from lowbit.memory.loss import linear_cross_entropy
+from lowbit.models.batches import call
 from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
 
-__all__ = ["can_fuse_loss", "fuse_loss_", "unfuse_loss_"]
+__all__ = ["answers_without_logits", "fuse_loss_", "unfuse_loss_"]
 
 #: The entry of a config by which a model caps its logits before the loss.
 _SOFTCAP = "final_logit_softcapping"
@@ -31,7 +34,7 @@ def fuse_loss_(model: nn.Module) -> Report:
     ``model``: a causal language model of transformers, or a module that has one inside, such as one of peft. In
     training mode, where it is given ``labels``, it answers with ``loss`` and with ``logits=None``; in evaluation, and
     without labels, it is as before. The loss is that of ``ForCausalLMLoss`` within the rounding of sums, with
-    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``.
+    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``; logits in half precision are rounded as they are.
 
     Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
     is another, its last layer is no plain ``nn.Linear``, and where that is done already. The forward raises ValueError
@@ -71,9 +74,18 @@ def unfuse_loss_(model: nn.Module) -> Report:
     return report_on("memory.unfuse_loss_", model, {p: model.get_submodule(p) for p in wrapped}, "as it was")
 
 
-def can_fuse_loss(model: nn.Module) -> bool:
-    """Whether ``fuse_loss_`` takes ``model``."""
-    return not _is_fused(model) and bool(_found(model)[0])
+def answers_without_logits(model: nn.Module, batch: Any) -> bool:
+    """Whether ``model`` would, for such a batch, after ``fuse_loss_``; by a forward without data."""
+    if _is_fused(model) or not model.training or not _found(model)[0]:
+        return False
+    with torch.inference_mode(False), fake_tensors() as fake:
+        copied = fake_model(model, fake, None)
+        fuse_loss_(copied)
+        try:
+            answer = call(copied, fake_batch(batch, fake, None))
+        except ValueError:
+            return False
+    return getattr(answer, "logits", answer) is None
 
 
 def _is_fused(model: nn.Module) -> bool:
@@ -183,7 +195,7 @@ def _loss(
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = linear_cross_entropy(
         hidden, head.weight, targets.to(hidden.device), head.bias, ignore_index=ignore_index, reduction=reduction,
-        softcap=fused.softcap,
+        softcap=fused.softcap, rounded=True,
     )  # fmt: skip
     if num_items_in_batch is None:
         return loss
