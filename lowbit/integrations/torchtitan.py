@@ -157,6 +157,8 @@ BEYOND = (
            "call lowbit.optim.offload_(optimizer, where) of each optimizer that build_optimizers_fn makes"),
     Beyond("activations", lambda settings: settings.offload_activations, "activations elsewhere",
            "enter lowbit.memory.offload_activations(where) around forward and backward in the train step"),
+    Beyond("weights", lambda settings: settings.offload_weights, "weights of blocks elsewhere",
+           "call lowbit.memory.stream_blocks_(model, where) once the model has its weights"),
     Beyond("processes", lambda settings: settings.gpus > 1, "{settings.way} on {settings.gpus} processes",
            "set the degrees of parallelism to so many processes: data_parallel_replicate_degree for ddp, "
            "data_parallel_shard_degree for zero2 and zero3"),

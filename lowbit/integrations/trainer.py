@@ -77,6 +77,11 @@ def plan_arguments(
             f"trainer.plan_arguments: the plan is of {settings.gpus} processes that share the model, which "
             f"plan.apply_(model) does and Trainer does not; plan with gpus=1, for the memory of one process"
         )
+    if settings.offload_weights:
+        raise ValueError(
+            "trainer.plan_arguments: the plan keeps weights elsewhere while other blocks compute, and Trainer moves "
+            "them to its device; plan with no=('weights on disk',), or train by plan.apply_(model)"
+        )
     for row in REFUSALS:
         if row.asked(args, settings):
             raise ValueError(

@@ -28,10 +28,10 @@ from lowbit.models.blocks import find_blocks
 from lowbit.models.ties import storage
 from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
 
-__all__ = ["is_streamed", "stream_blocks_", "unstream_"]
+__all__ = ["LEAST", "is_streamed", "stream_blocks_", "unstream_"]
 
 #: Smaller tensors stay where they are.
-_LEAST = 4096
+LEAST = 4096
 
 
 def stream_blocks_(
@@ -125,7 +125,7 @@ def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:
         tensor
         for tensor in inside
         if type(tensor) in (Tensor, nn.Parameter)
-        and tensor.nbytes >= _LEAST
+        and tensor.nbytes >= LEAST
         and counts[storage(tensor)] == 1
         and storage(tensor) not in outside
     ]

@@ -33,9 +33,9 @@ class Settings:
     ``attention``: a model of transformers computes it without holding scores; ``fused_loss``: its loss without logits.
     ``recipe``: of the feed-forward layers. ``compress``: norms and activation functions keep codes for backward.
     ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what
-    backward needs does. ``micro``: how many parts a batch is taken in. ``gpus``: how many processes train together,
-    ``way``: how they share the model, a row of ``lowbit.distributed.WAYS``, ``group_size``: of how many processes
-    ``hsdp`` makes a group.
+    backward needs does; ``offload_weights``: weights of blocks do while others compute, and gradients. ``micro``: how
+    many parts a batch is taken in. ``gpus``: how many processes train together, ``way``: how they share the model, a
+    row of ``lowbit.distributed.WAYS``, ``group_size``: of how many processes ``hsdp`` makes a group.
     """
 
     checkpoint: str | tuple[str, ...] | None = None
@@ -48,6 +48,7 @@ class Settings:
     compress: bool = False
     offload_states: bool = False
     offload_activations: bool = False
+    offload_weights: bool = False
     micro: int = 1
     gpus: int = 1
     way: str = "ddp"
@@ -66,12 +67,14 @@ class Settings:
 
 def arrange_(model: nn.Module, settings: Settings, where: str, **options: Any) -> torch.optim.Optimizer:
     """Make ``model`` train by ``settings``, in place, and make its optimizer with ``options``, such as ``lr``. Offload
-    takes states to ``where``.
+    takes states and weights to ``where``.
     """
     prepare_model_(model, settings)
+    if settings.offload_weights:
+        memory.stream_blocks_(model, where)
     optimizer = make_optimizer(model.parameters(), settings, **options)
     if settings.offload_states:
-        optim.offload_(optimizer, where)
+        optim.offload_(optimizer, where, gradients=settings.offload_weights)
     return optimizer
 
 
@@ -98,7 +101,7 @@ def sharded(
 
 
 def prepare_model_(model: nn.Module, settings: Settings) -> None:
-    """What ``arrange_`` does to the model."""
+    """What ``arrange_`` does to the model but for the place of its weights."""
     if settings.attention:
         memory.attention_(model)
     if settings.fused_loss:

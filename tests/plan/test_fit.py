@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 from pathlib import Path
@@ -145,6 +146,45 @@ def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama)
     model.train().set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="'attention without scores' does nothing"):
         lb.fit(model, batch, "100%", keep=("attention without scores",))
+
+
+# -- weights elsewhere ------------------------------------------------------------------------------------------------
+WIDE = GPTConfig(vocab=256, layers=6, heads=2, dim=256, hidden=768)
+
+
+def test_weights_go_to_disk_where_nothing_else_fits(tmp_path, monkeypatch):
+    for module in ("lowbit.optim.offload", "lowbit.plan.fitting.predict"):
+        monkeypatch.setattr(f"{module}.TOGETHER", 1 << 20)  # so that a few parameters of a small model step together
+    torch.manual_seed(0)
+    model, batch = GPT(WIDE), BATCH[:2, :32] % 256
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = int(0.8 * weights)
+    names = ("fp32", "adamw", "everything kept", "activations in memory")
+    with pytest.raises(ValueError, match="no choice fits"):
+        lb.fit(model, batch, budget, keep=names, no=("weights on disk",))
+    plan = lb.fit(model, batch, budget, keep=names)
+    assert plan.settings == Settings(offload_states=True, offload_weights=True, micro=plan.settings.micro)
+    assert "weights on disk" in str(plan) and Plan.load(plan.save(tmp_path / "plan.json")).settings == plan.settings
+
+    plain = lb.fit(model, batch, "100%", keep=("fp32", "adamw", "everything kept", "memory", "activations in memory"))
+    runs = [one.apply_(copy.deepcopy(model), directory=tmp_path, lr=1e-3) for one in (plain, plan)]
+    runs[0].settings = dataclasses.replace(runs[0].settings, micro=plan.settings.micro)
+    losses = [[run.step(batch) for _ in range(3)] for run in runs]
+    assert losses[0] == losses[1], "no bit changes"
+    assert all(map(torch.equal, *(run.model.state_dict().values() for run in runs)))
+
+    outside = [p for name, p in runs[1].model.named_parameters() if "blocks" not in name or p.nbytes < 4096]
+    small = [t for s in runs[1].optimizer.state.values() for t in s.values() if t.nbytes < 4096]
+    held = lb.memory.allocated_peak(lambda: runs[1].step(batch)) + sum(t.nbytes for t in (*outside, *small, batch))
+    two_blocks = 2 * (weights - sum(p.nbytes for p in outside)) / WIDE.layers
+    assert held <= plan.peak_bytes <= 1.1 * held + two_blocks and plan.peak_bytes <= budget
+
+
+def test_weights_elsewhere_need_states_elsewhere():
+    with pytest.raises(ValueError, match=r"do not go together.*'weights on disk' needs 'disk' and a single process"):
+        lb.fit(GPT(CONFIG), BATCH, "100%", keep=("weights on disk", "memory"))
+    with pytest.raises(ValueError, match="'weights on disk' does nothing for this Sequential"):
+        lb.fit(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8), "100%", keep=("weights on disk",))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ from torch import nn
 from lowbit.distributed.ways import WAYS
 from lowbit.memory.fused_loss import answers_without_logits
 from lowbit.memory.model_attention import has_eager_attention
+from lowbit.models import find_blocks
 from lowbit.plan.allowed import left
 from lowbit.plan.settings import Settings
 
 __all__ = [
-    "CHOICES", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "allowed", "combinations", "described",
+    "CHOICES", "LAST", "PARTS", "PLANNED", "QUALITY", "WAY", "Choice", "allowed", "combinations", "described",
     "plainer_by_dimension", "possible", "quality_of", "words",
 ]  # fmt: skip
 
@@ -55,6 +56,9 @@ WAY = "way"
 
 #: Per-block checkpoints, which follow from the budget.
 PLANNED = "planned"
+
+#: A dimension whose choices after the first take so long that they are tried where nothing else fits.
+LAST = "weights"
 
 #: By dimension, the plain choice first.
 CHOICES: dict[str, tuple[Choice, ...]] = {
@@ -106,6 +110,12 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         Choice("activations on disk", {"offload_activations": True},
                "what backward needs goes to files, on a GPU to host memory, and comes back"),
     ),
+    LAST: (
+        Choice("weights in memory", {}, "weights and gradients stay where they are"),
+        Choice("weights on disk", {"offload_weights": True},
+               "weights of blocks are in files while others compute, and gradients; on a GPU in host memory",
+               applies=lambda model, batch, loss: bool(find_blocks(model))),
+    ),
     WAY: tuple(
         Choice(way.name, {} if way.name == Settings.way else {"way": way.name}, way.about)
         for way in WAYS.values() if way.name != "dp"
@@ -116,7 +126,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 _ASKED = frozenset({"fp8-tensor", "fp8-block", "mxfp8", "int8-stochastic", "nvfp4"})
 
 #: What a name in ``no`` leaves out too.
-_TOO = {"disk": "activations on disk"}
+_TOO = {"disk": ("activations on disk", "weights on disk")}
 
 #: What a dimension of its own is called: the number of parts of a batch.
 PARTS = "parts of a batch"
@@ -137,7 +147,7 @@ def allowed(
     if asked:
         needed = "gpus=2 or more" if gpus == 1 else "group_size=, the processes of one machine"
         raise ValueError(f"fit: {asked[0]!r} needs {needed}; give it, or leave {asked[0]!r} out of keep")
-    left_out = {name for one in no for name in (one, _TOO.get(one, one))}
+    left_out = {name for one in no for name in (one, *_TOO.get(one, ()))}
 
     def offered(choice: Choice) -> bool:
         return (
@@ -170,9 +180,11 @@ def combinations(choices: Iterable[tuple[Choice, ...]]) -> list[Settings]:
 
 
 def possible(settings: Settings) -> bool:
-    """Whether the choices go together: masters are of weights in 16 bits, and states and activations that are elsewhere
-    are of parameters that one process has whole.
+    """Whether the choices go together: masters are of weights in 16 bits; states and activations that are elsewhere are
+    of parameters that one process has whole; weights are elsewhere only where states are.
     """
+    if settings.offload_weights and (settings.gpus > 1 or not settings.offload_states):
+        return False
     shared = settings.gpus > 1 and WAYS[settings.way].states
     if (shared and settings.offload_states) or (settings.fully and settings.offload_activations):
         return False
@@ -197,10 +209,10 @@ def described(settings: Settings) -> dict[str, Choice]:
 def plainer_by_dimension(settings: Settings) -> dict[str, Settings]:
     """By dimension that is not plain, and by ``PARTS``, the settings with the plain choice in its place."""
     found = {name: replace(settings, **_defaults(name)) for name in CHOICES} | {PARTS: replace(settings, micro=1)}
-    found = {
-        name: plainer if possible(plainer) else replace(plainer, **_defaults("masters"))
-        for name, plainer in found.items()
-    }
+    for name, plainer in found.items():
+        for dimension in ("masters", LAST):  # which need another choice
+            if not possible(found[name]):
+                found[name] = replace(plainer, **_defaults(dimension))
     return {name: plainer for name, plainer in found.items() if plainer != settings}
 
 

@@ -28,6 +28,7 @@ from lowbit.optim.offload import TOGETHER
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.run import accumulate
 from lowbit.plan.fitting.sharing import Sharing, share_
+from lowbit.plan.fitting.streaming import Streaming
 from lowbit.plan.settings import ARITHMETIC, Settings, elsewhere, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]
@@ -48,12 +49,15 @@ class Prediction(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An optimizer's step: the bytes of its states, the most that is held, seconds, and the bytes of all parameters."""
+    """An optimizer's step: the bytes of its states, the most that is held, seconds, and the bytes of all parameters and
+    gradients.
+    """
 
     states: int
     peak: int
     seconds: float
     parameters: int
+    gradients: int
 
 
 @dataclass
@@ -102,6 +106,7 @@ class Predictor:
         self._weights = sum(p.nbytes for p in self.model.parameters())
         self._lines: dict[tuple[Settings, str], _Line] = {}
         self._steps: dict[Settings, _Step] = {}
+        self._streams: dict[Settings, int] = {}
 
     def counts(self) -> list[int]:
         """The numbers of parts that a batch may be taken in: powers of two, and three times these."""
@@ -152,16 +157,19 @@ class Predictor:
         """What a step takes at least, with these settings and any checkpoints."""
         table = self._table(settings, KEEP)
         compute = settings.micro * table.seconds + self._step(settings).seconds
-        return compute + self._states_moved(settings) + self._exchanged(settings, table.seconds)
+        moved = self._states_moved(settings) + self._weights_moved(settings)
+        return compute + moved + self._exchanged(settings, table.seconds)
 
     def whole(self, settings: Settings) -> Prediction:
         """By an estimate of the step itself; the time of what lies elsewhere by sums."""
         apart = settings.offload_states or settings.gpus > 1  # the step is known by itself
         usage = self._estimated(settings, settings.micro, None if apart else settings)
+        if settings.offload_weights:
+            usage = Streaming.of(self.model).applied(usage)
         parts, step = parts_of(usage), self._step(settings)
         passes = [sum(usage.op_seconds[index] for index in part) for part in parts]
         seconds = sum(passes) + max(settings.micro - len(passes), 0) * passes[-1] + step.seconds
-        seconds += self._states_moved(settings)
+        seconds += self._states_moved(settings) + self._weights_moved(settings)
         if settings.offload_activations:
             assert not isinstance(settings.checkpoint, tuple), "options of blocks are not combined with it"
             kept = self._table(settings, settings.checkpoint or KEEP).kept
@@ -190,7 +198,7 @@ class Predictor:
             settings,
             int(max(held + beside, self._stepping(settings))),
             settings.micro * (seconds + moved) + step.seconds + self._states_moved(settings)
-            + self._exchanged(settings, seconds),
+            + self._weights_moved(settings) + self._exchanged(settings, seconds),
         )  # fmt: skip
 
     def _exchanged(self, settings: Settings, compute: float) -> float:
@@ -205,10 +213,27 @@ class Predictor:
         if not settings.offload_states:
             return step.peak
         there = min(1.0, 2 * TOGETHER / max(self._weights, 1))
-        return step.peak - step.states + int(there * step.states)
+        elsewhere = step.states
+        if settings.offload_weights:
+            elsewhere += self._streamed(settings) + step.gradients
+        return step.peak - elsewhere + int(there * elsewhere)
 
     def _states_moved(self, settings: Settings) -> float:
         return self._moved(self._step(settings).states) if settings.offload_states else 0.0
+
+    def _weights_moved(self, settings: Settings) -> float:
+        """Seconds: weights come for forward and for backward of each part, gradients go and come, weights go once."""
+        if not settings.offload_weights:
+            return 0.0
+        weights = self._streamed(settings)
+        return self._moved((settings.micro + 0.5) * weights + settings.micro * self._step(settings).gradients)
+
+    def _streamed(self, settings: Settings) -> int:
+        """The bytes of weights that lie elsewhere."""
+        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC})
+        if arithmetic not in self._streams:
+            self._streams[arithmetic] = Streaming.of(self.model).moved(self._estimated(arithmetic, 1, None))
+        return self._streams[arithmetic]
 
     def _moved(self, size: float) -> float:
         """Seconds for bytes to go and come back."""
@@ -219,7 +244,7 @@ class Predictor:
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: Settings, policy: str) -> BlockTable:
         """Of one part, with one policy for all blocks."""
-        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_together(settings))
+        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_placed(settings))
         key = arithmetic, policy
         if key not in self._lines:
             checkpoint: Any = None if policy == KEEP else policy
@@ -242,14 +267,15 @@ class Predictor:
     def _passed(self, settings: Settings, count: int) -> Estimate:
         """Forward and backward in so many parts, as one process has them. Ways share what one process alone has."""
         if settings.gpus == 1:
-            return self._estimated(settings, count, None)
+            found = self._estimated(settings, count, None)
+            return Streaming.of(self.model).applied(found) if settings.offload_weights else found
         alone = replace(settings, gpus=1, way=Settings.way, group_size=None), settings.working_copies, count
         if alone not in self._passes:
             self._passes[alone] = self._estimated(settings, count, None)
         return Sharing.of(settings, self.model).applied(self._passes[alone])
 
     def _step(self, settings: Settings) -> _Step:
-        key = Settings(mixed=settings.mixed, bits=settings.bits, master=settings.master, **_together(settings))
+        key = Settings(mixed=settings.mixed, bits=settings.bits, master=settings.master, **_placed(settings))
         if key not in self._steps:
             sharing = Sharing.of(key, self.model)
             wholes = []
@@ -261,7 +287,9 @@ class Predictor:
             peak, whole = usage.by_phase.get("step", 0), wholes[0]
             if key.gpus > 1:
                 peak = sharing.stepping(peak, states, whole)
-            self._steps[key] = _Step(states, peak, usage.seconds_by_phase.get("step", 0.0), whole.parameters)
+            self._steps[key] = _Step(
+                states, peak, usage.seconds_by_phase.get("step", 0.0), whole.parameters, whole.gradients
+            )
         return self._steps[key]
 
     def _estimated(
@@ -294,9 +322,10 @@ class Predictor:
         )  # fmt: skip
 
 
-def _together(settings: Settings) -> dict[str, Any]:
-    """What settings say of several processes."""
-    return {"gpus": settings.gpus, "way": settings.way, "group_size": settings.group_size}
+def _placed(settings: Settings) -> dict[str, Any]:
+    """What settings say of where the model is."""
+    names = ("gpus", "way", "group_size", "offload_weights")
+    return {name: getattr(settings, name) for name in names}
 
 
 def _gradients_alone(model: nn.Module, batch: Any, loss: Any) -> None:

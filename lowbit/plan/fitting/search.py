@@ -14,6 +14,7 @@ from lowbit.distributed.ways import WAYS
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.timing import timings
 from lowbit.plan.fitting.choices import (
+    LAST,
     PLANNED,
     QUALITY,
     Choice,
@@ -164,17 +165,46 @@ def fits(
     """``fit`` for several budgets, one after the other, which share their estimates."""
     check_model(model)
     choices = allowed(keep, no, quality, group.gpus, group.group_size)
+    choices = dict(_applicable(choices, model, batch, loss))
     predictor = Predictor(model, batch, loss, group.bandwidth)
     progress("plain training", 0, 1)
     plain = predictor.whole(Settings(gpus=group.gpus))
     limits = [bytes_of(budget, plain.peak_bytes, "fit") for budget in budgets]
     for limit in limits:
-        search = _Search(predictor, choices, limit, group, progress)
         try:
-            chosen = search.fastest()
+            for tried in _tried(choices, group.gpus):
+                search = _Search(predictor, tried, limit, group, progress)
+                chosen = search.fastest()
+                if chosen is not None:
+                    break
         finally:
             timings(next(model.parameters()).device).save()
         yield _plan(search, chosen, plain)
+
+
+def _applicable(
+    choices: Mapping[str, tuple[Choice, ...]], model: nn.Module, batch: Any, loss: Any
+) -> Iterator[tuple[str, tuple[Choice, ...]]]:
+    """Of each dimension the choices that do something here. Raises ValueError where none does."""
+    for dimension, row in choices.items():
+        found = tuple(choice for choice in row if choice.applies(model, batch, loss))
+        if not found:
+            names = ", ".join(repr(choice.name) for choice in row)
+            raise ValueError(
+                f"fit: {names} does nothing for this {type(model).__name__}, its batch and its loss; leave it out of "
+                f"keep"
+            )
+        yield dimension, found
+
+
+def _tried(choices: Mapping[str, tuple[Choice, ...]], gpus: int) -> Iterator[Mapping[str, tuple[Choice, ...]]]:
+    """The choices of a search, and those of another one where nothing fits."""
+    first, *others = choices[LAST]
+    yield {**choices, LAST: (first,)}
+    if others and any(
+        map(possible, (replace(one, gpus=gpus) for one in combinations([tuple(others), choices["states"]])))
+    ):
+        yield {**choices, LAST: tuple(others)}
 
 
 def _plan(search: _Search, chosen: Prediction | None, plain: Prediction) -> Plan:
@@ -198,7 +228,7 @@ class _Search:
     ) -> None:
         self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
         self._progress, self._group = progress, group
-        rows = dict(self._applicable(choices))
+        rows = dict(choices)
         checkpoints = rows.pop("checkpoint")
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
         self._policies = [
@@ -211,22 +241,9 @@ class _Search:
         self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
             raise ValueError(
-                "fit: 'stochastic' is of weights in bf16, and keep and no leave fp32 alone; keep 'bf16' or a recipe, "
-                "or leave 'stochastic' out"
+                "fit: the choices that keep and no leave do not go together: 'stochastic' is of weights in bf16, so "
+                "keep 'bf16' or a recipe with it; 'weights on disk' needs 'disk' and a single process"
             )
-
-    def _applicable(self, choices: Mapping[str, tuple[Choice, ...]]) -> Iterator[tuple[str, tuple[Choice, ...]]]:
-        """Of each dimension the choices that do something here. Raises ValueError where none does."""
-        given = self.predictor.model, self.predictor.batch, self.predictor.loss
-        for dimension, row in choices.items():
-            found = tuple(choice for choice in row if choice.applies(*given))
-            if not found:
-                names = ", ".join(repr(choice.name) for choice in row)
-                raise ValueError(
-                    f"fit: {names} does nothing for this {type(given[0]).__name__}, its batch and its loss; leave it "
-                    f"out of keep"
-                )
-            yield dimension, found
 
     def fastest(self) -> Prediction | None:
         """The fastest that fits; None where nothing does."""
@@ -325,8 +342,7 @@ class _Search:
     def _more(self, least: Prediction) -> str:
         """How many processes would do, with other settings as they are."""
         settings = least.settings
-        if settings.offload_states or settings.offload_activations:
-            settings = replace(settings, offload_states=False, offload_activations=False)
+        settings = replace(settings, offload_states=False, offload_activations=False, offload_weights=False)
         for count in (self._group.gpus << power for power in range(1, _DOUBLINGS + 1)):
             sharded = replace(settings, gpus=count, way=_LEAST, group_size=None, master=Settings.master)
             if self.predictor.predicted(sharded).peak_bytes <= self.limit:

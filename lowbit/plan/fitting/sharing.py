@@ -13,7 +13,7 @@ reducer.cpp of DistributedDataParallel (buckets, which are the gradients under `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from lowbit.memory.usage import Holding
 from lowbit.models.blocks import find_blocks
 from lowbit.plan.settings import Settings
 
-__all__ = ["Sharing", "Whole", "share_", "units_of"]
+__all__ = ["Sharing", "Whole", "share_", "unit_of", "units_of"]
 
 #: By the type of a device, what its backend holds of its own while it gathers or scatters, as a multiple of the whole
 #: that is sent: gloo copies it (ProcessGroupGloo.cpp: ``newLikeFlat`` of outputs, a clone of inputs), NCCL does not.
@@ -170,10 +170,7 @@ class Sharing:
     # -- units -----------------------------------------------------------------------------------------------------
     def _unit(self, layer: str) -> str:
         """The path of the unit that a layer is of; empty for what is outside of blocks."""
-        path = layer
-        while path not in self.units and "." in path:
-            path = path.rpartition(".")[0]
-        return path if path in self.units else ""
+        return unit_of(layer, self.units)
 
     def _sizes(self, usage: Estimate) -> dict[str, _Unit]:
         sizes = dict.fromkeys(("", *self.units), 0)
@@ -248,6 +245,14 @@ def _adds_up(usage: Estimate, holding: Holding) -> bool:
         return False
     last = usage.ops[int(holding.died)]
     return last.phase == "backward" and last.layer == OUTSIDE and last.name == "aten.add_.Tensor"
+
+
+def unit_of(layer: str, units: Container[str]) -> str:
+    """The unit among ``units`` that a layer is of or in; empty where there is none."""
+    path = layer
+    while path not in units and "." in path:
+        path = path.rpartition(".")[0]
+    return path if path in units else ""
 
 
 def units_of(model: nn.Module) -> tuple[str, ...]:
