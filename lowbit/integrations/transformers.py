@@ -260,7 +260,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             ]:
                 shared = storage(state[key])
                 if shared in seen:  # files of transformers share nothing but what its models tie
-                    state[key] = state[key].clone()
+                    state[key] = state[key].to("cpu", copy=True)
                 seen.add(shared)
         return {**state, **placeholders(model)}, {METHOD: __version__}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,12 +121,20 @@ class QuantExperts(nn.Module):
         """Both stacks, where one product can serve all experts."""
         if hidden.device.type not in _STACKED_ON or not hidden.numel() or is_fake(hidden):
             return None
-        if torch.is_grad_enabled() and (
-            hidden.requires_grad or weights.requires_grad or any(p.requires_grad for p in self.parameters())
-        ):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, weights, *self._trained())):
             return None
         gate_up, down = (_stack(layers, hidden) for layers in (self.gate_up, self.down))
         return None if gate_up is None or down is None else (gate_up, down)
+
+    def _trained(self) -> Iterator[Tensor]:
+        """Parameters that may have gradients: the layers' biases, and what activations have."""
+        for name, module in self._modules.items():
+            if name not in ("gate_up", "down"):
+                yield from cast(nn.Module, module).parameters()
+        for layer in (*self.gate_up, *self.down):
+            bias = layer._parameters.get("bias")
+            if bias is not None:
+                yield bias
 
     def stack_(self) -> None:
         """On CUDA devices: lay codes and scales of the experts side by side in one tensor a part, of which theirs
@@ -211,7 +219,9 @@ def _is_like(layer: Any, first: Any) -> bool:
     """Whether a layer computes with its weight what another one computes with its own, and nothing else."""
     return (
         type(layer) is QuantLinear
-        and (layer.scheme, layer._input_name, layer.rotation) == (first.scheme, first._input_name, first.rotation)
+        and layer.scheme == first.scheme
+        and layer._input_name == first._input_name
+        and layer.rotation == first.rotation
         and not (layer.consumers or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
     )
 

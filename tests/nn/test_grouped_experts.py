@@ -215,6 +215,17 @@ def test_gradients_come_of_one_after_the_other(at_once):
     assert at_once
 
 
+@pytest.mark.parametrize("part", ["bias", "activation"])
+def test_trained_parameters_get_their_gradients(part, at_once):
+    module, given = made(bias=True), inputs(ROUTES["one token"])
+    module.act_fn = nn.PReLU()
+    trained = module.act_fn.weight if part == "activation" else module.down[0].bias
+    module.act_fn.weight.requires_grad_(part == "activation")
+    trained.requires_grad_()
+    module(*given).sum().backward()
+    assert trained.grad is not None and not at_once
+
+
 @pytest.mark.parametrize("recipe", ["fp8-tensor", "fp8"])
 @torch.no_grad()
 def test_scales_of_inputs_that_span_rows(recipe, at_once):
@@ -252,6 +263,23 @@ def test_stacks_are_of_the_layers_own_tensors_and_survive_what_modules_do():
         assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
         with lb.use_backend("triton"):
             assert torch.equal(one(*given), module(*given))
+
+
+@torch.no_grad()
+def test_stacks_are_streamed_and_come_back(tmp_path, at_once):
+    """Experts of 4 KiB and more, which leave their stack and return to one."""
+    module, given = made("int8-weight-only"), inputs(ROUTES["one token"])
+    model = nn.Sequential(module)
+    expected = by_loop(module, *given)
+    report = lb.memory.stream_blocks_(model, tmp_path, [module])
+    assert not is_stacked(module) and report
+    with lb.use_backend("triton"):
+        torch.testing.assert_close(module(*given), expected, rtol=1e-5, atol=1e-4)
+        assert not at_once
+        lb.memory.unstream_(model)
+        assert is_stacked(module)
+        torch.testing.assert_close(module(*given), expected, rtol=1e-5, atol=1e-4)
+    assert at_once
 
 
 @torch.no_grad()
