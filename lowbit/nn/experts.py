@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from lowbit.backends import registry
 from lowbit.calls import call
 from lowbit.functional import hadamard, quantize
+from lowbit.functional.grouped import multiplies_at_once
 from lowbit.nn.base import kind
-from lowbit.nn.linear import PARTS, QuantLinear, empty
+from lowbit.nn.linear import PARTS, QuantLinear
 from lowbit.ops.grouped import has_rows_of_its_own
-from lowbit.ops.linear import Linear
 from lowbit.ops.spec import stored_global, stored_scale
-from lowbit.scaling import Scheme
 
 __all__ = ["QuantExperts", "stack_experts_", "stacks"]
 
@@ -144,8 +141,8 @@ class QuantExperts(nn.Module):
         twice.
         """
         for layers in (self.gate_up, self.down):
-            for name in PARTS:
-                parts: list[Any] = [layer._parameters.get(name) for layer in layers]
+            for name in PARTS if all(type(layer) is QuantLinear for layer in layers) else ():
+                parts: list[Any] = [layer._parameters[name] for layer in layers]
                 if _may_stack(parts) and _whole(parts) is None:
                     with torch.no_grad(), torch.inference_mode(False):
                         for part, view in zip(parts, torch.stack([p.detach() for p in parts]), strict=True):
@@ -200,8 +197,8 @@ def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
         return None
     if first.recipe.static or (first.recipe.input is not None and not has_rows_of_its_own(first.recipe.input)):
         return None
-    dtype = first._given(x[:0])[1]
-    if not _served(x.device.type, registry.forced(), first._input_name, dtype, first.scheme, first.weight.shape):
+    dtype, shape = first._given(x[:0])[1], (first.out_features, first.in_features)
+    if not multiplies_at_once(x.device.type, first._input_name, dtype, first.scheme, shape):
         return None
     parts: dict[str, Tensor | None] = dict.fromkeys(PARTS)
     for name in PARTS:
@@ -226,26 +223,12 @@ def _is_like(layer: Any, first: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=256)
-def _served(
-    device: str, backend: str | None, input: str | None, dtype: torch.dtype, scheme: Scheme, shape: tuple[int, int]
-) -> bool:
-    """Whether the kernels that multiply for all experts at once take weights of a shape."""
-    weight = empty(shape, scheme, dtype, "meta")
-    x = torch.empty((1, shape[1]), dtype=dtype, device="meta")
-    asked = Linear(
-        x, weight.codes, scheme.name, weight.scale, weight.zero_point, weight.global_scale, None, input, dtype
-    )
-    rows = registry.candidates("linear", device)
-    return any(row.backend == "triton" and row.supports(asked) is None for row in rows)
-
-
 def _may_stack(parts: list[Any]) -> bool:
     """Whether tensors of experts are plain ones of one kind, on a device where they are stacked."""
     return all(
         type(part) is nn.Parameter
         and part.device.type in _STACKED_ON
-        and not is_fake(part)
+        and not (is_fake(part) or part.is_inference())
         and (part.shape, part.dtype, part.device) == (parts[0].shape, parts[0].dtype, parts[0].device)
         and part.is_contiguous()
         for part in parts

@@ -292,6 +292,19 @@ def test_stack_experts_stacks_what_was_replaced():
     assert is_stacked(module)
 
 
+def test_inference_mode(at_once):
+    """Tensors that are made in it cannot be replaced, and stay where they are."""
+    module, given = made(), inputs(ROUTES["one token"])
+    with torch.inference_mode(), lb.use_backend("triton"):
+        module.stack_()
+        y = module(*given)
+        assert at_once
+        other = made()
+        assert not is_stacked(other)
+        torch.testing.assert_close(other(*given), y, rtol=1e-5, atol=1e-4)
+    assert len(at_once) == 1
+
+
 def test_tied_experts_stay_tied():
     module = made()
     module.down[1].share_weight(module.down[0])
