@@ -224,8 +224,8 @@ def _is_like(layer: Any, first: Any) -> bool:
 
 
 def _may_stack(parts: list[Any]) -> bool:
-    """Whether tensors of experts are plain ones of one kind, on a device where they are stacked."""
-    return all(
+    """Whether tensors of experts are plain ones of one kind, each its own, on a device where they are stacked."""
+    return len(set(map(id, parts))) == len(parts) and all(
         type(part) is nn.Parameter
         and part.device.type in _STACKED_ON
         and not (is_fake(part) or part.is_inference())

@@ -16,6 +16,7 @@ from lowbit.nn import QuantExperts, QuantLinear, experts
 from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import PARTS
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = (
     "int8-weight-only", "int4-weight-only:group128", "nf4", "fp8-weight-only", "mxfp4-weight-only", "int8", "w4a8",
     "mxfp8", "nvfp4-weight-only", "int8:hadamard",
@@ -30,8 +31,8 @@ ROUTES = {
 
 
 @pytest.fixture(autouse=True)
-def stacked_on_cpu(monkeypatch):
-    monkeypatch.setattr(experts, "_STACKED_ON", ("cpu",))
+def stacked_here(monkeypatch):
+    monkeypatch.setattr(experts, "_STACKED_ON", (DEVICE,))
 
 
 class Like(nn.Module):
@@ -59,7 +60,7 @@ def made(recipe: str = "int8-weight-only", bias: bool = False, cls: type = Like)
         return QuantLinear(lb.quantize(weight, found.weight), trained, found)
 
     gate_up = [layer(2 * INNER if cls.has_gate else INNER, HIDDEN) for _ in range(EXPERTS)]
-    return QuantExperts(cls(), gate_up, [layer(HIDDEN, INNER) for _ in range(EXPERTS)])
+    return QuantExperts(cls(), gate_up, [layer(HIDDEN, INNER) for _ in range(EXPERTS)]).to(DEVICE)
 
 
 def by_loop(module: QuantExperts, *inputs: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,8 @@ def by_loop(module: QuantExperts, *inputs: torch.Tensor) -> torch.Tensor:
 
 def inputs(route: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(len(route), HIDDEN, generator=generator).to(dtype), route, torch.rand(*route.shape).to(dtype)
+    x, weights = torch.randn(len(route), HIDDEN, generator=generator), torch.rand(*route.shape, generator=generator)
+    return x.to(DEVICE, dtype), route.to(DEVICE), weights.to(DEVICE, dtype)
 
 
 def is_stacked(module: QuantExperts) -> bool:
@@ -109,12 +111,11 @@ def test_all_at_once_is_one_after_the_other(recipe, route, at_once):
 @torch.no_grad()
 def test_integers_have_the_bits_of_one_after_the_other(route, at_once):
     """Of products alone: a token's experts are added in another order."""
-    module, index = made("int8"), ROUTES[route]
-    x, _, _ = inputs(index)
+    module, (x, index, _) = made("int8"), inputs(ROUTES[route])
     for place in range(index.shape[1]):
         with lb.use_backend("triton"):
-            y = module(x, index[:, place, None], torch.ones(len(index), 1))
-        assert torch.equal(y, by_loop(module, x, index[:, place, None], torch.ones(len(index), 1)))
+            y = module(x, index[:, place, None], torch.ones_like(x[:, :1]))
+        assert torch.equal(y, by_loop(module, x, index[:, place, None], torch.ones_like(x[:, :1])))
     assert len(at_once) == index.shape[1]
 
 
@@ -187,7 +188,7 @@ def of_its_own_forward(module):
 
 
 def of_another_scheme(module):
-    module.down[2] = QuantLinear(lb.quantize(torch.randn(HIDDEN, INNER), "int4:row"), None, module.recipe)
+    module.down[2] = QuantLinear(lb.quantize(torch.randn(HIDDEN, INNER), "int4:row"), None, module.recipe).to(DEVICE)
 
 
 def apart(module):
@@ -218,7 +219,7 @@ def test_gradients_come_of_one_after_the_other(at_once):
 @pytest.mark.parametrize("part", ["bias", "activation"])
 def test_trained_parameters_get_their_gradients(part, at_once):
     module, given = made(bias=True), inputs(ROUTES["one token"])
-    module.act_fn = nn.PReLU()
+    module.act_fn = nn.PReLU().to(DEVICE)
     trained = module.act_fn.weight if part == "activation" else module.down[0].bias
     module.act_fn.weight.requires_grad_(part == "activation")
     trained.requires_grad_()
