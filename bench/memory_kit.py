@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowbit as lb
@@ -26,7 +28,7 @@ _BUDGET = Budget(samples=3, seconds=20)
 @dataclass(frozen=True)
 class Sizes:
     """Of the loss: rows, features and classes. Of attention: heads, their dim, and lengths; torch's plain attention
-    takes part up to ``plain``.
+    takes part up to ``plain``. Of the model: layers, vocabulary, and tokens of a batch.
     """
 
     rows: int = 2048
@@ -37,6 +39,9 @@ class Sizes:
     lengths: tuple[int, ...] = (4096, 8192, 32768)
     plain: int = 8192
     window: int = 1024
+    layers: int = 30
+    vocabulary: int = 49152
+    tokens: tuple[int, int] = (2, 1024)
 
 
 # -- contenders --------------------------------------------------------------------------------------------------------
@@ -112,10 +117,52 @@ def attention_table(sizes: Sizes) -> str:
     return markdown(("length", "attention", *_HEAD), rows, numbers=(0, 2, 3, 4))
 
 
+# -- a whole model -----------------------------------------------------------------------------------------------------
+def models(sizes: Sizes, precision: str | None) -> dict[str, nn.Module]:
+    """Llamas that share their weights, by what is changed of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary, hidden_size=576, intermediate_size=1536, num_hidden_layers=sizes.layers,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True, attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    changes: dict[str, tuple[Callable[[Any], object], ...]] = {
+        "eager attention": (),
+        "eager attention, fuse_loss_": (lb.memory.fuse_loss_,),
+        "SDPA": (lambda model: model.set_attn_implementation("sdpa"),),
+        "attention_": (lb.memory.attention_,),
+        "attention_, fuse_loss_": (lb.memory.attention_, lb.memory.fuse_loss_),
+    }
+    found = {}
+    for name, applied in changes.items():
+        found[name] = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        for change in applied:
+            change(found[name])
+        if precision is not None:
+            lb.train.mixed_(found[name], precision)
+    return found
+
+
+def _gradient_bytes(sizes: Sizes) -> int:
+    return sum(p.nbytes for p in next(iter(models(sizes, None).values())).parameters())
+
+
+def model_table(sizes: Sizes, precision: str | None) -> str:
+    ids = torch.randint(sizes.vocabulary, sizes.tokens)
+
+    def step(model: nn.Module) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(model(input_ids=ids, labels=ids).loss, list(model.parameters()))
+
+    steps = {name: step(model) for name, model in models(sizes, precision).items()}
+    return markdown(("training", *_HEAD), _rows(steps), numbers=range(1, 4))
+
+
 def run(directory: Path) -> Path:
     """Measure, and write ``memory_kit.md``."""
     directory.mkdir(parents=True, exist_ok=True)
-    about, sizes = provenance(), Sizes()
+    about, sizes = provenance(packages=("transformers",)), Sizes()
     torch.manual_seed(0)
     text = [
         "# Losses and attention without their largest tensor\n",
@@ -131,6 +178,14 @@ def run(directory: Path) -> Path:
         f"One sequence, heads of {sizes.dim}: {sizes.heads}. `attention` gives SDPA what it serves in linear memory. "
         "Times are beside the first one's of the same length.\n",
         attention_table(sizes),
+        "\n## A language model\n",
+        f"A Llama of SmolLM2-135M's shape with random weights, {sizes.tokens[0]} x {sizes.tokens[1]} tokens: "
+        f"{sizes.layers} layers of 576, a vocabulary of {sizes.vocabulary}. The gradients alone are "
+        f"{_gradient_bytes(sizes) / 2**20:.0f} MiB.\n",
+        "In fp32:\n",
+        model_table(sizes, None),
+        "\nIn bf16, by `mixed_`:\n",
+        model_table(sizes, "bf16"),
     ]
     path = directory / "memory_kit.md"
     path.write_text("\n".join(text) + "\n")

@@ -18,7 +18,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 @pytest.mark.parametrize("page, needs", [
     ("README.md", ()), ("docs/formats.md", ()), ("docs/answers.md", ()),
-    ("docs/optimizers.md", ("transformers",)), ("docs/training.md", ()), ("docs/ladder.md", ()), ("docs/memory.md", ()),
+    ("docs/optimizers.md", ("transformers",)), ("docs/training.md", ()), ("docs/ladder.md", ()),
+    ("docs/memory.md", ("transformers",)),
     ("docs/with-other-libraries.md", ("transformers", "peft", "accelerate")), ("docs/distributed.md", ()),
 ])  # fmt: skip
 def test_code_prints_what_it_shows(tmp_path, monkeypatch, page, needs):

@@ -1,11 +1,13 @@
 """lowbit inside of other libraries: ``lowbit.integrations.transformers``, ``trainer``, ``peft`` and ``torchtitan``.
 
 None of the libraries need be there, and lowbit imports none. Once one is imported, before lowbit or after it, this file
-changes it in five places, and learns how its models generate:
+changes it in six places, and learns how its models generate:
 
 - ``AUTO_QUANTIZATION_CONFIG_MAPPING`` of transformers has a row for the method ``"lowbit"``, for ``from_pretrained``;
   ``lowbit.integrations.transformers`` puts the class and its quantizer there once a file asks for them.
 - ``PreTrainedModel.half`` and ``float`` cast models that lowbit quantized, which transformers refuses for others.
+- ``AttentionInterface`` and ``AttentionMaskInterface`` of transformers have ``"lowbit"``, which is
+  ``lb.memory.attention``.
 - ``BaseTuner`` of peft puts adapters on quantized layers.
 - ``Trainer`` of transformers that is asked for FSDP refuses where Accelerate would leave it out or fail.
 - torchtitan's table of model converters has the rows ``"lowbit"`` and ``"lowbit_plan"``.
@@ -26,6 +28,7 @@ from torch import nn
 
 from lowbit.convert.engine import AFTER_SWAP, quantized_layers
 from lowbit.integrations.imports import when_imported
+from lowbit.memory import model_attention
 
 #: The first version of transformers whose quantizers lowbit serves.
 TRANSFORMERS = 5
@@ -121,6 +124,8 @@ def _register_converter(protocols: Any) -> None:
 AFTER_SWAP.append(_tell_transformers)
 when_imported("transformers.quantizers.auto", _register)
 when_imported("transformers.modeling_utils", _allow_casts)
+when_imported("transformers.modeling_utils", model_attention.register)
+when_imported("transformers.masking_utils", model_attention.register_mask)
 when_imported("transformers.generation.utils", _know_generation)
 when_imported("transformers.trainer", _check_trainer)
 when_imported("peft.tuners.tuners_utils", _teach_peft)

@@ -23,7 +23,7 @@ def when_imported(name: str, do: Callable[[Any], None]) -> None:
         return
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    _FINDER.awaited[name] = do
+    _FINDER.awaited.setdefault(name, []).append(do)
 
 
 def _do(do: Callable[[Any], None], module: ModuleType) -> None:
@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
     """Finds the awaited modules where all others find them, and has something done after they have run."""
 
     def __init__(self) -> None:
-        self.awaited: dict[str, Callable[[Any], None]] = {}
+        self.awaited: dict[str, list[Callable[[Any], None]]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -56,8 +56,7 @@ class _Finder(MetaPathFinder):
 
         def run_and_do(module: ModuleType) -> None:
             run(module)
-            do = self.awaited.pop(module.__name__, None)  # one loader may run several modules, or one of them twice
-            if do is not None:
+            for do in self.awaited.pop(module.__name__, ()):  # one loader may run several modules, or one of them twice
                 _do(do, module)
 
         spec.loader.exec_module = run_and_do  # type: ignore[method-assign]

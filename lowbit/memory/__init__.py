@@ -1,15 +1,18 @@
 """Training within a memory: what a step holds (``estimate``, ``profile``), and what makes it less (``checkpoint_``,
 ``plan_checkpoints``, ``offload_activations``, ``stream_blocks_``, ``micro_batches``, ``linear_cross_entropy``,
-``attention``, ``inplace_``, ``tokens``). Each works alone; docs/memory.md says what each saves and costs.
+``fuse_loss_``, ``attention``, ``attention_``, ``inplace_``, ``tokens``). Each works alone; docs/memory.md says what
+each saves and costs.
 """
 
 from lowbit.memory.accumulate import accumulation_weights, micro_batches
 from lowbit.memory.attention import attention, attention_backends
 from lowbit.memory.checkpoint import checkpoint_, uncheckpoint_
 from lowbit.memory.estimate import Estimate, estimate, usual_loss
+from lowbit.memory.fused_loss import fuse_loss_, unfuse_loss_
 from lowbit.memory.inplace import inplace_, safe_inplace
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.memory.measure import allocated_peak, saved_bytes
+from lowbit.memory.model_attention import attention_
 from lowbit.memory.offload import offload_activations
 from lowbit.memory.planned import CheckpointPlan, plan_checkpoints
 from lowbit.memory.profile import Leak, Profile, Snapshot, profile
@@ -30,10 +33,12 @@ __all__ = [
     "accumulation_weights",
     "allocated_peak",
     "attention",
+    "attention_",
     "attention_backends",
     "checkpoint_",
     "estimate",
     "find_blocks",
+    "fuse_loss_",
     "inplace_",
     "linear_cross_entropy",
     "micro_batches",
@@ -47,6 +52,7 @@ __all__ = [
     "stream_blocks_",
     "tokens",
     "uncheckpoint_",
+    "unfuse_loss_",
     "unstream_",
     "usual_loss",
 ]

@@ -24,6 +24,7 @@ class _Options(NamedTuple):
     smoothing: float
     softcap: float | None
     tile: int
+    rounded: bool
 
 
 def linear_cross_entropy(
@@ -36,6 +37,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     chunk: int | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` without ever making the logits.
 
@@ -44,7 +46,9 @@ def linear_cross_entropy(
 
     Forward finds each row's log-sum-exp tile by tile. Backward computes each tile again: four products in all, of which
     torch's way has three. ``chunk``: logits in a tile (default 2^22). Beyond inputs and gradients, memory is two tiles.
-    Sums are in fp32 also where inputs are in half precision, and no sum depends on the order of threads.
+    Sums are in fp32 also where inputs are in half precision, and no sum depends on the order of threads. ``rounded``:
+    on a CPU, products of such inputs are rounded to their dtype, as those of ``F.linear`` are: several times faster
+    where the processor multiplies bf16.
 
     ``ignore_index``, ``reduction`` and ``label_smoothing`` mean what they mean in ``F.cross_entropy``; with all targets
     ignored the mean is NaN and gradients are zero. ``softcap``: logits become ``softcap * tanh(logits / softcap)``.
@@ -61,7 +65,7 @@ def linear_cross_entropy(
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     _check_classes(flat, counted, len(weight))
-    options = _Options(label_smoothing, softcap, TILE if chunk is None else chunk)
+    options = _Options(label_smoothing, softcap, TILE if chunk is None else chunk, rounded)
     classes = torch.where(counted, flat, 0)
     with torch.autocast(device, enabled=False):
         each = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -112,7 +116,7 @@ def _row_sums(
     total, own, highest = new, new.clone(), new - torch.inf
     every = new.clone() if options.smoothing else None
     for rows, columns in _tiles(len(hidden), len(weight), options.tile):
-        logits = _capped(_logits(hidden[rows], weight[columns], bias, columns), options.softcap)
+        logits = _capped(_logits(hidden[rows], weight[columns], bias, columns, options), options.softcap)
         place, inside = _places(classes[rows], columns)
         own[rows] += torch.where(inside, logits.gather(1, place), 0).squeeze(1)
         if every is not None:
@@ -143,9 +147,9 @@ def _gradients(
                 len(weight),
             )  # fmt: skip
             if of_hidden is not None:
-                of_hidden[rows] += product(grad, weight[columns], dtype)
+                of_hidden[rows] += product(grad, weight[columns], dtype, options.rounded)
             if of_weight is not None:
-                weight_sum = _plus(weight_sum, product(grad.t(), hidden[rows], dtype))
+                weight_sum = _plus(weight_sum, product(grad.t(), hidden[rows], dtype, options.rounded))
             if of_bias is not None:
                 bias_sum = _plus(bias_sum, grad.sum(0))
         if of_weight is not None and weight_sum is not None:
@@ -160,7 +164,7 @@ def _tile_gradient(
     columns: slice, options: _Options, count: int,
 ) -> Tensor:  # fmt: skip
     """Gradients of a tile's products: ``scale * (softmax - targets)``, through the cap."""
-    logits = _capped(_logits(hidden, weight, bias, columns), options.softcap)
+    logits = _capped(_logits(hidden, weight, bias, columns, options), options.softcap)
     slope = None if options.softcap is None else 1 - (logits / options.softcap).square_()
     grad = logits.sub_(log_sum.unsqueeze(1)).exp_()
     if options.smoothing:
@@ -186,8 +190,8 @@ def _tiles(rows: int, columns: int, tile: int) -> Iterator[tuple[slice, slice]]:
     return ((r, c) for c in _column_tiles(rows, columns, tile) for r in _row_tiles(rows, tile))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
-    logits = product(hidden, weight.t(), hidden.dtype)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, options: _Options) -> Tensor:
+    logits = product(hidden, weight.t(), hidden.dtype, options.rounded)
     return logits if bias is None else logits.add_(bias[columns])
 
 

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowbit.memory import Estimate, estimate
+from lowbit.memory import Estimate, attention_, estimate, fuse_loss_
+from lowbit.memory.fused_loss import answers_without_logits
+from lowbit.memory.model_attention import has_eager_attention
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -157,6 +159,23 @@ def _changed(**changes: Any) -> Measure:
     return measure
 
 
+def _without(apply: Callable[[nn.Module], object], applies: Callable[[Step], bool], instead: str) -> Measure:
+    """By an estimate in which ``apply`` has changed the model. ``instead``: why it may do nothing."""
+
+    def measure(step: Step, plain: Estimate) -> Effect:
+        if not applies(step):
+            raise NotHere(instead)
+
+        def prepare(model: nn.Module) -> None:
+            apply(model)
+            if step.prepare is not None:
+                step.prepare(model)
+
+        return _between(replace(step, prepare=prepare), plain)
+
+    return measure
+
+
 def _between(step: Step, plain: Estimate) -> Effect:
     other = step.estimated()
     return Effect(plain.peak_bytes - other.peak_bytes, other.seconds - plain.seconds)
@@ -218,6 +237,16 @@ TECHNIQUES = (
     Technique("a smaller batch: half", "DataLoader(..., batch_size=B // 2)", _smaller(1)),
     Technique("accumulation: two halves a step", "lb.memory.micro_batches(batch, 2)", _smaller(2)),
     Technique("mixed precision", 'lb.train.mixed_(model, "bf16")', _changed(precision="bf16")),
+    Technique(
+        "loss without logits", "lb.memory.fuse_loss_(model)",
+        _without(fuse_loss_, lambda step: step.loss is None and answers_without_logits(step.model, step.batch),
+                 "it is of causal language models of transformers that are given labels"),
+    ),
+    Technique(
+        "attention without scores", "lb.memory.attention_(model)",
+        _without(attention_, lambda step: has_eager_attention(step.model),
+                 "it is of models of transformers whose attention is eager"),
+    ),
     Technique("optimizer of 8 bits", "lb.optim.AdamW(params, bits=8)", _bits),
     Technique("checkpoints: blocks", "lb.memory.checkpoint_(model)", _changed(checkpoint="block")),
     Technique("checkpoints: attention", 'lb.memory.checkpoint_(model, "attention")', _changed(checkpoint="attention")),

@@ -16,8 +16,11 @@ from lowbit.memory.block_table import BlockOptions, blocks_of
 from lowbit.processes import processes
 from lowbit.train import compress_activations_, mixed_, prepare_
 
-__all__ = ["Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "policy_of", "prepare_model_",
-           "require_processes", "sharded"]  # fmt: skip
+__all__ = ["ARITHMETIC", "Settings", "arrange_", "elsewhere", "make_optimizer", "optimizer_class", "policy_of",
+           "prepare_model_", "require_processes", "sharded"]  # fmt: skip
+
+#: The fields of ``Settings`` that say what forward and backward compute.
+ARITHMETIC = ("mixed", "recipe", "compress", "attention", "fused_loss")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Settings:
     ``checkpoint``: the policy by which backward recomputes, or of each block its option; None for none. ``mixed``: the
     precision of products, whose matrices are then stored in it. ``bits``: of the optimizer's states, 32, 8 or 4.
     ``master``: what makes up for matrices of 16 bits in the optimizer, ``"residual"`` or ``"stochastic"``.
+    ``attention``: a model of transformers computes it without holding scores; ``fused_loss``: its loss without logits.
     ``recipe``: of the feed-forward layers. ``compress``: norms and activation functions keep codes for backward.
     ``offload_states``: those of the optimizer lie elsewhere, on disk or beside a GPU; ``offload_activations``: what
     backward needs does. ``micro``: how many parts a batch is taken in. ``gpus``: how many processes train together,
@@ -35,6 +39,8 @@ class Settings:
     """
 
     checkpoint: str | tuple[str, ...] | None = None
+    attention: bool = False
+    fused_loss: bool = False
     mixed: str | None = None
     bits: int = 32
     master: str = "residual"
@@ -93,6 +99,10 @@ def sharded(
 
 def prepare_model_(model: nn.Module, settings: Settings) -> None:
     """What ``arrange_`` does to the model."""
+    if settings.attention:
+        memory.attention_(model)
+    if settings.fused_loss:
+        memory.fuse_loss_(model)
     if settings.checkpoint is not None:
         memory.checkpoint_(model, policy_of(model, settings.checkpoint))
     if settings.recipe is not None:

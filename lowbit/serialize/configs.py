@@ -17,9 +17,9 @@ MOST_SIZE = 1 << 31
 _LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)")
 MOST_LAYERS = 2048
 
-#: The keys by which a config chooses kernels, and the choices that are torch's own.
+#: The keys by which a config chooses kernels, and the choices that need no other package.
 _KERNELS = re.compile(r"(?!_?cache).*implementation(?!_autoset).*")
-_OF_TORCH = ("eager", "sdpa", "flex_attention", "paged|eager", "batched_mm", "grouped_mm")
+_THERE = ("eager", "sdpa", "lowbit", "flex_attention", "paged|eager", "batched_mm", "grouped_mm")
 
 #: How timm spells models of the Hub and of other directories.
 _ELSEWHERE = re.compile(r"\s*(hf[-_]hub|local[-_]dir)\s*:", re.IGNORECASE)
@@ -55,10 +55,10 @@ def _size(path: tuple[str, ...], value: Any) -> str | None:
 
 
 def _kernel(path: tuple[str, ...], value: Any) -> str | None:
-    if not isinstance(value, str) or value in _OF_TORCH or not any(_KERNELS.fullmatch(key) for key in path):
+    if not isinstance(value, str) or value in _THERE or not any(_KERNELS.fullmatch(key) for key in path):
         return None
     return (
-        f"and may be one of {', '.join(_OF_TORCH)}: other kernels are fetched as code, or need a package. Remove it, "
+        f"and may be one of {', '.join(_THERE)}: other kernels are fetched as code, or need a package. Remove it, "
         f"and choose kernels after loading: model.set_attn_implementation(...)"
     )
 

@@ -134,7 +134,11 @@ def test_mixed_precision_is_measured_beside_fp32(tmp_path, monkeypatch):
 def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     from lowbit.bench import memory_kit
 
-    tiny = memory_kit.Sizes(rows=256, features=8, classes=30_000, dim=8, lengths=(256, 2048), plain=256, window=64)
+    pytest.importorskip("transformers")
+    tiny = memory_kit.Sizes(
+        rows=256, features=8, classes=30_000, dim=8, lengths=(256, 2048), plain=256, window=64, layers=1,
+        vocabulary=6000, tokens=(2, 400),
+    )  # fmt: skip
     monkeypatch.setattr(memory_kit, "Sizes", lambda: tiny)
     monkeypatch.setattr(memory_kit, "_BUDGET", timing.Budget(1, 0.0, 0.1))
     ran = bench("memory-kit", "--out", tmp_path)
@@ -143,8 +147,13 @@ def test_losses_and_attention_are_measured_beside_torchs(tmp_path, monkeypatch):
     rows = [
         [cell.strip() for cell in line[1:-1].split("|")] for line in lines if "---" not in line and "peak" not in line
     ]
-    losses = {row[0]: float(row[1]) for row in rows if len(row) == 4}
+    named = [(row[0], float(row[1])) for row in rows if len(row) == 4]
+    losses, models = dict(named[: len(memory_kit.losses())]), named[len(memory_kit.losses()) :]
     assert list(losses) == list(memory_kit.losses())
+    for peaks in (dict(models[: len(models) // 2]), dict(models[len(models) // 2 :])):  # in fp32, in bf16
+        assert list(peaks) == ["eager attention", "eager attention, fuse_loss_", "SDPA", "attention_",
+                               "attention_, fuse_loss_"]  # fmt: skip
+        assert peaks["attention_, fuse_loss_"] == min(peaks.values()) < 0.8 * peaks["eager attention"]
     assert losses["linear_cross_entropy"] < losses["F.cross_entropy of logits"] / 1.5
     attentions = [row for row in rows if len(row) == 5]
     assert [row[:2] for row in attentions] == [

@@ -57,8 +57,12 @@ def network(recipe: str = "fp8") -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM"))
 
 
+def full(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
 def whole(model: nn.Module) -> list[Tensor]:
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+    return list(map(full, model.parameters()))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -201,6 +205,46 @@ def test_trainer_has_the_bits_of_a_loop_with_shard(tmp_path: Path, way: str):
 def test_adapters_on_a_quantized_base_have_the_bits_of_one_process(tmp_path: Path, way: str):
     pytest.importorskip("peft")
     run_processes(_in_group, (*with_port(tmp_path), _train, tuple((way, recipe) for recipe in ADAPTED)))
+
+
+def _accumulate(path: str, way: str, recipe: str) -> None:
+    """Two micro-batches a step under autocast to bf16, beside one process that takes all four of both processes."""
+    seen: list[Tensor] = []
+    model = network(recipe)
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True)
+    made = trainer(f"{path}/{way}", model, way, gradient_accumulation_steps=2, bf16=True)
+    made.train()
+    assert_wrapped(made, way)
+    assert len(seen) == 2 * STEPS, "each micro-batch is taken once"
+
+    model, expected = network(recipe), []
+    optimizer = ADAMW[0](trained(model), **ADAMW[1])
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        total = torch.zeros(())
+        for tokens in (first, second):
+            parts = [torch.empty_like(tokens) for _ in range(2)]
+            dist.all_gather(parts, tokens)
+            for part in parts:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(input_ids=part, labels=part).loss / 4
+                loss.backward()
+                total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(total))
+    within = {"ddp": 1e-6, "zero3": 2**-8}[way]  # under FSDP2 the model answers in bf16
+    assert losses_of(made) == pytest.approx(expected, rel=within), (way, recipe)
+    three = zip(*(trained(one) for one in (network(recipe), made.model, model)), strict=True)
+    for start, mine, theirs in (map(full, parameters) for parameters in three):
+        moved = (theirs - start).norm()
+        near = {"ddp": 1e-3, "zero3": 0.5}[way]  # Adam takes steps of the same size by gradients that bf16 has rounded
+        assert (mine - theirs).norm() <= near * moved, (way, recipe)
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_accumulation_in_bf16_adds_up_to_the_whole_batch(tmp_path: Path, way: str):
+    pytest.importorskip("peft")
+    run_processes(_in_group, (*with_port(tmp_path), _accumulate, ((way, "fp8"), (way, "nf4"))))
 
 
 def _resume(path: str, way: str, recipe: str) -> None:

@@ -88,6 +88,25 @@ def test_sums_are_in_fp32(dtype):
         assert ((got.double() - want).abs() <= bound * (share + 2.0**-24 * rows) + lost * want.abs() + subnormal).all()
 
 
+def test_rounded_products_are_those_of_linear_in_half_precision():
+    """Losses are those of F.linear's logits, and gradients are not further from exact ones than F.linear's."""
+    hidden, weight, targets, bias = given_tensors(64, 32, 700, dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, targets, bias, reduction="none", chunk=4000, rounded=True)
+    products = F.linear(hidden, weight).float() + bias.float()
+    by_hand = F.cross_entropy(products, targets, ignore_index=IGNORED, reduction="none")
+    torch.testing.assert_close(loss, by_hand, rtol=2e-6, atol=2e-6)
+    found = torch.autograd.grad(loss.sum(), (hidden, weight, bias))
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    expected = with_logits(exact[0], exact[1], targets, exact[2], reduction="sum")
+    plain = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, ignore_index=IGNORED, reduction="sum")
+    theirs = torch.autograd.grad(plain, (hidden, weight, bias))
+    for got, their, want in zip(found, theirs, torch.autograd.grad(expected, exact), strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() < 1.1 * (their.double() - want).norm()
+    full = hidden.detach().float(), weight.detach().float(), targets
+    assert torch.equal(linear_cross_entropy(*full, rounded=True), linear_cross_entropy(*full))
+
+
 def test_autocast_casts_what_it_casts_of_linear():
     hidden, weight, targets, bias = given_tensors(8, 16, 40, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -102,6 +102,51 @@ def test_sums_of_tables_are_near_the_whole_step(settings):
     )
 
 
+# -- models of transformers -------------------------------------------------------------------------------------------
+@pytest.fixture
+def llama():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=6144, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        tie_word_embeddings=True, attn_implementation="eager",
+    )  # fmt: skip
+    ids = torch.randint(6144, (1, 768), generator=torch.Generator().manual_seed(0))
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def test_logits_and_scores_go_where_the_budget_asks_for_it(llama, tmp_path):
+    model, batch = llama
+    plain = copy.deepcopy(model)(**batch).loss.item()
+    names = ("fp32", "everything kept", "memory", "activations in memory", "adamw")
+    plan = lb.fit(model, batch, "45%", keep=names)
+    assert plan.settings == Settings(fused_loss=True, attention=True)
+    assert model.config._attn_implementation == "eager" and "forward" not in vars(model)
+    shown = str(plan)
+    assert "fused loss" in shown and "attention without scores" in shown
+    run = plan.apply_(model, directory=tmp_path)
+    assert run.step(batch) == pytest.approx(plain, rel=1e-5)
+    held = measured(run, batch)
+    assert plan.peak_bytes * 0.97 <= held <= plan.peak_bytes * 1.01 and held <= plan.budget
+
+
+def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama):
+    model, batch = llama
+    for other, given, loss in (
+        (GPT(CONFIG), BATCH, None),
+        (model, batch, lambda output, batch: output.loss),
+        (model, {"input_ids": batch["input_ids"]}, None),
+        (model.eval(), batch, None),
+    ):
+        with pytest.raises(
+            ValueError, match=r"'fused loss' does nothing for this \w+, its batch and its loss; leave it out"
+        ):
+            lb.fit(other, given, "100%", loss, keep=("fused loss",))
+    model.train().set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="'attention without scores' does nothing"):
+        lb.fit(model, batch, "100%", keep=("attention without scores",))
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 def test_a_plan_of_nothing_is_plain_training():
     plain = ("fp32", "adamw", "everything kept", "memory", "activations in memory")

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from lowbit.distributed.ways import WAYS
+from lowbit.memory.fused_loss import answers_without_logits
+from lowbit.memory.model_attention import has_eager_attention
 from lowbit.plan.allowed import left
 from lowbit.plan.settings import Settings
 
@@ -28,13 +32,15 @@ QUALITY = 0.3
 class Choice(NamedTuple):
     """``changes``: of the settings. ``about``: what it does, for people. ``loss``: by how many percent the held-out
     loss of the demo's GPT changed with this choice alone, as recorded in bench/results (convergence.md, optimizers.md);
-    0 where no number differs, or nothing but the order of sums.
+    0 where no number differs, or nothing but the order of sums. ``applies``: whether it does anything for a model,
+    batch and loss.
     """
 
     name: str
     changes: Mapping[str, Any]
     about: str
     loss: float = 0.0
+    applies: Callable[[nn.Module, Any, Any], bool] = lambda model, batch, loss: True
 
 
 def _recipe(name: str, loss: float, compress: bool = False) -> Choice:
@@ -62,6 +68,16 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         _recipe("mxfp8", 0.57),
         _recipe("int8-stochastic", 0.19),
         _recipe("nvfp4", 0.61),
+    ),
+    "attention": (
+        Choice("own attention", {}, "attention is computed as the model does"),
+        Choice("attention without scores", {"attention": True}, "attention never holds all scores",
+               applies=lambda model, batch, loss: has_eager_attention(model)),
+    ),
+    "loss": (
+        Choice("own loss", {}, "the loss is computed as the model does"),
+        Choice("fused loss", {"fused_loss": True}, "the loss and the last layer are one, which never holds all logits",
+               applies=lambda model, batch, loss: loss is None and answers_without_logits(model, batch)),
     ),
     "optimizer": (
         Choice("adamw", {}, "both states of AdamW in fp32"),

@@ -28,7 +28,7 @@ from lowbit.optim.offload import TOGETHER
 from lowbit.plan.fitting.link import DEFAULTS, exchange_seconds
 from lowbit.plan.fitting.run import accumulate
 from lowbit.plan.fitting.sharing import Sharing, share_
-from lowbit.plan.settings import Settings, elsewhere, make_optimizer, prepare_model_
+from lowbit.plan.settings import ARITHMETIC, Settings, elsewhere, make_optimizer, prepare_model_
 
 __all__ = ["Prediction", "Predictor"]
 
@@ -219,9 +219,7 @@ class Predictor:
     # -- estimates ---------------------------------------------------------------------------------------------------
     def _table(self, settings: Settings, policy: str) -> BlockTable:
         """Of one part, with one policy for all blocks."""
-        arithmetic = Settings(
-            mixed=settings.mixed, recipe=settings.recipe, compress=settings.compress, **_together(settings)
-        )
+        arithmetic = Settings(**{name: getattr(settings, name) for name in ARITHMETIC}, **_together(settings))
         key = arithmetic, policy
         if key not in self._lines:
             checkpoint: Any = None if policy == KEEP else policy

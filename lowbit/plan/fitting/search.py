@@ -27,7 +27,7 @@ from lowbit.plan.fitting.link import ALONE, Together, together
 from lowbit.plan.fitting.plan import Plan
 from lowbit.plan.fitting.predict import Prediction, Predictor
 from lowbit.plan.serving import GenerationPlan, serve
-from lowbit.plan.settings import Settings
+from lowbit.plan.settings import ARITHMETIC, Settings
 from lowbit.progress import Progress
 from lowbit.sizes import amount
 
@@ -198,7 +198,7 @@ class _Search:
     ) -> None:
         self.predictor, self.limit, self.predictions = predictor, limit, dict[Settings, Prediction]()
         self._progress, self._group = progress, group
-        rows = dict(choices)
+        rows = dict(self._applicable(choices))
         checkpoints = rows.pop("checkpoint")
         self._by_block = any(choice.name == PLANNED for choice in checkpoints) and bool(predictor.blocks)
         self._policies = [
@@ -206,14 +206,27 @@ class _Search:
             for policy in (choice.changes.get("checkpoint") for choice in checkpoints if choice.name != PLANNED)
             if predictor.applies(policy)
         ]
-        precisions = combinations([rows.pop("precision")])
+        arithmetics = combinations([rows.pop(dimension) for dimension in ("precision", "attention", "loss")])
         self._others = [group.of(one) for one in combinations(rows.values())]
-        self._arithmetics = [one for one in precisions if self._all(one)]
+        self._arithmetics = [one for one in arithmetics if self._all(one)]
         if not self._arithmetics:
             raise ValueError(
                 "fit: 'stochastic' is of weights in bf16, and keep and no leave fp32 alone; keep 'bf16' or a recipe, "
                 "or leave 'stochastic' out"
             )
+
+    def _applicable(self, choices: Mapping[str, tuple[Choice, ...]]) -> Iterator[tuple[str, tuple[Choice, ...]]]:
+        """Of each dimension the choices that do something here. Raises ValueError where none does."""
+        given = self.predictor.model, self.predictor.batch, self.predictor.loss
+        for dimension, row in choices.items():
+            found = tuple(choice for choice in row if choice.applies(*given))
+            if not found:
+                names = ", ".join(repr(choice.name) for choice in row)
+                raise ValueError(
+                    f"fit: {names} does nothing for this {type(given[0]).__name__}, its batch and its loss; leave it "
+                    f"out of keep"
+                )
+            yield dimension, found
 
     def fastest(self) -> Prediction | None:
         """The fastest that fits; None where nothing does."""
@@ -235,8 +248,7 @@ class _Search:
 
     def _all(self, arithmetic: Settings) -> list[Settings]:
         """All settings of an arithmetic without checkpoints."""
-        names = ("mixed", "recipe", "compress")
-        fixed = {name: getattr(arithmetic, name) for name in names}
+        fixed = {name: getattr(arithmetic, name) for name in ARITHMETIC}
         counts = self.predictor.counts()
         found = [replace(other, micro=count, **fixed) for other in self._others for count in counts]
         return [settings for settings in found if possible(settings)]

@@ -1,0 +1,206 @@
+"""``lb.memory.linear_cross_entropy`` as the loss of causal language models of transformers, whose logits are then never
+held as a whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowbit.convert.engine import report_on
+from lowbit.convert.report import Report
+from lowbit.convert.select import check_model
+from lowbit.memory.fake import fake_batch, fake_model, fake_tensors
+from lowbit.memory.loss import linear_cross_entropy
+from lowbit.models.batches import call
+from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+
+__all__ = ["answers_without_logits", "fuse_loss_", "unfuse_loss_"]
+
+#: The entry of a config by which a model caps its logits before the loss.
+_SOFTCAP = "final_logit_softcapping"
+
+
+def fuse_loss_(model: nn.Module) -> Report:
+    """Have ``model`` compute its loss and its last layer together by ``lb.memory.linear_cross_entropy``, in place.
+
+    ``model``: a causal language model of transformers, or a module that has one inside, such as one of peft. In
+    training mode, where it is given ``labels``, it answers with ``loss`` and with ``logits=None``; in evaluation, and
+    without labels, it is as before. The loss is that of ``ForCausalLMLoss`` within the rounding of sums, with
+    ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``; logits in half precision are rounded as they are.
+
+    Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
+    is another, its last layer is no plain ``nn.Linear``, and where that is done already. The forward raises ValueError
+    where the model changes its logits before the loss (a scale; the soft cap of Gemma is served), and where the last
+    layer has been replaced or sharded since. ``unfuse_loss_`` is the way back.
+    """
+    check_model(model)
+    if _is_fused(model):
+        raise ValueError("memory.fuse_loss_: the loss is fused already; call lowbit.memory.unfuse_loss_ first")
+    found, reasons = _found(model)
+    if not found:
+        raise ValueError(
+            f"memory.fuse_loss_: expected a causal language model of transformers with a loss of its own, got "
+            f"{type(model).__name__}{': ' + '; '.join(reasons) if reasons else ''}; call "
+            f"lowbit.memory.linear_cross_entropy(hidden, weight, targets) where the loss is computed"
+        )
+    heads = {}
+    for causal in found:
+        head = causal.get_output_embeddings()
+        fused = _Fused(causal.loss_function)
+        wrap_forward(causal, _model, _model_own, fused)
+        wrap_forward(head, _head, _head_own, fused)
+        causal.loss_function = partial(_loss, fused, head)
+        heads.update({name: module for name, module in model.named_modules() if module is head})
+    return report_on("memory.fuse_loss_", model, heads, "fused with the loss")
+
+
+def unfuse_loss_(model: nn.Module) -> Report:
+    """Undo ``fuse_loss_``, in place. Other models stay as they are.
+
+    Raises ValueError, with the model untouched, where a forward has been replaced since.
+    """
+    check_model(model)
+    wrapped = unwrap_forwards(model, _head, _head_own, "memory.unfuse_loss_")
+    for path in unwrap_forwards(model, _model, _model_own, "memory.unfuse_loss_"):
+        del model.get_submodule(path)._loss_function
+    return report_on("memory.unfuse_loss_", model, {p: model.get_submodule(p) for p in wrapped}, "as it was")
+
+
+def answers_without_logits(model: nn.Module, batch: Any) -> bool:
+    """Whether ``model`` would, for such a batch, after ``fuse_loss_``; by a forward without data."""
+    if _is_fused(model) or not model.training or not _found(model)[0]:
+        return False
+    with torch.inference_mode(False), fake_tensors() as fake:
+        copied = fake_model(model, fake, None)
+        fuse_loss_(copied)
+        try:
+            answer = call(copied, fake_batch(batch, fake, None))
+        except ValueError:
+            return False
+    return getattr(answer, "logits", answer) is None
+
+
+def _is_fused(model: nn.Module) -> bool:
+    return any(wrapped_forward(module, _model, _model_own) for module in model.modules())
+
+
+def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
+    """The causal language models inside whose loss can be fused, and why others cannot."""
+    found, reasons = [], []
+    for causal in _causal(model):
+        head = causal.get_output_embeddings()
+        if type(head) is nn.Linear:
+            found.append(causal)
+        else:
+            reasons.append(f"the last layer of {type(causal).__name__} is a {type(head).__name__}, not an nn.Linear")
+    return found, reasons
+
+
+def _causal(model: nn.Module) -> Iterator[Any]:
+    """The models of transformers that have the loss of causal language models."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    losses: Any = sys.modules.get("transformers.loss.loss_utils")
+    for module in model.modules() if modeling is not None and losses is not None else ():
+        if (
+            isinstance(module, modeling.PreTrainedModel)
+            and "labels" in inspect.signature(type(module).forward).parameters
+            and module.get_output_embeddings() is not None
+            and module.loss_function is losses.ForCausalLMLoss
+        ):
+            yield module
+
+
+class _Fused:
+    """What model, last layer and loss share in a call. ``hidden``: what the last layer was given, and answers with.
+    ``softcap``: of the model's logits.
+    """
+
+    def __init__(self, plain: Callable[..., Tensor]) -> None:
+        self.plain, self.active = plain, False
+        self.hidden: Tensor | None = None
+        self.softcap: float | None = None
+
+
+def _model(model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
+    return _model_own(partial(type(model).forward, model), model, fused, *args, **kwargs)
+
+
+#: Conversions may change the class of such a module (lowbit/nn/base.py).
+_model.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
+
+
+def _model_own(forward: Callable[..., Any], model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments if args else kwargs
+    if not model.training or given.get("labels") is None:
+        return forward(*args, **kwargs)
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    fused.active, fused.softcap = True, getattr(config, _SOFTCAP, None)
+    try:
+        if fused.softcap is not None:
+            setattr(config, _SOFTCAP, None)
+        output = forward(*args, **kwargs)
+    finally:
+        if fused.softcap is not None:
+            setattr(config, _SOFTCAP, fused.softcap)
+        hidden, fused.active, fused.hidden = fused.hidden, False, None
+    if isinstance(output, tuple):
+        return tuple(part for part in output if part is not hidden)
+    output.logits = None
+    return output
+
+
+def _head(head: nn.Module, fused: _Fused, /, *args: Any) -> Any:
+    return _head_own(partial(type(head).forward, head), head, fused, *args)
+
+
+_head.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
+
+
+def _head_own(forward: Callable[..., Any], head: nn.Module, fused: _Fused, /, hidden: Tensor) -> Tensor:
+    if not fused.active:
+        return forward(hidden)  # type: ignore[no-any-return]
+    fused.hidden = hidden
+    return hidden
+
+
+def _loss(
+    fused: _Fused,
+    head: nn.Module,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' ``ForCausalLMLoss``, where ``logits`` is what the last layer would have been given."""
+    if not fused.active:
+        return fused.plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if logits is not fused.hidden:
+        raise ValueError(_refused("the model changes its logits between the last layer and the loss"))
+    if type(head) is not nn.Linear or isinstance(head.weight, DTensor):
+        raise ValueError(_refused(f"the last layer has become a {type(head).__name__} or is sharded"))
+    hidden, targets = logits, shift_labels
+    if targets is None:
+        hidden, targets = logits[..., :-1, :], labels[..., 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = linear_cross_entropy(
+        hidden, head.weight, targets.to(hidden.device), head.bias, ignore_index=ignore_index, reduction=reduction,
+        softcap=fused.softcap, rounded=True,
+    )  # fmt: skip
+    if num_items_in_batch is None:
+        return loss
+    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+
+
+def _refused(why: str) -> str:
+    return f"memory.fuse_loss_: {why}; call lowbit.memory.unfuse_loss_(model)"

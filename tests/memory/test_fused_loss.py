@@ -1,0 +1,173 @@
+"""The loss of causal language models without their logits, beside transformers' own in fp64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit as lb
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+SHAPE = {"vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 96}  # fmt: skip
+IDS = torch.randint(1, 320, (2, 40), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.masked_fill(torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
+
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)),
+    "tied": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "bias": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SHAPE)),
+    "soft cap": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SHAPE, head_dim=12, final_logit_softcapping=0.3)
+    ),
+    "experts": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **SHAPE, num_local_experts=3, output_router_logits=True, experts_implementation="eager"
+        )
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=320, n_embd=48, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double().train()
+
+
+def trained(model: nn.Module, **options) -> tuple[Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = model(input_ids=IDS, labels=LABELS, **options)
+    output.loss.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_logits(model: nn.Module, options: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss in fp64, where transformers' own is in fp32, and its gradients."""
+    model.zero_grad()
+    output = model(input_ids=IDS)
+    targets = options.get("shift_labels", torch.nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:])
+    rows = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = rows / options.get("num_items_in_batch", (targets != -100).sum())
+    if "aux_loss" in output:
+        loss = loss + model.router_aux_loss_coef * output.aux_loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(77)}, {"shift_labels": IDS.roll(3, 1)}])
+def test_losses_and_gradients_are_those_of_the_logits(name, options):
+    model = made(name)
+    loss, expected = by_logits(model, options)
+    lb.memory.fuse_loss_(model)
+    fused, gradients = trained(model, **options)
+    assert fused.logits is None
+    torch.testing.assert_close(fused.loss.detach(), loss, rtol=1e-12, atol=0)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-9, atol=1e-13)
+
+
+def test_evaluation_and_calls_without_labels_are_as_before():
+    model = made("soft cap")
+    without = model(IDS).logits
+    evaluated = model.eval()(IDS, labels=LABELS)
+    lb.memory.fuse_loss_(model)
+    again = model(IDS, labels=LABELS)
+    assert torch.equal(again.logits, evaluated.logits) and torch.equal(again.loss, evaluated.loss)
+    assert torch.equal(model.train()(IDS).logits, without)
+    assert model(IDS, None, labels=LABELS).logits is None and model.config.final_logit_softcapping == 0.3
+    loss, *rest = model(IDS, labels=LABELS, use_cache=False, return_dict=False)
+    assert loss.dim() == 0 and not rest
+
+
+def test_unfused_the_model_is_as_it_was():
+    model = made("llama")
+    plain, _ = trained(model)
+    report = lb.memory.fuse_loss_(model)
+    assert [layer.name for layer in report.layers] == ["lm_head"]
+    copied = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"fused already; call lowbit\.memory\.unfuse_loss_ first"):
+        lb.memory.fuse_loss_(model)
+    lb.memory.unfuse_loss_(model)
+    assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
+    assert torch.equal(trained(model)[0].loss, plain.loss) and trained(model)[0].logits is not None
+    assert trained(copied)[0].logits is None, "a copy stays fused"
+
+
+def test_a_step_holds_no_logits():
+    model = made("llama").float()
+    batch = {"input_ids": IDS.repeat(4, 12), "labels": LABELS.repeat(4, 12)}
+    plain = lb.memory.estimate(model, batch)
+    less = lb.memory.estimate(model, batch, prepare=lb.memory.fuse_loss_)
+    logits = 8 * 480 * 320 * 4
+    assert plain.peak_bytes - less.peak_bytes > 2 * logits
+    lb.memory.fuse_loss_(model)
+    held = lb.memory.allocated_peak(lambda: model(**batch).loss.backward())
+    assert held < lb.memory.allocated_peak(lambda: copy_of(model)(**batch).loss.backward()) - 2 * logits
+
+
+def copy_of(model):
+    copied = copy.deepcopy(model)
+    lb.memory.unfuse_loss_(copied)
+    return copied
+
+
+def test_adapters_mixed_precision_and_checkpoints_go_with_it():
+    peft = pytest.importorskip("peft")
+    plain = peft.get_peft_model(
+        made("llama").float(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    other = copy.deepcopy(plain)
+    lb.memory.fuse_loss_(other)
+    for model in (plain, other):
+        lb.train.mixed_(model, "bf16")
+        lb.memory.checkpoint_(model, "block")
+    (expected, theirs), (output, mine) = trained(plain), trained(other)
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, expected.loss, rtol=2e-3, atol=0)
+    assert mine.keys() == theirs.keys() and all(
+        torch.nn.functional.cosine_similarity(mine[k].flatten(), theirs[k].flatten(), 0) > 0.99 for k in mine
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: nn.Linear(3, 3), "got Linear; call lowbit.memory.linear_cross_entropy"),
+        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1,
+            num_attention_heads=1, intermediate_size=8)), "got BertForMaskedLM"),
+        (lambda: quantized(made("llama").float()), "the last layer of LlamaForCausalLM is a QuantLinear"),
+    ],
+)  # fmt: skip
+def test_other_models_are_refused(make, why):
+    with pytest.raises(ValueError, match=why):
+        lb.memory.fuse_loss_(make())
+
+
+def quantized(model):
+    lb.quantize_(model, {"lm_head": "int8"})
+    return model
+
+
+def test_models_that_scale_their_logits_and_layers_that_change_later_are_refused():
+    torch.manual_seed(0)
+    model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SHAPE, logits_scaling=2.0)).train()
+    lb.memory.fuse_loss_(model)
+    with pytest.raises(ValueError, match=r"changes its logits .* call lowbit.memory.unfuse_loss_\(model\)"):
+        model(IDS, labels=LABELS)
+    assert model.eval()(IDS, labels=LABELS).logits is not None
+    model = made("llama").float()
+    lb.memory.fuse_loss_(model)
+    model.set_output_embeddings(nn.Sequential(nn.Linear(48, 320)))
+    with pytest.raises(ValueError, match="changes its logits"):
+        model(IDS, labels=LABELS)
