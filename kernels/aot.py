@@ -27,6 +27,7 @@ import torch
 from lowbit import formats, scaling
 from lowbit.kernels import launch, products
 from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.ops.grouped import ScaledGroupedMM, has_rows_of_its_own, product
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
@@ -58,7 +59,8 @@ ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
 FP8_FROM = 89
 #: Kernels of products. Theirs may multiply and add at once pairs of 16 bits, where no result is rounded
 #: (``decode_4bit``).
-PRODUCTS = ("weight_only", "integers")
+INTEGERS = ("integers", "grouped_integers")
+PRODUCTS = ("weight_only", "grouped_weight_only", *INTEGERS)
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 
 
@@ -147,6 +149,26 @@ def _product_cases() -> Iterator[Case]:
             yield Case(f"scaled_mm {rows} rows {a or call.a.dtype} x {b}", products.scaled_mm(call, out), quick)
 
 
+#: Products of experts that a quick run compiles.
+QUICK_GROUPED = ((None, "int4:group128"), (None, "nf4"), ("int8:row", "int8:row"))
+
+
+def _grouped_cases() -> Iterator[Case]:
+    """Products of 8 experts, a row each and many."""
+    for index, (a, b) in enumerate(dict.fromkeys((*QUICK_GROUPED, *QUICK_PRODUCTS, (None, "mxfp4")))):
+        rows, one = (8 if index % 2 == 0 else 1024), _side("b", 512, b)
+        stacks = {name: x.expand(8, *x.shape) if isinstance(x, torch.Tensor) else x for name, x in one.items()}
+        call = ScaledGroupedMM(
+            **_side("a", rows, a), **stacks, offsets=_meta(8, dtype=torch.int32), cols=4096,
+            bias=_meta(8, 512, dtype=torch.bfloat16),
+        )  # fmt: skip
+        if a is not None and not has_rows_of_its_own(scaling.scheme(a)):
+            continue
+        if products.supports(product(call, 0, slice(None))) is None:
+            made = products.scaled_grouped_mm(call, _meta(rows, 512, dtype=torch.bfloat16))
+            yield Case(f"scaled_grouped_mm {rows} rows {a or call.a.dtype} x {b}", made, index < len(QUICK_GROUPED))
+
+
 def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     if text is None:
         return {name: _meta(rows, 4096, dtype=dtype)}
@@ -203,7 +225,7 @@ def _step_cases() -> Iterator[Case]:
 @cache
 def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
-    return [*_codec_cases(), *_scheme_cases(), *_step_cases(), *_product_cases()]
+    return [*_codec_cases(), *_scheme_cases(), *_step_cases(), *_product_cases(), *_grouped_cases()]
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
@@ -245,7 +267,7 @@ def faults(name: str, ptx: str, architecture: int) -> list[str]:
     """What the PTX of a kernel holds that it may not, or lacks."""
     held = sorted(set(FORBIDDEN.findall(ptx)))
     found = [f"holds {text}" for text in held if not (name in PRODUCTS and PAIRS.match(text))]
-    wanted = ANY_MATRIX if name == "integers" else MATRIX.get(architecture, re.compile(r"mma\.sync"))
+    wanted = ANY_MATRIX if name in INTEGERS else MATRIX.get(architecture, re.compile(r"mma\.sync"))
     if name in PRODUCTS and not wanted.search(ptx):
         found.append("runs on no tensor core")
     return found

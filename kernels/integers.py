@@ -47,24 +47,20 @@ def without_zeros(exact, a_sum, a_zero, b_sum, b_zero, terms, A_ZERO: tl.constex
     return exact
 
 
-@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
-def integers(
+@triton.jit
+def multiply(
+    row, col, end,
     a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
-    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+    cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
     count,
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
     WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile [M, N] of ``a [rows, depth] @ b [cols, depth].T``.
-
-    A block along K has ``segments`` of ``length`` elements, the last one what is left; a segment has ``steps`` of K
-    elements, with ``ONE`` one, and there are ``count`` of them. ``WHOLE``: one segment is all.
-    """
-    row, col = place(rows, cols, M, N)
-    row_ok, col_ok = row < rows, col < cols
+    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``integers``."""
+    row_ok, col_ok = row < end, col < cols
     a_row, b_row = (row // a_block_r).to(tl.int64) * a_blocks, (col // b_block_r).to(tl.int64) * b_blocks
     A_ZERO: tl.constexpr = A_AFFINE or (A[5] == 0 and A[1] == 8)
     B_ZERO: tl.constexpr = B_AFFINE or (B[5] == 0 and B[1] == 8)
@@ -129,3 +125,28 @@ def integers(
     to = (row.to(tl.int64) * cols)[:, None] + col[None, :]
     out = bits.narrow(total.to(tl.int32, bitcast=True), DTYPE, False)
     tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def integers(
+    a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+    count,
+    A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile [M, N] of ``a [rows, depth] @ b [cols, depth].T``.
+
+    A block along K has ``segments`` of ``length`` elements, the last one what is left; a segment has ``steps`` of K
+    elements, with ``ONE`` one, and there are ``count`` of them. ``WHOLE``: one segment is all.
+    """
+    row, col = place(rows, cols, M, N)
+    multiply(
+        row, col, rows, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
+        a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
+        cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+        count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, BIAS, DTYPE, M, N, K,
+    )  # fmt: skip

@@ -11,14 +11,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit import reference
 from lowbit.formats import Format, find
-from lowbit.kernels import decode_4bit, integers, weight_only
+from lowbit.kernels import decode_4bit, grouped, integers, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
 from lowbit.kernels.launch import dequantize
 from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, scale_spec
+from lowbit.ops.grouped import ScaledGroupedMM, product
 from lowbit.ops.matmul import ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
-__all__ = ["Decoded", "are_integers", "epilogue", "fits_bf16", "row_scales", "scaled_mm", "supports", "values"]
+__all__ = [
+    "Decoded",
+    "are_integers",
+    "epilogue",
+    "fits_bf16",
+    "row_scales",
+    "scaled_grouped_mm",
+    "scaled_mm",
+    "supports",
+    "values",
+]
 
 #: Programs that a GPU should have at least, where there is a K to share among them.
 _PROGRAMS = 1056
@@ -65,6 +76,39 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
         return _integers(a, b, call.bias, out, call.cols)
     left = _fp8_left(a, call.cols) or values(a, call.cols)
     return [*left.launches, *_weight_only(left, b, call.bias, out, call.cols)]
+
+
+def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
+    """``out [T, N]``, the products of experts; see ``lowbit.ops.grouped``."""
+    a, b = sides(product(call, 0, slice(None)))
+    b = b._replace(scale=call.b_scale, zero_point=call.b_zero_point, global_scale=call.b_global_scale)
+    experts = len(call.b)
+    if _kind(a) == _kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
+        before, launches = [], _integers(a, b, call.bias, out, call.cols, experts)
+    else:
+        left = _fp8_left(a, call.cols) or values(a, call.cols)
+        before, launches = left.launches, _weight_only(left, b, call.bias, out, call.cols, experts)
+    more = {
+        "b_ptr": call.b, "offsets_ptr": call.offsets, "experts": experts, "b_stride_e": call.b.stride(0),
+        "scale_stride_e": call.b_scale[0].numel(),
+        "global_stride_e": 0 if call.b_global_scale is None else call.b_global_scale[0].numel(),
+        "EXPERTS": power_of_two(experts + 1),
+    }  # fmt: skip
+    made = [one._replace(kernel=_GROUPED[one.kernel], arguments=one.arguments | more) for one in launches]
+    return [*before, *(one._replace(arguments=_known(one)) for one in made)]
+
+
+#: The kernels that multiply for experts as others do for one matrix.
+_GROUPED = {
+    weight_only.weight_only: grouped.grouped_weight_only,
+    weight_only.add_shares: grouped.grouped_add_shares,
+    integers.integers: grouped.grouped_integers,
+}
+
+
+def _known(one: Launch) -> dict[str, Any]:
+    """The arguments that a kernel has."""
+    return {name: one.arguments[name] for name in one.kernel.arg_names}
 
 
 class Decoded(NamedTuple):
@@ -254,8 +298,14 @@ def _shape(kind: str, rows: int, cols: int) -> _Shape:
     return shape._replace(m=min(shape.m, max(16, power_of_two(rows))), n=min(shape.n, max(16, power_of_two(cols))))
 
 
+def _tiles(rows: int, tall: int, experts: int) -> int:
+    """Tiles of ``tall`` rows, at most: experts have tiles of their own, and so have the rows that none has."""
+    tiles = -(-rows // tall)
+    return tiles if experts == 0 else min(rows, tiles + experts)
+
+
 # -- integers by integers, exact in segments ---------------------------------------------------------------------------
-def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
+def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0) -> list[Launch]:
     rows, cols = out.shape
     arguments = _codes("a", a) | _codes("b", b) | _result(bias, out, depth)
     widths = []
@@ -273,7 +323,7 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) ->
     length = depth if whole else min(block, reference.SEGMENT)
     for name, side in (("A", a), ("B", b)):
         arguments[f"{name}_PAIRS"] = scheme(str(side.scheme)).format.bits == 4 and (whole or block % 2 == 0)
-    shape = _shape("rows" if whole else "segments", rows, cols)
+    shape = _shape("rows" if whole else "segments", -(-rows // max(experts, 1)), cols)
     k = min(shape.k, max(32, power_of_two(length)))
     segments, steps = -(-block // length), -(-length // k)
     arguments |= {
@@ -281,7 +331,7 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int) ->
         "count": -(-depth // block) * segments * steps, "WHOLE": whole, "ONE": steps == 1,
         "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
-    grid = (-(-rows // shape.m) * -(-cols // shape.n),)
+    grid = (_tiles(rows, shape.m, experts) * -(-cols // shape.n),)
     return [Launch(integers.integers, grid, arguments, shape.warps, shape.stages)]
 
 
@@ -298,11 +348,13 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=1024)
 def _plan(
     sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, b_dtype: torch.dtype, b_scheme: str | None,
-    device: torch.device,
+    device: torch.device, experts: int,
 ) -> _Plan:  # fmt: skip
-    """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, and a right one of a dtype or scheme."""
+    """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, and a right one of a dtype or scheme, or
+    as many as there are experts.
+    """
     rows, cols, depth = sizes
-    shape = _shape("floats", rows, cols)
+    shape = _shape("floats", -(-rows // max(experts, 1)), cols)
     if b_scheme is None:
         in_fp16 = a_dtype == b_dtype == torch.float16
         more = {
@@ -320,7 +372,7 @@ def _plan(
     by_block = more["SCALED"] == "block"
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
     count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
-    programs = -(-rows // shape.m) * -(-cols // shape.n)
+    programs = _tiles(rows, shape.m, experts) * -(-cols // shape.n)
     share = -(-count // max(1, min(_PROGRAMS // programs, count // 4)))
     shares = -(-count // share)
     more |= {
@@ -350,9 +402,11 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
     }  # fmt: skip
 
 
-def _weight_only(left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int) -> list[Launch]:
+def _weight_only(
+    left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0
+) -> list[Launch]:
     (rows, cols), a = out.shape, left.values
-    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device)
+    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts)
     table = _table(scheme(str(b.scheme)).format, out.device) if _kind(b) == "codebook" else None
     common = plan.arguments | {
         "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": _maybe_pattern(b.scale),
@@ -367,14 +421,14 @@ def _weight_only(left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth
     }  # fmt: skip
     grid, shape = (plan.programs, plan.shares), plan.shape
     launches = [Launch(weight_only.weight_only, grid, arguments, shape.warps, shape.stages)]
-    return launches + (_add_shares(common, plan.shares) if plan.shares > 1 else [])
+    return launches + (_add_shares(common, plan.shares, experts) if plan.shares > 1 else [])
 
 
-def _add_shares(common: dict[str, Any], shares: int) -> list[Launch]:
+def _add_shares(common: dict[str, Any], shares: int, experts: int = 0) -> list[Launch]:
     rows, cols = common["rows"], common["cols"]
     finish = {name: common[name] for name in weight_only.add_shares.arg_names if name in common}
     finish |= {"shares": shares, "M": 16, "N": min(64, max(16, power_of_two(cols)))}
-    return [Launch(weight_only.add_shares, (-(-rows // 16) * -(-cols // finish["N"]),), finish)]
+    return [Launch(weight_only.add_shares, (_tiles(rows, 16, experts) * -(-cols // finish["N"]),), finish)]
 
 
 def epilogue(

@@ -87,16 +87,22 @@ def decode(code, table_ptr, FMT: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def place(rows, cols, M: tl.constexpr, N: tl.constexpr):
-    """Rows and columns of this program's tile.
+def tile_of(tiles_m, tiles_n):
+    """Which tile is this program's, down and across.
 
     Eight tiles down before one across, so that programs running together share their tiles of ``b`` in L2.
     """
-    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(cols, N)
     band = tl.program_id(0) // (8 * tiles_n)
     height = tl.minimum(tiles_m - band * 8, 8)
     within = tl.program_id(0) % (8 * tiles_n)
-    return (band * 8 + within % height) * M + tl.arange(0, M), (within // height) * N + tl.arange(0, N)
+    return band * 8 + within % height, within // height
+
+
+@triton.jit
+def place(rows, cols, M: tl.constexpr, N: tl.constexpr):
+    """Rows and columns of this program's tile."""
+    down, across = tile_of(tl.cdiv(rows, M), tl.cdiv(cols, N))
+    return down * M + tl.arange(0, M), across * N + tl.arange(0, N)
 
 
 @triton.jit
@@ -132,9 +138,9 @@ def epilogue(
     )
 
 
-@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
-def weight_only(
-    a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
+@triton.jit
+def multiply(
+    row, col, end, a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
     a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
     rows, cols, depth, b_block, blocks, block, steps, count, share,
     B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
@@ -143,14 +149,8 @@ def weight_only(
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose: the weights are on the left.
-
-    ``SCALED``: what the scale of a block is multiplied into, "row", "block" (its sum) or "element". A step is K
-    elements: within a block of ``block`` for "block", which takes ``steps``, else of the row. Of ``count`` steps a
-    program takes ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
-    """
-    row, col = place(rows, cols, M, N)
-    row_ok, col_ok = row < rows, col < cols
+    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``weight_only``."""
+    row_ok, col_ok = row < end, col < cols
     a_base = a_ptr + (row.to(tl.int64) * a_stride_r)[:, None]
     scale_row = (col // b_block).to(tl.int64) * blocks
     total = tl.zeros([N, M], tl.float32)
@@ -231,9 +231,54 @@ def weight_only(
         tl.store(sums_ptr + to, total, row_ok[None, :] & col_ok[:, None])
     else:
         epilogue(
-            total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
+            total, row, col, end, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
             A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def weight_only(
+    a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, b_block, blocks, block, steps, count, share,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose: the weights are on the left.
+
+    ``SCALED``: what the scale of a block is multiplied into, "row", "block" (its sum) or "element". A step is K
+    elements: within a block of ``block`` for "block", which takes ``steps``, else of the row. Of ``count`` steps a
+    program takes ``share``; with ``SPLIT`` several share a tile, and leave their sums in ``sums [shares, rows, cols]``.
+    """
+    row, col = place(rows, cols, M, N)
+    multiply(
+        row, col, rows, a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
+        a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+        rows, cols, depth, b_block, blocks, block, steps, count, share,
+        B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+        A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def add(
+    row, col, end, sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block, shares,
+    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``add_shares``."""
+    ok = (row < end)[None, :] & (col < cols)[:, None]
+    total = tl.zeros([N, M], tl.float32)
+    for share in range(shares):
+        at = (share * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
+        total = total + tl.load(sums_ptr + at, ok, 0).to(tl.float32)
+    epilogue(
+        total, row, col, end, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
+        A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
@@ -246,12 +291,7 @@ def add_shares(
     tiles_n = tl.cdiv(cols, N)
     row = (tl.program_id(0) // tiles_n) * M + tl.arange(0, M)
     col = (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
-    ok = (row < rows)[None, :] & (col < cols)[:, None]
-    total = tl.zeros([N, M], tl.float32)
-    for share in range(shares):
-        at = (share * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
-        total = total + tl.load(sums_ptr + at, ok, 0).to(tl.float32)
-    epilogue(
-        total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
-        A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+    add(
+        row, col, rows, sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block,
+        shares, A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
     )  # fmt: skip

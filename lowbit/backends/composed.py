@@ -13,13 +13,14 @@ from lowbit import scaling
 from lowbit.backends.registry import Impl
 from lowbit.ops import OPS
 from lowbit.ops import conv as convolution
+from lowbit.ops import grouped as grouping
 from lowbit.ops import packed as packing
 from lowbit.ops import quantize as q
 from lowbit.ops.linear import Linear, Scales, given_scales, product
 from lowbit.ops.spec import as_rows
 from lowbit.tensor import packing as tensors
 
-__all__ = ["conv", "linear", "packed"]
+__all__ = ["conv", "grouped", "linear", "packed"]
 
 #: Elements of the patches that ``conv`` lays out at a time.
 _PATCHES = 1 << 21
@@ -135,6 +136,31 @@ def packed(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
 
 def _run_packed(linear: Impl, outs: tuple[Tensor, ...], call: packing.LinearPacked) -> None:
     linear.run(outs, packing.plain(call))
+
+
+# -- scaled_grouped_mm -------------------------------------------------------------------------------------------------
+def grouped(rows: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """``scaled_grouped_mm`` wherever ``rows`` multiply: one product after the other, of rows that the host counts."""
+    return tuple(
+        replace(
+            mm, op="scaled_grouped_mm", run=partial(_run_grouped, mm), supports=partial(_supports_grouped, mm),
+            scratch=_none,
+        )
+        for mm in rows
+        if mm.op == "scaled_mm"
+    )  # fmt: skip
+
+
+def _supports_grouped(mm: Impl, call: grouping.ScaledGroupedMM) -> str | None:
+    return mm.supports(grouping.product(call, 0, slice(None)))
+
+
+def _run_grouped(mm: Impl, outs: tuple[Tensor, ...], call: grouping.ScaledGroupedMM) -> None:
+    spans = grouping.spans(call)
+    for expert, rows in enumerate(spans):
+        if rows.start < rows.stop:
+            mm.run((outs[0][rows],), grouping.product(call, expert, rows))
+    outs[0][spans[-1].stop :].zero_()
 
 
 # -- conv --------------------------------------------------------------------------------------------------------------

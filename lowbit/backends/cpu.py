@@ -20,10 +20,13 @@ _SUPPORTS: dict[str, Callable[[Any], str | None]] = {"conv": cpu_mm.no_conv}
 _ROWS = tuple(
     replace(row, supports=_SUPPORTS[row.op]) if row.op in _SUPPORTS else row for row in native_ops.rows("cpu", 10)
 )
+_ROUNDING = cpu_mm.rounding(_ROWS)
+
 #: ``cpu_patches``: convolutions of schemes that the native one leaves out.
 IMPLS = (
     *_ROWS,
-    *cpu_mm.rounding(_ROWS),
+    *_ROUNDING,
+    *composed.grouped(_ROWS + _ROUNDING),
     *(replace(row, name="cpu_patches", priority=9) for row in composed.conv(_ROWS)),
 )
 

@@ -21,7 +21,7 @@ from lowbit import formats, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
 from lowbit.checkout import adopt
-from lowbit.ops import codec, matmul, optim
+from lowbit.ops import codec, grouped, matmul, optim
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -145,6 +145,10 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     start(products().scaled_mm(call, outs[0]), outs[0].device)
 
 
+def _scaled_grouped_mm(outs: tuple[Tensor, ...], call: grouped.ScaledGroupedMM) -> None:
+    start(products().scaled_grouped_mm(call, outs[0]), outs[0].device)
+
+
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
     launch, param = _launch(), as_rows(call.param)
     made, master, *new = (as_rows(t) for t in outs)
@@ -206,6 +210,10 @@ def _supports_mm(call: matmul.ScaledMM) -> str | None:
     return _fits(call.a) or _fits(call.b) or products().supports(call)
 
 
+def _supports_grouped(call: grouped.ScaledGroupedMM) -> str | None:
+    return _supports_mm(grouped.product(call, 0, slice(None)))
+
+
 _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None]]] = {
     "encode": (_encode, _fits_first),
     "decode": (_decode, _fits_first),
@@ -219,6 +227,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "fake_quantize": (_fake_quantize, _fits_first),
     "fake_quantize_backward": (_fake_quantize_backward, _fits_first),
     "scaled_mm": (_scaled_mm, _supports_mm),
+    "scaled_grouped_mm": (_scaled_grouped_mm, _supports_grouped),
     "optimizer_step": (_optimizer_step, _fits_first),
 }
 

@@ -27,6 +27,7 @@ from lowbit.files import shown
 from lowbit.integrations import METHOD, TRANSFORMERS
 from lowbit.models.names import patterns_in, written
 from lowbit.models.ties import paths, storage
+from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import INPUT_PARTS, PARTS
 from lowbit.recipes import Plan, Recipe, plan, refuse_beyond
 from lowbit.serialize.huggingface import placeholders
@@ -244,6 +245,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"the checkpoint lacks {len(lost)} tensors of quantized layers, such as {', '.join(lost[:3])}; copy it "
                 f"again, or save the model again"
             )
+        stack_experts_(model)
         mark(model)
         self._describe(model)
 
@@ -258,7 +260,7 @@ class LowbitHfQuantizer(HfQuantizer):  # type: ignore[misc]
             ]:
                 shared = storage(state[key])
                 if shared in seen:  # files of transformers share nothing but what its models tie
-                    state[key] = state[key].clone()
+                    state[key] = state[key].to("cpu", copy=True)
                 seen.add(shared)
         return {**state, **placeholders(model)}, {METHOD: __version__}
 

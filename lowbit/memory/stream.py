@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lowbit.memory.offload.places import side_stream
 from lowbit.models.blocks import find_blocks
 from lowbit.models.ties import storage
 from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.nn.experts import stack_experts_
 
 __all__ = ["LEAST", "is_streamed", "stream_blocks_", "unstream_"]
 
@@ -92,6 +94,7 @@ def unstream_(model: nn.Module) -> Report:
     for forward in found.values():
         stream, index = forward.args[-2:]
         stream.blocks[index].restore()
+    stack_experts_(model)
     return report_on("memory.unstream_", model, blocks, "in memory")
 
 
@@ -113,22 +116,36 @@ def _require_data(model: nn.Module) -> None:
 
 
 def _movable(model: nn.Module, block: nn.Module) -> list[Tensor]:
-    """The tensors of a block that nothing else shares, each once."""
+    """The tensors of a block whose numbers are those of no other tensor, each once."""
     inside = list({id(t): t for t in (*block.parameters(), *block.buffers())}.values())
     mine = {id(module) for module in block.modules()}
     others = [module for module in model.modules() if id(module) not in mine]
     outside = {storage(t) for m in others for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
-    counts: dict[int, int] = {}
-    for tensor in inside:
-        counts[storage(tensor)] = counts.get(storage(tensor), 0) + 1
+    alone = _alone(inside)
     return [
         tensor
         for tensor in inside
         if type(tensor) in (Tensor, nn.Parameter)
         and tensor.nbytes >= LEAST
-        and counts[storage(tensor)] == 1
+        and id(tensor) in alone
         and storage(tensor) not in outside
     ]
+
+
+def _alone(tensors: list[Tensor]) -> set[int]:
+    """The ``id`` of tensors that overlap with no other one; views of one storage may lie side by side."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        by_storage.setdefault(storage(tensor), []).append(tensor)
+    found: set[int] = set()
+    for views in by_storage.values():
+        if len(views) > 1:
+            views.sort(key=Tensor.data_ptr)
+            apart = all(a.data_ptr() + a.nbytes <= b.data_ptr() for a, b in pairwise(views))
+            if not apart or not all(view.is_contiguous() for view in views):
+                continue
+        found.update(map(id, views))
+    return found
 
 
 # -- the tensors of a block --------------------------------------------------------------------------------------------

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
+from lowbit.calls import call
+from lowbit.functional import hadamard, quantize
+from lowbit.functional.grouped import multiplies_at_once
 from lowbit.nn.base import kind
-from lowbit.nn.linear import QuantLinear
+from lowbit.nn.linear import PARTS, QuantLinear
+from lowbit.ops.grouped import has_rows_of_its_own
+from lowbit.ops.spec import stored_global, stored_scale
 
-__all__ = ["QuantExperts", "stacks"]
+__all__ = ["QuantExperts", "stack_experts_", "stacks"]
+
+#: Kinds of devices on which one kernel multiplies for all experts, whose weights are views of one stack there.
+_STACKED_ON = ("cuda",)
 
 
 def stacks(experts: Any) -> tuple[str, str]:
@@ -26,6 +35,13 @@ class QuantExperts(nn.Module):
     ``down(gate(gate_up(hidden))) * weight``, ``[T, H]``. ``gate``: that of the class of ``like``, by default
     ``act(gate) * up``; its activation where it has none. ``gate_up`` and ``down`` have a layer for each expert; one
     that no token chooses is not called. An index of E, which padding has, chooses none.
+
+    On CUDA devices tokens are sorted by expert, and one product multiplies for all experts. The host waits for nothing,
+    so a CUDA graph can capture it. The layers' codes and scales are views of one tensor a part there (``stack_``).
+    The results are those of one expert after the other within rounding: products of integers have the same bits, float
+    products and the sum over a token's experts are added in another order.
+    One expert runs after the other on other devices, where a gradient is asked for, for layers that are no plain
+    QuantLinears of one scheme (with adapters or hooks, or packed), and for input scales that span rows or are static.
 
     In ``torch.compile`` and ``torch.export`` each expert computes every token, since no shape may depend on the index:
     the results are those of eager mode within rounding, in E / k times the products.
@@ -47,16 +63,15 @@ class QuantExperts(nn.Module):
         self._gate = type(like)._apply_gate if like.has_gate else None
         self.recipe = down[0].recipe
         self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+        self.stack_()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
         if torch.compiler.is_compiling():
-            for expert in range(self.num_experts):
-                chosen = top_k_index == expert
-                weight = (top_k_weights * chosen).sum(-1, keepdim=True)
-                y = self._expert(expert, hidden_states) * weight
-                result = result + torch.where(chosen.any(-1, keepdim=True), y, 0).to(result.dtype)
-            return result
+            return self._all(hidden_states, top_k_index, top_k_weights)
+        found = self._stacked(hidden_states, top_k_weights)
+        if found is not None:
+            return self._at_once(*found, hidden_states, top_k_index, top_k_weights)
+        result = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             if expert >= self.num_experts:
                 continue
@@ -65,9 +80,167 @@ class QuantExperts(nn.Module):
             result.index_add_(0, token, y.to(result.dtype))
         return result
 
+    def _all(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The result, of which each expert computes every token."""
+        result = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            chosen = index == expert
+            weight = (weights * chosen).sum(-1, keepdim=True)
+            y = self._expert(expert, hidden) * weight
+            result = result + torch.where(chosen.any(-1, keepdim=True), y, 0).to(result.dtype)
+        return result
+
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         """What one expert computes, before it is weighted."""
-        y = self.gate_up[expert](x)
-        y = self.act_fn(y) if self._gate is None else self._gate(self, y)
-        output: Tensor = self.down[expert](y)
+        output: Tensor = self.down[expert](self._activated(self.gate_up[expert](x)))
         return output
+
+    def _activated(self, y: Tensor) -> Tensor:
+        activated: Tensor = self.act_fn(y) if self._gate is None else self._gate(self, y)
+        return activated
+
+    # -- all experts at once -------------------------------------------------------------------------------------------
+    def _at_once(self, gate_up: _Stack, down: _Stack, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The result by grouped products, of rows sorted by expert."""
+        tokens, places = index.shape
+        expert, order = index.flatten().sort(stable=True)
+        ids = torch.arange(self.num_experts, dtype=expert.dtype, device=expert.device)
+        offsets = torch.searchsorted(expert, ids, right=True, out_int32=True)
+        x = hidden.index_select(0, order // places)
+        y = down.multiply(self._activated(gate_up.multiply(x, offsets)), offsets)
+        # Rows behind the last expert's are zeros; those of padding go back there.
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        y = y.index_select(0, back).view(tokens, places, y.shape[-1])
+        y = y * weights.masked_fill(index >= self.num_experts, 0)[..., None]
+        return y.sum(1).to(hidden.dtype)
+
+    def _stacked(self, hidden: Tensor, weights: Tensor) -> tuple[_Stack, _Stack] | None:
+        """Both stacks, where one product can serve all experts."""
+        if hidden.device.type not in _STACKED_ON or not hidden.numel() or is_fake(hidden):
+            return None
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, weights, *self._trained())):
+            return None
+        gate_up, down = (_stack(layers, hidden) for layers in (self.gate_up, self.down))
+        return None if gate_up is None or down is None else (gate_up, down)
+
+    def _trained(self) -> Iterator[Tensor]:
+        """Parameters that may have gradients: the layers' biases, and what activations have."""
+        for name, module in self._modules.items():
+            if name not in ("gate_up", "down"):
+                yield from cast(nn.Module, module).parameters()
+        for layer in (*self.gate_up, *self.down):
+            bias = layer._parameters.get("bias")
+            if bias is not None:
+                yield bias
+
+    def stack_(self) -> None:
+        """On CUDA devices: lay codes and scales of the experts side by side in one tensor a part, of which theirs
+        become views.
+
+        It happens by itself when the module is made, moved, copied or loaded. Meanwhile one of the two stacks is there
+        twice.
+        """
+        for layers in (self.gate_up, self.down):
+            for name in PARTS if all(type(layer) is QuantLinear for layer in layers) else ():
+                parts: list[Any] = [layer._parameters[name] for layer in layers]
+                if _may_stack(parts) and _whole(parts) is None:
+                    with torch.no_grad(), torch.inference_mode(False):
+                        for part, view in zip(parts, torch.stack([p.detach() for p in parts]), strict=True):
+                            part.data = view
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantExperts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.stack_()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.stack_()
+
+
+def stack_experts_(model: nn.Module) -> None:
+    """``stack_`` of all experts in a model, after their tensors were replaced."""
+    for module in model.modules():
+        if isinstance(module, QuantExperts):
+            module.stack_()
+
+
+class _Stack(NamedTuple):
+    """Layers alike, and their weights as one: codes ``[E, N, packed K]`` with stacks of what scales them."""
+
+    layers: nn.ModuleList
+    parts: dict[str, Tensor | None]
+
+    def multiply(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """What the layers compute of rows ``x [T, K]``, those of each expert behind the last one's."""
+        first: Any = self.layers[0]
+        x, dtype = first._given(x)
+        if first.rotation is not None:
+            x = hadamard(x, first.rotation)
+        given: tuple[Any, ...] = x, None, None, None, None
+        if first._input_name is not None:
+            q = quantize(x, first._input_name)
+            given = q.codes, first._input_name, q.scale, q.zero_point, q.global_scale
+        biases: Any = None if first.bias is None else torch.stack([layer.bias for layer in self.layers])  # type: ignore[misc]
+        codes, scale, zero_point, global_scale = (self.parts[name] for name in PARTS)
+        y: Tensor = call(
+            "scaled_grouped_mm", given[0], codes, offsets, first.in_features, first.scheme.name,
+            scale, zero_point, global_scale, *given[1:], biases, dtype,
+        )  # fmt: skip
+        return y
+
+
+def _stack(layers: nn.ModuleList, x: Tensor) -> _Stack | None:
+    """The stack of layers, where there is one and a kernel for it."""
+    first: Any = layers[0]
+    if not all(_is_like(layer, first) for layer in layers):
+        return None
+    if first.recipe.static or (first.recipe.input is not None and not has_rows_of_its_own(first.recipe.input)):
+        return None
+    dtype, shape = first._given(x[:0])[1], (first.out_features, first.in_features)
+    if not multiplies_at_once(x.device.type, first._input_name, dtype, first.scheme, shape):
+        return None
+    parts: dict[str, Tensor | None] = dict.fromkeys(PARTS)
+    for name in PARTS:
+        if first._parameters[name] is not None:
+            parts[name] = whole = _whole([layer._parameters[name] for layer in layers])  # type: ignore[misc]
+            if whole is None:
+                return None
+    assert parts["scale"] is not None
+    parts["scale"] = stored_scale(parts["scale"], first.scheme.name)
+    parts["global_scale"] = stored_global(parts["global_scale"])
+    return _Stack(layers, parts)
+
+
+def _is_like(layer: Any, first: Any) -> bool:
+    """Whether a layer computes with its weight what another one computes with its own, and nothing else."""
+    return (
+        type(layer) is QuantLinear
+        and layer.scheme == first.scheme
+        and layer._input_name == first._input_name
+        and layer.rotation == first.rotation
+        and not (layer.consumers or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+    )
+
+
+def _may_stack(parts: list[Any]) -> bool:
+    """Whether tensors of experts are plain ones of one kind, each its own, on a device where they are stacked."""
+    return len(set(map(id, parts))) == len(parts) and all(
+        type(part) is nn.Parameter
+        and part.device.type in _STACKED_ON
+        and not (is_fake(part) or part.is_inference())
+        and (part.shape, part.dtype, part.device) == (parts[0].shape, parts[0].dtype, parts[0].device)
+        and part.is_contiguous()
+        for part in parts
+    )
+
+
+def _whole(parts: list[Tensor]) -> Tensor | None:
+    """The tensor whose parts these are, one behind the other; None where they are not."""
+    first = parts[0]
+    begin, size, storage = first.data_ptr(), first.nbytes, first.untyped_storage()
+    if not size or begin + len(parts) * size > storage.data_ptr() + storage.nbytes():
+        return None
+    if any(part.data_ptr() != begin + i * size or not part.is_contiguous() for i, part in enumerate(parts)):
+        return None
+    return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from lowbit import formats
-from lowbit.ops import codec, conv, linear, matmul, optim, packed, quantize
+from lowbit.ops import codec, conv, grouped, linear, matmul, optim, packed, quantize
 from lowbit.ops.spec import Cost, Numerics, OpSpec
 
 __all__ = ["OPS", "Cost", "Numerics", "OpSpec"]
 
 #: Every operation, by name.
 OPS: dict[str, OpSpec] = {
-    spec.name: spec for module in (codec, quantize, matmul, linear, packed, conv, optim) for spec in module.SPECS
+    spec.name: spec
+    for module in (codec, quantize, matmul, grouped, linear, packed, conv, optim)
+    for spec in module.SPECS
 }
 
 formats.tracing = torch.compiler.is_compiling  # the hook that formats.py describes

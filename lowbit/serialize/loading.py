@@ -14,6 +14,7 @@ from lowbit.convert.prepack import prepack_
 from lowbit.convert.quantize import replacements
 from lowbit.files import read_json, shown
 from lowbit.models.ties import place
+from lowbit.nn.experts import stack_experts_
 from lowbit.nn.linear import QuantLinear
 from lowbit.recipes import RECIPES, Recipe
 from lowbit.serialize import huggingface, safetensors
@@ -90,6 +91,7 @@ def _load_into(model: nn.Module, saved: Saved, built: bool) -> None:
         model.load_state_dict(_materialized(saved, expected, cast=not built), assign=True)
     else:
         model.load_state_dict(saved.tensors)
+    stack_experts_(model)
     if built:
         for name, layer in quantized_layers(model).items():
             for inner in layer.modules():

@@ -57,7 +57,7 @@ def workload(m: int, n: int, k: int, a: str | None, b: str) -> Workload:
     """A product of Gaussian numbers, for benchmarks; of bf16 where a scheme is None."""
 
     def make() -> ScaledMM:
-        return ScaledMM(**_large_side("a", m, k, a), **_large_side("b", n, k, b), cols=k)
+        return ScaledMM(**large_side("a", m, k, a), **large_side("b", n, k, b), cols=k)
 
     return Workload(f"{m}x{n}x{k}", f"{a or 'bf16'} x {b}", make)
 
@@ -70,7 +70,8 @@ def _workloads(rows: int, cols: int) -> Iterator[Workload]:
             yield workload(m, rows, cols, a, b)
 
 
-def _large_side(name: str, rows: int, cols: int, text: str | None) -> dict[str, Any]:
+def large_side(name: str, rows: int, cols: int, text: str | None) -> dict[str, Any]:
+    """One operand of a product of Gaussian numbers; of bf16 where its scheme is None."""
     if text is None:
         return {name: large_matrix(rows, cols, torch.bfloat16)}
     x, scheme = large_matrix(rows, cols), scaling.scheme(text)

@@ -199,6 +199,37 @@ def test_opcheck(op: str) -> None:
         torch.library.opcheck(getattr(torch.ops.lowbit, op).default, tuple(moved(call, "cuda")))
 
 
+def test_experts_in_a_captured_graph() -> None:
+    """Another route and other tokens than those that were captured, against one expert after the other."""
+    from lowbit.nn import QuantExperts, QuantLinear, experts
+
+    class Like(torch.nn.Module):
+        has_gate = False
+        act_fn = torch.nn.ReLU()
+
+    recipe = lb.recipe("int4-weight-only:group128")
+
+    def layer(rows: int, cols: int) -> QuantLinear:
+        return QuantLinear(lb.quantize(torch.randn(rows, cols), recipe.weight), None, recipe)
+
+    layers = [layer(512, 256) for _ in range(8)], [layer(256, 512) for _ in range(8)]
+    module = QuantExperts(Like(), *layers).cuda()
+    x, weights = torch.randn(40, 256, device="cuda").bfloat16(), torch.rand(40, 2, device="cuda").bfloat16()
+    index = torch.randint(9, (40, 2), device="cuda")
+    with torch.no_grad():
+        module(x, index, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x, index, weights)
+        x.copy_(torch.randn_like(x))
+        index.copy_(torch.randint(9, (40, 2)))
+        graph.replay()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "_STACKED_ON", ())
+            expected = module(x, index, weights)
+    torch.testing.assert_close(y.float(), expected.float(), rtol=0.03, atol=0.03 * float(expected.abs().max()))
+
+
 def test_compile_without_a_graph_break(backend: str) -> None:
     def step(x: Tensor, w: Tensor) -> Tensor:
         a, b = lb.quantize(x, "fp8_e4m3:row"), lb.quantize(w, "fp8_e4m3:row")

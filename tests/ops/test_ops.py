@@ -21,6 +21,7 @@ from lowbit.ops import OPS
 from lowbit.testing.inputs import random_matrix
 
 everywhere = pytest.mark.parametrize("variant", ALL)
+PRODUCTS = ("scaled_mm", "scaled_grouped_mm", "linear", "linear_packed", "conv")
 
 
 # -- opcheck -----------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_costs_are_positive():
     for op, spec in OPS.items():
         for call in checked_samples(op, 5):
             cost = spec.cost(call)
-            assert cost.bytes > 0 and (cost.flops > 0) == (op in ("scaled_mm", "linear", "linear_packed", "conv"))
+            assert cost.bytes > 0 and (cost.flops > 0) == (op in PRODUCTS)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ def test_explain_of_given_scales(scheme):
 def test_explain_knows_every_op_that_has_a_public_function():
     inner = {
         "global_scale", "block_range", "quantize_static", "fake_quantize_backward", "linear_packed", "conv",
-        "square_sums",
+        "square_sums", "scaled_grouped_mm",
     }  # fmt: skip
     with pytest.raises(ValueError, match="unknown op 'global_scale'; expected one of") as caught:
         lb.explain("global_scale")

@@ -19,7 +19,7 @@ _PRODUCTS = {
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
     ),
-    "lowbit": ("scaled_mm", "linear", "linear_packed", "conv"),
+    "lowbit": ("scaled_mm", "scaled_grouped_mm", "linear", "linear_packed", "conv"),
 }  # fmt: skip
 
 

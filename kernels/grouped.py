@@ -1,0 +1,131 @@
+"""Kernels: the products of a mixture's experts in one launch. Rows of ``a`` are sorted by expert.
+
+Each program finds its expert from where the experts' rows end, on the device, so that the host waits for nothing. It
+then multiplies as the kernels of one product do.
+
+Source: docs/numerics.md section 9.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import integers, weight_only
+from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
+
+
+@triton.jit
+def locate(offsets_ptr, experts, rows, tile, M: tl.constexpr, EXPERTS: tl.constexpr):
+    """What row tile ``tile`` holds: its expert, its first row, and where the expert's rows end.
+
+    Each expert has tiles of its own. The rows behind the last expert's are those of expert ``experts``; a tile beyond
+    them has a larger number. ``EXPERTS``: a power of two above ``experts``.
+    """
+    expert = tl.arange(0, EXPERTS)
+    end = tl.load(offsets_ptr + expert, expert < experts, rows)
+    begin = tl.load(offsets_ptr + expert - 1, (expert > 0) & (expert <= experts), 0)
+    begin = tl.where(expert > experts, rows, begin)
+    begin, end = tl.minimum(tl.maximum(begin, 0), rows), tl.minimum(tl.maximum(end, 0), rows)
+    tiles = (tl.maximum(end - begin, 0) + M - 1) // M
+    behind = tl.cumsum(tiles, 0)
+    found = tl.sum((behind <= tile).to(tl.int32), 0)
+    here = expert == found
+    first = tl.sum(tl.where(here, begin + (tile - behind + tiles) * M, 0), 0)
+    return found, first, tl.sum(tl.where(here, end, 0), 0)
+
+
+@triton.jit
+def of_expert(ptr, expert, stride):
+    """Where an expert's part of a stack begins; nothing of nothing."""
+    if ptr is None:
+        return ptr
+    else:
+        return ptr + expert.to(tl.int64) * stride
+
+
+@triton.jit
+def store_zeros(row, col, end, cols, out_ptr):
+    """Zeros in rows that no expert has."""
+    to = (row.to(tl.int64) * cols)[:, None] + col[None, :]
+    zeros = tl.zeros([row.shape[0], col.shape[0]], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + to, zeros, (row < end)[:, None] & (col < cols)[None, :])
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def grouped_weight_only(
+    a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, b_block, blocks, block, steps, count, share,
+    offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """``weight_only`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
+    tiles_n = tl.cdiv(cols, N)
+    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
+    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
+    row, col = first + tl.arange(0, M), across * N + tl.arange(0, N)
+    if expert < experts:
+        weight_only.multiply(
+            row, col, end, a_ptr, a_stride_r, a_stride_c,
+            of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
+            a_scale_ptr, of_expert(b_scale_ptr, expert, scale_stride_e), of_expert(b_zero_ptr, expert, scale_stride_e),
+            of_expert(b_global_ptr, expert, global_stride_e), table_ptr, of_expert(bias_ptr, expert, cols),
+            out_ptr, sums_ptr, rows, cols, depth, b_block, blocks, block, steps, count, share,
+            B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+            A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
+        )  # fmt: skip
+    elif (expert == experts) & (tl.program_id(1) == 0):
+        store_zeros(row, col, end, cols, out_ptr)
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def grouped_add_shares(
+    sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block, shares,
+    offsets_ptr, experts, scale_stride_e, global_stride_e,
+    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """``add_shares`` of the expert that a tile's rows have."""
+    tiles_n = tl.cdiv(cols, N)
+    expert, first, end = locate(offsets_ptr, experts, rows, tl.program_id(0) // tiles_n, M, EXPERTS)
+    row, col = first + tl.arange(0, M), (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
+    if expert < experts:
+        weight_only.add(
+            row, col, end, sums_ptr, a_scale_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
+            of_expert(b_global_ptr, expert, global_stride_e), of_expert(bias_ptr, expert, cols), out_ptr,
+            rows, cols, b_block, shares, A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def grouped_integers(
+    a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+    count, offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
+    A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """``integers`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
+    tiles_n = tl.cdiv(cols, N)
+    down, across = weight_only.tile_of(tl.num_programs(0) // tiles_n, tiles_n)
+    expert, first, end = locate(offsets_ptr, experts, rows, down, M, EXPERTS)
+    row, col = first + tl.arange(0, M), across * N + tl.arange(0, N)
+    if expert < experts:
+        integers.multiply(
+            row, col, end, a_ptr, a_stride_r, a_stride_c, a_bytes,
+            of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
+            a_scale_ptr, a_zero_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
+            of_expert(b_zero_ptr, expert, scale_stride_e), of_expert(b_global_ptr, expert, global_stride_e),
+            of_expert(bias_ptr, expert, cols), out_ptr,
+            cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length,
+            steps, count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, BIAS, DTYPE,
+            M, N, K,
+        )  # fmt: skip
+    elif expert == experts:
+        store_zeros(row, col, end, cols, out_ptr)
