@@ -8,7 +8,7 @@ Source: docs/numerics.md section 9.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import bits
+from lowbit.kernels import bits, patches
 from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 from lowbit.kernels.weight_only import load_codes, place, scale_of
 
@@ -48,6 +48,32 @@ def without_zeros(exact, a_sum, a_zero, b_sum, b_zero, terms, A_ZERO: tl.constex
 
 
 @triton.jit
+def store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """Bias and cast of scaled sums [M, N], in that order."""
+    if BIAS >= 0:
+        sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
+        total = total + (magnitude | (sign << 31)).to(tl.float32, bitcast=True)[None, :]
+    to = (row.to(tl.int64) * cols)[:, None] + col[None, :]
+    out = bits.narrow(total.to(tl.int32, bitcast=True), DTYPE, False)
+    tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
+
+
+@triton.jit
+def of_patches(
+    ptr, first, k, row_ok, k_ok, scale, zero, image, FMT: tl.constexpr, WINDOW: tl.constexpr, MADE: tl.constexpr
+):
+    """Numbers [M, K] of patches, those of padding being zero points; see ``patches``."""
+    raw, ok = patches.load(ptr, first, k, row_ok, k_ok, image, WINDOW)
+    if MADE is not None:
+        return tl.where(k_ok[None, :], as_int8(patches.encode(raw, scale[:, None], MADE), FMT), 0)
+    elif FMT[5]:
+        number = raw.to(tl.int8, bitcast=True)
+    else:
+        number = as_int8(raw.to(tl.int32), FMT)
+    return tl.where(ok, number, tl.where(k_ok[None, :], zero.to(tl.int8)[:, None], 0))
+
+
+@triton.jit
 def multiply(
     row, col, end,
     a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
@@ -58,12 +84,20 @@ def multiply(
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
     WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None,
 ):  # fmt: skip
-    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``integers``."""
+    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``integers``.
+
+    With a ``WINDOW`` the rows are patches: see ``patches``.
+    """
     row_ok, col_ok = row < end, col < cols
     a_row, b_row = (row // a_block_r).to(tl.int64) * a_blocks, (col // b_block_r).to(tl.int64) * b_blocks
     A_ZERO: tl.constexpr = A_AFFINE or (A[5] == 0 and A[1] == 8)
     B_ZERO: tl.constexpr = B_AFFINE or (B[5] == 0 and B[1] == 8)
+    if WINDOW is not None:
+        first_pixel = patches.corner(row, image, WINDOW)
+        patch_zero = zero_of(a_zero_ptr, a_row, row_ok, A, A_AFFINE)
+        patch_scale = scale_of(a_scale_ptr, a_global_ptr, row, a_row, row_ok, A_SCALE)
     total = tl.zeros([M, N], tl.float32)
     exact = tl.zeros([M, N], tl.int32)
     a_sum, b_sum = tl.zeros([M], tl.int32), tl.zeros([N], tl.int32)
@@ -83,8 +117,13 @@ def multiply(
             start = first + (step % steps) * K
         k = start + tl.arange(0, K)
         k_ok = k < last
-        code = load_codes(a_ptr, a_stride_r, a_stride_c, a_bytes, row, k, row_ok, k_ok, start, A[1], A_PAIRS)
-        a = tl.where(k_ok[None, :], as_int8(code, A), 0)
+        if WINDOW is None:
+            code = load_codes(a_ptr, a_stride_r, a_stride_c, a_bytes, row, k, row_ok, k_ok, start, A[1], A_PAIRS)
+            a = tl.where(k_ok[None, :], as_int8(code, A), 0)
+        else:
+            a = of_patches(
+                a_ptr, first_pixel, k, row_ok, k_ok, patch_scale, patch_zero, image, A, WINDOW, MADE
+            )  # fmt: skip
         code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, start, B[1], B_PAIRS)
         b = as_int8(code, B)
         exact = tl.dot(a, tl.trans(b), exact, out_dtype=tl.int32)
@@ -119,12 +158,7 @@ def multiply(
         b_scale = scale_of(b_scale_ptr, b_global_ptr, col, b_row, col_ok, B_SCALE)
         whole = without_zeros(exact, a_sum, a_zero, b_sum, b_zero, depth, A_ZERO, B_ZERO)
         total = whole.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
-    if BIAS >= 0:
-        sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
-        total = total + (magnitude | (sign << 31)).to(tl.float32, bitcast=True)[None, :]
-    to = (row.to(tl.int64) * cols)[:, None] + col[None, :]
-    out = bits.narrow(total.to(tl.int32, bitcast=True), DTYPE, False)
-    tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
+    store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS, DTYPE)
 
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)

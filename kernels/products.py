@@ -24,6 +24,12 @@ __all__ = [
     "are_integers",
     "epilogue",
     "fits_bf16",
+    "fp8",
+    "fp8_left",
+    "kind",
+    "known",
+    "multiply_floats",
+    "multiply_integers",
     "row_scales",
     "scaled_grouped_mm",
     "scaled_mm",
@@ -38,13 +44,13 @@ _PROGRAMS = 1056
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
-def _kind(side: Side) -> str | None:
+def kind(side: Side) -> str | None:
     return None if side.scheme is None else scheme(side.scheme).format.kind
 
 
 def are_integers(call: ScaledMM) -> bool:
     """Whether the product is one of integers that is exact in each segment."""
-    if not _kind(sides(call)[0]) == _kind(sides(call)[1]) == "integer":
+    if not kind(sides(call)[0]) == kind(sides(call)[1]) == "integer":
         return False
     blocks = [s.block_of(side.data.shape[0], call.cols)[1] for side in sides(call) for s in [scheme(str(side.scheme))]]
     return min(blocks) >= min(call.cols, reference.MIN_INTEGER_BLOCK)
@@ -73,9 +79,9 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
     a, b = sides(call)
     if are_integers(call):
-        return _integers(a, b, call.bias, out, call.cols)
-    left = _fp8_left(a, call.cols) or values(a, call.cols)
-    return [*left.launches, *_weight_only(left, b, call.bias, out, call.cols)]
+        return multiply_integers(a, b, call.bias, out, call.cols)
+    left = fp8_left(a, call.cols) or values(a, call.cols)
+    return [*left.launches, *multiply_floats(left, b, call.bias, out, call.cols)]
 
 
 def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
@@ -83,11 +89,11 @@ def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
     a, b = sides(product(call, 0, slice(None)))
     b = b._replace(scale=call.b_scale, zero_point=call.b_zero_point, global_scale=call.b_global_scale)
     experts = len(call.b)
-    if _kind(a) == _kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
-        before, launches = [], _integers(a, b, call.bias, out, call.cols, experts)
+    if kind(a) == kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
+        before, launches = [], multiply_integers(a, b, call.bias, out, call.cols, experts)
     else:
-        left = _fp8_left(a, call.cols) or values(a, call.cols)
-        before, launches = left.launches, _weight_only(left, b, call.bias, out, call.cols, experts)
+        left = fp8_left(a, call.cols) or values(a, call.cols)
+        before, launches = left.launches, multiply_floats(left, b, call.bias, out, call.cols, experts)
     more = {
         "b_ptr": call.b, "offsets_ptr": call.offsets, "experts": experts, "b_stride_e": call.b.stride(0),
         "scale_stride_e": call.b_scale[0].numel(),
@@ -95,7 +101,7 @@ def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
         "EXPERTS": power_of_two(experts + 1),
     }  # fmt: skip
     made = [one._replace(kernel=_GROUPED[one.kernel], arguments=one.arguments | more) for one in launches]
-    return [*before, *(one._replace(arguments=_known(one)) for one in made)]
+    return [*before, *(one._replace(arguments=known(one)) for one in made)]
 
 
 #: The kernels that multiply for experts as others do for one matrix.
@@ -106,7 +112,7 @@ _GROUPED = {
 }
 
 
-def _known(one: Launch) -> dict[str, Any]:
+def known(one: Launch) -> dict[str, Any]:
     """The arguments that a kernel has."""
     return {name: one.arguments[name] for name in one.kernel.arg_names}
 
@@ -161,12 +167,12 @@ def _unit_scales(scheme: Scheme, scale: Tensor) -> Tensor:
     return torch.full_like(scale, int(code.nonzero()))
 
 
-def _fp8_left(side: Side, cols: int) -> Decoded | None:
+def fp8_left(side: Side, cols: int) -> Decoded | None:
     """FP8 codes whose scales span rows as they are: the kernel decodes them."""
     found = None if side.scheme is None else scheme(side.scheme)
-    if found is None or not _fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
+    if found is None or not fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
         return None
-    return Decoded(side.data, [], row_scales(side, cols), _fp8(found, side.data.device))
+    return Decoded(side.data, [], row_scales(side, cols), fp8(found, side.data.device))
 
 
 def row_scales(side: Side, cols: int) -> Tensor:
@@ -219,7 +225,7 @@ def _folds(scheme: Scheme, operand: str) -> bool:
         return bool((product.to(dtype).float() == product).all())
 
 
-def _fp8(scheme: Scheme | None, device: torch.device) -> str:
+def fp8(scheme: Scheme | None, device: torch.device) -> str:
     """The name of an FP8 format that is converted by hardware, or as half of fp16."""
     name = "" if scheme is None else {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}.get(scheme.format.name, "")
     if name == "e4m3" and (
@@ -305,7 +311,10 @@ def _tiles(rows: int, tall: int, experts: int) -> int:
 
 
 # -- integers by integers, exact in segments ---------------------------------------------------------------------------
-def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0) -> list[Launch]:
+def multiply_integers(
+    a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
+) -> list[Launch]:
+    """The product with a matrix, of as many as there are experts, or of one whose rows are those of ``groups`` products."""
     rows, cols = out.shape
     arguments = _codes("a", a) | _codes("b", b) | _result(bias, out, depth)
     widths = []
@@ -323,7 +332,7 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, ex
     length = depth if whole else min(block, reference.SEGMENT)
     for name, side in (("A", a), ("B", b)):
         arguments[f"{name}_PAIRS"] = scheme(str(side.scheme)).format.bits == 4 and (whole or block % 2 == 0)
-    shape = _shape("rows" if whole else "segments", -(-rows // max(experts, 1)), cols)
+    shape = _shape("rows" if whole else "segments", -(-rows // max(experts, 1)), cols // groups)
     k = min(shape.k, max(32, power_of_two(length)))
     segments, steps = -(-block // length), -(-length // k)
     arguments |= {
@@ -331,7 +340,7 @@ def _integers(a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, ex
         "count": -(-depth // block) * segments * steps, "WHOLE": whole, "ONE": steps == 1,
         "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
-    grid = (_tiles(rows, shape.m, experts) * -(-cols // shape.n),)
+    grid = (_tiles(rows, shape.m, experts) * -(-cols // groups // shape.n), 1, groups)
     return [Launch(integers.integers, grid, arguments, shape.warps, shape.stages)]
 
 
@@ -348,13 +357,13 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=1024)
 def _plan(
     sizes: tuple[int, int, int], a_dtype: torch.dtype, a_fp8: str, b_dtype: torch.dtype, b_scheme: str | None,
-    device: torch.device, experts: int,
+    device: torch.device, experts: int, groups: int,
 ) -> _Plan:  # fmt: skip
     """For ``sizes`` rows, columns and depth, a left matrix of a dtype or FP8, and a right one of a dtype or scheme, or
-    as many as there are experts.
+    as many as there are experts, or one whose rows are those of ``groups`` products.
     """
     rows, cols, depth = sizes
-    shape = _shape("floats", -(-rows // max(experts, 1)), cols)
+    shape = _shape("floats", -(-rows // max(experts, 1)), cols // groups)
     if b_scheme is None:
         in_fp16 = a_dtype == b_dtype == torch.float16
         more = {
@@ -368,12 +377,12 @@ def _plan(
         in_fp16 = a_dtype == torch.float16 and _is_exact(found.format, "fp16")
         more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", shape.k)
         block = min(found.block_of(cols, depth)[1], depth)
-        more["FP8"] = _fp8(found, device)
+        more["FP8"] = fp8(found, device)
     by_block = more["SCALED"] == "block"
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
     count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
-    programs = _tiles(rows, shape.m, experts) * -(-cols // shape.n)
-    share = -(-count // max(1, min(_PROGRAMS // programs, count // 4)))
+    programs = _tiles(rows, shape.m, experts) * -(-cols // groups // shape.n)
+    share = -(-count // max(1, min(_PROGRAMS // programs, count // 4))) if groups == 1 else count
     shares = -(-count // share)
     more |= {
         "rows": rows, "cols": cols, "depth": depth, "block": block, "count": count, "share": share,
@@ -402,12 +411,13 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
     }  # fmt: skip
 
 
-def _weight_only(
-    left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0
+def multiply_floats(
+    left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
 ) -> list[Launch]:
+    """The product with a matrix, of as many as there are experts, or of one whose rows are those of ``groups`` products."""
     (rows, cols), a = out.shape, left.values
-    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts)
-    table = _table(scheme(str(b.scheme)).format, out.device) if _kind(b) == "codebook" else None
+    plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups)
+    table = _table(scheme(str(b.scheme)).format, out.device) if kind(b) == "codebook" else None
     common = plan.arguments | {
         "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": _maybe_pattern(b.scale),
         "b_global_ptr": dense(b.global_scale), "bias_ptr": _maybe_pattern(bias), "out_ptr": pattern(out),
@@ -419,7 +429,7 @@ def _weight_only(
         "b_ptr": b.data, "b_stride_r": b.data.stride(0), "b_stride_c": b.data.stride(1), "b_bytes": b.data.shape[1],
         "b_zero_ptr": dense(b.zero_point), "table_ptr": table,
     }  # fmt: skip
-    grid, shape = (plan.programs, plan.shares), plan.shape
+    grid, shape = (plan.programs, plan.shares, groups), plan.shape
     launches = [Launch(weight_only.weight_only, grid, arguments, shape.warps, shape.stages)]
     return launches + (_add_shares(common, plan.shares, experts) if plan.shares > 1 else [])
 

@@ -37,7 +37,7 @@ GENERAL = (
 GENERAL_OF_PRODUCTS = (
     "rows", "b_block", "blocks", "steps", "count", "share", "shares", "segments", "length",
     "a_block_r", "b_block_r", "a_block_c", "b_block_c", "a_blocks", "b_blocks",
-    "experts",
+    "experts", "size_d", "size_h", "size_w", "places_d", "places_h", "places_w",
 )  # fmt: skip
 
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)

@@ -10,7 +10,7 @@ Source: docs/numerics.md section 9.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import bits, decode_4bit, scales, tiles
+from lowbit.kernels import bits, decode_4bit, patches, scales, tiles
 from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
 
 
@@ -148,10 +148,19 @@ def multiply(
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None,
 ):  # fmt: skip
-    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``weight_only``."""
+    """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``weight_only``.
+
+    With a ``WINDOW`` the rows are patches: see ``patches``.
+    """
     row_ok, col_ok = row < end, col < cols
-    a_base = a_ptr + (row.to(tl.int64) * a_stride_r)[:, None]
+    if WINDOW is None:
+        a_base = a_ptr + (row.to(tl.int64) * a_stride_r)[:, None]
+    else:
+        first_pixel = patches.corner(row, image, WINDOW)
+    if MADE is not None:
+        patch_scale = tl.load(a_scale_ptr + row, row_ok, 1.0)[:, None]
     scale_row = (col // b_block).to(tl.int64) * blocks
     total = tl.zeros([N, M], tl.float32)
     begin = tl.program_id(1) * share
@@ -165,8 +174,13 @@ def multiply(
             last = depth
         k = first + tl.arange(0, K)
         k_ok = k < last
-        a = tl.load(a_base + (k.to(tl.int64) * a_stride_c)[None, :], row_ok[:, None] & k_ok[None, :], 0)
-        if A_FP8 != "":
+        if WINDOW is None:
+            a = tl.load(a_base + (k.to(tl.int64) * a_stride_c)[None, :], row_ok[:, None] & k_ok[None, :], 0)
+        else:
+            a, _ = patches.load(a_ptr, first_pixel, k, row_ok, k_ok, image, WINDOW)
+        if MADE is not None:
+            a = decode(patches.encode(a, patch_scale, MADE), None, MADE[0], A_FP8)
+        elif A_FP8 != "":
             a = decode(a.to(tl.int32), None, (), A_FP8)
         zero_point = tl.zeros([N], tl.float32)
         if AFFINE:

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lowbit import formats, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
 from lowbit.checkout import adopt
-from lowbit.ops import codec, grouped, matmul, optim
+from lowbit.ops import codec, conv, grouped, matmul, optim
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -149,6 +150,24 @@ def _scaled_grouped_mm(outs: tuple[Tensor, ...], call: grouped.ScaledGroupedMM) 
     start(products().scaled_grouped_mm(call, outs[0]), outs[0].device)
 
 
+@cache
+def _convolutions() -> Any:
+    from lowbit.kernels import convolutions
+
+    return convolutions
+
+
+def _conv(outs: tuple[Tensor, ...], call: conv.Conv) -> None:
+    made = outs[0] if call.out_scheme is None else torch.empty(outs[0].shape, device=call.x.device)
+    coded, launches = _convolutions().quantized(call)
+    start(launches, made.device)
+    start(_convolutions().convolve(coded, made), made.device)
+    if call.out_scheme is not None:
+        assert call.out_scale is not None
+        y = made.view(-1, made.shape[-1])
+        _quantize_static(outs, q.QuantizeStatic(y, call.out_scheme, call.out_scale, call.out_zero_point))
+
+
 def _optimizer_step(outs: tuple[Tensor, ...], call: optim.OptimizerStep) -> None:
     launch, param = _launch(), as_rows(call.param)
     made, master, *new = (as_rows(t) for t in outs)
@@ -214,6 +233,11 @@ def _supports_grouped(call: grouped.ScaledGroupedMM) -> str | None:
     return _supports_mm(grouped.product(call, 0, slice(None)))
 
 
+def _supports_conv(call: conv.Conv) -> str | None:
+    places = call.x.new_empty((call.x.shape[0] * prod(conv.out_sizes(call)), conv.columns(call)), device="meta")
+    return _fits(call.x) or _fits(places) or _fits(call.weight) or _convolutions().supports(call)
+
+
 _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any], str | None]]] = {
     "encode": (_encode, _fits_first),
     "decode": (_decode, _fits_first),
@@ -239,7 +263,13 @@ _IMPLS = tuple(
     for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
-IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS)
+#: Convolutions that read patches from images, before those that lay them out.
+_IMPLICIT = tuple(
+    Impl("conv", "triton_implicit", impl.devices, impl.priority + 1, _conv, _supports_conv, _NUMERICS)
+    for impl in _IMPLS
+    if impl.op == "scaled_mm"
+)
+IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS) + _IMPLICIT
 
 
 #: The oldest Triton whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.

@@ -1,0 +1,108 @@
+"""Kernels: convolutions, as products of patches that are read from the images and never laid out.
+
+The arithmetic is that of ``integers`` and ``weight_only``, whose tiles these multiply; how a patch is found is
+``patches``. The third axis of the grid is the groups. In depthwise convolutions a patch has one channel, and tiles are
+of places and channels: they run on no tensor core.
+
+Source: docs/numerics.md section 9.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits, integers, patches, weight_only
+from lowbit.kernels.spec import GENERAL_OF_PRODUCTS
+
+
+@triton.jit
+def of_group(ptr, at):
+    """``ptr + at``; nothing of nothing."""
+    if ptr is None:
+        return ptr
+    else:
+        return ptr + at
+
+
+@triton.jit
+def place(rows, cols, M: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
+    """Rows and columns of this program's tile; columns that its group has not are ``cols``."""
+    each = cols // GROUPS
+    row, col = weight_only.place(rows, each, M, N)
+    if GROUPS > 1:
+        col = tl.where(col < each, tl.program_id(2) * each + col, cols)
+    return row, col
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def conv_integers(
+    a_ptr, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+    count, channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
+    A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """``integers`` on patches of ``a [N, D, H, W, channels]``."""
+    row, col = place(rows, cols, M, N, GROUPS)
+    group = tl.program_id(2)
+    if MADE is not None:
+        a_scale_ptr += group.to(tl.int64) * rows
+    integers.multiply(
+        row, col, rows, a_ptr + group * each, 0, 0, 0, b_ptr, b_stride_r, b_stride_c, b_bytes,
+        a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
+        cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
+        count, A, A_SCALE, A_AFFINE, False, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, BIAS, DTYPE, M, N, K,
+        (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def conv_weight_only(
+    a_ptr, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, b_block, blocks, block, steps, count, share,
+    channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
+    A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """``weight_only`` on patches of ``a [N, D, H, W, channels]``."""
+    row, col = place(rows, cols, M, N, GROUPS)
+    group = tl.program_id(2)
+    if MADE is not None:
+        a_scale_ptr += group.to(tl.int64) * rows
+    weight_only.multiply(
+        row, col, rows, a_ptr + group * each, 0, 0, b_ptr, b_stride_r, b_stride_c, b_bytes,
+        a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+        rows, cols, depth, b_block, blocks, block, steps, count, share,
+        B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+        A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
+        (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def patch_scales(
+    a_ptr, out_ptr, rows, depth, count,
+    channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """fp32 scales ``out [groups, rows]`` of the patches of each group; of one with Inf or NaN, NaN."""
+    group = tl.program_id(2)
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    row_ok = row < rows
+    image = (channels, each, size_d, size_h, size_w, places_d, places_h, places_w)
+    first = patches.corner(row, image, WINDOW)
+    amax = tl.zeros([M], tl.int32)
+    for step in range(count):
+        k = step * K + tl.arange(0, K)
+        raw, _ = patches.load(a_ptr + group * each, first, k, row_ok, k < depth, image, WINDOW)
+        _, magnitude = bits.split(raw, MADE[2])
+        amax = tl.maximum(amax, tl.max(magnitude, axis=1))
+    tl.store(out_ptr + group.to(tl.int64) * rows + row, patches.made_scale(amax, MADE), row_ok)

@@ -1,0 +1,152 @@
+"""Host side of convolutions: how patches are read, what quantizes them, and which kernel multiplies."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels import conv, integers, weight_only
+from lowbit.kernels import products as matrices
+from lowbit.kernels.arguments import dtype_of, pattern
+from lowbit.kernels.launch import Rounding, quantize_dynamic, quantize_static
+from lowbit.kernels.spec import Launch, format_spec, power_of_two, scale_spec
+from lowbit.ops.conv import Conv, columns, out_sizes, spans_tensor
+from lowbit.ops.matmul import ScaledMM, Side
+from lowbit.ops.spec import stored_global, stored_scale
+from lowbit.scaling import Scheme, scheme
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
+
+__all__ = ["convolve", "quantized", "supports"]
+
+#: The kernels that multiply patches as others do rows.
+_OF_PATCHES = {
+    integers.integers: conv.conv_integers,
+    weight_only.weight_only: conv.conv_weight_only,
+    weight_only.add_shares: weight_only.add_shares,
+}
+
+
+def supports(call: Conv) -> str | None:
+    """Why no kernel serves the call."""
+    if call.input_scheme is not None:
+        found = scheme(call.input_scheme)
+        if found.global_scale:
+            return f"its kernel takes inputs without global scales, got {found}"
+        if spans_tensor(found):
+            if found.format.bits != 8:
+                return f"its kernel takes codes of 8 bits where one scale spans the input, got {found}"
+        elif found.block != (1, None) or found.both_ends or found.format.kind == "codebook":
+            return f"its kernel takes inputs with one scale a patch and no zero points, or one for all, got {found}"
+    return matrices.supports(_product(call))
+
+
+def _product(call: Conv) -> ScaledMM:
+    """What the kernel multiplies, less its data: all patches of a group, and the weights of all groups."""
+    rows, depth = call.x.shape[0] * prod(out_sizes(call)), columns(call)
+    a = torch.empty((rows, depth), dtype=torch.uint8 if call.input_scheme else call.x.dtype, device="meta")
+    return ScaledMM(a, call.weight, depth, call.input_scheme, call.scheme)
+
+
+def quantized(call: Conv) -> tuple[Conv, list[Launch]]:
+    """The call with codes as its input, where one scale spans it, and what fills them."""
+    if call.input_scheme is None or call.x.dtype == torch.uint8 or not spans_tensor(scheme(call.input_scheme)):
+        return call, []
+    found, x = scheme(call.input_scheme), call.x.contiguous()
+    pixels, codes = x.flatten(0, -2), torch.empty_like(x, dtype=torch.uint8)
+    scale, zero, to = call.input_scale, call.input_zero_point, codes.flatten(0, -2)
+    if scale is not None:
+        launches = quantize_static(pixels, found, scale, zero, None, to, Rounding())
+    else:
+        scale = torch.empty((1, 1), dtype=scale_dtype(found), device=x.device)
+        zero = torch.empty((1, 1), dtype=zero_dtype(found), device=x.device) if found.affine else None
+        launches = quantize_dynamic(pixels, found, None, to, scale, zero, Rounding())
+    return call._replace(x=codes, input_scale=scale, input_zero_point=zero), launches
+
+
+# -- patches -----------------------------------------------------------------------------------------------------------
+def _arguments(call: Conv, made: tuple[Any, ...] | None) -> dict[str, Any]:
+    """Of axes that there are not, one pixel and one tap."""
+    missing = (1,) * (3 - len(call.kernel_size))
+    axes = tuple(
+        (*((1, 1, 0, 1, False) for _ in missing), *zip(
+            call.kernel_size, call.stride, call.padding[::2], call.dilation,
+            (before + after > 0 for before, after in zip(call.padding[::2], call.padding[1::2], strict=True)),
+            strict=True,
+        ))
+    )  # fmt: skip
+    sizes, places = (*missing, *call.x.shape[1:-1]), (*missing, *out_sizes(call))
+    channels = call.x.shape[-1]
+    return {
+        "channels": channels, "each": channels // call.groups, "WINDOW": tuple(zip(*axes, strict=True)),
+        "GROUPS": call.groups, "MADE": made,
+        **{f"size_{axis}": size for axis, size in zip("dhw", sizes, strict=True)},
+        **{f"places_{axis}": count for axis, count in zip("dhw", places, strict=True)},
+    }  # fmt: skip
+
+
+class _Patches(NamedTuple):
+    """The left operand: pixels as codes or floats, with their scales, what makes them, and the arguments by which kernels
+    find patches. Among these is ``MADE``, of patches that are quantized as they are read; see ``kernels.patches``.
+    """
+
+    side: Side
+    launches: list[Launch]
+    arguments: dict[str, Any]
+
+
+def _patches(call: Conv) -> _Patches:
+    x = call.x.contiguous()
+    if call.input_scheme is None:
+        return _Patches(Side("a", x.flatten(0, -2), None, None, None, None), [], _arguments(call, None))
+    found = scheme(call.input_scheme)
+    if not spans_tensor(found):
+        return _quantized_as_read(call, x, found)
+    side = Side("a", x.flatten(0, -2), found.name, call.input_scale, call.input_zero_point, None)
+    return _Patches(side, [], _arguments(call, None))
+
+
+def _quantized_as_read(call: Conv, x: Tensor, found: Scheme) -> _Patches:
+    """Patches with a scale each, which one launch makes; codes are made where they are multiplied."""
+    rows, depth = x.shape[0] * prod(out_sizes(call)), columns(call)
+    scale = torch.empty((call.groups * rows, 1), device=x.device)
+    arguments = _arguments(call, (format_spec(found.format), scale_spec(found), dtype_of(x)))
+    k = min(128, max(16, power_of_two(depth)))
+    m = 4096 // k
+    arguments["a_ptr"] = pattern(x)
+    own = {"out_ptr": scale, "rows": rows, "depth": depth, "count": -(-depth // k), "M": m, "K": k}
+    one = Launch(conv.patch_scales, (-(-rows // m), 1, call.groups), arguments | own)
+    plain = scheme(f"{found.format.name}:row")
+    launches = [one._replace(arguments=matrices.known(one))]
+    return _Patches(Side("a", x.flatten(0, -2), plain.name, scale, None, None), launches, arguments)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+def convolve(call: Conv, out: Tensor) -> list[Launch]:
+    """``out [N, *S', O]``, floats, of a call that ``quantized`` made; see ``lowbit.ops.conv``."""
+    patches, depth, y = _patches(call), columns(call), out.view(-1, out.shape[-1])
+    b = Side(
+        "b", call.weight, call.scheme, stored_scale(call.scale, call.scheme), call.zero_point,
+        stored_global(call.global_scale),
+    )  # fmt: skip
+    a = patches.side
+    if matrices.are_integers(_product(call)):
+        before, launches = [], matrices.multiply_integers(a, b, call.bias, y, depth, groups=call.groups)
+    else:
+        left = _left(a, y.shape[0], patches.arguments["MADE"] is not None)
+        before, launches = left.launches, matrices.multiply_floats(left, b, call.bias, y, depth, groups=call.groups)
+    made = [
+        one._replace(kernel=_OF_PATCHES[one.kernel], arguments=one.arguments | patches.arguments) for one in launches
+    ]
+    return [*patches.launches, *before, *(one._replace(arguments=matrices.known(one)) for one in made)]
+
+
+def _left(a: Side, rows: int, made: bool) -> matrices.Decoded:
+    """The left operand of a product of floats, with a scale for each of ``rows`` patches."""
+    if made:
+        decoded = a.data.to("meta", torch.bfloat16)
+        return matrices.Decoded(decoded, [], a.scale, matrices.fp8(scheme(str(a.scheme)), a.data.device))
+    left = matrices.fp8_left(a, a.data.shape[1]) or matrices.values(a, a.data.shape[1])
+    return left if left.scale is None else left._replace(scale=left.scale[:1].expand(rows).contiguous())

@@ -1,0 +1,89 @@
+"""Device functions: what a patch of an image holds, read from the image itself.
+
+A row of the matrix that a convolution multiplies is a patch: the pixels below the kernel at one place of the result,
+tap after tap, the channels of one group side by side. Images are contiguous ``[N, D, H, W, C]``, axes that there are
+not having one pixel. ``image`` is ``(C, channels of a group, D, H, W, places along D, along H, along W)``.
+
+``WINDOW`` has, of each axis in the order D, H, W: kernel sizes, strides, the padding before, dilations, and whether
+there is padding at all. ``MADE``: the format and scale of patches that are quantized as they are read, and the DTYPE of
+what they are read from; None for codes and floats that are multiplied as they are.
+
+Source: docs/numerics.md section 9.
+"""
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels import bits, scales
+
+
+@triton.jit
+def corner(row, image, WINDOW: tl.constexpr):
+    """Of patches ``row``: the pixel before which their images begin, and where their first tap is along each axis."""
+    at_w = row % image[7]
+    rest = row // image[7]
+    at_h = rest % image[6]
+    rest = rest // image[6]
+    at_d = rest % image[5]
+    begin = (rest // image[5]).to(tl.int64) * image[2] * image[3] * image[4]
+    return (
+        begin,
+        at_d * WINDOW[1][0] - WINDOW[2][0],
+        at_h * WINDOW[1][1] - WINDOW[2][1],
+        at_w * WINDOW[1][2] - WINDOW[2][2],
+    )
+
+
+@triton.jit
+def inside(first, offset, size, PADDED: tl.constexpr, ok):
+    """``ok``, less what lies in the padding along one axis."""
+    if PADDED:
+        at = first[:, None] + offset[None, :]
+        return ok & (at >= 0) & (at < size)
+    else:
+        return ok
+
+
+@triton.jit
+def find(first, tap, channel, image, ok, WINDOW: tl.constexpr):
+    """Elements [M, K] of images: of patches with a first pixel ``corner``, at taps and channels; and those of ``ok``
+    that are no padding.
+    """
+    tap_w = (tap % WINDOW[0][2]) * WINDOW[3][2]
+    rest = tap // WINDOW[0][2]
+    tap_h = (rest % WINDOW[0][1]) * WINDOW[3][1]
+    tap_d = (rest // WINDOW[0][1]) * WINDOW[3][0]
+    ok = inside(first[1], tap_d, image[2], WINDOW[4][0], ok)
+    ok = inside(first[2], tap_h, image[3], WINDOW[4][1], ok)
+    ok = inside(first[3], tap_w, image[4], WINDOW[4][2], ok)
+    pixel = first[0] + (first[1].to(tl.int64) * image[3] + first[2]) * image[4] + first[3]
+    step = (tap_d.to(tl.int64) * image[3] + tap_h) * image[4] + tap_w
+    return (pixel * image[0])[:, None] + (step * image[0] + channel)[None, :], ok
+
+
+@triton.jit
+def load(ptr, first, k, row_ok, k_ok, image, WINDOW: tl.constexpr):
+    """Elements [M, K] of patches as they are stored, and which are there: what is padding, or not ok, is 0."""
+    if WINDOW[0][0] * WINDOW[0][1] * WINDOW[0][2] == 1:
+        tap = tl.zeros_like(k)
+        channel = k
+    else:
+        tap = k // image[1]
+        channel = k % image[1]
+    at, ok = find(first, tap, channel, image, row_ok[:, None] & k_ok[None, :], WINDOW)
+    return tl.load(ptr + at, ok, 0), ok
+
+
+@triton.jit
+def encode(raw, scale, MADE: tl.constexpr):
+    """Codes (int32) of raw patterns by fp32 scales."""
+    sign, magnitude = bits.split(raw, MADE[2])
+    sign, magnitude = scales.divide(sign, magnitude, scale.to(tl.int32, bitcast=True), MADE[1])
+    return bits.encode(sign, magnitude, 0, 0, MADE[0], True, False)
+
+
+@triton.jit
+def made_scale(amax, MADE: tl.constexpr):
+    """fp32 scales of patches from the fp32 bits of the largest magnitude in them."""
+    _, scale, _ = scales.make(amax, amax, tl.full([], 1.0, tl.float32), MADE[0], MADE[1])
+    return scale.to(tl.float32, bitcast=True)
