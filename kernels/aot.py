@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit import formats, scaling
-from lowbit.kernels import launch, products
+from lowbit.kernels import convolutions, launch, products
 from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.ops.conv import Conv
 from lowbit.ops.grouped import ScaledGroupedMM, has_rows_of_its_own, product
 from lowbit.ops.matmul import ScaledMM
 from lowbit.ops.optim import FLOAT_STATES, RULES, STATE_SCHEME
@@ -59,8 +60,8 @@ ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
 FP8_FROM = 89
 #: Kernels of products. Theirs may multiply and add at once pairs of 16 bits, where no result is rounded
 #: (``decode_4bit``).
-INTEGERS = ("integers", "grouped_integers")
-PRODUCTS = ("weight_only", "grouped_weight_only", *INTEGERS)
+INTEGERS = ("integers", "grouped_integers", "conv_integers")
+PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", *INTEGERS)
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 
 
@@ -169,13 +170,38 @@ def _grouped_cases() -> Iterator[Case]:
             yield Case(f"scaled_grouped_mm {rows} rows {a or call.a.dtype} x {b}", made, index < len(QUICK_GROUPED))
 
 
-def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+#: Convolutions to compile: schemes of input and weight, sizes of ``x``, out channels, kernel, groups.
+CONVOLUTIONS: tuple[tuple[str | None, str, tuple[int, ...], int, int, int], ...] = (
+    ("int8:tensor", "int8:row", (8, 56, 56, 64), 64, 3, 1), ("fp8_e4m3:row", "fp8_e4m3:row", (8, 28, 28, 128), 128, 3, 1),
+    (None, "int4:group128", (8, 28, 28, 128), 256, 1, 1), ("int8:row", "int8:row", (8, 28, 28, 128), 128, 3, 4),
+    ("uint8:tensor:affine", "int4:row", (2, 28, 28, 3), 32, 7, 1), (None, "fp8_e4m3:row", (2, 40, 96), 96, 3, 2),
+    ("int8:row", "int8:row", (8, 56, 56, 144), 144, 3, 144), (None, "int4:row", (8, 14, 14, 480), 480, 5, 480),
+    ("fp8_e4m3:tensor", "nf4:row", (8, 28, 28, 64), 64, 3, 64), ("int8:tensor", "int8:group32", (1, 8, 8, 8, 64), 64, 3, 1), (None, "nf4", (1, 7, 7, 512), 512, 3, 1),
+)  # fmt: skip
+
+
+def _conv_cases() -> Iterator[Case]:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for index, (a, b, sizes, out, kernel, groups) in enumerate(CONVOLUTIONS):
+        axes, dtype = len(sizes) - 2, dtypes[index % 3]
+        weight = _side("b", out, b, cols=sizes[-1] // groups * kernel**axes)
+        call = Conv(
+            _meta(*sizes, dtype=dtype), weight["b"], b, weight["b_scale"], weight["b_zero_point"],
+            weight.get("b_global_scale"), _meta(out, dtype=dtype), (kernel,) * axes, (1,) * axes,
+            (kernel // 2,) * 2 * axes, (1,) * axes, groups, a, dtype,
+        )  # fmt: skip
+        coded, launches = convolutions.quantized(call)
+        launches += convolutions.convolve(coded, _meta(*sizes[:-1], out, dtype=dtype))
+        yield Case(f"conv {list(sizes)} {a or dtype} x {b}, kernel {kernel}, groups {groups}", launches, index < 3 or a == b)
+
+
+def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfloat16, cols: int = 4096) -> dict[str, Any]:
     if text is None:
-        return {name: _meta(rows, 4096, dtype=dtype)}
+        return {name: _meta(rows, cols, dtype=dtype)}
     scheme = scaling.scheme(text)
-    shape = scheme.scale_shape(rows, 4096)
+    shape = scheme.scale_shape(rows, cols)
     made = {
-        name: _meta(rows, scheme.packed_cols(4096)),
+        name: _meta(rows, scheme.packed_cols(cols)),
         f"{name}_scheme": text,
         f"{name}_scale": _meta(*shape, dtype=scale_dtype(scheme)),
         f"{name}_zero_point": _meta(*shape, dtype=zero_dtype(scheme)) if scheme.affine else None,
@@ -225,7 +251,7 @@ def _step_cases() -> Iterator[Case]:
 @cache
 def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
-    return [*_codec_cases(), *_scheme_cases(), *_step_cases(), *_product_cases(), *_grouped_cases()]
+    return [*_codec_cases(), *_scheme_cases(), *_step_cases(), *_product_cases(), *_grouped_cases(), *_conv_cases()]
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------

@@ -106,3 +106,74 @@ def patch_scales(
         _, magnitude = bits.split(raw, MADE[2])
         amax = tl.maximum(amax, tl.max(magnitude, axis=1))
     tl.store(out_ptr + group.to(tl.int64) * rows + row, patches.made_scale(amax, MADE), row_ok)
+
+
+@triton.jit
+def signed(code, FMT: tl.constexpr):
+    """Numbers of integer codes, int32."""
+    if FMT[5]:
+        return (code << (32 - FMT[1])) >> (32 - FMT[1])
+    else:
+        return code
+
+
+@triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
+def depthwise(
+    a_ptr, b_ptr, b_stride_r, b_stride_c, b_bytes,
+    a_scale_ptr, a_zero_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr,
+    rows, cols, depth, b_block, channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
+    A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_FP8: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, FP8: tl.constexpr,
+    INTEGERS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """A tile [M, N] of places and channels of the result, of which each has a patch of one channel of ``a``.
+
+    ``A``: the format of ``a``, None of floats. ``INTEGERS``: sums are int32, else fp32 of decoded numbers.
+    """
+    row, col = weight_only.place(rows, cols, M, N)
+    row_ok, col_ok = row < rows, col < cols
+    image = (channels, each, size_d, size_h, size_w, places_d, places_h, places_w)
+    first = patches.corner(row, image, WINDOW)
+    channel = col // (cols // GROUPS)
+    ok = row_ok[:, None] & col_ok[None, :]
+    if MADE is not None:
+        amax = tl.zeros([M, N], tl.int32)
+        for tap in range(depth):
+            at, there = patches.find(first, tl.zeros_like(col) + tap, channel, image, ok, WINDOW)
+            _, magnitude = bits.split(tl.load(a_ptr + at, there, 0), MADE[2])
+            amax = tl.maximum(amax, magnitude)
+        a_scale = patches.made_scale(amax, MADE)
+    elif A is not None:
+        a_scale = weight_only.scale_of(a_scale_ptr, None, row, row * 0, row_ok, A_SCALE)[:, None]
+    else:
+        a_scale = tl.full([M, 1], 1.0, tl.float32)
+    a_zero = tl.zeros([], tl.int32)
+    if A_AFFINE:
+        a_zero = tl.load(a_zero_ptr).to(tl.int32)
+    b_zero = tl.zeros([N], tl.int32)
+    if B_AFFINE:
+        b_zero = tl.load(b_zero_ptr + col // b_block, col_ok, 0).to(tl.int32)
+    total = tl.zeros([M, N], tl.int32 if INTEGERS else tl.float32)
+    for tap in range(depth):
+        at, there = patches.find(first, tl.zeros_like(col) + tap, channel, image, ok, WINDOW)
+        raw = tl.load(a_ptr + at, there, 0)
+        k = tap + tl.arange(0, 1)
+        code = weight_only.load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k >= 0, tap, B[1], False)
+        code = tl.reshape(code, [N])
+        if MADE is not None:
+            raw = patches.encode(raw, a_scale, MADE)
+        if INTEGERS:
+            a = tl.where(there, signed(raw.to(tl.int32), A) - a_zero, 0)
+            b = signed(code, B) - b_zero
+        else:
+            if A is None:
+                a = raw.to(tl.float32)
+            else:
+                a = weight_only.decode(raw.to(tl.int32), None, A, A_FP8) - a_zero.to(tl.float32)
+                a = tl.where(there, a, 0.0)
+            b = weight_only.decode(code, table_ptr, B, FP8) - b_zero.to(tl.float32)
+        total += a * b[None, :]
+    b_scale = weight_only.scale_of(b_scale_ptr, b_global_ptr, col, col // b_block, col_ok, B_SCALE)
+    scaled = total.to(tl.float32) * (a_scale * b_scale[None, :])
+    integers.store(scaled, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS, DTYPE)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.kernels import conv, integers, weight_only
 from lowbit.kernels import products as matrices
-from lowbit.kernels.arguments import dtype_of, pattern
+from lowbit.kernels.arguments import dense, dtype_of, pattern
 from lowbit.kernels.launch import Rounding, quantize_dynamic, quantize_static
 from lowbit.kernels.spec import Launch, format_spec, power_of_two, scale_spec
 from lowbit.ops.conv import Conv, columns, out_sizes, spans_tensor
@@ -20,6 +20,9 @@ from lowbit.scaling import Scheme, scheme
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 __all__ = ["convolve", "quantized", "supports"]
+
+#: Channels of the result for one of the input, up to which no matrix instruction is worth its tile of 16.
+_FEW = 8
 
 #: The kernels that multiply patches as others do rows.
 _OF_PATCHES = {
@@ -109,18 +112,20 @@ def _patches(call: Conv) -> _Patches:
 
 
 def _quantized_as_read(call: Conv, x: Tensor, found: Scheme) -> _Patches:
-    """Patches with a scale each, which one launch makes; codes are made where they are multiplied."""
+    """Patches with a scale each, which one launch makes; codes are made where they are multiplied. The depthwise kernel
+    makes the scales too.
+    """
+    arguments = _arguments(call, (format_spec(found.format), scale_spec(found), dtype_of(x))) | {"a_ptr": pattern(x)}
+    side = Side("a", x.flatten(0, -2), f"{found.format.name}:row", None, None, None)
+    if _is_depthwise(call):
+        return _Patches(side, [], arguments)
     rows, depth = x.shape[0] * prod(out_sizes(call)), columns(call)
     scale = torch.empty((call.groups * rows, 1), device=x.device)
-    arguments = _arguments(call, (format_spec(found.format), scale_spec(found), dtype_of(x)))
     k = min(128, max(16, power_of_two(depth)))
     m = 4096 // k
-    arguments["a_ptr"] = pattern(x)
     own = {"out_ptr": scale, "rows": rows, "depth": depth, "count": -(-depth // k), "M": m, "K": k}
     one = Launch(conv.patch_scales, (-(-rows // m), 1, call.groups), arguments | own)
-    plain = scheme(f"{found.format.name}:row")
-    launches = [one._replace(arguments=matrices.known(one))]
-    return _Patches(Side("a", x.flatten(0, -2), plain.name, scale, None, None), launches, arguments)
+    return _Patches(side._replace(scale=scale), [one._replace(arguments=matrices.known(one))], arguments)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -132,6 +137,8 @@ def convolve(call: Conv, out: Tensor) -> list[Launch]:
         stored_global(call.global_scale),
     )  # fmt: skip
     a = patches.side
+    if _is_depthwise(call):
+        return [*patches.launches, _depthwise(call, patches, b, y)]
     if matrices.are_integers(_product(call)):
         before, launches = [], matrices.multiply_integers(a, b, call.bias, y, depth, groups=call.groups)
     else:
@@ -141,6 +148,34 @@ def convolve(call: Conv, out: Tensor) -> list[Launch]:
         one._replace(kernel=_OF_PATCHES[one.kernel], arguments=one.arguments | patches.arguments) for one in launches
     ]
     return [*patches.launches, *before, *(one._replace(arguments=matrices.known(one)) for one in made)]
+
+
+def _is_depthwise(call: Conv) -> bool:
+    """Whether a patch has one channel, for few channels of the result that have one scale each."""
+    codebook = call.input_scheme is not None and scheme(call.input_scheme).format.kind == "codebook"
+    whole = scheme(call.scheme).block_of(call.weight.shape[0], columns(call))[1] >= columns(call)
+    few = call.weight.shape[0] <= call.groups * _FEW
+    return call.groups == call.x.shape[-1] and few and whole and not codebook
+
+
+def _depthwise(call: Conv, patches: _Patches, b: Side, out: Tensor) -> Launch:
+    (rows, cols), a, right = out.shape, patches.side, scheme(call.scheme)
+    left = None if a.scheme is None else scheme(a.scheme)
+    n = min(64, max(16, power_of_two(cols)))
+    m = min(2048 // n, max(16, power_of_two(rows)))
+    arguments = {
+        **matrices.codes_of("a", a), **matrices.codes_of("b", b), **matrices.result_of(call.bias, out, columns(call)),
+        "a_zero_ptr": dense(a.zero_point), "b_zero_ptr": dense(b.zero_point),
+        "table_ptr": matrices.table_of(right.format, out.device) if right.format.kind == "codebook" else None,
+        "b_block": right.block_of(cols, columns(call))[0],
+        "A": None if left is None else format_spec(left.format), "A_SCALE": None if left is None else scale_spec(left),
+        "A_AFFINE": left is not None and left.affine, "A_FP8": matrices.fp8(left, out.device),
+        "B": format_spec(right.format), "B_SCALE": scale_spec(right), "B_AFFINE": right.affine,
+        "FP8": matrices.fp8(right, out.device), "INTEGERS": matrices.are_integers(_product(call)), "M": m, "N": n,
+        **patches.arguments,
+    }  # fmt: skip
+    one = Launch(conv.depthwise, (-(-rows // m) * -(-cols // n),), arguments)
+    return one._replace(arguments=matrices.known(one))
 
 
 def _left(a: Side, rows: int, made: bool) -> matrices.Decoded:

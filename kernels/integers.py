@@ -25,6 +25,15 @@ def as_int8(code, FMT: tl.constexpr):
 
 
 @triton.jit
+def stored_int8(raw, FMT: tl.constexpr):
+    """``as_int8`` of codes of 8 bits as they are stored."""
+    if FMT[5]:
+        return raw.to(tl.int8, bitcast=True)
+    else:
+        return as_int8(raw.to(tl.int32), FMT)
+
+
+@triton.jit
 def zero_of(ptr, at, ok, FMT: tl.constexpr, AFFINE: tl.constexpr):
     """The zero points of rows, int32, of the numbers of ``as_int8``."""
     zero = tl.zeros_like(at).to(tl.int32)
@@ -66,11 +75,8 @@ def of_patches(
     raw, ok = patches.load(ptr, first, k, row_ok, k_ok, image, WINDOW)
     if MADE is not None:
         return tl.where(k_ok[None, :], as_int8(patches.encode(raw, scale[:, None], MADE), FMT), 0)
-    elif FMT[5]:
-        number = raw.to(tl.int8, bitcast=True)
     else:
-        number = as_int8(raw.to(tl.int32), FMT)
-    return tl.where(ok, number, tl.where(k_ok[None, :], zero.to(tl.int8)[:, None], 0))
+        return tl.where(ok, stored_int8(raw, FMT), tl.where(k_ok[None, :], zero.to(tl.int8)[:, None], 0))
 
 
 @triton.jit

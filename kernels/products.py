@@ -20,22 +20,10 @@ from lowbit.ops.matmul import ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
 __all__ = [
-    "Decoded",
-    "are_integers",
-    "epilogue",
-    "fits_bf16",
-    "fp8",
-    "fp8_left",
-    "kind",
-    "known",
-    "multiply_floats",
-    "multiply_integers",
-    "row_scales",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "supports",
-    "values",
-]
+    "Decoded", "are_integers", "codes_of", "epilogue", "fits_bf16", "fp8", "fp8_left", "kind", "known",
+    "multiply_floats", "multiply_integers", "result_of", "row_scales", "scaled_grouped_mm", "scaled_mm", "supports",
+    "table_of", "values",
+]  # fmt: skip
 
 #: Programs that a GPU should have at least, where there is a K to share among them.
 _PROGRAMS = 1056
@@ -236,7 +224,8 @@ def fp8(scheme: Scheme | None, device: torch.device) -> str:
 
 
 @cache
-def _table(format: Format, device: torch.device) -> Tensor:
+def table_of(format: Format, device: torch.device) -> Tensor:
+    """The values of a codebook."""
     return torch.tensor(format.codebook, dtype=torch.float32, device=device)
 
 
@@ -260,7 +249,8 @@ def _ptx(format: Format, operand: str) -> tuple[str, str]:
     return decode_4bit.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())
 
 
-def _codes(name: str, side: Side) -> dict[str, Any]:
+def codes_of(name: str, side: Side) -> dict[str, Any]:
+    """A side's codes and scales, by the names that arguments have."""
     data = side.data
     return {
         f"{name}_ptr": data, f"{name}_stride_r": data.stride(0), f"{name}_stride_c": data.stride(1),
@@ -273,7 +263,8 @@ def _maybe_pattern(x: Tensor | None) -> Tensor | None:
     return None if x is None else pattern(x.contiguous())
 
 
-def _result(bias: Tensor | None, out: Tensor, depth: int) -> dict[str, Any]:
+def result_of(bias: Tensor | None, out: Tensor, depth: int) -> dict[str, Any]:
+    """Sizes, and the arguments of an epilogue."""
     return {
         "bias_ptr": _maybe_pattern(bias), "out_ptr": pattern(out), "rows": out.shape[0], "cols": out.shape[1],
         "depth": depth, "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
@@ -316,7 +307,7 @@ def multiply_integers(
 ) -> list[Launch]:
     """The product with a matrix, of as many as there are experts, or of one whose rows are those of ``groups`` products."""
     rows, cols = out.shape
-    arguments = _codes("a", a) | _codes("b", b) | _result(bias, out, depth)
+    arguments = codes_of("a", a) | codes_of("b", b) | result_of(bias, out, depth)
     widths = []
     for name, side, size in (("a", a, rows), ("b", b, cols)):
         found = scheme(str(side.scheme))
@@ -417,7 +408,7 @@ def multiply_floats(
     """The product with a matrix, of as many as there are experts, or of one whose rows are those of ``groups`` products."""
     (rows, cols), a = out.shape, left.values
     plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups)
-    table = _table(scheme(str(b.scheme)).format, out.device) if kind(b) == "codebook" else None
+    table = table_of(scheme(str(b.scheme)).format, out.device) if kind(b) == "codebook" else None
     common = plan.arguments | {
         "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": _maybe_pattern(b.scale),
         "b_global_ptr": dense(b.global_scale), "bias_ptr": _maybe_pattern(bias), "out_ptr": pattern(out),
@@ -446,7 +437,7 @@ def epilogue(
 ) -> list[Launch]:
     """``out`` of products ``sums [M, N]``, fp32 or int32, and the fp32 scales of rows of both operands."""
     return _add_shares(
-        _result(bias, out, 0) | {
+        result_of(bias, out, 0) | {
             "sums_ptr": sums, "a_scale_ptr": a_scale, "A_SCALED": a_scale is not None,
             "b_scale_ptr": _maybe_pattern(b_scale), "SCALED": "none" if b_scale is None else "row",
             "b_global_ptr": None, "b_block": 1, "B_SCALE": scale_spec(scheme("int8:row")), "GLOBAL": 0,
