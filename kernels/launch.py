@@ -17,6 +17,7 @@ from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize
 from lowbit.kernels.arguments import dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
+    PROGRAMS,
     TARGET,
     Launch,
     StepTiles,
@@ -306,13 +307,17 @@ def optimizer_step(
     rows, cols = weight.param.shape
     tiles = step_tiles(rows, cols, lcm(1, *(state_run(m.scheme) for m in moments if m.scheme is not None)))
     across = -(-cols // tiles.span)
+    count = -(-rows // tiles.rows) * across
+    tables = any(m.scheme is not None and m.scheme.format.kind == "codebook" for m in moments)
+    share = max(1, min(8, count // PROGRAMS)) if tables else 1
     random = rounding.arguments
     more = {
         "param_ptr": pattern(weight.param), "stride_r": weight.param.stride(0), "stride_c": weight.param.stride(1),
         "grad_ptr": pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
         "master_ptr": _maybe_pattern(dense(weight.master)), "out_ptr": pattern(weight.new_param),
         "new_master_ptr": _maybe_pattern(weight.new_master), "param_stream_id": random["stream_id"] + 1,
-        "rows": rows, "cols": cols, "tiles_c": across, "R": tiles.rows, "C": tiles.cols, "SPAN": tiles.span,
+        "rows": rows, "cols": cols, "tiles_c": across, "share": share,
+        "R": tiles.rows, "C": tiles.cols, "SPAN": tiles.span,
         "RULE": rule, "DTYPE": dtype_of(weight.param), "GRAD_DTYPE": dtype_of(grad),
         "MASTER": 0 if weight.master is None else _MASTERS[weight.master.dtype],
         "ROUNDING": rounding.mode(tiles) if stochastic else 0,
@@ -321,8 +326,7 @@ def optimizer_step(
     for name, moment in zip(("first", "second"), [*moments, None, None], strict=False):
         more |= _of_moment(name, moment, cols, tiles)
     named = {f"f{i}": value for i, value in enumerate([*factors, *[0.0] * (7 - len(factors))])}
-    grid = (-(-rows // tiles.rows) * across,)
-    return [Launch(optim.step, grid, more | named | random, tiles.warps)]
+    return [Launch(optim.step, (-(-count // share),), more | named | random, tiles.warps)]
 
 
 def _of_moment(name: str, moment: Moment | None, cols: int, tiles: StepTiles) -> dict[str, Any]:

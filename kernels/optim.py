@@ -12,7 +12,8 @@ Source: docs/numerics.md section 11.
 import triton
 import triton.language as tl
 
-from lowbit.kernels import bits, quantize, rng, scales, tiles
+from lowbit.kernels import bits, rng, scales, tiles
+from lowbit.kernels.quantize import encode_below, load_input
 from lowbit.kernels.spec import GENERAL
 
 #: Kinds of a moment that are no dtype.
@@ -117,7 +118,7 @@ def store_moment(
         where, ok = scale_places(row, row_ok, begin, blocks, CUT, SPAN)
         tl.store(scale_ptr + where, raw.to(scale_ptr.dtype.element_ty), ok)
         scale = tiles.cut_spread(scale, col.shape[0], CUT)
-        code = quantize.encode_below(sign, magnitude, scale, 0, random, FMT, SCALE, True, STOCHASTIC)
+        code = encode_below(sign, magnitude, scale, 0, random, FMT, SCALE, True, STOCHASTIC)
         end = end_of_codes(begin, row_bytes, FMT[1], SPAN)
         tiles.store_codes(ptr, row_bytes, code, row, col, row_ok, col_ok, begin, end, FMT[1])
     elif KIND != NONE:
@@ -145,60 +146,63 @@ def step(
     param_ptr, stride_r, stride_c, grad_ptr, grad_stride_r, grad_stride_c, master_ptr,
     first_ptr, first_scale_ptr, first_bytes, first_blocks, second_ptr, second_scale_ptr, second_bytes, second_blocks,
     out_ptr, new_master_ptr, new_first_ptr, new_first_scale_ptr, new_second_ptr, new_second_scale_ptr,
-    rows, cols, tiles_c, f0, f1, f2, f3, f4, f5, f6,
+    rows, cols, tiles_c, share, f0, f1, f2, f3, f4, f5, f6,
     rng_ptr, stream_id: tl.int64, param_stream_id: tl.int64, offset: tl.int64, pitch: tl.int64,
     RULE: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, MASTER: tl.constexpr,
     FIRST: tl.constexpr, FIRST_FMT: tl.constexpr, FIRST_SCALE: tl.constexpr, FIRST_CUT: tl.constexpr,
     SECOND: tl.constexpr, SECOND_FMT: tl.constexpr, SECOND_SCALE: tl.constexpr, SECOND_CUT: tl.constexpr,
     ROUNDING: tl.constexpr, PARAM_ROUNDING: tl.constexpr, R: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one step; all tensors but param and grad are contiguous.
+    """``share`` tiles of one step; all tensors but param and grad are contiguous.
 
+    What does not depend on the tile, such as tables of codebooks, is made once: the compiler takes it out of the loop.
     MASTER: 0 none, 1 fp32, 2 the 8 bits below a bf16 parameter. ROUNDING of moments and of the parameter: as
-    ``rng.draw``. SPAN: columns of a tile, of which C - SPAN more are only there in name.
+    ``rng.draw``. SPAN: columns of a tile; C is the power of two from there on.
     """
-    pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    begin = pid_c * SPAN
-    row, col = pid_r * R + tl.arange(0, R), begin + tl.arange(0, C)
-    row_ok, col_ok = row < rows, (tl.arange(0, C) < SPAN) & (col < cols)
-    here = row_ok[:, None] & col_ok[None, :]
-    at = (row.to(tl.int64) * cols)[:, None] + col[None, :]
-    sign, magnitude = quantize.load_input(grad_ptr, grad_stride_r, grad_stride_c, row, col, row_ok, col_ok, GRAD_DTYPE)
-    grad = number(sign, magnitude)
-    sign, magnitude = quantize.load_input(param_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
-    param = number(sign, magnitude)
-    if MASTER == 1:
-        master = load_numbers(master_ptr, at, here, 0)
-        its_sign, its_magnitude = bits.split(bits.narrow(master.to(tl.int32, bitcast=True), DTYPE, False), DTYPE)
-        param = tl.where((its_sign == sign) & (its_magnitude == magnitude), master, param)
-    elif MASTER == 2:
-        param = join24(sign, magnitude, tl.load(master_ptr + at, here, 0))
-    first = load_moment(
-        first_ptr, first_scale_ptr, first_bytes, first_blocks, row, col, row_ok, col_ok, begin, at,
-        FIRST, FIRST_FMT, FIRST_SCALE, FIRST_CUT, SPAN,
-    )  # fmt: skip
-    second = load_moment(
-        second_ptr, second_scale_ptr, second_bytes, second_blocks, row, col, row_ok, col_ok, begin, at,
-        SECOND, SECOND_FMT, SECOND_SCALE, SECOND_CUT, SPAN,
-    )  # fmt: skip
-    # Several threads may load an element that one of them stores: none stores before all have loaded.
-    tl.debug_barrier()
-    param, first, second = update(param, grad, first, second, f0, f1, f2, f3, f4, f5, f6, RULE)
-    random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
-    store_moment(
-        new_first_ptr, new_first_scale_ptr, first_bytes, first_blocks, row, col, row_ok, col_ok, begin, at, first,
-        random, FIRST, FIRST_FMT, FIRST_SCALE, FIRST_CUT, SPAN, ROUNDING != 0,
-    )  # fmt: skip
-    store_moment(
-        new_second_ptr, new_second_scale_ptr, second_bytes, second_blocks, row, col, row_ok, col_ok, begin, at, second,
-        random, SECOND, SECOND_FMT, SECOND_SCALE, SECOND_CUT, SPAN, ROUNDING != 0,
-    )  # fmt: skip
-    if MASTER == 2:
-        high, low = split24(param)
-        tl.store(out_ptr + at, high, here)
-        tl.store(new_master_ptr + at, low, here)
-    else:
+    start = tl.program_id(0) * share
+    for tile in tl.range(start, tl.minimum(start + share, tl.cdiv(rows, R) * tiles_c)):
+        pid_r, pid_c = tile // tiles_c, tile % tiles_c
+        begin = pid_c * SPAN
+        row, col = pid_r * R + tl.arange(0, R), begin + tl.arange(0, C)
+        row_ok, col_ok = row < rows, (tl.arange(0, C) < SPAN) & (col < cols)
+        here = row_ok[:, None] & col_ok[None, :]
+        at = (row.to(tl.int64) * cols)[:, None] + col[None, :]
+        sign, magnitude = load_input(grad_ptr, grad_stride_r, grad_stride_c, row, col, row_ok, col_ok, GRAD_DTYPE)
+        grad = number(sign, magnitude)
+        sign, magnitude = load_input(param_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
+        param = number(sign, magnitude)
         if MASTER == 1:
-            store_numbers(new_master_ptr, at, here, param, 0, 0, False)
-        random = rng.draw(row, col, begin, rng_ptr, param_stream_id, offset, pitch, PARAM_ROUNDING)
-        store_numbers(out_ptr, at, here, param, random, DTYPE, PARAM_ROUNDING != 0)
+            master = load_numbers(master_ptr, at, here, 0)
+            its_sign, its_magnitude = bits.split(bits.narrow(master.to(tl.int32, bitcast=True), DTYPE, False), DTYPE)
+            param = tl.where((its_sign == sign) & (its_magnitude == magnitude), master, param)
+        elif MASTER == 2:
+            param = join24(sign, magnitude, tl.load(master_ptr + at, here, 0))
+        first = load_moment(
+            first_ptr, first_scale_ptr, first_bytes, first_blocks, row, col, row_ok, col_ok, begin, at,
+            FIRST, FIRST_FMT, FIRST_SCALE, FIRST_CUT, SPAN,
+        )  # fmt: skip
+        second = load_moment(
+            second_ptr, second_scale_ptr, second_bytes, second_blocks, row, col, row_ok, col_ok, begin, at,
+            SECOND, SECOND_FMT, SECOND_SCALE, SECOND_CUT, SPAN,
+        )  # fmt: skip
+        # Several threads may load an element that one of them stores: none stores before all have loaded.
+        tl.debug_barrier()
+        param, first, second = update(param, grad, first, second, f0, f1, f2, f3, f4, f5, f6, RULE)
+        random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
+        store_moment(
+            new_first_ptr, new_first_scale_ptr, first_bytes, first_blocks, row, col, row_ok, col_ok, begin, at,
+            first, random, FIRST, FIRST_FMT, FIRST_SCALE, FIRST_CUT, SPAN, ROUNDING != 0,
+        )  # fmt: skip
+        store_moment(
+            new_second_ptr, new_second_scale_ptr, second_bytes, second_blocks, row, col, row_ok, col_ok, begin, at,
+            second, random, SECOND, SECOND_FMT, SECOND_SCALE, SECOND_CUT, SPAN, ROUNDING != 0,
+        )  # fmt: skip
+        if MASTER == 2:
+            high, low = split24(param)
+            tl.store(out_ptr + at, high, here)
+            tl.store(new_master_ptr + at, low, here)
+        else:
+            if MASTER == 1:
+                store_numbers(new_master_ptr, at, here, param, 0, 0, False)
+            random = rng.draw(row, col, begin, rng_ptr, param_stream_id, offset, pitch, PARAM_ROUNDING)
+            store_numbers(out_ptr, at, here, param, random, DTYPE, PARAM_ROUNDING != 0)

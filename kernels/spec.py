@@ -30,7 +30,7 @@ class Target(NamedTuple):
 #: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
-    "first_blocks", "second_blocks", "stream_id", "param_stream_id", "offset", "pitch",
+    "share", "first_blocks", "second_blocks", "stream_id", "param_stream_id", "offset", "pitch",
     "f0", "f1", "f2", "f3", "f4", "f5", "f6",
 )  # fmt: skip
 
@@ -41,6 +41,9 @@ GENERAL_OF_PRODUCTS = (
 )  # fmt: skip
 
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)
+
+#: How many programs a launch has at least where one takes several tiles: enough for all multiprocessors, many times.
+PROGRAMS = 1 << 12
 
 #: Columns that a tile spans at least where the tensor has them: fewer leave parts of memory sectors unused.
 SECTOR = 32
