@@ -190,6 +190,10 @@ def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfl
 STEPS: tuple[tuple[str, tuple[str, ...], torch.dtype, torch.dtype | None, bool], ...] = (
     ("adamw", (STATE_SCHEME, STATE_SCHEME), torch.float32, None, False),
     ("lion", (STATE_SCHEME,), torch.bfloat16, None, True),
+    ("adamw", ("dynamic4:group128", "ulog4:group128"), torch.bfloat16, None, False),
+    ("adamw", ("int4:group33", "fp6_e3m2:group96"), torch.float32, None, False),
+    ("adamw", ("dynamic8:group256", "udynamic8:group256"), torch.bfloat16, torch.float32, False),
+    ("momentum", ("e2m2b3:group7",), torch.float16, None, False),
     ("adamw", ("fp8_e5m2:group32", "mxfp8"), torch.bfloat16, torch.int8, False),
     ("adamw", ("fp32", "bf16"), torch.float16, torch.float32, False),
     ("lion", ("int4:group32",), torch.float16, None, False),
@@ -219,7 +223,7 @@ def _step_cases() -> Iterator[Case]:
             launch.Weight(param, master, param, master, random), grad, [_step_moment(text) for text in moments], rule,
             [0.5] * len(RULES[rule].factors), _rounding(stochastic or random), stochastic,
         )  # fmt: skip
-        yield Case(f"{rule} {' '.join(moments)}", made, index < 2)
+        yield Case(f"{rule} {' '.join(moments)}", made, index < 4)
 
 
 @cache
