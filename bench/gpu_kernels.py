@@ -10,17 +10,18 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import lowbit
-from lowbit.bench import gpu_page, gpu_trace
+from lowbit.bench import gpu_page, gpu_rows, gpu_trace
 from lowbit.bench.gpu_rows import Row, rows
 from lowbit.checkout import adopt
 from lowbit.kernels import aot, machine_code
@@ -52,23 +53,29 @@ def make(row: Row, architecture: int) -> dict[str, Any]:
         cost = OPS[row.op].cost(call)
     work = [_launched(one, architecture) if isinstance(one, Launch) else _torch(one) for one in traced.started]
     return cell | {
-        "op": row.op, "backend": traced.impl, "refused": traced.refused, "work": _counted(work), "ideal": cost.bytes,
-        "bf16": row.bf16._asdict(),
+        "op": row.op, "backend": traced.impl, "refused": traced.refused if traced.impl == "reference" else [],
+        "work": _counted(work), "ideal": cost.bytes, "bf16": row.bf16._asdict(),
     }  # fmt: skip
 
 
 def _counted(work: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each kind of work once, with its number."""
+    """Each kernel and op once, with its number and the bytes and operations of all."""
     found: dict[str, dict[str, Any]] = {}
     for one in work:
-        kept = found.setdefault(json.dumps(one), one | {"count": 0})
+        sums = {name: one.pop(name) for name in ("bytes", "flops")}
+        kept = found.setdefault(json.dumps(one), one | {"count": 0, "bytes": 0, "flops": 0})
         kept["count"] += 1
+        for name, value in sums.items():
+            kept[name] += value
     return list(found.values())
 
 
 def _torch(op: gpu_trace.TorchOp) -> dict[str, Any]:
-    flops = 2 * op.shapes[0][0] * op.shapes[0][1] * op.shapes[1][1] if op.name in _TORCH else 0
-    return {"torch": op.name, "bytes": op.bytes, "flops": flops, "multiplies": _TORCH.get(op.name, "")}
+    """Those that lay tensors out have one name."""
+    if op.name not in _TORCH:
+        return {"torch": "others", "bytes": op.bytes, "flops": 0, "multiplies": ""}
+    flops = 2 * op.shapes[0][0] * op.shapes[0][1] * op.shapes[1][1]
+    return {"torch": op.name, "bytes": op.bytes, "flops": flops, "multiplies": _TORCH[op.name]}
 
 
 def _launched(one: Launch, architecture: int) -> dict[str, Any]:
@@ -81,7 +88,7 @@ def _launched(one: Launch, architecture: int) -> dict[str, Any]:
         flops = 2 * given["rows"] * given["cols"] * given["depth"] * terms
     multiplied = re.search(r"int8|fp8", " ".join(found.get("matrix", ())))
     return {
-        "kernel": name, "grid": one.grid, **found, "bytes": sum(t.nbytes for t in tensors), "flops": flops,
+        "kernel": name, **found, "bytes": sum(t.nbytes for t in tensors), "flops": flops,
         "multiplies": "" if name not in aot.PRODUCTS else multiplied[0] if multiplied else "bf16",
     }  # fmt: skip
 
@@ -109,20 +116,19 @@ def _compiled(one: Launch, architecture: int) -> dict[str, Any]:
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 @cache
-def _fingerprint() -> str:
-    """Of the sources that a cell follows from."""
+def _sources() -> list[str]:
+    """What a cell follows from: a fingerprint of the sources, and the compiler."""
     root = Path(lowbit.__file__).parent
-    folders = (Path(aot.__file__).parent, root / "backends", root / "ops", root / "recipes", Path(__file__).parent)
-    files = sorted(
-        path for folder in folders for path in folder.glob("*.py")
-        if folder.name != "bench" or path.name in ("gpu_kernels.py", "gpu_rows.py", "gpu_trace.py")
-    )  # fmt: skip
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    folders = (Path(aot.__file__).parent, root / "backends", root / "ops", root / "recipes")
+    files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    files += [Path(str(module.__file__)) for module in (gpu_rows, gpu_trace, sys.modules[__name__])]
+    text = b"".join(path.read_bytes() for path in files)
+    return [hashlib.sha256(text).hexdigest()[:16], version("triton")]
 
 
 def _path(cache_directory: Path, row: Row, architecture: int) -> Path:
     name = re.sub(r"[^a-z0-9]+", "-", f"sm {architecture} {row.section} {row.of}".lower())
-    return cache_directory / "cells" / f"{name[:200]}.json"
+    return cache_directory / "cells" / f"{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -130,18 +136,23 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     kept: dict[str, Any] = json.loads(path.read_text())
-    return kept["cell"] if kept["of"] == [_fingerprint(), version("triton")] else None
+    return kept["cell"] if kept.get("sources") == _sources() else None
 
 
-def _fill(job: tuple[Path, int, int]) -> None:
-    """Makes the cell of the row with this number on an architecture, and its file."""
-    directory, index, architecture = job
-    row = rows()[index]
-    path = _path(directory, row, architecture)
-    text = json.dumps({"of": [_fingerprint(), version("triton")], "cell": make(row, architecture)})
-    part = path.with_suffix(f".{os.getpid()}")
+class _Job(NamedTuple):
+    """The cell of the row with this number on an architecture, and its file."""
+
+    path: Path
+    index: int
+    architecture: int
+    sources: list[str]
+
+
+def _fill(job: _Job) -> None:
+    text = json.dumps({"sources": job.sources, "cell": make(rows()[job.index], job.architecture)})
+    part = job.path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
-    part.replace(path)
+    part.replace(job.path)
 
 
 def run(directory: Path, cache_directory: Path, workers: int = 2, quick: bool = False) -> Path:
@@ -163,7 +174,7 @@ def run(directory: Path, cache_directory: Path, workers: int = 2, quick: bool = 
     ]
     paths = [_path(cache_directory, row, architecture) for _, row, architecture in listed]
     jobs = [
-        (cache_directory, index, architecture)
+        _Job(path, index, architecture, _sources())
         for (index, _, architecture), path in zip(listed, paths, strict=True)
         if workers and _read(path) is None
     ]
@@ -175,6 +186,6 @@ def run(directory: Path, cache_directory: Path, workers: int = 2, quick: bool = 
     cells = [cell for path in paths if (cell := _read(path)) is not None]
     about = {"triton": version("triton"), "torch": torch.__version__, "lowbit": lowbit.__version__}
     held = directory / "gpu_kernels.json"
-    lines = ",\n".join(json.dumps(cell) for cell in cells)
+    lines = ",\n".join(json.dumps(cell, separators=(",", ":")) for cell in cells)
     held.write_text(f'{{"about": {json.dumps(about)}, "asked": {len(listed)}, "cells": [\n{lines}\n]}}\n')
     return gpu_page.write(held)

@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench.gpu_roofline import peaks_table, seconds
-from lowbit.bench.gpu_rows import CHANNELS, IMAGES, NO_KERNEL, PIXELS, SIZE
+from lowbit.checkout import adopt
 from lowbit.tables import markdown
 
-__all__ = ["findings", "write"]
+adopt("bench")
+from lowbit.bench.gpu_roofline import PEAKS, peaks_table, seconds  # noqa: E402
+from lowbit.bench.gpu_rows import CHANNELS, IMAGES, NO_KERNEL, PIXELS, SIZE  # noqa: E402
+
+__all__ = ["faults", "spills", "write"]
 
 _HEAD = ("of", "sm", "backend", "starts", "multiplies with", "registers", "spilled", "shared", "bytes", "time")
 
@@ -20,21 +23,39 @@ def _kernels(cell: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in cell["work"] if "kernel" in one]
 
 
-def findings(cells: list[dict[str, Any]]) -> list[str]:
-    """What a kernel should not have: an error, a spill, a product without a matrix instruction, a forbidden one."""
+def _where(cell: dict[str, Any]) -> str:
+    return f"sm_{cell['architecture']} {cell['section']}, {cell['of']}"
+
+
+def faults(cells: list[dict[str, Any]]) -> list[str]:
+    """Kernels that do not compile, lack a matrix instruction or have a forbidden one; rows on the reference that
+    docs/gpu.md does not name.
+    """
     found = []
     for cell in cells:
-        where = f"sm_{cell['architecture']} {cell['section']}, {cell['of']}"
         for one in _kernels(cell):
-            if "error" in one:
-                found.append(f"{where}: {one['kernel']} does not compile: {one['error']}")
-                continue
-            if one["spilled"]:
-                found.append(f"{where}: {one['kernel']} spills {one['spilled']} bytes")
-            found += [f"{where}: {one['kernel']} {fault}" for fault in one["faults"]]
+            said = [f"does not compile: {one['error']}"] if "error" in one else one["faults"]
+            found += [f"{_where(cell)}: {one['kernel']} {fault}" for fault in said]
         if cell["backend"] == "reference" and cell["op"] not in NO_KERNEL:
-            found.append(f"{where}: runs on the reference: {'; '.join(cell['refused'])}")
+            found.append(f"{_where(cell)}: runs on the reference: {'; '.join(cell['refused'])}")
     return list(dict.fromkeys(found))
+
+
+def spills(cells: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, int]]:
+    """Bytes that a thread spills by architecture, of each section, what it is of, and kernel."""
+    found: dict[tuple[str, str, str], dict[int, int]] = {}
+    for cell in cells:
+        for one in _kernels(cell):
+            if one.get("spilled"):
+                by = found.setdefault((cell["section"], cell["of"], one["kernel"]), {})
+                by[cell["architecture"]] = max(one["spilled"], by.get(cell["architecture"], 0))
+    return found
+
+
+def _spills_table(cells: list[dict[str, Any]]) -> list[str]:
+    head = ("section", "of", "kernel", *(f"sm_{name}" for name in PEAKS))
+    found = [(*where, *(str(by.get(name, "-")) for name in PEAKS)) for where, by in spills(cells).items()]
+    return ["Bytes that a thread spills:\n", markdown(head, found, numbers=range(3, 8))] if found else []
 
 
 def _times(name: str, count: int) -> str:
@@ -42,32 +63,28 @@ def _times(name: str, count: int) -> str:
 
 
 def _started(cell: dict[str, Any]) -> str:
-    """Kernels and ops of torch in order; those that only lay tensors out as a number."""
-    names, others = [], 0
-    for one in cell["work"]:
-        if "kernel" in one:
-            names.append(_times(one["kernel"], one["count"]))
-        elif one["multiplies"]:
-            names.append(_times(f"torch: {one['torch']}", one["count"]))
+    names = []
+    for one in sorted(cell["work"], key=lambda one: ("torch" in one, one.get("torch") == "others")):
+        if one.get("torch") == "others":
+            names.append(f"{one['count']} of torch")
         else:
-            others += one["count"]
-    return ", ".join([*names, *([f"{others} of torch"] if others else [])])
+            names.append(_times(one.get("kernel") or f"torch: {one['torch']}", one["count"]))
+    return ", ".join(names)
 
 
 def _cells(cell: dict[str, Any]) -> tuple[str, ...]:
-    kernels, work = _kernels(cell), cell["work"]
-    name = cell["architecture"]
+    kernels, work, name = _kernels(cell), cell["work"], cell["architecture"]
     if cell["backend"] == "reference":
         reason = NO_KERNEL.get(cell["op"], "; ".join(cell["refused"]))
         return (cell["of"], str(name), f"reference: {reason}", *["-"] * 7)
     matrix = [text for one in kernels for text in one.get("matrix", ())]
     matrix += [f"torch ({one['multiplies']})" for one in work if "torch" in one and one["multiplies"]]
     by_kernel = [", ".join(str(one.get(key, "?")) for one in kernels) for key in ("registers", "spilled", "shared")]
-    bytes_moved = sum(one["bytes"] * one["count"] for one in work)
-    same = seconds([{**cell["bf16"], "multiplies": "bf16", "count": 1}], name)
+    bytes_moved = sum(one["bytes"] for one in work)
+    same = seconds([{**cell["bf16"], "multiplies": "bf16"}], name)
     return (
-        cell["of"], str(name), cell["backend"], _started(cell), ", ".join(dict.fromkeys(matrix)) or "-", *by_kernel,
-        f"{bytes_moved / cell['ideal']:.2f}", f"{seconds(work, name) / same:.2f}",
+        cell["of"], str(name), cell["backend"], _started(cell), ", ".join(dict.fromkeys(matrix)) or "-",
+        *by_kernel, f"{bytes_moved / cell['ideal']:.2f}", f"{seconds(work, name) / same:.2f}",
     )  # fmt: skip
 
 
@@ -83,8 +100,8 @@ def _intro(held: dict[str, Any]) -> list[str]:
         f"- Products are of an input `[rows, {SIZE}]` in bf16 by a weight `[{SIZE}, {SIZE}]` in a recipe. What is "
         f"quantized is `[{SIZE}, {SIZE}]` in bf16, and so are parameters in their dtype. The convolution is 3 x 3 of "
         f"{IMAGES} images of {PIXELS} x {PIXELS} pixels, {CHANNELS} channels to {CHANNELS}.",
-        "- **starts**: kernels in order, each with how often it is launched, then the ops of torch that lay out "
-        "tensors. `torch: mm` is torch's product of bf16.",
+        "- **starts**: kernels, each with how often it is launched, then products of torch (`torch: mm` is that of "
+        "bf16), then how many other ops of torch there are, which lay tensors out.",
         "- **multiplies with**: the matrix instruction in PTX, what it multiplies, and its name in machine code.",
         "- **registers** of a thread, **spilled** bytes of a thread's stack, and **shared** memory in bytes of a "
         "program, of each kernel in the order of **starts**.",
@@ -96,10 +113,12 @@ def _intro(held: dict[str, Any]) -> list[str]:
         "themselves, decoding, and what stands beside the products cost nothing here.\n",
         peaks_table(),
         "\n## Findings\n",
-        "A finding is a kernel that does not compile or spills, a product without the matrix instruction of its "
-        "architecture, an instruction that the [numerics](../../docs/numerics.md) forbid, or a row on the reference "
-        "that [gpu.md](../../docs/gpu.md) does not name.\n",
-        *([f"- {text}" for text in findings(cells)] or ["None."]),
+        "A kernel should compile, spill nothing, multiply with the matrix instruction of its architecture, and have no "
+        "instruction that the [numerics](../../docs/numerics.md) forbid. No row should be on the reference but those "
+        "that [gpu.md](../../docs/gpu.md) names.\n",
+        *[f"- {text}" for text in faults(cells)],
+        *_spills_table(cells),
+        *([] if faults(cells) or spills(cells) else ["There is none."]),
     ]
 
 

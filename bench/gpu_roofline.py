@@ -38,14 +38,12 @@ PEAKS: dict[int, Peak] = {
 
 
 def seconds(work: Iterable[dict[str, Any]], architecture: int) -> float:
-    """The least time of work that comes one after the other: each entry has ``bytes``, ``flops``, what they multiply
-    (``multiplies``) and how often it comes (``count``).
+    """The least time of work that comes one after the other: each entry has ``bytes``, ``flops`` and what they multiply
+    (``multiplies``).
     """
-    peak, total = PEAKS[architecture], 0.0
-    for one in work:
-        rate = getattr(peak, one["multiplies"] or "bf16") or peak.bf16
-        total += one["count"] * max(one["bytes"] / peak.bandwidth, one["flops"] / rate)
-    return total
+    peak = PEAKS[architecture]
+    rates = {"bf16": peak.bf16, "int8": peak.int8, "fp8": peak.fp8 or peak.bf16, "": peak.bf16}
+    return sum(max(one["bytes"] / peak.bandwidth, one["flops"] / rates[one["multiplies"]]) for one in work)
 
 
 def peaks_table() -> str:

@@ -124,20 +124,24 @@ def test_matrix_instructions_have_names(ptx, name):
 
 def test_a_roofline_takes_the_longer_of_moving_and_multiplying():
     peak = gpu_roofline.PEAKS[90]
-    moved = {"bytes": int(peak.bandwidth), "flops": 0, "multiplies": "", "count": 2}
-    multiplied = {"bytes": 1, "flops": int(3 * peak.int8), "multiplies": "int8", "count": 1}
-    assert gpu_roofline.seconds([moved, multiplied], 90) == pytest.approx(5)
+    moved = {"bytes": int(peak.bandwidth), "flops": 0, "multiplies": ""}
+    multiplied = {"bytes": 1, "flops": int(3 * peak.int8), "multiplies": "int8"}
+    assert gpu_roofline.seconds([moved, multiplied], 90) == pytest.approx(4)
     assert set(gpu_roofline.PEAKS) == set(aot.ARCHITECTURES)
 
 
 def test_findings_are_what_a_kernel_should_not_have():
     kernel = {"kernel": "k", "registers": 255, "spilled": 8, "matrix": [], "faults": ["runs on no tensor core"]}
+    kernel |= {"bytes": 1, "flops": 1, "count": 1}
     here = {"section": "linear, 1 row", "of": "int8", "architecture": 80, "op": "linear", "backend": "triton"}
-    found = gpu_page.findings([here | {"work": [kernel]}, here | {"work": [{"kernel": "k", "error": "no"}]}])
-    assert [text.removeprefix("sm_80 linear, 1 row, int8: k ") for text in found] == [
-        "spills 8 bytes", "runs on no tensor core", "does not compile: no",
-    ]  # fmt: skip
-    assert gpu_page.findings([here | {"backend": "reference", "work": [], "refused": ["triton: why"]}]) != []
+    other = {"kernel": "k", "error": "no", "count": 1}
+    cells = [here | {"work": [kernel]}, here | {"work": [other]}]
+    cells += [here | {"architecture": 90, "work": [kernel | {"spilled": 0, "faults": []}]}]
+    found = [text.removeprefix("sm_80 linear, 1 row, int8: k ") for text in gpu_page.faults(cells)]
+    assert found == ["runs on no tensor core", "does not compile: no"]
+    assert gpu_page.spills(cells) == {("linear, 1 row", "int8", "k"): {80: 8}}
+    (said,) = gpu_page.faults([here | {"backend": "reference", "work": [], "refused": ["triton: why"]}])
+    assert said.endswith("runs on the reference: triton: why")
 
 
 def test_no_row_is_on_the_reference_but_those_that_gpu_md_names():
