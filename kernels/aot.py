@@ -239,16 +239,22 @@ _TYPES = {
 }  # fmt: skip
 
 
-def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
-    """PTX and bytes of shared memory of a launch, specialised to its arguments as a launch on a GPU would be.
+class Compiled(NamedTuple):
+    """A launch compiled: its PTX, its machine code as an ELF file, and the bytes of shared memory that it takes."""
 
-    The PTX is assembled too. Raises: what Triton or ptxas raise.
+    ptx: str
+    cubin: bytes
+    shared: int
+
+
+def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """What Triton compiles a launch for, as it does on a GPU: types of arguments, constants, and which are divisible.
+
+    Addresses count as multiples of 16.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constants, attributes = {}, {}, {}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[Any, Any] = {}
     arguments = one.arguments if architecture >= FP8_FROM else one.arguments | dict.fromkeys(("FP8", "A_FP8"), "")
     for index, param in enumerate(one.kernel.params):
         value = arguments[param.name]
@@ -261,10 +267,21 @@ def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
         signature[param.name] = f"*{_TYPES[value.dtype]}" if tensor else wide
         if tensor or (wide != "fp32" and value % 16 == 0 and not param.do_not_specialize):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(one.kernel, signature, constants, attributes)
+    return signature, constants, attributes
+
+
+def compile_launch(one: Launch, architecture: int) -> Compiled:
+    """A launch compiled and assembled for an architecture, specialised to its arguments. Raises: what Triton or ptxas
+    raise.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(one.kernel, *specialized(one, architecture))
     options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}
     compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), options)
-    return str(compiled.asm["ptx"]), int(compiled.metadata.shared)
+    return Compiled(str(compiled.asm["ptx"]), compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
 def faults(name: str, ptx: str, architecture: int) -> list[str]:
@@ -285,13 +302,13 @@ def _compile_case(job: tuple[int, int]) -> list[str]:
     for one in case.launches:
         kernel = one.kernel.__name__
         try:
-            ptx, shared = compile_launch(one, architecture)
+            made = compile_launch(one, architecture)
         except Exception as error:  # whatever the compiler raises is a finding about this kernel
             found.append(f"{kernel} does not compile: {error}")
         else:
-            found += [f"{kernel} {fault}" for fault in faults(kernel, ptx, architecture)]
-            if shared > SHARED.get(architecture, shared):
-                found.append(f"{kernel} takes {shared} bytes of shared memory of {SHARED[architecture]}")
+            found += [f"{kernel} {fault}" for fault in faults(kernel, made.ptx, architecture)]
+            if made.shared > SHARED.get(architecture, made.shared):
+                found.append(f"{kernel} takes {made.shared} bytes of shared memory of {SHARED[architecture]}")
     return found
 
 
