@@ -58,9 +58,10 @@ _BUDGETS = 20
 
 #: The space of which everything is measured: names of each dimension, and parts of a batch.
 _SPACE = {
-    "precision": ("fp32", "bf16"), "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
+    "precision": ("fp32", "bf16"), "attention": ("own attention",), "loss": ("own loss",),
+    "optimizer": ("adamw", "adamw8bit"), "masters": ("residual",),
     "checkpoint": ("everything kept", "save_matmuls", "block"), "states": ("memory",),
-    "activations": ("activations in memory",),
+    "activations": ("activations in memory",), "weights": ("weights in memory",),
 }  # fmt: skip
 _SPACE_BUDGETS = (90, 70, 50, 35, 25)
 _ROUNDS = 3

@@ -216,6 +216,10 @@ def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfl
 STEPS: tuple[tuple[str, tuple[str, ...], torch.dtype, torch.dtype | None, bool], ...] = (
     ("adamw", (STATE_SCHEME, STATE_SCHEME), torch.float32, None, False),
     ("lion", (STATE_SCHEME,), torch.bfloat16, None, True),
+    ("adamw", ("dynamic4:group128", "ulog4:group128"), torch.bfloat16, None, False),
+    ("adamw", ("int4:group33", "fp6_e3m2:group96"), torch.float32, None, False),
+    ("adamw", ("dynamic8:group256", "udynamic8:group256"), torch.bfloat16, torch.float32, False),
+    ("momentum", ("e2m2b3:group7",), torch.float16, None, False),
     ("adamw", ("fp8_e5m2:group32", "mxfp8"), torch.bfloat16, torch.int8, False),
     ("adamw", ("fp32", "bf16"), torch.float16, torch.float32, False),
     ("lion", ("int4:group32",), torch.float16, None, False),
@@ -245,7 +249,7 @@ def _step_cases() -> Iterator[Case]:
             launch.Weight(param, master, param, master, random), grad, [_step_moment(text) for text in moments], rule,
             [0.5] * len(RULES[rule].factors), _rounding(stochastic or random), stochastic,
         )  # fmt: skip
-        yield Case(f"{rule} {' '.join(moments)}", made, index < 2)
+        yield Case(f"{rule} {' '.join(moments)}", made, index < 4)
 
 
 @cache
@@ -261,16 +265,22 @@ _TYPES = {
 }  # fmt: skip
 
 
-def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
-    """PTX and bytes of shared memory of a launch, specialised to its arguments as a launch on a GPU would be.
+class Compiled(NamedTuple):
+    """A launch compiled: its PTX, its machine code as an ELF file, and the bytes of shared memory that it takes."""
 
-    The PTX is assembled too. Raises: what Triton or ptxas raise.
+    ptx: str
+    cubin: bytes
+    shared: int
+
+
+def specialized(one: Launch, architecture: int) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """What Triton compiles a launch for, as it does on a GPU: types of arguments, constants, and which are divisible.
+
+    Addresses count as multiples of 16.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constants, attributes = {}, {}, {}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[Any, Any] = {}
     arguments = one.arguments if architecture >= FP8_FROM else one.arguments | dict.fromkeys(("FP8", "A_FP8"), "")
     for index, param in enumerate(one.kernel.params):
         value = arguments[param.name]
@@ -283,10 +293,21 @@ def compile_launch(one: Launch, architecture: int) -> tuple[str, int]:
         signature[param.name] = f"*{_TYPES[value.dtype]}" if tensor else wide
         if tensor or (wide != "fp32" and value % 16 == 0 and not param.do_not_specialize):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(one.kernel, signature, constants, attributes)
+    return signature, constants, attributes
+
+
+def compile_launch(one: Launch, architecture: int) -> Compiled:
+    """A launch compiled and assembled for an architecture, specialised to its arguments. Raises: what Triton or ptxas
+    raise.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(one.kernel, *specialized(one, architecture))
     options = {"num_warps": one.warps, "num_stages": one.stages, "enable_fp_fusion": False}
     compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), options)
-    return str(compiled.asm["ptx"]), int(compiled.metadata.shared)
+    return Compiled(str(compiled.asm["ptx"]), compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
 def faults(name: str, ptx: str, architecture: int) -> list[str]:
@@ -307,13 +328,13 @@ def _compile_case(job: tuple[int, int]) -> list[str]:
     for one in case.launches:
         kernel = one.kernel.__name__
         try:
-            ptx, shared = compile_launch(one, architecture)
+            made = compile_launch(one, architecture)
         except Exception as error:  # whatever the compiler raises is a finding about this kernel
             found.append(f"{kernel} does not compile: {error}")
         else:
-            found += [f"{kernel} {fault}" for fault in faults(kernel, ptx, architecture)]
-            if shared > SHARED.get(architecture, shared):
-                found.append(f"{kernel} takes {shared} bytes of shared memory of {SHARED[architecture]}")
+            found += [f"{kernel} {fault}" for fault in faults(kernel, made.ptx, architecture)]
+            if made.shared > SHARED.get(architecture, made.shared):
+                found.append(f"{kernel} takes {made.shared} bytes of shared memory of {SHARED[architecture]}")
     return found
 
 

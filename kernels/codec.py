@@ -17,18 +17,14 @@ def encode(
     FMT: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr, ROUNDING: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One code a byte of x [rows, cols], without a scale. ROUNDING: as ``quantize``."""
+    """One code a byte of x [rows, cols], without a scale. ROUNDING: as ``rng.draw``."""
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
     sign, magnitude = quantize.load_input(x_ptr, stride_r, stride_c, row, col, row_ok, col_ok, DTYPE)
-    random = 0
-    if ROUNDING == 1:
-        random = rng.each(row, col, rng_ptr, stream_id, offset, pitch)
-    elif ROUNDING == 2:
-        random = rng.eights(row, pid_c * C, rng_ptr, stream_id, offset, pitch, R, C)
+    random = rng.draw(row, col, pid_c * C, rng_ptr, stream_id, offset, pitch, ROUNDING)
     code = bits.encode(sign, magnitude, random, 0, FMT, SATURATE, ROUNDING != 0)
-    tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c, out_pitch, 8)
+    tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c * C, out_pitch, 8)
 
 
 @triton.jit(do_not_specialize=GENERAL)
@@ -40,7 +36,7 @@ def decode(
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
-    code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, cols, 8, False)
+    code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c * C, cols, 8, False)
     out = bits.narrow(bits.decode(code & ((1 << FMT[1]) - 1), 0, FMT), DTYPE, True)
     to = (row.to(tl.int64) * out_pitch)[:, None] + col[None, :]
     tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
@@ -81,5 +77,6 @@ def unpack(
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, 1, 1, rows, 1, R, True)
     col, col_ok = tiles.positions(pid_c, 1, 1, cols, 1, C, True)
-    code = tiles.load_codes(packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, packed_bytes, BITS, PAIRS)
-    tiles.store_codes(out_ptr, cols, code, row, col, row_ok, col_ok, pid_c, cols, 8)
+    begin = pid_c * C
+    code = tiles.load_codes(packed_ptr, stride_r, stride_c, row, col, row_ok, col_ok, begin, packed_bytes, BITS, PAIRS)
+    tiles.store_codes(out_ptr, cols, code, row, col, row_ok, col_ok, begin, cols, 8)

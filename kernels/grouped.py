@@ -108,7 +108,7 @@ def grouped_integers(
     count, offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
-    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """``integers`` of the expert that a tile's rows have; ``b`` and what belongs to it are stacks."""
@@ -124,8 +124,8 @@ def grouped_integers(
             of_expert(b_zero_ptr, expert, scale_stride_e), of_expert(b_global_ptr, expert, global_stride_e),
             of_expert(bias_ptr, expert, cols), out_ptr,
             cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length,
-            steps, count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, BIAS, DTYPE,
-            M, N, K,
+            steps, count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, ALIGNED, BIAS,
+            DTYPE, M, N, K,
         )  # fmt: skip
     elif expert == experts:
         store_zeros(row, col, end, cols, out_ptr)

@@ -88,7 +88,7 @@ def multiply(
     count,
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
-    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None,
 ):  # fmt: skip
@@ -121,6 +121,7 @@ def multiply(
             first = (segment // segments) * block + (segment % segments) * length
             last = tl.minimum(tl.minimum(first + length, (segment // segments) * block + block), depth)
             start = first + (step % steps) * K
+        start, last = tl.multiple_of(start, ALIGNED), tl.multiple_of(last, ALIGNED)
         k = start + tl.arange(0, K)
         k_ok = k < last
         if WINDOW is None:
@@ -175,18 +176,19 @@ def integers(
     count,
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_PAIRS: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
-    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A tile [M, N] of ``a [rows, depth] @ b [cols, depth].T``.
 
     A block along K has ``segments`` of ``length`` elements, the last one what is left; a segment has ``steps`` of K
-    elements, with ``ONE`` one, and there are ``count`` of them. ``WHOLE``: one segment is all.
+    elements, with ``ONE`` one, and there are ``count`` of them. ``WHOLE``: one segment is all. ``ALIGNED``: a power of
+    two that divides where each segment begins and ends, so that 16 bytes can be loaded at once.
     """
     row, col = place(rows, cols, M, N)
     multiply(
         row, col, rows, a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes,
         a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
         cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
-        count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, BIAS, DTYPE, M, N, K,
+        count, A, A_SCALE, A_AFFINE, A_PAIRS, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, ALIGNED, BIAS, DTYPE, M, N, K,
     )  # fmt: skip

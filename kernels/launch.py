@@ -7,6 +7,7 @@ Each function returns the launches that fill ``outs``, in order; ``start.run`` s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,18 @@ from lowbit.formats import Format
 from lowbit.kernels import backward, codec, optim, quantize
 from lowbit.kernels.arguments import dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
+    PROGRAMS,
     TARGET,
     Launch,
+    StepTiles,
     Tiling,
     format_spec,
     power_of_two,
     scale_spec,
+    step_tiles,
     tiling,
 )
+from lowbit.ops.optim import state_run
 from lowbit.scaling import Scheme
 from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
@@ -61,7 +66,7 @@ class Rounding:
         self.stochastic = rng is not None
         self.arguments: dict[str, Any] = {"rng_ptr": rng, "stream_id": stream, "offset": offset, "pitch": pitch}
 
-    def mode(self, tiles: Tiling) -> int:
+    def mode(self, tiles: Tiling | StepTiles) -> int:
         """``ROUNDING`` in kernels."""
         return self.stochastic + (self.stochastic and tiles.eights(self.arguments["offset"], self.arguments["pitch"]))
 
@@ -295,46 +300,54 @@ def optimizer_step(
     weight: Weight, grad: Tensor, moments: list[Moment], rule: str, factors: Sequence[float], rounding: Rounding,
     stochastic: bool,
 ) -> list[Launch]:  # fmt: skip
-    """The next weight and moments; between its kernels moments that are codes are fp32 in scratch memory.
+    """The next weight and moments.
 
     ``rounding`` has the random bits of both moments and parameter; ``stochastic``: whether moments are rounded by them.
     """
     rows, cols = weight.param.shape
-    nearest, before, after = Rounding(), [], []
-    numbers: list[tuple[Tensor | None, Tensor | None]] = []
-    for moment in moments:
-        if moment.scheme is None:
-            numbers.append((moment.codes.contiguous(), moment.new_codes))
-            continue
-        assert moment.scale is not None and moment.new_scale is not None
-        x = torch.empty((rows, cols), dtype=torch.float32, device=grad.device)
-        numbers.append((x, x))
-        before += dequantize(moment.codes, moment.scheme, moment.scale, None, None, x)
-        after += quantize_dynamic(
-            x, moment.scheme, None, moment.new_codes, moment.new_scale, None, rounding if stochastic else nearest
-        )
-    numbers += [(None, None)] * (2 - len(numbers))
-    (first, new_first), (second, new_second) = (tuple(map(_maybe_pattern, pair)) for pair in numbers)
-    tiles, sizes = _plain(rows, cols)
+    tiles = step_tiles(rows, cols, lcm(1, *(state_run(m.scheme) for m in moments if m.scheme is not None)))
+    across = -(-cols // tiles.span)
+    count = -(-rows // tiles.rows) * across
+    tables = any(m.scheme is not None and m.scheme.format.kind == "codebook" for m in moments)
+    share = max(1, min(8, count // PROGRAMS)) if tables else 1
     random = rounding.arguments
     more = {
         "param_ptr": pattern(weight.param), "stride_r": weight.param.stride(0), "stride_c": weight.param.stride(1),
         "grad_ptr": pattern(grad), "grad_stride_r": grad.stride(0), "grad_stride_c": grad.stride(1),
-        "master_ptr": _maybe_pattern(dense(weight.master)), "first_ptr": first, "second_ptr": second,
-        "out_ptr": pattern(weight.new_param), "new_master_ptr": _maybe_pattern(weight.new_master),
-        "new_first_ptr": new_first, "new_second_ptr": new_second, "param_stream_id": random["stream_id"] + 1,
+        "master_ptr": _maybe_pattern(dense(weight.master)), "out_ptr": pattern(weight.new_param),
+        "new_master_ptr": _maybe_pattern(weight.new_master), "param_stream_id": random["stream_id"] + 1,
+        "rows": rows, "cols": cols, "tiles_c": across, "share": share,
+        "R": tiles.rows, "C": tiles.cols, "SPAN": tiles.span,
         "RULE": rule, "DTYPE": dtype_of(weight.param), "GRAD_DTYPE": dtype_of(grad),
         "MASTER": 0 if weight.master is None else _MASTERS[weight.master.dtype],
-        "FIRST": _momentdtype_of(numbers[0][0]), "SECOND": _momentdtype_of(numbers[1][0]),
-        "STOCHASTIC": stochastic, "PARAM_STOCHASTIC": weight.stochastic,
+        "ROUNDING": rounding.mode(tiles) if stochastic else 0,
+        "PARAM_ROUNDING": rounding.mode(tiles) if weight.stochastic else 0,
     }  # fmt: skip
+    for name, moment in zip(("first", "second"), [*moments, None, None], strict=False):
+        more |= _of_moment(name, moment, cols, tiles)
     named = {f"f{i}": value for i, value in enumerate([*factors, *[0.0] * (7 - len(factors))])}
-    return [*before, Launch(optim.step, tiles.grid, more | sizes | named | random, tiles.warps), *after]
+    return [Launch(optim.step, (-(-count // share),), more | named | random, tiles.warps)]
+
+
+def _of_moment(name: str, moment: Moment | None, cols: int, tiles: StepTiles) -> dict[str, Any]:
+    """Arguments of a moment, and of one that there is not."""
+    codes, scale, new_codes, new_scale = (None,) * 4 if moment is None else moment[1:]
+    found: dict[str, Any] = {
+        f"{name}_ptr": _maybe_pattern(dense(codes)), f"{name}_scale_ptr": _maybe_pattern(dense(scale)),
+        f"new_{name}_ptr": _maybe_pattern(new_codes), f"new_{name}_scale_ptr": _maybe_pattern(new_scale),
+        f"{name}_bytes": 0, f"{name}_blocks": 0,
+    }  # fmt: skip
+    scheme = None if moment is None else moment.scheme
+    if scheme is None:
+        kind = optim.NONE.value if codes is None else dtype_of(codes)
+        return found | {name.upper() + rest: None for rest in ("_FMT", "_SCALE", "_CUT")} | {name.upper(): kind}
+    block = scheme.block_of(1, cols)[1]
+    return found | {
+        f"{name}_bytes": scheme.packed_cols(cols), f"{name}_blocks": -(-cols // block),
+        name.upper(): optim.CODES.value, f"{name.upper()}_FMT": format_spec(scheme.format),
+        f"{name.upper()}_SCALE": scale_spec(scheme), f"{name.upper()}_CUT": tiles.cut(block),
+    }  # fmt: skip
 
 
 def _maybe_pattern(x: Tensor | None) -> Tensor | None:
     return None if x is None else pattern(x)
-
-
-def _momentdtype_of(x: Tensor | None) -> int:
-    return -1 if x is None else dtype_of(x)

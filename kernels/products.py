@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache, partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -281,6 +282,9 @@ class _Shape(NamedTuple):
     stages: int
 
 
+#: Elements that loads are told the alignment of: 16 bytes of the narrowest codes that are read in pairs.
+_ALIGNED = 32
+
 #: By what is multiplied and the most rows that it is for; the last serves more.
 _SHAPES: dict[str, dict[int, _Shape]] = {
     "rows": {16: _Shape(16, 64, 256, 2, 4), 64: _Shape(64, 128, 128, 4, 3), 128: _Shape(128, 128, 128, 8, 3)},
@@ -329,6 +333,7 @@ def multiply_integers(
     arguments |= {
         "block": block, "segments": segments, "length": length, "steps": steps,
         "count": -(-depth // block) * segments * steps, "WHOLE": whole, "ONE": steps == 1,
+        "ALIGNED": gcd(_ALIGNED, block, length, depth),
         "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
     grid = (_tiles(rows, shape.m, experts) * -(-cols // groups // shape.n), 1, groups)

@@ -94,7 +94,7 @@ def quantize(
     """A tile: scale, encode, then store codes (``OUT_BITS`` wide), or with FAKE decode and store in x's dtype.
 
     GIVEN: scales are read, not made. DYNAMIC: scales come from these very elements, so a NaN scale marks a non-finite
-    block, whose codes are canonical. ROUNDING: 0 nearest; 1 stochastic; 2 stochastic with rows aligned to 8.
+    block, whose codes are canonical. ROUNDING: as ``rng.draw``.
     """
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
@@ -119,23 +119,29 @@ def quantize(
         zero_point = tiles.spread(zero_point, TILE)
     else:
         zero_point = 0
-    sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
-    random = 0
-    if ROUNDING == 1:
-        random = rng.each(row, col, rng_ptr, stream_id, offset, pitch)
-    elif ROUNDING == 2:
-        C: tl.constexpr = TILE[3] * TILE[4]
-        random = rng.eights(row, pid_c * C, rng_ptr, stream_id, offset, pitch, TILE[0] * TILE[1], C)
-    code = bits.encode(sign, magnitude, random, zero_point, FMT, True, ROUNDING != 0)
-    if DYNAMIC and not FAKE:
-        # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
-        code = tl.where((scale & 0x7FFFFFFF) > 0x7F800000, canonical(zero_point, FMT), code)
+    begin = pid_c * (TILE[3] * TILE[4])
+    random = rng.draw(row, col, begin, rng_ptr, stream_id, offset, pitch, ROUNDING)
+    # Fake quantization needs no canonical codes: there the NaN scale makes every element NaN.
+    code = encode_below(sign, magnitude, scale, zero_point, random, FMT, SCALE, DYNAMIC and not FAKE, ROUNDING != 0)
     if FAKE:
         out = scales.multiply(bits.decode(code, zero_point, FMT), scale, DTYPE)
         to = (row.to(tl.int64) * out_pitch)[:, None] + col[None, :]
         tl.store(out_ptr + to, out, row_ok[:, None] & col_ok[None, :])
     else:
-        tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, pid_c, out_bytes, OUT_BITS)
+        tiles.store_codes(out_ptr, out_pitch, code, row, col, row_ok, col_ok, begin, out_bytes, OUT_BITS)
+
+
+@triton.jit
+def encode_below(
+    sign, magnitude, scale, zero_point, random,
+    FMT: tl.constexpr, SCALE: tl.constexpr, CANONICAL: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Codes of numbers divided by their scales (fp32 bits), saturating. CANONICAL: of a NaN scale the canonical one."""
+    sign, magnitude = scales.divide(sign, magnitude, scale, SCALE)
+    code = bits.encode(sign, magnitude, random, zero_point, FMT, True, STOCHASTIC)
+    if CANONICAL:
+        code = tl.where((scale & 0x7FFFFFFF) > 0x7F800000, canonical(zero_point, FMT), code)
+    return code
 
 
 @triton.jit
@@ -161,7 +167,8 @@ def dequantize(
     pid_r, pid_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     row, row_ok = tiles.positions(pid_r, pieces_r, block_r, rows, TILE[0], TILE[1], TILE[2])
     col, col_ok = tiles.positions(pid_c, pieces_c, block_c, cols, TILE[3], TILE[4], TILE[5])
-    code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, pid_c, codes_bytes, FMT[1], PAIRS)
+    begin = pid_c * (TILE[3] * TILE[4])
+    code = tiles.load_codes(codes_ptr, stride_r, stride_c, row, col, row_ok, col_ok, begin, codes_bytes, FMT[1], PAIRS)
     at, ok = tiles.blocks(pid_r, pid_c, pieces_r, pieces_c, blocks_r, blocks_c, TILE)
     global_scale = scales.load_global_scale(global_scale_ptr, at, ok, blocks_c, SCALE)
     scale = tiles.spread(scales.widen(tl.load(scale_ptr + at, ok, 0), global_scale, SCALE), TILE)

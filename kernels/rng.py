@@ -42,6 +42,19 @@ def eights(rows, first, rng_ptr, stream_id, offset, pitch, R: tl.constexpr, C: t
 
 
 @triton.jit
+def draw(rows, cols, begin, rng_ptr, stream_id, offset, pitch, ROUNDING: tl.constexpr):
+    """Random bits of a tile whose columns begin at ``begin``. ROUNDING: 0 to nearest, which takes none; 1 stochastic; 2
+    stochastic with what ``eights`` asks for.
+    """
+    if ROUNDING == 0:
+        return 0
+    elif ROUNDING == 1:
+        return each(rows, cols, rng_ptr, stream_id, offset, pitch)
+    else:
+        return eights(rows, begin, rng_ptr, stream_id, offset, pitch, rows.shape[0], cols.shape[0])
+
+
+@triton.jit
 def _words(index):
     return (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
 

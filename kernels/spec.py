@@ -30,7 +30,8 @@ class Target(NamedTuple):
 #: Arguments whose value changes little in the machine code: kernels are not compiled anew for each kind of value.
 GENERAL = (
     "rows", "block_r", "block_c", "blocks_r", "blocks_c", "pieces_r", "pieces_c", "tiles_c", "count", "pieces",
-    "stream_id", "param_stream_id", "offset", "pitch", "f0", "f1", "f2", "f3", "f4", "f5", "f6",
+    "share", "first_blocks", "second_blocks", "stream_id", "param_stream_id", "offset", "pitch",
+    "f0", "f1", "f2", "f3", "f4", "f5", "f6",
 )  # fmt: skip
 
 #: The same of products: what vector loads are aligned by, such as the depth, is not among them.
@@ -41,6 +42,9 @@ GENERAL_OF_PRODUCTS = (
 )  # fmt: skip
 
 TARGET = Target(1 << 17, 1 << 17) if INTERPRETED else Target(1 << 14, 1 << 12)
+
+#: How many programs a launch has at least where one takes several tiles: enough for all multiprocessors, many times.
+PROGRAMS = 1 << 12
 
 #: Columns that a tile spans at least where the tensor has them: fewer leave parts of memory sectors unused.
 SECTOR = 32
@@ -123,8 +127,8 @@ class Tiling(NamedTuple):
         }  # fmt: skip
 
     def packs(self, bits: int) -> bool:
-        """Whether a tile's rows of codes are whole bytes that no other tile shares."""
-        return bits == 8 or (bits in (4, 6) and self.cols.exact and self.cols.span * bits % 8 == 0)
+        """Whether a tile stores its codes packed: its rows are whole bytes that no other tile shares."""
+        return bits == 8 or (self.cols.exact and self.cols.span % (2 if bits == 4 else 8) == 0)
 
     def eights(self, offset: int, pitch: int) -> bool:
         """Whether the tile's rows start at multiples of eight elements of the whole tensor."""
@@ -154,6 +158,42 @@ def tiling(rows: int, cols: int, block: tuple[int, int], target: Target = TARGET
         return Tiling(_axis(block[0], rows, max(1, target.usual // across.span), cut=False), across)
     across = _axis(block[1], cols, target.usual // min(tall, 16), cut=True)
     return Tiling(_axis(block[0], rows, max(1, target.usual // across.span), cut=True), across)
+
+
+class StepTiles(NamedTuple):
+    """How the matrix of an optimizer's step is cut into programs: ``rows`` by ``span`` elements, which lie in rows of
+    ``cols``, a power of two.
+    """
+
+    rows: int
+    cols: int
+    span: int
+
+    @property
+    def warps(self) -> int:
+        return max(4, min(8, self.rows * self.cols // 256))
+
+    def eights(self, offset: int, pitch: int) -> bool:
+        """As ``Tiling.eights``."""
+        return self.span % 8 == 0 and offset % 8 == 0 and pitch % 8 == 0
+
+    def cut(self, block: int) -> tuple[int, int, int]:
+        """``CUT`` in kernels, of blocks along rows; a block that is longer than a row is one of a row's length."""
+        block = min(block, self.cols)
+        return block, power_of_two(-(-self.cols // block)), power_of_two(block)
+
+
+def step_tiles(rows: int, cols: int, run: int, usual: int = TARGET.usual // 4) -> StepTiles:
+    """The tiles of an optimizer's step: columns in multiples of ``run``, or all of them where one run is as long.
+
+    ``usual``: how many elements a tile holds about, few enough for all of a step's numbers to stay in registers.
+    """
+    if run >= cols:
+        span = wide = max(8, power_of_two(cols))
+    else:
+        span = run * min(max(1, usual // power_of_two(run)), power_of_two(-(-cols // run)))
+        wide = power_of_two(span)
+    return StepTiles(min(power_of_two(rows), max(1, usual // wide)), wide, span)
 
 
 class Launch(NamedTuple):

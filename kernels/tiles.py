@@ -1,13 +1,18 @@
-"""Device functions: which elements and blocks a program holds, sub-byte loads and stores.
+"""Device functions: which elements and blocks a program holds, maxima of blocks, sub-byte loads and stores.
 
 A program holds a tile of ``GR * RP`` rows by ``GC * CP`` columns: ``GR x GC`` whole blocks, each padded to ``RP x CP``
 (powers of two), or, along an axis whose blocks are longer than a tile, a piece of one block. ``TILE`` is
 ``spec.Tile.constexpr()``: ``(GR, RP, rows exact, GC, CP, cols exact)``; an axis is exact when blocks need no padding,
 so that tiles lie end to end.
+
+An optimizer's step cuts one tile by two schemes. ``CUT`` is ``spec.StepTiles.cut``: ``(block, blocks, width)``, the
+last two powers of two, at least as many as a row of the tile has blocks, and as a block has elements.
 """
 
 import triton
 import triton.language as tl
+
+from lowbit.kernels import bits
 
 
 @triton.jit
@@ -60,8 +65,35 @@ def extremes(sign, magnitude, BOTH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_codes(ptr, pitch, codes, rows, cols, row_ok, col_ok, pid_c, bytes_a_row, BITS: tl.constexpr):
-    """Writes codes [R, C]; 4 and 6 bits packed (the columns being exact), others one a byte.
+def cut_max(values, CUT: tl.constexpr):
+    """Maxima [R, blocks] over the blocks of each row of int32 [R, C], none of which is negative."""
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
+    if CUT[0] * CUT[1] == C:
+        return tl.max(tl.reshape(values, [R, CUT[1], CUT[0]]), axis=2)
+    else:
+        inner = tl.arange(0, CUT[2])
+        col = (tl.arange(0, CUT[1]) * CUT[0])[:, None] + inner[None, :]
+        at = (tl.arange(0, R) * C)[:, None, None] + tl.minimum(col, C - 1)[None, :, :]
+        ok = (col < C) & (inner < CUT[0])[None, :]
+        return tl.max(tl.where(ok[None, :, :], bits.look_up(tl.ravel(values), at), 0), axis=2)
+
+
+@triton.jit
+def cut_spread(values, C: tl.constexpr, CUT: tl.constexpr):
+    """Per-block values [R, blocks] to every element of [R, C]."""
+    R: tl.constexpr = values.shape[0]
+    if CUT[0] * CUT[1] == C:
+        return tl.reshape(tl.broadcast_to(values[:, :, None], [R, CUT[1], CUT[0]]), [R, C])
+    else:
+        at = (tl.arange(0, R) * CUT[1])[:, None] + (tl.arange(0, C) // CUT[0])[None, :]
+        return bits.look_up(tl.ravel(values), at)
+
+
+@triton.jit
+def store_codes(ptr, pitch, codes, rows, cols, row_ok, col_ok, begin, bytes_a_row, BITS: tl.constexpr):
+    """Writes codes [R, C] of the columns from ``begin`` on. Codes of fewer than 8 bits are packed, the columns lying
+    end to end; of other than 4 bits ``begin`` and C are multiples of 8.
 
     Codes that do not exist count as 0, so that the last byte of a row is padded with zero bits.
     """
@@ -74,32 +106,32 @@ def store_codes(ptr, pitch, codes, rows, cols, row_ok, col_ok, pid_c, bytes_a_ro
         codes = tl.where(col_ok[None, :], codes, 0)
         if BITS == 4:
             low, high = tl.split(tl.reshape(codes, [R, C // 2, 2]))
-            at = pid_c * (C // 2) + tl.arange(0, C // 2)
+            at = begin // 2 + tl.arange(0, C // 2)
             packed = (low | (high << 4)).to(tl.uint8)
             tl.store(base + at[None, :], packed, row_ok[:, None] & (at < bytes_a_row)[None, :])
         else:
-            even, odd = tl.split(tl.reshape(codes, [R, C // 4, 2, 2]))
-            c0, c2 = tl.split(even)
-            c1, c3 = tl.split(odd)
-            word = c0 | (c1 << 6) | (c2 << 12) | (c3 << 18)
-            at = (pid_c * (C // 4) + tl.arange(0, C // 4)) * 3
-            for k in tl.static_range(3):
+            lift = (tl.arange(0, 8) * BITS).to(tl.int64)
+            word = tl.sum(tl.reshape(codes, [R, C // 8, 8]).to(tl.int64) << lift[None, None, :], axis=2)
+            at = (begin // 8 + tl.arange(0, C // 8)) * BITS
+            for k in tl.static_range(BITS):
                 ok = row_ok[:, None] & (at + k < bytes_a_row)[None, :]
                 tl.store(base + (at + k)[None, :], (word >> (8 * k)).to(tl.uint8), ok)
 
 
 @triton.jit
 def load_codes(
-    ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, pid_c, bytes_a_row, BITS: tl.constexpr, PAIRS: tl.constexpr
+    ptr, stride_r, stride_c, rows, cols, row_ok, col_ok, begin, bytes_a_row, BITS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Codes [R, C] as int32 of rows packed ``BITS`` wide. PAIRS: 4 bits and exact columns, so bytes are read once."""
+    """Codes [R, C] as int32 of rows packed ``BITS`` wide. PAIRS: 4 bits and the columns from ``begin`` on, end to end,
+    so bytes are read once.
+    """
     C: tl.constexpr = cols.shape[0]
     base = ptr + (rows.to(tl.int64) * stride_r)[:, None]
     if BITS == 8:
         ok = row_ok[:, None] & col_ok[None, :]
         return tl.load(base + (cols.to(tl.int64) * stride_c)[None, :], ok, 0).to(tl.int32)
     elif PAIRS:
-        at = pid_c * (C // 2) + tl.arange(0, C // 2)
+        at = begin // 2 + tl.arange(0, C // 2)
         ok = row_ok[:, None] & (at < bytes_a_row)[None, :]
         pair = tl.load(base + (at.to(tl.int64) * stride_c)[None, :], ok, 0).to(tl.int32)
         return tl.reshape(tl.join(pair & 15, pair >> 4), [rows.shape[0], C])

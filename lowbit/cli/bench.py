@@ -42,6 +42,7 @@ class Suite(str, Enum):
     fit = "fit"
     convergence = "convergence"
     distributed = "distributed"
+    gpu_kernels = "kernels"
 
 
 def bench(
@@ -52,19 +53,29 @@ def bench(
             "formats; codecs in the caches and what a call costs; convolutions; optimizers; mixed precision; "
             "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
             "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
-            "training in each recipe; where that ends; gradients in few bits on two processes; or what "
-            "quantization-aware training brings back, of the demo's GPT and of a convolutional network."
+            "training in each recipe; where that ends; gradients in few bits on two processes; the kernels that would "
+            "serve a GPU, compiled without one; or what quantization-aware training brings back, of the demo's GPT and "
+            "of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[
         str, typer.Option(metavar="REGEX", help="Only what matches, as 'encode fp8' or '^scaled_mm 1x'.")
     ] = "",
     directory: Annotated[Path, typer.Option("--out", help="Where the results go.")] = Path("out/bench"),
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny inputs: shows that all runs, measures nothing.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny inputs, or few kernels: shows that all runs, measures nothing.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Of the suite 'memory': cpu or cuda.")] = "cpu",
     text: Annotated[
         Path | None, typer.Option(help="Of the suite 'generation': a file of UTF-8 text.", show_default=False)
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Of 'kernels': a folder of what was compiled, by default OUT/kernels.", show_default=False),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Of 'kernels': processes; with 0 what the cache has is written.")
+    ] = 2,
     list_only: Annotated[bool, typer.Option("--list", help="Print what would be measured, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
@@ -80,19 +91,26 @@ def bench(
         raise ValueError(f"--device is cpu or cuda, and of the suite 'memory', got {device!r} for {suite.value!r}")
     if (text is None) == (suite is Suite.generation):
         raise ValueError(f"--text is of the suite 'generation' and needed there, got {text} for {suite.value!r}")
+    if cache is not None and suite is not Suite.gpu_kernels:
+        raise ValueError(f"--cache is of the suite 'kernels', got {cache} for {suite.value!r}")
     if suite is not Suite.ops:
         chosen: dict[str, Any] = {"only": only} if only and suite is Suite.convergence else {}
-        if (only and not chosen) or quick or list_only or json:
+        if (only and not chosen) or (quick and suite is not Suite.gpu_kernels) or list_only or json:
             raise ValueError(
-                f"--quick, --list and --json are of the suite 'ops', and --only of it and of 'convergence', not of "
-                f"{suite.value!r}"
+                f"--list and --json are of the suite 'ops', --quick of it and of 'kernels', and --only of it and of "
+                f"'convergence', not of {suite.value!r}"
             )
+        if suite is Suite.gpu_kernels:
+            chosen = {"cache_directory": cache or directory / "kernels", "workers": workers, "quick": quick}
         if suite is Suite.memory:
             chosen["device"] = device
         if suite is Suite.generation:
             chosen["text"] = text
         with errors.status(f"measuring {suite.value}"):
             path = import_module(f"lowbit.bench.{suite.name}").run(directory, **chosen)
+        if suite is Suite.gpu_kernels:  # as many lines as there are rows
+            out.print(f"results: {path}", soft_wrap=True)
+            return
         out.print(path.read_text(), markup=False, soft_wrap=True)
         return
     items = run.select(only, quick)

@@ -49,7 +49,7 @@ class Estimate(Usage):
     """See ``estimate``. ``device``: where the step runs."""
 
     def __init__(self, ledger: Ledger, seen: Seen, since: int) -> None:
-        super().__init__(*_read(ledger, seen.scratch), since=since)
+        super().__init__(*_read(ledger, seen), since=since)
         self.device = ledger.device
         self._done = [seen.done.get(number) for number in range(since, len(ledger.ops))]
 
@@ -79,15 +79,20 @@ class Estimate(Usage):
 
 
 class Seen:
-    """What is noted of each op besides its storages."""
+    """What is noted of each op besides its storages. ``scratch``: numbers of ops, and bytes that they hold for
+    themselves. ``sums``: ops that on real tensors write into their first operand.
+    """
 
     def __init__(self) -> None:
         self.done: dict[int, tuple[Call | None, Work]] = {}
         self.scratch: list[tuple[int, int]] = []
+        self.sums: set[int] = set()
 
     def __call__(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         size = scratch_bytes(str(func), args, out)
         self.scratch += [(number, size)] if size else []
+        if func is torch.ops.aten.add.Tensor and _sums_in_place(args):
+            self.sums.add(number)
         self.done[number] = call_of(func, args, kwargs), work(func, args, kwargs, out)
 
 
@@ -253,15 +258,42 @@ class _Scalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _read(ledger: Ledger, scratch: list[tuple[int, int]]) -> tuple[Any, list[float], list[Holding]]:
+#: Files whose frames lie between an op and what called it.
+_BETWEEN = (
+    "/lowbit/memory/ledger", "/lowbit/memory/estimate", "/torch/_compile", "/torch/_dynamo/eval_frame",
+    "/torch/_subclasses/", "/torch/utils/_python_dispatch", "/torch/utils/_stats",
+)  # fmt: skip
+
+
+def _sums_in_place(args: tuple[Any, ...]) -> bool:
+    """Whether autograd adds a gradient to the first of ``args``, which it alone holds. Then it does so in place, unless
+    the tensors are fake ones.
+
+    Source: torch/csrc/autograd/input_buffer.cpp of torch 2.13, ``can_accumulate_inplace``.
+    """
+    first, second = args[:2]
+    if torch.is_grad_enabled() or not isinstance(second, Tensor) or first.shape != second.shape or first._is_view():
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _BETWEEN):
+        frame = frame.f_back
+    # No code in Python calls it: backward has been called, or a thread of autograd runs.
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _read(ledger: Ledger, seen: Seen) -> tuple[Any, list[float], list[Holding]]:
     times = [float(number) for number in range(len(ledger.ops))]
     pieces = ledger.pieces
     deaths = [math.inf if piece.died is None else piece.died + 0.5 for piece in pieces]
+    made = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums}
+    for index, piece in enumerate(pieces):
+        if piece.died in made and made[piece.died] == piece.bytes and piece.born != piece.died:
+            deaths[index] = made.pop(piece.died) and piece.died - 0.25  # its memory is that of the sum
     births = [piece.born for piece in pieces]
     kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
     rows = zip(pieces, kinds, births, deaths, strict=True)
     holdings = [Holding(piece.bytes, kind, piece.layer, born, died) for piece, kind, born, died in rows]
-    for number, size in scratch:
+    for number, size in seen.scratch:
         holdings.append(Holding(size, "temporaries", ledger.ops[number].layer, number, number + 0.25))
     return ledger.ops, times, holdings
 

@@ -10,14 +10,20 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.attention import attention
+from lowbit.memory.fake import fake_batch, fake_model, fake_tensors
+from lowbit.models.batches import call
 
-__all__ = ["IMPLEMENTATION", "attention_", "has_eager_attention", "register", "register_mask"]
+__all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask"]
+
+#: Of what kernels of attention take the dimensions of heads to be a multiple.
+_MULTIPLE = 8
 
 #: The name among transformers' implementations of attention.
 IMPLEMENTATION = "lowbit"
@@ -32,7 +38,7 @@ def attention_(model: nn.Module) -> Report:
     is the way back.
 
     Raises TypeError for what is no module; ValueError for a model without one of transformers that can choose its
-    implementation. The forward raises ValueError for attention sinks and for output_attentions=True.
+    implementation. The forward raises ValueError for output_attentions=True.
     """
     check_model(model)
     chosen = {name: module for name, module in _choosing(model).items() if _implementation(module) != IMPLEMENTATION}
@@ -46,9 +52,20 @@ def attention_(model: nn.Module) -> Report:
     return report_on("memory.attention_", model, chosen, "attention without scores")
 
 
-def has_eager_attention(model: nn.Module) -> bool:
-    """Whether ``attention_`` would spare ``model`` the scores that transformers' ``"eager"`` makes."""
-    return any(_implementation(module) == "eager" for module in _choosing(model).values())
+def attends_without_scores(model: nn.Module, batch: Any) -> bool:
+    """Whether ``attention_`` would spare ``model`` the scores that transformers' ``"eager"`` makes for such a batch; by
+    a forward without data.
+    """
+    if not any(_implementation(module) == "eager" for module in _choosing(model).values()):
+        return False
+    with torch.inference_mode(False), fake_tensors() as fake:
+        copied = fake_model(model, fake, None)
+        attention_(copied)
+        try:
+            call(copied, fake_batch(batch, fake, None))
+        except ValueError:
+            return False
+    return True
 
 
 def _choosing(model: nn.Module) -> dict[str, Any]:
@@ -93,19 +110,41 @@ def _attend(
     """What transformers calls: ``query`` [B, H, T, D], ``key`` and ``value`` [B, K, S, D], ``attention_mask`` bool or
     added to scores, which hides what comes later too. Returns ``[B, T, H, D]``, and no attention weights.
     """
-    if options.get("s_aux") is not None:
-        raise ValueError(_refused(module, "attention sinks are not served"))
     if options.get("output_attentions"):
         raise ValueError(_refused(module, "attention weights are never held as a whole, and output_attentions is True"))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = attention_mask
     if position_bias is not None:
         mask = position_bias if mask is None else _added(position_bias, mask)
-    out = attention(
-        query, key, value, mask, causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
-        scale=scaling, softcap=softcap, dropout=dropout,
-    )  # fmt: skip
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    scale, sinks, width = query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("s_aux"), value.shape[-1]
+    if sinks is not None:
+        query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale, causal)
+        causal = False
+    out = attention(query, key, value, mask, causal=causal, scale=scale, softcap=softcap, dropout=dropout)[..., :width]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same attention with one more key, whose product with a query of head h is ``sinks[h]`` and whose value is 0.
+
+    In one more dimension queries are ``sinks`` and keys 0, but for that key, which is 1 there and 0 in the others.
+    """
+    (rows, _, queries, dim), keys = query.shape, key.shape[2]
+    more = -dim % _MULTIPLE or _MULTIPLE
+    last = torch.zeros(more, dtype=key.dtype, device=key.device)
+    last[0] = 1
+    query = torch.cat([query, (sinks.view(1, -1, 1, 1) * last).to(query.dtype).expand(rows, -1, queries, -1)], -1)
+    key = F.pad(key, (0, more, 0, 1))
+    key = torch.cat([key[:, :, :-1], F.pad(last, (dim, 0)).expand_as(key[:, :, -1:])], 2)
+    value = F.pad(value, (0, max(dim + more - value.shape[-1], 0), 0, 1))
+    if causal:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=key.device).tril_().view(1, 1, queries, keys)
+    if mask is not None:
+        mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+    return query, key, value, mask
 
 
 def _added(bias: Tensor, mask: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lowbit.backends.registry import BackendError, select
 from lowbit.ops import OPS
-from lowbit.ops.optim import FLOAT_STATES, moments
 
 __all__ = ["SCRATCH", "scratch_bytes"]
 
@@ -165,12 +164,6 @@ def _chosen(op: str) -> Scratch:
     return size
 
 
-def _cuda_step(args: tuple[Any, ...], out: Any) -> int:
-    """Moments that are codes are fp32 between kernels."""
-    call = OPS["optimizer_step"].args(*args[: len(OPS["optimizer_step"].args._fields)])
-    return sum(4 * int(call.param.numel()) for moment in moments(call) if moment.scheme not in FLOAT_STATES)
-
-
 #: By kind of device and op.
 SCRATCH: dict[str, dict[str, Scratch]] = {
     "cpu": {
@@ -189,7 +182,6 @@ SCRATCH: dict[str, dict[str, Scratch]] = {
         "aten.convolution.default": _cuda_convolution,
         "aten.convolution_backward.default": _cuda_convolution_backward,
         "aten.sum.dim_IntList": _cuda_sum,
-        "lowbit.optimizer_step_out.default": _cuda_step,
         "lowbit.scaled_mm.default": _chosen("scaled_mm"),
     },
 }

@@ -144,6 +144,11 @@ def state_refusal(scheme: scaling.Scheme) -> str | None:
     return None
 
 
+def state_run(scheme: scaling.Scheme) -> int:
+    """After how many elements the blocks of a moment and whole bytes of its codes meet."""
+    return lcm(scheme.block[1] or 1, 8 if scheme.format.bits < 8 else 1)
+
+
 def _check_rule(call: OptimizerStep) -> Rule:
     rule = RULES.get(call.rule)
     require(rule is not None, f"lowbit.optimizer_step: rule must be one of {', '.join(RULES)}, got {call.rule!r}")
@@ -205,7 +210,7 @@ def _check_scheme(call: OptimizerStep, moment: Kept) -> int:
     require(moment.scale is not None, f"{op}: {moment.name} in {scheme} has scales, got None")
     assert moment.scale is not None
     require_scales("optimizer_step", scheme, *matrix_shape(call.param), moment.scale, None, None)
-    return lcm(scheme.block[1] or 1, 8 if scheme.format.bits < 8 else 1)
+    return state_run(scheme)
 
 
 def _check(call: OptimizerStep) -> None:

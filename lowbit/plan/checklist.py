@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.memory import Estimate, attention_, estimate, fuse_loss_
 from lowbit.memory.fused_loss import answers_without_logits
-from lowbit.memory.model_attention import has_eager_attention
+from lowbit.memory.model_attention import attends_without_scores
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.sizes import amount
 from lowbit.tables import aligned
@@ -244,7 +244,7 @@ TECHNIQUES = (
     ),
     Technique(
         "attention without scores", "lb.memory.attention_(model)",
-        _without(attention_, lambda step: has_eager_attention(step.model),
+        _without(attention_, lambda step: attends_without_scores(step.model, step.batch),
                  "it is of models of transformers whose attention is eager"),
     ),
     Technique("optimizer of 8 bits", "lb.optim.AdamW(params, bits=8)", _bits),

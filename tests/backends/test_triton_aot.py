@@ -76,6 +76,28 @@ def test_every_kernel_compiles_for_every_architecture(tmp_path):
     assert set(compiled) == {str(a) for a in aot.ARCHITECTURES} and min(map(int, compiled.values())) >= 10
 
 
+SEGMENTS = r"""
+import re
+from lowbit.kernels import aot, products
+from lowbit.ops.matmul import ScaledMM
+for a, b in (("int8:row", "int4:group128"), ("int8:group128", "int8:group128"), ("int8:row", "int8:row")):
+    for rows in (1, 512):
+        call = ScaledMM(**aot._side("a", rows, a), **aot._side("b", 512, b), cols=4096)
+        launch, = products.scaled_mm(call, aot._meta(rows, 512, dtype=aot.torch.bfloat16))
+        ptx = aot.compile_launch(launch, 80)[0]
+        assert not re.findall(r"ld\.global\S*\.[bu]8\b", ptx), (a, b, rows)
+        assert re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x(?:10|8)\b", ptx), (a, b, rows)
+"""
+
+
+def test_codes_in_segments_are_loaded_many_at_a_time(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_triton_that_flushes_subnormal_numbers_is_refused(monkeypatch):
     monkeypatch.setattr(backend, "version", lambda name: "3.5.1")
     assert "3.5.1" in backend.unavailable() and "triton>=3.6" in backend.unavailable()

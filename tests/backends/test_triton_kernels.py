@@ -18,12 +18,15 @@ from support.bits import assert_same_bits, describe
 
 import lowbit as lb
 from lowbit import reference, scaling
+from lowbit.backends import triton as backend
 from lowbit.kernels import launch, rng, scales, spec
 from lowbit.kernels.start import run
 from lowbit.ops import OPS, matmul
-from lowbit.ops.optim import RULES
+from lowbit.ops.optim import REPLACED, RULES
+from lowbit.optim.states import STATES
 from lowbit.tensor import packing
 from lowbit.testing import SAMPLES
+from lowbit.testing import optim as samples
 from lowbit.testing.inputs import random_matrix
 from lowbit.testing.matmul import make_call
 
@@ -317,22 +320,75 @@ def test_products_refuse_with_a_reason(a, b, k, reason):
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
-def test_steps_on_every_storage_and_weight_equal_the_reference():
-    """Every sample but those of long rows, where test_kernels.py takes a few of the interpreted ones."""
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Tiles of about 256 elements, several a program where a codebook asks for that."""
+    monkeypatch.setattr(launch, "step_tiles", lambda rows, cols, run: spec.step_tiles(rows, cols, run, 256))
+    monkeypatch.setattr(launch, "PROGRAMS", 2)
+
+
+@given(st.integers(1, 200), st.integers(1, 3000), st.integers(1, 2048), st.integers(6, 12))
+def test_tiles_of_a_step_are_whole_runs_or_whole_rows(rows, cols, run, log):
+    tiles = spec.step_tiles(rows, cols, run, 1 << log)
+    assert tiles.rows & (tiles.rows - 1) == tiles.cols & (tiles.cols - 1) == 0 and tiles.cols >= tiles.span
+    assert tiles.span % run == 0 or tiles.span >= cols
+    assert tiles.rows * tiles.cols <= max(1 << log, spec.power_of_two(run)) and tiles.rows < 2 * rows
+    for block in (b for b in (1, 7, 32, 33, 256, run) if run % b == 0):
+        size, count, width = tiles.cut(block)
+        assert size == min(block, tiles.cols) and count * size >= tiles.cols and size <= width < 2 * size
+        assert count & (count - 1) == width & (width - 1) == 0
+
+
+def check_step(call, in_place=False):
+    """The Triton kernel's results against the reference's, in every bit."""
     triton_kernel, by_reference = (
         next(impl for impl in lb.impls("optimizer_step", DEVICE) if impl.name == name)
         for name in ("triton", "reference")
     )
+    got, wanted = (
+        tuple(torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in OPS["optimizer_step"].outputs(call))
+        for _ in range(2)
+    )
+    by_reference.run(wanted, call)
+    if in_place:
+        replaced = [getattr(call, name) for name in REPLACED]
+        got = tuple(out if old is None else old for out, old in zip(got, replaced, strict=True))
+    triton_kernel.run(got, call)
+    for name, a, b in zip(OPS["optimizer_step"].returns, got, wanted, strict=True):
+        assert_same_bits(a, b, f"{name} of {describe(call)}")
+
+
+def test_steps_on_every_storage_and_weight_equal_the_reference():
+    """Every sample but those of long rows, where test_kernels.py takes a few of the interpreted ones."""
     calls = [call for call in SAMPLES["optimizer_step"](DEVICE) if call.param.numel() < 3000]
     assert {call.rule for call in calls} == set(RULES)
     for call in calls:
-        got, wanted = (
-            tuple(
-                torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in OPS["optimizer_step"].outputs(call)
-            )
-            for _ in range(2)
-        )
-        triton_kernel.run(got, call)
-        by_reference.run(wanted, call)
-        for name, a, b in zip(OPS["optimizer_step"].returns, got, wanted, strict=True):
-            assert_same_bits(a, b, f"{name} of {describe(call)}")
+        check_step(call)
+
+
+def test_steps_in_small_tiles_and_in_place_equal_the_reference(small_steps):
+    """Rows of many tiles; blocks that no power of two divides and their last bytes; scales that a tile has many of."""
+    calls = [c for c in SAMPLES["optimizer_step"](DEVICE) if c.rule == "adamw" and c.param.shape[-1] > 100]
+    assert {(c.first_scheme, c.second_scheme) for c in calls} == set(samples.SCHEMES)
+    for index, call in enumerate(calls):
+        check_step(call, in_place=index % 2 == 1)
+
+
+@pytest.mark.parametrize("name", [name for name, row in STATES.items() if row.bits in (4, 8)])
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_step_is_one_launch(monkeypatch, small_steps, rule, name):
+    """Of a parameter and a gradient with strides of their own, with random bits at any offset."""
+    started = []
+    monkeypatch.setattr(backend, "start", lambda launches, device: (started.extend(launches), run(launches)))
+    numbers = [random_matrix(5, 600, DEVICE, seed=i) for i in range(3)]
+    schemes = (STATES[name].signed, STATES[name].root)
+    for weight, offset in ((samples.WEIGHTS[3], 1), (samples.WEIGHTS[6], 16), (samples.WEIGHTS[4], 8)):
+        call = samples.sample(rule, numbers, schemes, weight, torch.bfloat16)
+        call = OPS["optimizer_step"].args._make(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in call)
+        call = call._replace(
+            param=call.param.t().contiguous().t(), grad=call.grad.repeat_interleave(2, 1)[:, ::2],
+            rounding="stochastic", offset=offset, pitch=1000,
+        )  # fmt: skip
+        started.clear()
+        check_step(call)
+        assert [one.kernel.__name__ for one in started] == ["step"]

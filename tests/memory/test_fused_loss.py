@@ -116,6 +116,30 @@ def test_a_step_holds_no_logits():
     assert held < lb.memory.allocated_peak(lambda: copy_of(model)(**batch).loss.backward()) - 2 * logits
 
 
+@pytest.mark.parametrize("apply", [lambda model: None, lb.memory.fuse_loss_], ids=["plain", "fused"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_an_estimate_knows_which_gradients_of_a_tied_weight_add_up_in_place(apply, precision):
+    """The last layer's gradient and the embedding's are as large as the table: in place, two are held, else three."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**SHAPE, "vocab_size": 20000, "num_hidden_layers": 1}, tie_word_embeddings=True
+    )
+    model, batch = transformers.LlamaForCausalLM(config).train(), {"input_ids": IDS[:1, :8], "labels": IDS[:1, :8]}
+
+    def prepare(model):
+        apply(model)
+        if precision is not None:
+            lb.train.mixed_(model, precision, working_copies=True)
+
+    def passes(model, batch, loss):
+        loss(model(**batch), batch).backward()
+
+    estimated = lb.memory.estimate(model, batch, optimizer=None, prepare=prepare, accumulate=passes)
+    prepare(model)
+    held = lb.memory.allocated_peak(lambda: model(**batch).loss.backward())
+    assert held + sum(p.nbytes for p in model.parameters()) == pytest.approx(estimated.peak_bytes, rel=0.01)
+
+
 def copy_of(model):
     copied = copy.deepcopy(model)
     lb.memory.unfuse_loss_(copied)

@@ -36,6 +36,21 @@ MODELS = {
 }  # fmt: skip
 
 
+def gpt_oss():
+    """With attention sinks, and experts one after the other, which take fp64."""
+    config = transformers.GptOssConfig(
+        **SHAPE, head_dim=12, sliding_window=9, num_local_experts=2, num_experts_per_tok=1, layer_types=None,
+        experts_implementation="eager",
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+MODELS["sinks"] = gpt_oss
+
+
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
@@ -58,7 +73,7 @@ def test_losses_and_gradients_are_those_of_all_scores(name):
     report = lb.memory.attention_(model)
     assert [layer.name for layer in report.layers] == [""] and model.config._attn_implementation == "lowbit"
     loss, gradients = trained(model)
-    within = 1e-6 if name in ("llama", "window", "soft cap") else 1e-12  # whose softmax is in fp32
+    within = 1e-6 if name in ("llama", "window", "soft cap", "sinks") else 1e-12  # whose softmax is in fp32
     torch.testing.assert_close(loss, expected[0], rtol=within, atol=0)
     for mine, theirs in zip(gradients, expected[1], strict=True):
         assert (mine is None) == (theirs is None)
@@ -110,9 +125,3 @@ def test_what_attention_without_scores_cannot_say_is_an_error():
     lb.memory.attention_(model)
     with pytest.raises(ValueError, match=r"output_attentions is True .*set_attn_implementation\('eager'\)"):
         _attend(model.model.layers[0].self_attn, *[torch.ones(1, 2, 3, 4)] * 3, None, output_attentions=True)
-    sinks = transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**SHAPE, head_dim=12, num_local_experts=2, num_experts_per_tok=1)
-    )
-    lb.memory.attention_(sinks)
-    with pytest.raises(ValueError, match="attention sinks are not served"):
-        sinks(IDS)

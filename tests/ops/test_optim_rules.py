@@ -19,6 +19,7 @@ from support.variants import ALL, kernels, params, threads
 import lowbit as lb
 from lowbit.ops import OPS
 from lowbit.ops.optim import RULES, STATE_SCHEME
+from lowbit.optim.states import STATES
 from lowbit.testing import SAMPLES
 from lowbit.testing import optim as samples
 
@@ -165,6 +166,30 @@ def test_a_parameter_rounded_at_random_is_a_neighbour_and_right_on_average(varia
     values = made.unique().tolist()
     assert len(values) == 2 and values[0] < exact < values[1] and values[1] - values[0] == 2.0**-8
     assert abs(made.mean().item() - exact) < 5 * 2.0**-9 / made.numel() ** 0.5
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kernel", params(kernels("optimizer_step")))
+@pytest.mark.parametrize("name", [name for name, row in STATES.items() if row.bits in (4, 8)])
+def test_blocks_of_zeros_and_of_what_is_not_finite_are_those_of_the_reference(kernel, name):
+    """Of the gradient and of the state, the last block being a part of one; to nearest and at random."""
+    numbers = [torch.from_numpy(x) for x in (*given("adamw", 3, 1300)[:2], given("adamw", 3, 1300, 1)[0])]
+    for x in numbers[1:]:
+        x[0] = 0.0
+        x[1, :256] = 0.0
+        x[2, 1290:] = -0.0
+    numbers[1][1, 300], numbers[1][1, 700], numbers[1][2, 1285] = torch.nan, torch.inf, -torch.inf
+    numbers[2][2, 600], numbers[2][2, 10] = torch.nan, -torch.inf
+    numbers[1][2, 900:920] = torch.tensor([1e-45, 1e38]).repeat(10)
+    schemes = (STATES[name].signed, STATES[name].root)
+    reference = next(impl for impl in lb.impls("optimizer_step", "cpu") if impl.name == "reference")
+    for weight, rounding in ((samples.WEIGHTS[0], "nearest"), (samples.WEIGHTS[6], "stochastic")):
+        call = samples.sample("adamw", numbers, schemes, weight, torch.float32)._replace(rounding=rounding)
+        wanted = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in OPS["optimizer_step"].outputs(call))
+        reference.run(wanted, call)
+        got = kernel.run(type(call)(*(_moved(x, kernel.variant.device) for x in call)))
+        for what, a, b in zip(OPS["optimizer_step"].returns, got, wanted, strict=True):
+            assert_same_bits(a.cpu(), b, what)
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

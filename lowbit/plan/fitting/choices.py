@@ -16,7 +16,7 @@ from torch import nn
 
 from lowbit.distributed.ways import WAYS
 from lowbit.memory.fused_loss import answers_without_logits
-from lowbit.memory.model_attention import has_eager_attention
+from lowbit.memory.model_attention import attends_without_scores
 from lowbit.models import find_blocks
 from lowbit.plan.allowed import left
 from lowbit.plan.settings import Settings
@@ -76,7 +76,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     "attention": (
         Choice("own attention", {}, "attention is computed as the model does"),
         Choice("attention without scores", {"attention": True}, "attention never holds all scores",
-               applies=lambda model, batch, loss: has_eager_attention(model)),
+               applies=lambda model, batch, loss: attends_without_scores(model, batch)),
     ),
     "loss": (
         Choice("own loss", {}, "the loss is computed as the model does"),

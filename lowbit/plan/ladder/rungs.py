@@ -44,6 +44,8 @@ RUNGS = (
          "equal"),
     Rung("micro-batches", {"micro": 4},
          "A batch in four parts, whose gradients add up: a quarter of the activations at a time.", "close"),
+    Rung("streaming", {"offload_states": True, "offload_weights": True},
+         "Weights of blocks lie on disk (on a GPU: in host memory) while others compute, and gradients.", "equal"),
 )  # fmt: skip
 
 

@@ -1,0 +1,138 @@
+"""gpu_kernels.md of gpu_kernels.json: ``python -m bench.gpu_page FILE`` writes it again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowbit.checkout import adopt
+from lowbit.tables import markdown
+
+adopt("bench")
+from lowbit.bench.gpu_roofline import PEAKS, peaks_table, seconds  # noqa: E402
+from lowbit.bench.gpu_rows import CHANNELS, IMAGES, NO_KERNEL, PIXELS, SIZE  # noqa: E402
+
+__all__ = ["faults", "spills", "write"]
+
+_HEAD = ("of", "sm", "backend", "starts", "multiplies with", "registers", "spilled", "shared", "bytes", "time")
+
+
+def _kernels(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in cell["work"] if "kernel" in one]
+
+
+def _where(cell: dict[str, Any]) -> str:
+    return f"sm_{cell['architecture']} {cell['section']}, {cell['of']}"
+
+
+def faults(cells: list[dict[str, Any]]) -> list[str]:
+    """Kernels that do not compile, lack a matrix instruction or have a forbidden one; rows on the reference that
+    docs/gpu.md does not name.
+    """
+    found = []
+    for cell in cells:
+        for one in _kernels(cell):
+            said = [f"does not compile: {one['error']}"] if "error" in one else one["faults"]
+            found += [f"{_where(cell)}: {one['kernel']} {fault}" for fault in said]
+        if cell["backend"] == "reference" and cell["op"] not in NO_KERNEL:
+            found.append(f"{_where(cell)}: runs on the reference: {'; '.join(cell['refused'])}")
+    return list(dict.fromkeys(found))
+
+
+def spills(cells: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, int]]:
+    """Bytes that a thread spills by architecture, of each section, what it is of, and kernel."""
+    found: dict[tuple[str, str, str], dict[int, int]] = {}
+    for cell in cells:
+        for one in _kernels(cell):
+            if one.get("spilled"):
+                by = found.setdefault((cell["section"], cell["of"], one["kernel"]), {})
+                by[cell["architecture"]] = max(one["spilled"], by.get(cell["architecture"], 0))
+    return found
+
+
+def _spills_table(cells: list[dict[str, Any]]) -> list[str]:
+    head = ("section", "of", "kernel", *(f"sm_{name}" for name in PEAKS))
+    found = [(*where, *(str(by.get(name, "-")) for name in PEAKS)) for where, by in spills(cells).items()]
+    return ["Bytes that a thread spills:\n", markdown(head, found, numbers=range(3, 8))] if found else []
+
+
+def _times(name: str, count: int) -> str:
+    return name if count == 1 else f"{count} x {name}"
+
+
+def _started(cell: dict[str, Any]) -> str:
+    names = []
+    for one in sorted(cell["work"], key=lambda one: ("torch" in one, one.get("torch") == "others")):
+        if one.get("torch") == "others":
+            names.append(f"{one['count']} of torch")
+        else:
+            names.append(_times(one.get("kernel") or f"torch: {one['torch']}", one["count"]))
+    return ", ".join(names)
+
+
+def _cells(cell: dict[str, Any]) -> tuple[str, ...]:
+    kernels, work, name = _kernels(cell), cell["work"], cell["architecture"]
+    if cell["backend"] == "reference":
+        reason = NO_KERNEL.get(cell["op"], "; ".join(cell["refused"]))
+        return (cell["of"], str(name), f"reference: {reason}", *["-"] * 7)
+    matrix = [text for one in kernels for text in one.get("matrix", ())]
+    matrix += [f"torch ({one['multiplies']})" for one in work if "torch" in one and one["multiplies"]]
+    by_kernel = [", ".join(str(one.get(key, "?")) for one in kernels) for key in ("registers", "spilled", "shared")]
+    bytes_moved = sum(one["bytes"] for one in work)
+    same = seconds([{**cell["bf16"], "multiplies": "bf16"}], name)
+    return (
+        cell["of"], str(name), cell["backend"], _started(cell), ", ".join(dict.fromkeys(matrix)) or "-",
+        *by_kernel, f"{bytes_moved / cell['ideal']:.2f}", f"{seconds(work, name) / same:.2f}",
+    )  # fmt: skip
+
+
+def _intro(held: dict[str, Any]) -> list[str]:
+    cells, versions = held["cells"], ", ".join(f"{name} {value}" for name, value in held["about"].items())
+    missing = held["asked"] - len(cells)
+    part = "" if not missing else f" {missing} of {held['asked']} rows are not made yet, and not here."
+    return [
+        "# Kernels for GPUs\n",
+        "What serves each op on each architecture, and what its machine code holds. No GPU is needed: the registry is "
+        "asked as a call asks it, and its kernels are compiled, not run. **Times are estimates, none is measured.** "
+        f"Compiled with {versions}.{part}\n",
+        f"- Products are of an input `[rows, {SIZE}]` in bf16 by a weight `[{SIZE}, {SIZE}]` in a recipe. What is "
+        f"quantized is `[{SIZE}, {SIZE}]` in bf16, and so are parameters in their dtype. The convolution is 3 x 3 of "
+        f"{IMAGES} images of {PIXELS} x {PIXELS} pixels, {CHANNELS} channels to {CHANNELS}.",
+        "- **starts**: kernels, each with how often it is launched, then products of torch (`torch: mm` is that of "
+        "bf16), then how many other ops of torch there are, which lay tensors out.",
+        "- **multiplies with**: the matrix instruction in PTX, what it multiplies, and its name in machine code.",
+        "- **registers** of a thread, **spilled** bytes of a thread's stack, and **shared** memory in bytes of a "
+        "program, of each kernel in the order of **starts**.",
+        "- **bytes**: what launches move, each tensor of a launch once, over the bytes of the op's own operands and "
+        "result. What a kernel reads again from caches or memory is not counted.",
+        "- **time**: the estimate over that of bf16: for products the same product, for codecs a copy of the matrix, "
+        "for optimizers the step with moments in bf16. A launch takes the longer of its bytes at the bandwidth of "
+        "memory and its operations at the peak of tensor cores, below, whichever instruction multiplies. Launches "
+        "themselves, decoding, and what stands beside the products cost nothing here.\n",
+        peaks_table(),
+        "\n## Findings\n",
+        "A kernel should compile, spill nothing, multiply with the matrix instruction of its architecture, and have no "
+        "instruction that the [numerics](../../docs/numerics.md) forbid. No row should be on the reference but those "
+        "that [gpu.md](../../docs/gpu.md) names.\n",
+        *[f"- {text}" for text in faults(cells)],
+        *_spills_table(cells),
+        *([] if faults(cells) or spills(cells) else ["There is none."]),
+    ]
+
+
+def write(path: Path) -> Path:
+    """The page of the cells in a file, beside it."""
+    held = json.loads(path.read_text())
+    text = _intro(held)
+    for section in dict.fromkeys(cell["section"] for cell in held["cells"]):
+        some = [_cells(cell) for cell in held["cells"] if cell["section"] == section]
+        text += [f"\n## {section}\n", markdown(_HEAD, some, numbers=(1, 8, 9))]
+    page = path.with_suffix(".md")
+    page.write_text("\n".join(text) + "\n")
+    return page
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])))

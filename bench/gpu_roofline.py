@@ -1,0 +1,58 @@
+"""What a GPU of each architecture moves and multiplies at most, and the time that work takes at least.
+
+An estimate, and no measurement: launches are not counted, nor what a kernel computes besides its products, and kernels
+reach neither limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from lowbit.tables import markdown
+
+__all__ = ["PEAKS", "Peak", "peaks_table", "seconds"]
+
+
+class Peak(NamedTuple):
+    """Of one GPU: bytes a second of its memory, and dense operations a second of its tensor cores in 16-bit floats with
+    fp32 sums, in int8 and in FP8 with fp32 sums.
+    """
+
+    gpu: str
+    bandwidth: float
+    bf16: float
+    int8: float
+    fp8: float | None
+    source: str
+
+
+#: By architecture.
+PEAKS: dict[int, Peak] = {
+    80: Peak("A100 SXM, 80 GB", 2.039e12, 312e12, 624e12, None, "NVIDIA A100 Tensor Core GPU, datasheet"),
+    89: Peak("L40S", 0.864e12, 362e12, 733e12, 733e12, "NVIDIA L40S, datasheet (dense)"),
+    90: Peak("H200 SXM", 4.8e12, 989e12, 1979e12, 1979e12, "NVIDIA H200 Tensor Core GPU, datasheet (halved: dense)"),
+    100: Peak("B200", 8e12, 2250e12, 4500e12, 4500e12, "NVIDIA HGX B200, datasheet (an eighth, halved: dense)"),
+    120: Peak("RTX 5090", 1.792e12, 209.5e12, 838e12, 419e12, "NVIDIA RTX Blackwell GPU Architecture, appendix A"),
+}
+
+
+def seconds(work: Iterable[dict[str, Any]], architecture: int) -> float:
+    """The least time of work that comes one after the other: each entry has ``bytes``, ``flops`` and what they multiply
+    (``multiplies``).
+    """
+    peak = PEAKS[architecture]
+    rates = {"bf16": peak.bf16, "int8": peak.int8, "fp8": peak.fp8 or peak.bf16, "": peak.bf16}
+    return sum(max(one["bytes"] / peak.bandwidth, one["flops"] / rates[one["multiplies"]]) for one in work)
+
+
+def peaks_table() -> str:
+    """The peaks as Markdown."""
+    cells = [
+        (f"sm_{name}", peak.gpu, f"{peak.bandwidth / 1e12:g}", *(f"{rate / 1e12:g}" if rate else "-" for rate in rates),
+         peak.source)
+        for name, peak in PEAKS.items()
+        for rates in [(peak.bf16, peak.int8, peak.fp8)]
+    ]  # fmt: skip
+    return markdown(("architecture", "GPU", "TB/s", "bf16 TFLOP/s", "int8 TOP/s", "FP8 TFLOP/s", "source"), cells,
+                    numbers=range(2, 6))  # fmt: skip

@@ -1,0 +1,202 @@
+"""The rows of the table of kernels for GPUs: an op, what it is of, and a call of it on a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit import scaling
+from lowbit.bench.gpu_trace import empty
+from lowbit.kernels.aot import STEPS
+from lowbit.ops import OPS
+from lowbit.ops.optim import FLOAT_STATES, RULES
+from lowbit.recipes.cast import Cast
+from lowbit.recipes.definition import Recipe
+from lowbit.recipes.table import RECIPES
+from lowbit.scaling import Scheme
+from lowbit.tensor.quantized import scale_dtype, zero_dtype
+
+__all__ = ["NO_KERNEL", "PRODUCTS", "Row", "Work", "rows", "sections"]
+
+#: Ops that have no kernel for GPUs, and why, as docs/gpu.md has it.
+NO_KERNEL = {"square_sums": "sums of squares, which `Adafactor` takes, have no kernel"}
+
+#: Rows of the input of products, and both sides of the weight, and of what is quantized.
+ROWS, SIZE = (1, 16, 512, 8192), 4096
+#: Images, pixels of a side, channels and outputs of a convolution of 3 x 3.
+IMAGES, PIXELS, CHANNELS = 32, 28, 128
+#: Sections that multiply matrices.
+PRODUCTS = (*(f"linear, {count} {'row' if count == 1 else 'rows'}" for count in ROWS), "conv")
+
+
+class Work(NamedTuple):
+    """Bytes and operations of the same in bf16."""
+
+    bytes: int
+    flops: int
+
+
+class Row(NamedTuple):
+    """A row for each architecture. ``call(architecture)``: tensors without data. ``precision``: torch's, of float32
+    products.
+    """
+
+    section: str
+    of: str
+    op: str
+    call: Callable[[int], Any]
+    bf16: Work
+    precision: str = "highest"
+
+
+class _Codes(NamedTuple):
+    data: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+
+
+def _codes(scheme: Scheme, count: int, cols: int, architecture: int) -> _Codes:
+    made = partial(empty, architecture=architecture)
+    shape = scheme.scale_shape(count, cols)
+    return _Codes(
+        made((count, scheme.packed_cols(cols)), torch.uint8),
+        made(shape, scale_dtype(scheme)),
+        made(shape, zero_dtype(scheme)) if scheme.affine else None,
+        made(scheme.global_scale_shape(count), torch.float32) if scheme.global_scale else None,
+    )
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+def _recipes() -> dict[str, Recipe]:
+    """A recipe for each way of multiplying, by the names of all that multiply so in inference."""
+    named: dict[str, list[Recipe]] = {}
+    for recipe in RECIPES.values():
+        sides = (recipe.output.a, recipe.output.b)
+        key = " by ".join(f"{side.scheme} {side.scale == 'static'}" if isinstance(side, Cast) else "" for side in sides)
+        named.setdefault(key, []).append(recipe)
+    return {", ".join(one.name for one in some): some[0] for some in named.values()}
+
+
+def _given(recipe: Recipe, architecture: int) -> dict[str, Any]:
+    """The input's scheme, and its scales where they are static."""
+    scheme = recipe.input
+    if scheme is None:
+        return {}
+    found = {"input_scheme": scheme.name}
+    if not recipe.static:
+        return found
+    codes = _codes(scheme, 1, 1, architecture)
+    return found | {"input_scale": codes.scale, "input_zero_point": codes.zero_point}
+
+
+def _linear(recipe: Recipe, count: int, architecture: int) -> Any:
+    x, w = empty((count, SIZE), torch.bfloat16, architecture), _codes(recipe.weight, SIZE, SIZE, architecture)
+    return OPS["linear"].args(
+        x, w.data, recipe.weight.name, w.scale, w.zero_point, w.global_scale, **_given(recipe, architecture)
+    )
+
+
+def _conv(recipe: Recipe, architecture: int) -> Any:
+    x = empty((IMAGES, PIXELS, PIXELS, CHANNELS), torch.bfloat16, architecture)
+    w = _codes(recipe.weight, CHANNELS, 9 * CHANNELS, architecture)
+    return OPS["conv"].args(
+        x, w.data, recipe.weight.name, w.scale, w.zero_point, w.global_scale, None, (3, 3), (1, 1), (1, 1, 1, 1),
+        (1, 1), **_given(recipe, architecture),
+    )  # fmt: skip
+
+
+def _products() -> Iterator[Row]:
+    for section, count in zip(PRODUCTS, ROWS, strict=False):
+        work = Work(2 * (2 * count * SIZE + SIZE * SIZE), 2 * count * SIZE * SIZE)
+        for name, recipe in _recipes().items():
+            yield Row(section, name, "linear", partial(_linear, recipe, count), work)
+            if recipe.input is not None and recipe.input.format.name.startswith("fp8") and _whole(recipe):
+                medium = f"{name}; precision medium"
+                yield Row(section, medium, "linear", partial(_linear, recipe, count), work, "medium")
+
+
+def _whole(recipe: Recipe) -> bool:
+    """Whether each row of both operands has one scale."""
+    assert recipe.input is not None
+    return recipe.input.block[1] is None and recipe.weight.block[1] is None
+
+
+def _convolutions() -> Iterator[Row]:
+    image, filters = IMAGES * PIXELS * PIXELS * CHANNELS, 9 * CHANNELS * CHANNELS
+    work = Work(2 * (2 * image + filters), 2 * image * 9 * CHANNELS)
+    for name, recipe in _recipes().items():
+        yield Row("conv", name, "conv", partial(_conv, recipe), work)
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------------
+def _schemes() -> list[Scheme]:
+    """Every scheme of an operand of inference."""
+    sides = [side for recipe in RECIPES.values() for side in (recipe.output.a, recipe.output.b)]
+    return list(dict.fromkeys(side.scheme for side in sides if isinstance(side, Cast)))
+
+
+def _quantize(op: str, scheme: Scheme, architecture: int) -> Any:
+    x, like = empty((SIZE, SIZE), torch.bfloat16, architecture), _codes(scheme, SIZE, SIZE, architecture)
+    return OPS[op].args(x, scheme.name, global_scale=like.global_scale)
+
+
+def _dequantize(scheme: Scheme, architecture: int) -> Any:
+    codes = _codes(scheme, SIZE, SIZE, architecture)
+    return OPS["dequantize"].args(codes.data, scheme.name, SIZE, *codes[1:], torch.bfloat16)
+
+
+def _codecs() -> Iterator[Row]:
+    copy = Work(4 * SIZE * SIZE, 0)
+    for op in ("quantize", "fake_quantize", "dequantize"):
+        for scheme in _schemes():
+            call = partial(_dequantize, scheme) if op == "dequantize" else partial(_quantize, op, scheme)
+            yield Row(op, scheme.name, op, call, copy)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+def _step(index: int, architecture: int) -> Any:
+    rule, moments, dtype, master, random = STEPS[index]
+    made = partial(empty, architecture=architecture)
+    kept: list[Tensor | None] = []
+    for text in moments:
+        codes = None if text in FLOAT_STATES else _codes(scaling.scheme(text), SIZE, SIZE, architecture)
+        kept += [made((SIZE, SIZE), FLOAT_STATES[text]), None] if codes is None else [codes.data, codes.scale]
+    kept += [None] * (4 - len(kept))
+    names = dict(zip(("first_scheme", "second_scheme"), moments, strict=False))
+    return OPS["optimizer_step"].args(
+        made((SIZE, SIZE), dtype), made((SIZE, SIZE), dtype),
+        None if master is None else made((SIZE, SIZE), master), *kept, rule, [0.5] * len(RULES[rule].factors), **names,
+        param_rounding="stochastic" if random else "nearest", rng=made((2,), torch.int64) if random else None,
+    )  # fmt: skip
+
+
+def _sums(architecture: int) -> Any:
+    x, exponents = empty((SIZE, SIZE), torch.float32, architecture), empty((SIZE,), torch.int32, architecture)
+    return OPS["square_sums"].args(x, exponents, 0)
+
+
+def _steps() -> Iterator[Row]:
+    for index, (rule, moments, dtype, master, random) in enumerate(STEPS):
+        words = [rule, *moments, "of", str(dtype).removeprefix("torch."), *(["stochastic"] if random else [])]
+        words += [] if master is None else [f"with {str(master).removeprefix('torch.')} master"]
+        numbers = 3 * dtype.itemsize + (0 if master is None else 2 * master.itemsize) + 2 * 2 * len(moments)
+        yield Row(
+            "optimizer_step", " ".join(words), "optimizer_step", partial(_step, index), Work(numbers * SIZE * SIZE, 0)
+        )
+    yield Row("square_sums", "rows of float32", "square_sums", _sums, Work(prod((2, SIZE, SIZE)), 0))
+
+
+def rows() -> list[Row]:
+    """Every row."""
+    return [*_products(), *_codecs(), *_steps(), *_convolutions()]
+
+
+def sections() -> list[str]:
+    """Their sections, in order."""
+    return list(dict.fromkeys(row.section for row in rows()))
