@@ -41,7 +41,7 @@ def conv_integers(
     count, channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
-    WHOLE: tl.constexpr, ONE: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def conv_integers(
         row, col, rows, a_ptr + group * each, 0, 0, 0, b_ptr, b_stride_r, b_stride_c, b_bytes,
         a_scale_ptr, a_zero_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, bias_ptr, out_ptr,
         cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
-        count, A, A_SCALE, A_AFFINE, False, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, BIAS, DTYPE, M, N, K,
+        count, A, A_SCALE, A_AFFINE, False, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, ALIGNED, BIAS, DTYPE, M, N, K,
         (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
     )  # fmt: skip
 
