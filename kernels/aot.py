@@ -58,8 +58,8 @@ MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mm
 ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
 #: The architecture from which on hardware converts E4M3.
 FP8_FROM = 89
-#: Kernels of products. Theirs may multiply and add at once pairs of 16 bits, where no result is rounded
-#: (``decode_4bit``).
+#: Kernels of products of matrices, which those of depthwise convolutions are not. Theirs may multiply and add at once
+#: pairs of 16 bits, where no result is rounded (``decode_4bit``).
 INTEGERS = ("integers", "grouped_integers", "conv_integers")
 PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", *INTEGERS)
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
@@ -172,12 +172,20 @@ def _grouped_cases() -> Iterator[Case]:
 
 #: Convolutions to compile: schemes of input and weight, sizes of ``x``, out channels, kernel, groups.
 CONVOLUTIONS: tuple[tuple[str | None, str, tuple[int, ...], int, int, int], ...] = (
-    ("int8:tensor", "int8:row", (8, 56, 56, 64), 64, 3, 1), ("fp8_e4m3:row", "fp8_e4m3:row", (8, 28, 28, 128), 128, 3, 1),
-    (None, "int4:group128", (8, 28, 28, 128), 256, 1, 1), ("int8:row", "int8:row", (8, 28, 28, 128), 128, 3, 4),
-    ("uint8:tensor:affine", "int4:row", (2, 28, 28, 3), 32, 7, 1), (None, "fp8_e4m3:row", (2, 40, 96), 96, 3, 2),
-    ("int8:row", "int8:row", (8, 56, 56, 144), 144, 3, 144), (None, "int4:row", (8, 14, 14, 480), 480, 5, 480),
-    ("fp8_e4m3:tensor", "nf4:row", (8, 28, 28, 64), 64, 3, 64), ("int8:tensor", "int8:group32", (1, 8, 8, 8, 64), 64, 3, 1), (None, "nf4", (1, 7, 7, 512), 512, 3, 1),
-)  # fmt: skip
+    ("int8:tensor", "int8:row", (8, 56, 56, 64), 64, 3, 1),
+    ("fp8_e4m3:row", "fp8_e4m3:row", (8, 28, 28, 128), 128, 3, 1),
+    (None, "int4:group128", (8, 28, 28, 128), 256, 1, 1),
+    ("int8:row", "int8:row", (8, 56, 56, 144), 144, 3, 144),
+    ("int8:row", "int8:row", (8, 28, 28, 128), 128, 3, 4),
+    ("uint8:tensor:affine", "int4:row", (2, 28, 28, 3), 32, 7, 1),
+    (None, "fp8_e4m3:row", (2, 40, 96), 96, 3, 2),
+    (None, "int4:row", (8, 14, 14, 480), 480, 5, 480),
+    ("fp8_e4m3:tensor", "nf4:row", (8, 28, 28, 64), 64, 3, 64),
+    ("int8:tensor", "int8:group32", (1, 8, 8, 8, 64), 64, 3, 1),
+    (None, "nf4", (1, 7, 7, 512), 512, 3, 1),
+)
+#: Those that a quick run compiles.
+QUICK_CONVOLUTIONS = 4
 
 
 def _conv_cases() -> Iterator[Case]:
@@ -192,10 +200,13 @@ def _conv_cases() -> Iterator[Case]:
         )  # fmt: skip
         coded, launches = convolutions.quantized(call)
         launches += convolutions.convolve(coded, _meta(*sizes[:-1], out, dtype=dtype))
-        yield Case(f"conv {list(sizes)} {a or dtype} x {b}, kernel {kernel}, groups {groups}", launches, index < 3 or a == b)
+        name = f"conv {list(sizes)} {a or dtype} x {b}, kernel {kernel}, groups {groups}"
+        yield Case(name, launches, index < QUICK_CONVOLUTIONS)
 
 
-def _side(name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfloat16, cols: int = 4096) -> dict[str, Any]:
+def _side(
+    name: str, rows: int, text: str | None, dtype: torch.dtype = torch.bfloat16, cols: int = 4096
+) -> dict[str, Any]:
     if text is None:
         return {name: _meta(rows, cols, dtype=dtype)}
     scheme = scaling.scheme(text)

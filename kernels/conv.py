@@ -125,9 +125,9 @@ def depthwise(
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_FP8: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, FP8: tl.constexpr,
     INTEGERS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """A tile [M, N] of places and channels of the result, of which each has a patch of one channel of ``a``.
+    """A tile [M, N] of places and channels of the result, of which ``EACH`` side by side have patches of one channel.
 
     ``A``: the format of ``a``, None of floats. ``INTEGERS``: sums are int32, else fp32 of decoded numbers.
     """
@@ -135,7 +135,7 @@ def depthwise(
     row_ok, col_ok = row < rows, col < cols
     image = (channels, each, size_d, size_h, size_w, places_d, places_h, places_w)
     first = patches.corner(row, image, WINDOW)
-    channel = col // (cols // GROUPS)
+    channel = col // EACH
     ok = row_ok[:, None] & col_ok[None, :]
     if MADE is not None:
         amax = tl.zeros([M, N], tl.int32)

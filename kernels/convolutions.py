@@ -21,6 +21,9 @@ from lowbit.tensor.quantized import scale_dtype, zero_dtype
 
 __all__ = ["convolve", "quantized", "supports"]
 
+#: What the third axis of a grid holds.
+_GROUPS = 65535
+
 #: Channels of the result for one of the input, up to which no matrix instruction is worth its tile of 16.
 _FEW = 8
 
@@ -34,6 +37,8 @@ _OF_PATCHES = {
 
 def supports(call: Conv) -> str | None:
     """Why no kernel serves the call."""
+    if call.groups > _GROUPS:
+        return f"its grid has at most {_GROUPS} groups, got {call.groups}"
     if call.input_scheme is not None:
         found = scheme(call.input_scheme)
         if found.global_scale:
@@ -71,15 +76,11 @@ def quantized(call: Conv) -> tuple[Conv, list[Launch]]:
 
 # -- patches -----------------------------------------------------------------------------------------------------------
 def _arguments(call: Conv, made: tuple[Any, ...] | None) -> dict[str, Any]:
-    """Of axes that there are not, one pixel and one tap."""
+    """Sizes and constants by which kernels find patches; an axis that there is not has one pixel and one tap."""
     missing = (1,) * (3 - len(call.kernel_size))
-    axes = tuple(
-        (*((1, 1, 0, 1, False) for _ in missing), *zip(
-            call.kernel_size, call.stride, call.padding[::2], call.dilation,
-            (before + after > 0 for before, after in zip(call.padding[::2], call.padding[1::2], strict=True)),
-            strict=True,
-        ))
-    )  # fmt: skip
+    padded = (before + after > 0 for before, after in zip(call.padding[::2], call.padding[1::2], strict=True))
+    there = zip(call.kernel_size, call.stride, call.padding[::2], call.dilation, padded, strict=True)
+    axes = [*((1, 1, 0, 1, False) for _ in missing), *there]
     sizes, places = (*missing, *call.x.shape[1:-1]), (*missing, *out_sizes(call))
     channels = call.x.shape[-1]
     return {
@@ -91,8 +92,8 @@ def _arguments(call: Conv, made: tuple[Any, ...] | None) -> dict[str, Any]:
 
 
 class _Patches(NamedTuple):
-    """The left operand: pixels as codes or floats, with their scales, what makes them, and the arguments by which kernels
-    find patches. Among these is ``MADE``, of patches that are quantized as they are read; see ``kernels.patches``.
+    """The left operand: pixels as codes or floats, with their scales, what makes these, and the arguments by which
+    kernels find patches. ``MADE`` among them tells that patches are quantized as they are read.
     """
 
     side: Side
@@ -101,6 +102,7 @@ class _Patches(NamedTuple):
 
 
 def _patches(call: Conv) -> _Patches:
+    """Of a call that ``quantized`` made."""
     x = call.x.contiguous()
     if call.input_scheme is None:
         return _Patches(Side("a", x.flatten(0, -2), None, None, None, None), [], _arguments(call, None))
@@ -172,6 +174,7 @@ def _depthwise(call: Conv, patches: _Patches, b: Side, out: Tensor) -> Launch:
         "A_AFFINE": left is not None and left.affine, "A_FP8": matrices.fp8(left, out.device),
         "B": format_spec(right.format), "B_SCALE": scale_spec(right), "B_AFFINE": right.affine,
         "FP8": matrices.fp8(right, out.device), "INTEGERS": matrices.are_integers(_product(call)), "M": m, "N": n,
+        "EACH": cols // call.groups,
         **patches.arguments,
     }  # fmt: skip
     one = Launch(conv.depthwise, (-(-rows // m) * -(-cols // n),), arguments)

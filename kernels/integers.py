@@ -69,12 +69,15 @@ def store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS: tl.con
 
 @triton.jit
 def of_patches(
-    ptr, first, k, row_ok, k_ok, scale, zero, image, FMT: tl.constexpr, WINDOW: tl.constexpr, MADE: tl.constexpr
-):
+    ptr, first, k, row_ok, k_ok, scale, zero, image, FMT: tl.constexpr, ZERO: tl.constexpr, WINDOW: tl.constexpr,
+    MADE: tl.constexpr,
+):  # fmt: skip
     """Numbers [M, K] of patches, those of padding being zero points; see ``patches``."""
     raw, ok = patches.load(ptr, first, k, row_ok, k_ok, image, WINDOW)
     if MADE is not None:
         return tl.where(k_ok[None, :], as_int8(patches.encode(raw, scale[:, None], MADE), FMT), 0)
+    elif not ZERO:
+        return stored_int8(raw, FMT)
     else:
         return tl.where(ok, stored_int8(raw, FMT), tl.where(k_ok[None, :], zero.to(tl.int8)[:, None], 0))
 
@@ -129,7 +132,7 @@ def multiply(
             a = tl.where(k_ok[None, :], as_int8(code, A), 0)
         else:
             a = of_patches(
-                a_ptr, first_pixel, k, row_ok, k_ok, patch_scale, patch_zero, image, A, WINDOW, MADE
+                a_ptr, first_pixel, k, row_ok, k_ok, patch_scale, patch_zero, image, A, A_ZERO, WINDOW, MADE
             )  # fmt: skip
         code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, start, B[1], B_PAIRS)
         b = as_int8(code, B)

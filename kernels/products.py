@@ -309,7 +309,7 @@ def _tiles(rows: int, tall: int, experts: int) -> int:
 def multiply_integers(
     a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
 ) -> list[Launch]:
-    """The product with a matrix, of as many as there are experts, or of one whose rows are those of ``groups`` products."""
+    """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products."""
     rows, cols = out.shape
     arguments = codes_of("a", a) | codes_of("b", b) | result_of(bias, out, depth)
     widths = []
@@ -410,7 +410,7 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
 def multiply_floats(
     left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
 ) -> list[Launch]:
-    """The product with a matrix, of as many as there are experts, or of one whose rows are those of ``groups`` products."""
+    """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products."""
     (rows, cols), a = out.shape, left.values
     plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups)
     table = table_of(scheme(str(b.scheme)).format, out.device) if kind(b) == "codebook" else None

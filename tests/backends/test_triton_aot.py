@@ -46,7 +46,8 @@ def test_check_wants_tensor_cores():
     none = ["runs on no tensor core"]
     assert aot.faults("weight_only", CLEAN, 80) == aot.faults("weight_only", mma, 90) == none
     assert aot.faults("weight_only", wgmma, 90) == aot.faults("weight_only", mma, 80) == []
-    assert aot.faults("integers", CLEAN, 90) == none
+    assert aot.faults("integers", CLEAN, 90) == aot.faults("conv_integers", CLEAN, 90) == none
+    assert aot.faults("conv_weight_only", CLEAN, 80) == none and aot.faults("depthwise", CLEAN, 80) == []
     assert aot.faults("integers", wgmma, 90) == aot.faults("integers", mma, 90) == []
 
 

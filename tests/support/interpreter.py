@@ -1,9 +1,15 @@
-"""Triton's interpreter without what it does again for every call: the same operations on the same numbers, sooner."""
+"""Triton's interpreter, sooner: without what it does again for every call. And with a check of kernels' addresses."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
+import pytest
+import torch
 
 
 def hasten() -> None:
@@ -31,3 +37,48 @@ def hasten() -> None:
         return unchanged() if patched else patch(function)
 
     interpreter._patch_lang = patch_once
+
+
+@contextmanager
+def within_arguments() -> Iterator[None]:
+    """Fails where an interpreted kernel reads or writes an address that is in no tensor that it was given."""
+    from triton.runtime import interpreter
+
+    from lowbit.kernels import start
+
+    begin_one, builder, known = start._start, interpreter.interpreter_builder, []
+
+    def note(one: Any) -> None:
+        known[:] = [_extent(x) for x in one.arguments.values() if isinstance(x, torch.Tensor)]
+        begin_one(one)
+
+    def check(pointers: Any, mask: Any) -> None:
+        first = np.broadcast_to(pointers.data, mask.data.shape)[mask.data]
+        size = np.uint64(max(pointers.dtype.element_ty.primitive_bitwidth // 8, 1))
+        inside = np.zeros(first.shape, bool)
+        for low, high in known:
+            inside |= (first >= low) & (first + size <= high)
+        assert inside.all(), "an address that belongs to no argument"
+
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def checked_load(pointers: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return load(pointers, mask, *rest)
+
+    def checked_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return store(pointers, value, mask, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "_start", note)
+        patch.setattr(builder, "create_masked_load", checked_load)
+        patch.setattr(builder, "create_masked_store", checked_store)
+        yield
+
+
+def _extent(x: torch.Tensor) -> tuple[Any, Any]:
+    """The first address of a tensor's elements, and that behind the last."""
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    low = x.data_ptr()
+    return np.uint64(low), np.uint64(low + (steps + 1) * x.element_size() if x.numel() else low)
