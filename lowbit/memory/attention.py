@@ -196,11 +196,11 @@ class _Attention(torch.autograd.Function):
         tiles = _Tiles(_Call(*arguments[:-2]), *arguments[-2:])
         q, k, v, mask = tiles.call[:4]
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        log_sum = q.new_empty(*q.shape[:3], 1, dtype=tiles.sums)
+        log_sum = q.new_empty(*q.shape[:3], 2, dtype=tiles.sums)
         for box, rows in tiles.outer():
             tiles.rows_of(out, box, rows)[:], tiles.rows_of(log_sum, box, rows)[:] = _attend(tiles, box, rows)
         ctx.save_for_backward(q, k, v, mask, out, log_sum)
-        ctx.rest = arguments[4:]
+        ctx.rest, ctx.compiled = arguments[4:], torch.compiler.is_compiling()
         return out
 
     @staticmethod
@@ -212,7 +212,9 @@ class _Attention(torch.autograd.Function):
             )
         *inputs, out, log_sum = ctx.saved_tensors
         tiles = _Tiles(_Call(*inputs, *ctx.rest[:-2]), *ctx.rest[-2:])
-        wanted = [t is not None and need for t, need in zip(inputs, ctx.needs_input_grad, strict=False)]
+        # Compiled code does not know of gradients that tensors have since something was written into them.
+        needs = [*(need or ctx.compiled for need in ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]]
+        wanted = [t is not None and need for t, need in zip(inputs, needs, strict=True)]
         grads = [torch.zeros_like(t, dtype=tiles.sums) if use else None for t, use in zip(inputs, wanted, strict=True)]
         # The softmax's gradient subtracts the sum of probabilities times their gradients, which is out * grad.
         inner = (out * grad.to(tiles.sums)).sum(-1, keepdim=True)
@@ -322,7 +324,10 @@ class _Tiles:
 
 
 def _attend(tiles: _Tiles, box: _Box, rows: slice) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of some queries. What sees no key has 0 and inf, so that its probabilities are 0 again."""
+    """Output of some queries, and [..., 2] their highest score and the logarithm of the sum of exponentials beyond it,
+    which are apart because a score may be the least number that there is. What sees no key has 0, and inf for the
+    logarithm, so that its probabilities are 0 again.
+    """
     q = tiles.rows_of(tiles.call.q, box, rows)
     total = q.new_zeros(*q.shape[:-1], 1, dtype=tiles.sums)
     mixed = q.new_zeros(*q.shape[:-1], tiles.call.v.shape[-1], dtype=tiles.sums)
@@ -338,7 +343,8 @@ def _attend(tiles: _Tiles, box: _Box, rows: slice) -> tuple[Tensor, Tensor]:
         weights = tiles.dropped(weights, box, rows, columns)
         mixed.mul_(kept).add_(tiles.times(weights, tiles.call.v[part]))
     none = total == 0
-    return mixed / torch.where(none, 1, total), torch.where(none, torch.inf, highest + total.log())
+    sums = torch.cat([torch.where(none, 0, highest), torch.where(none, torch.inf, total.log())], -1)
+    return mixed / torch.where(none, 1, total), sums
 
 
 def _backward_of_rows(
@@ -350,7 +356,7 @@ def _backward_of_rows(
     for columns in tiles.columns(rows):
         part = (*box, columns)
         scores, slope = tiles.scores(box, rows, columns)
-        weights = scores.sub_(log_sum).exp_()
+        weights = scores.sub_(log_sum[..., :1]).sub_(log_sum[..., 1:]).exp_()
         if of_v is not None:
             of_v[part] += tiles.over_rows(tiles.dropped(weights, box, rows, columns), grad)
         back = tiles.times(grad, tiles.call.v[part].transpose(-2, -1))

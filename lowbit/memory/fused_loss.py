@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from lowbit.convert.select import check_model
 from lowbit.memory.fake import fake_batch, fake_model, fake_tensors
 from lowbit.memory.loss import linear_cross_entropy
 from lowbit.models.batches import call
-from lowbit.nn.base import unwrap_forwards, wrap_forward, wrapped_forward
+from lowbit.nn.base import full_name, unwrap_forwards, wrap_forward, wrapped_forward
 
 __all__ = ["answers_without_logits", "fuse_loss_", "unfuse_loss_"]
 
@@ -36,6 +38,7 @@ def fuse_loss_(model: nn.Module) -> Report:
     without labels, it is as before. The loss is that of ``ForCausalLMLoss`` within the rounding of sums, with
     ``num_items_in_batch``, ``ignore_index`` and ``shift_labels``; logits in half precision are rounded as they are.
 
+    Calls of a model with a soft cap wait for each other, since its config is another one meanwhile.
     Raises TypeError for what is no module; ValueError, with the model untouched, where there is no such model, its loss
     is another, its last layer is no plain ``nn.Linear``, and where that is done already. The forward raises ValueError
     where the model changes its logits before the loss (a scale; the soft cap of Gemma is served), and where the last
@@ -83,7 +86,7 @@ def answers_without_logits(model: nn.Module, batch: Any) -> bool:
         fuse_loss_(copied)
         try:
             answer = call(copied, fake_batch(batch, fake, None))
-        except ValueError:
+        except Exception:  # whatever a model does with what its last layer was given
             return False
     return getattr(answer, "logits", answer) is None
 
@@ -96,12 +99,22 @@ def _found(model: nn.Module) -> tuple[list[Any], list[str]]:
     """The causal language models inside whose loss can be fused, and why others cannot."""
     found, reasons = [], []
     for causal in _causal(model):
-        head = causal.get_output_embeddings()
-        if type(head) is nn.Linear:
-            found.append(causal)
+        head, name = causal.get_output_embeddings(), type(causal).__name__
+        if type(head) is not nn.Linear:
+            reasons.append(f"the last layer of {name} is a {full_name(type(head))}, not an nn.Linear")
+        elif not _asks_for_loss(causal):
+            reasons.append(f"{name} computes its loss in its forward, and not by loss_function")
         else:
-            reasons.append(f"the last layer of {type(causal).__name__} is a {type(head).__name__}, not an nn.Linear")
+            found.append(causal)
     return found, reasons
+
+
+def _asks_for_loss(causal: nn.Module) -> bool:
+    """Whether the forward calls ``self.loss_function``, as far as its source is known."""
+    try:
+        return "self.loss_function(" in inspect.getsource(inspect.unwrap(type(causal).forward))
+    except (OSError, TypeError):
+        return True
 
 
 def _causal(model: nn.Module) -> Iterator[Any]:
@@ -118,15 +131,22 @@ def _causal(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-class _Fused:
-    """What model, last layer and loss share in a call. ``hidden``: what the last layer was given, and answers with.
-    ``softcap``: of the model's logits.
+class _Fused(threading.local):
+    """What model, last layer and loss share in a call of one thread. ``hidden``: what the last layer was given, and
+    answers with. ``softcap``: of the model's logits. ``done``: whether the loss was asked for.
     """
 
     def __init__(self, plain: Callable[..., Tensor]) -> None:
-        self.plain, self.active = plain, False
+        self.plain, self.active, self.done = plain, False, False
         self.hidden: Tensor | None = None
         self.softcap: float | None = None
+
+    def __reduce__(self) -> Any:
+        return _Fused, (self.plain,)
+
+
+#: Held by calls of models with a soft cap, whose config is another one meanwhile.
+_CAPPED = threading.RLock()
 
 
 def _model(model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
@@ -139,18 +159,22 @@ _model.lowbit_runs_class_forward = True  # type: ignore[attr-defined]
 
 def _model_own(forward: Callable[..., Any], model: nn.Module, fused: _Fused, /, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments if args else kwargs
-    if not model.training or given.get("labels") is None:
-        return forward(*args, **kwargs)
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    fused.active, fused.softcap = True, getattr(config, _SOFTCAP, None)
-    try:
-        if fused.softcap is not None:
-            setattr(config, _SOFTCAP, None)
-        output = forward(*args, **kwargs)
-    finally:
-        if fused.softcap is not None:
-            setattr(config, _SOFTCAP, fused.softcap)
-        hidden, fused.active, fused.hidden = fused.hidden, False, None
+    with _CAPPED if hasattr(config, _SOFTCAP) else nullcontext():
+        if not model.training or given.get("labels") is None:
+            return forward(*args, **kwargs)
+        _require_plain(model.get_output_embeddings())  # type: ignore[operator]
+        fused.active, fused.done, fused.softcap = True, False, getattr(config, _SOFTCAP, None)
+        try:
+            if fused.softcap is not None:
+                setattr(config, _SOFTCAP, None)
+            output = forward(*args, **kwargs)
+        finally:
+            if fused.softcap is not None:
+                setattr(config, _SOFTCAP, fused.softcap)
+            hidden, fused.active, fused.hidden = fused.hidden, False, None
+    if not fused.done:
+        raise ValueError(_refused(f"{type(model).__name__} computes its loss itself, of what is no logits"))
     if isinstance(output, tuple):
         return tuple(part for part in output if part is not hidden)
     output.logits = None
@@ -173,7 +197,7 @@ def _head_own(forward: Callable[..., Any], head: nn.Module, fused: _Fused, /, hi
 
 def _loss(
     fused: _Fused,
-    head: nn.Module,
+    head: nn.Linear,
     logits: Tensor,
     labels: Tensor,
     vocab_size: int | None = None,
@@ -187,8 +211,10 @@ def _loss(
         return fused.plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if logits is not fused.hidden:
         raise ValueError(_refused("the model changes its logits between the last layer and the loss"))
-    if type(head) is not nn.Linear or isinstance(head.weight, DTensor):
-        raise ValueError(_refused(f"the last layer has become a {type(head).__name__} or is sharded"))
+    _require_plain(head)
+    if isinstance(head.weight, DTensor):
+        raise ValueError(_refused("the last layer is sharded"))
+    fused.done = True
     hidden, targets = logits, shift_labels
     if targets is None:
         hidden, targets = logits[..., :-1, :], labels[..., 1:]
@@ -200,6 +226,11 @@ def _loss(
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+
+
+def _require_plain(head: nn.Module) -> None:
+    if type(head) is not nn.Linear:
+        raise ValueError(_refused(f"the last layer has become a {full_name(type(head))}"))
 
 
 def _refused(why: str) -> str:

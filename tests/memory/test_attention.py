@@ -246,3 +246,29 @@ def test_what_does_not_fit_is_refused_with_words(change, error, message):
     arguments = {name: torch.ones(1, 2, 3, 4) for name in ("q", "k", "v")}
     with pytest.raises(error, match=message):
         attention(**(arguments | change))
+
+
+def test_rows_that_a_mask_hides_by_the_least_number_have_gradients_of_equal_weights():
+    """Of the least number log n is lost: such a row's probabilities are 1/n each."""
+    q, k, v = sequences(1, 1, 8, 4, kv=1, keys=8, dtype=torch.float32)
+    mask = torch.full((8, 8), torch.finfo(torch.float32).min).triu(1)
+    mask[:, :3] = mask[0, 1]
+    expected = torch.softmax(q @ k.mT * 0.5 + mask, -1) @ v
+    out = attention(q, k, v, mask, chunk=64)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    for found, wanted in zip(gradients(out, q, k, v), gradients(expected, q, k, v), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_tiles_have_gradients_of_what_is_written_in_place():
+    def both(q, a, v):
+        k = a.new_empty(1, 2, 8, 4)
+        k[..., :2].copy_(a[..., :2])
+        k[..., 2:].copy_(a[..., 2:])
+        return attention(q, k, v, causal=True).sum()
+
+    tensors = [torch.randn(1, 2, 8, dim, requires_grad=True) for dim in (4, 4, 6)]
+    expected = torch.autograd.grad(both(*tensors), tensors)
+    found = torch.autograd.grad(torch.compile(both, backend="eager")(*tensors), tensors)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -170,12 +171,61 @@ def test_adapters_mixed_precision_and_checkpoints_go_with_it():
         (lambda: nn.Linear(3, 3), "got Linear; call lowbit.memory.linear_cross_entropy"),
         (lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1,
             num_attention_heads=1, intermediate_size=8)), "got BertForMaskedLM"),
-        (lambda: quantized(made("llama").float()), "the last layer of LlamaForCausalLM is a QuantLinear"),
+        (lambda: quantized(made("llama").float()), r"the last layer of \w+ is a lowbit\S+QuantLinear"),
     ],
 )  # fmt: skip
 def test_other_models_are_refused(make, why):
     with pytest.raises(ValueError, match=why):
         lb.memory.fuse_loss_(make())
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=160, d_model=48, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config).train()
+
+
+def bart():
+    shape = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 32),
+             ("attention_heads", 2))}  # fmt: skip
+    config = transformers.BartConfig(vocab_size=160, d_model=32, pad_token_id=0, decoder_start_token_id=1, **shape)
+    return transformers.BartForConditionalGeneration(config).train()
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+def test_models_that_compute_their_loss_themselves_are_refused(make):
+    """Which they hold transformers' loss for causal models, too."""
+    model, labels = make(), IDS % 16
+    with pytest.raises(ValueError, match="computes its loss in its forward"):
+        lb.memory.fuse_loss_(model)
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="'fused loss' does nothing for this"):
+        lb.fit(model, {"input_ids": IDS % 160, "labels": labels}, "100%", keep=("fused loss",))
+
+
+def test_threads_do_not_disturb_each_other():
+    model = made("soft cap").float()
+    expected, logits = model(IDS, labels=LABELS).loss.item(), model(IDS).logits
+    lb.memory.fuse_loss_(model)
+    with ThreadPoolExecutor(4) as pool:
+        losses = [pool.submit(lambda: model(IDS, labels=LABELS).loss.item()) for _ in range(12)]
+        others = [pool.submit(lambda: model(IDS).logits) for _ in range(12)]
+        assert {round(one.result(), 4) for one in losses} == {round(expected, 4)}
+        assert all(torch.equal(one.result(), logits) for one in others)
+    assert model.config.final_logit_softcapping == 0.3
+
+
+def test_adapters_on_the_last_layer_are_refused_whenever_they_come():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"])
+    model = made("llama").float()
+    with pytest.raises(ValueError, match=r"the last layer of LlamaForCausalLM is a peft\.\S+Linear, not an nn\.Linear"):
+        lb.memory.fuse_loss_(peft.get_peft_model(copy.deepcopy(model), config))
+    lb.memory.fuse_loss_(model)
+    adapted = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"has become a peft\.\S+Linear; call lowbit\.memory\.unfuse_loss_"):
+        adapted(input_ids=IDS, labels=LABELS)
 
 
 def quantized(model):
@@ -193,5 +243,5 @@ def test_models_that_scale_their_logits_and_layers_that_change_later_are_refused
     model = made("llama").float()
     lb.memory.fuse_loss_(model)
     model.set_output_embeddings(nn.Sequential(nn.Linear(48, 320)))
-    with pytest.raises(ValueError, match="changes its logits"):
+    with pytest.raises(ValueError, match="the last layer has become a torch"):
         model(IDS, labels=LABELS)
