@@ -135,7 +135,7 @@ def _model_lines(name: str, model: nn.Module, batch: Any) -> list[str]:
     kind = type(model).__name__
     made = ("lowbit.demo.gpt", "GPT, GPTConfig", "GPT(GPTConfig())")
     if name != "demo":
-        made = ("transformers", kind, f"{kind}.from_pretrained({name!r}, dtype='auto')")
+        made = ("transformers", kind, f"{kind}.from_pretrained({name!r}, dtype='auto').train()")
     given = {key: f"torch.zeros{tuple(t.shape)}.to({t.dtype})" for key, t in _tensors(batch).items()}
     listed = given.get("") or "{" + ", ".join(f"{key!r}: {value}" for key, value in given.items()) + "}"
     return [

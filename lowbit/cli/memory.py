@@ -15,6 +15,7 @@ from torch import nn
 from lowbit.cli.console import errors, out, print_json
 from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.machine import multiplies
+from lowbit.memory.fused_loss import can_fuse_loss
 from lowbit.plan.checklist import checklist
 from lowbit.serialize.huggingface import is_directory, without_weights
 
@@ -83,4 +84,4 @@ def _batch_of(model: Any, rows: int, length: int, told: str) -> dict[str, Any]:
     ids = torch.zeros(rows, length, dtype=torch.long)
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids, "decoder_input_ids": ids}
-    return {"input_ids": ids}
+    return {"input_ids": ids, "labels": ids} if can_fuse_loss(model) else {"input_ids": ids}

@@ -24,7 +24,7 @@ from lowbit.memory.loss import linear_cross_entropy
 from lowbit.models.batches import call
 from lowbit.nn.base import full_name, unwrap_forwards, wrap_forward, wrapped_forward
 
-__all__ = ["answers_without_logits", "fuse_loss_", "unfuse_loss_"]
+__all__ = ["answers_without_logits", "can_fuse_loss", "fuse_loss_", "has_causal_loss", "unfuse_loss_"]
 
 #: The entry of a config by which a model caps its logits before the loss.
 _SOFTCAP = "final_logit_softcapping"
@@ -77,9 +77,19 @@ def unfuse_loss_(model: nn.Module) -> Report:
     return report_on("memory.unfuse_loss_", model, {p: model.get_submodule(p) for p in wrapped}, "as it was")
 
 
+def has_causal_loss(model: nn.Module) -> bool:
+    """Whether the loss of ``model`` is transformers' for causal models, whose labels are shifted by one."""
+    return _is_fused(model) or any(True for _ in _causal(model))
+
+
+def can_fuse_loss(model: nn.Module) -> bool:
+    """Whether ``fuse_loss_`` takes ``model``."""
+    return not _is_fused(model) and bool(_found(model)[0])
+
+
 def answers_without_logits(model: nn.Module, batch: Any) -> bool:
     """Whether ``model`` would, for such a batch, after ``fuse_loss_``; by a forward without data."""
-    if _is_fused(model) or not model.training or not _found(model)[0]:
+    if not model.training or not can_fuse_loss(model):
         return False
     with torch.inference_mode(False), fake_tensors() as fake:
         copied = fake_model(model, fake, None)

@@ -19,7 +19,7 @@ from lowbit.demo.gpt import GPT, GPTConfig
 from lowbit.memory import profile
 from lowbit.memory.block_table import BlockTable
 from lowbit.plan import Plan
-from lowbit.plan.fitting import CHOICES
+from lowbit.plan.fitting import CHOICES, Run
 from lowbit.plan.fitting.choices import WAY
 from lowbit.plan.fitting.predict import Predictor, _Line
 from lowbit.plan.fitting.search import fits
@@ -129,6 +129,17 @@ def test_logits_and_scores_go_where_the_budget_asks_for_it(llama, tmp_path):
     assert run.step(batch) == pytest.approx(plain, rel=1e-5)
     held = measured(run, batch)
     assert plan.peak_bytes * 0.97 <= held <= plan.peak_bytes * 1.01 and held <= plan.budget
+
+
+@pytest.mark.parametrize("settings", [Settings(micro=2), Settings(micro=2, fused_loss=True)], ids=["own", "fused"])
+def test_parts_are_weighed_by_their_labels(llama, tmp_path, settings):
+    model, batch = llama
+    labels = batch["input_ids"].reshape(4, -1).clone()
+    labels[0], labels[1, :100] = -100, -100
+    batch = {"input_ids": batch["input_ids"].reshape(4, -1), "labels": labels}
+    expected = model(**batch).loss.item()
+    run = Run(copy.deepcopy(model), settings, None, tmp_path, {})
+    assert run.step(batch) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama):

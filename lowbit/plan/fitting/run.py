@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowbit.memory import micro_batches, usual_loss
+from lowbit.memory.fused_loss import has_causal_loss
 from lowbit.memory.planned import bytes_of
 from lowbit.memory.shortage import ran_out, reclaim
 from lowbit.models.batches import call
@@ -68,9 +69,10 @@ class Run:
     def step(self, batch: Any) -> float:
         """One step of training on a batch, in as many parts as planned; returns its mean loss before the step.
 
-        Parts are weighed by their rows. Where memory runs out, all that the attempt has moved is put back, ``settings``
-        take less memory by a row of ``FRUGAL``, a warning says which, and the step is taken again. A step
-        that fails otherwise before the optimizer's is put back too.
+        Parts are weighed by their rows, under a model's own loss by their ``labels`` other than -100.
+        Where memory runs out, all that the attempt has moved is put back, ``settings`` take less memory by a row of
+        ``FRUGAL``, a warning says which, and the step is taken again. A step that fails otherwise before the
+        optimizer's is put back too.
         Raises RuntimeError where memory runs out with nothing left that takes less, with all as before the step; and
         where it runs out after the optimizer has moved some of its parameters, which nothing puts back. Raises as
         ``lb.memory.micro_batches`` for a batch that cannot be split.
@@ -127,8 +129,9 @@ class Run:
 
     def _attempt(self, batch: Any) -> float:
         total = 0.0
+        parts = micro_batches(batch, self.settings.micro, targets=self._targets(batch))
         with elsewhere(self.settings, self._where):
-            for number, (part, weight) in enumerate(micro_batches(batch, self.settings.micro), 1):
+            for number, (part, weight) in enumerate(parts, 1):
                 of = f"of part {number} of {self.settings.micro}"
                 self._at = f"forward {of}"
 
@@ -139,6 +142,15 @@ class Run:
 
                 total += accumulate(self.model, part, loss).item()
         return total
+
+    def _targets(self, batch: Any) -> Callable[[Any], Tensor] | None:
+        """What the mean of a model's own loss is over, where the batch has classes as labels; None for rows."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if self._loss is not usual_loss or not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        if labels.dim() == 2 and has_causal_loss(self._plain_model):
+            return lambda part: part["labels"][:, 1:]
+        return lambda part: part["labels"]
 
     def _advance(self, before: Before) -> None:
         """The optimizer's step, once more with its states elsewhere where memory runs out before anything moved."""
