@@ -43,7 +43,8 @@ def conv_integers(
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
     WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """``integers`` on patches of ``a [N, D, H, W, channels]``."""
     row, col = place(rows, cols, M, N, GROUPS)
@@ -56,6 +57,7 @@ def conv_integers(
         cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, block, segments, length, steps,
         count, A, A_SCALE, A_AFFINE, False, B, B_SCALE, B_AFFINE, B_PAIRS, WHOLE, ONE, ALIGNED, BIAS, DTYPE, M, N, K,
         (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
+        MADE_SCALE, MADE_DTYPE,
     )  # fmt: skip
 
 
@@ -70,7 +72,8 @@ def conv_weight_only(
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    WINDOW: tl.constexpr, MADE: tl.constexpr, GROUPS: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     """``weight_only`` on patches of ``a [N, D, H, W, channels]``."""
     row, col = place(rows, cols, M, N, GROUPS)
@@ -84,6 +87,7 @@ def conv_weight_only(
         B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
         A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
         (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
+        MADE_SCALE, MADE_DTYPE,
     )  # fmt: skip
 
 
@@ -91,7 +95,8 @@ def conv_weight_only(
 def patch_scales(
     a_ptr, out_ptr, rows, depth, count,
     channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
-    WINDOW: tl.constexpr, MADE: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """fp32 scales ``out [groups, rows]`` of the patches of each group; of one with Inf or NaN, NaN."""
     group = tl.program_id(2)
@@ -103,9 +108,9 @@ def patch_scales(
     for step in range(count):
         k = step * K + tl.arange(0, K)
         raw, _ = patches.load(a_ptr + group * each, first, k, row_ok, k < depth, image, WINDOW)
-        _, magnitude = bits.split(raw, MADE[2])
+        _, magnitude = bits.split(raw, MADE_DTYPE)
         amax = tl.maximum(amax, tl.max(magnitude, axis=1))
-    tl.store(out_ptr + group.to(tl.int64) * rows + row, patches.made_scale(amax, MADE), row_ok)
+    tl.store(out_ptr + group.to(tl.int64) * rows + row, patches.made_scale(amax, MADE, MADE_SCALE), row_ok)
 
 
 @triton.jit
@@ -125,7 +130,7 @@ def depthwise(
     A: tl.constexpr, A_SCALE: tl.constexpr, A_AFFINE: tl.constexpr, A_FP8: tl.constexpr,
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, FP8: tl.constexpr,
     INTEGERS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, MADE: tl.constexpr, EACH: tl.constexpr,
+    WINDOW: tl.constexpr, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """A tile [M, N] of places and channels of the result, of which ``EACH`` side by side have patches of one channel.
 
@@ -141,9 +146,9 @@ def depthwise(
         amax = tl.zeros([M, N], tl.int32)
         for tap in range(depth):
             at, there = patches.find(first, tl.zeros_like(col) + tap, channel, image, ok, WINDOW)
-            _, magnitude = bits.split(tl.load(a_ptr + at, there, 0), MADE[2])
+            _, magnitude = bits.split(tl.load(a_ptr + at, there, 0), MADE_DTYPE)
             amax = tl.maximum(amax, magnitude)
-        a_scale = patches.made_scale(amax, MADE)
+        a_scale = patches.made_scale(amax, MADE, MADE_SCALE)
     elif A is not None:
         a_scale = weight_only.scale_of(a_scale_ptr, None, row, row * 0, row_ok, A_SCALE)[:, None]
     else:
@@ -162,7 +167,7 @@ def depthwise(
         code = weight_only.load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k >= 0, tap, B[1], False)
         code = tl.reshape(code, [N])
         if MADE is not None:
-            raw = patches.encode(raw, a_scale, MADE)
+            raw = patches.encode(raw, a_scale, MADE, MADE_SCALE, MADE_DTYPE)
         if INTEGERS:
             a = tl.where(there, signed(raw.to(tl.int32), A) - a_zero, 0)
             b = signed(code, B) - b_zero

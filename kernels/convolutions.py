@@ -75,8 +75,11 @@ def quantized(call: Conv) -> tuple[Conv, list[Launch]]:
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------
-def _arguments(call: Conv, made: tuple[Any, ...] | None) -> dict[str, Any]:
-    """Sizes and constants by which kernels find patches; an axis that there is not has one pixel and one tap."""
+def _arguments(call: Conv, made: Scheme | None = None) -> dict[str, Any]:
+    """Sizes and constants by which kernels find patches, and quantize those of the scheme ``made``.
+
+    An axis that there is not has one pixel and one tap.
+    """
     missing = (1,) * (3 - len(call.kernel_size))
     padded = (before + after > 0 for before, after in zip(call.padding[::2], call.padding[1::2], strict=True))
     there = zip(call.kernel_size, call.stride, call.padding[::2], call.dilation, padded, strict=True)
@@ -85,7 +88,8 @@ def _arguments(call: Conv, made: tuple[Any, ...] | None) -> dict[str, Any]:
     channels = call.x.shape[-1]
     return {
         "channels": channels, "each": channels // call.groups, "WINDOW": tuple(zip(*axes, strict=True)),
-        "GROUPS": call.groups, "MADE": made,
+        "GROUPS": call.groups, "MADE": None if made is None else format_spec(made.format),
+        "MADE_SCALE": None if made is None else scale_spec(made), "MADE_DTYPE": 0 if made is None else dtype_of(call.x),
         **{f"size_{axis}": size for axis, size in zip("dhw", sizes, strict=True)},
         **{f"places_{axis}": count for axis, count in zip("dhw", places, strict=True)},
     }  # fmt: skip
@@ -105,19 +109,19 @@ def _patches(call: Conv) -> _Patches:
     """Of a call that ``quantized`` made."""
     x = call.x.contiguous()
     if call.input_scheme is None:
-        return _Patches(Side("a", x.flatten(0, -2), None, None, None, None), [], _arguments(call, None))
+        return _Patches(Side("a", x.flatten(0, -2), None, None, None, None), [], _arguments(call))
     found = scheme(call.input_scheme)
     if not spans_tensor(found):
         return _quantized_as_read(call, x, found)
     side = Side("a", x.flatten(0, -2), found.name, call.input_scale, call.input_zero_point, None)
-    return _Patches(side, [], _arguments(call, None))
+    return _Patches(side, [], _arguments(call))
 
 
 def _quantized_as_read(call: Conv, x: Tensor, found: Scheme) -> _Patches:
     """Patches with a scale each, which one launch makes; codes are made where they are multiplied. The depthwise kernel
     makes the scales too.
     """
-    arguments = _arguments(call, (format_spec(found.format), scale_spec(found), dtype_of(x))) | {"a_ptr": pattern(x)}
+    arguments = _arguments(call, found) | {"a_ptr": pattern(x)}
     side = Side("a", x.flatten(0, -2), f"{found.format.name}:row", None, None, None)
     if _is_depthwise(call):
         return _Patches(side, [], arguments)

@@ -70,12 +70,13 @@ def store(total, row, col, row_ok, col_ok, cols, bias_ptr, out_ptr, BIAS: tl.con
 @triton.jit
 def of_patches(
     ptr, first, k, row_ok, k_ok, scale, zero, image, FMT: tl.constexpr, ZERO: tl.constexpr, WINDOW: tl.constexpr,
-    MADE: tl.constexpr,
+    MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Numbers [M, K] of patches, those of padding being zero points; see ``patches``."""
     raw, ok = patches.load(ptr, first, k, row_ok, k_ok, image, WINDOW)
     if MADE is not None:
-        return tl.where(k_ok[None, :], as_int8(patches.encode(raw, scale[:, None], MADE), FMT), 0)
+        code = patches.encode(raw, scale[:, None], MADE, MADE_SCALE, MADE_DTYPE)
+        return tl.where(k_ok[None, :], as_int8(code, FMT), 0)
     elif not ZERO:
         return stored_int8(raw, FMT)
     else:
@@ -93,7 +94,8 @@ def multiply(
     B: tl.constexpr, B_SCALE: tl.constexpr, B_AFFINE: tl.constexpr, B_PAIRS: tl.constexpr,
     WHOLE: tl.constexpr, ONE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None,
+    image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None, MADE_SCALE: tl.constexpr = None,
+    MADE_DTYPE: tl.constexpr = 0,
 ):  # fmt: skip
     """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``integers``.
 
@@ -132,7 +134,8 @@ def multiply(
             a = tl.where(k_ok[None, :], as_int8(code, A), 0)
         else:
             a = of_patches(
-                a_ptr, first_pixel, k, row_ok, k_ok, patch_scale, patch_zero, image, A, A_ZERO, WINDOW, MADE
+                a_ptr, first_pixel, k, row_ok, k_ok, patch_scale, patch_zero, image, A, A_ZERO, WINDOW, MADE,
+                MADE_SCALE, MADE_DTYPE,
             )  # fmt: skip
         code = load_codes(b_ptr, b_stride_r, b_stride_c, b_bytes, col, k, col_ok, k_ok, start, B[1], B_PAIRS)
         b = as_int8(code, B)

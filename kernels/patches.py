@@ -5,8 +5,9 @@ tap after tap, the channels of one group side by side. Images are contiguous ``[
 not having one pixel. ``image`` is ``(C, channels of a group, D, H, W, places along D, along H, along W)``.
 
 ``WINDOW`` has, of each axis in the order D, H, W: kernel sizes, strides, the padding before, dilations, and whether
-there is padding at all. ``MADE``: the format and scale of patches that are quantized as they are read, and the DTYPE of
-what they are read from; None for codes and floats that are multiplied as they are.
+there is padding at all. ``MADE``: the format of patches that are quantized as they are read, by scales of
+``MADE_SCALE`` from floats of ``MADE_DTYPE``; None for codes and floats that are multiplied as they are. These are three
+because Triton 3.6 takes no tuple that lies in another one as an argument of a function within a kernel.
 
 Source: docs/numerics.md section 9.
 """
@@ -75,15 +76,15 @@ def load(ptr, first, k, row_ok, k_ok, image, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def encode(raw, scale, MADE: tl.constexpr):
+def encode(raw, scale, MADE: tl.constexpr, MADE_SCALE: tl.constexpr, MADE_DTYPE: tl.constexpr):
     """Codes (int32) of raw patterns by fp32 scales."""
-    sign, magnitude = bits.split(raw, MADE[2])
-    sign, magnitude = scales.divide(sign, magnitude, scale.to(tl.int32, bitcast=True), MADE[1])
-    return bits.encode(sign, magnitude, 0, 0, MADE[0], True, False)
+    sign, magnitude = bits.split(raw, MADE_DTYPE)
+    sign, magnitude = scales.divide(sign, magnitude, scale.to(tl.int32, bitcast=True), MADE_SCALE)
+    return bits.encode(sign, magnitude, 0, 0, MADE, True, False)
 
 
 @triton.jit
-def made_scale(amax, MADE: tl.constexpr):
+def made_scale(amax, MADE: tl.constexpr, MADE_SCALE: tl.constexpr):
     """fp32 scales of patches from the fp32 bits of the largest magnitude in them."""
-    _, scale, _ = scales.make(amax, amax, tl.full([], 1.0, tl.float32), MADE[0], MADE[1])
+    _, scale, _ = scales.make(amax, amax, tl.full([], 1.0, tl.float32), MADE, MADE_SCALE)
     return scale.to(tl.float32, bitcast=True)

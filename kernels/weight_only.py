@@ -148,7 +148,8 @@ def multiply(
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None,
+    image=None, WINDOW: tl.constexpr = None, MADE: tl.constexpr = None, MADE_SCALE: tl.constexpr = None,
+    MADE_DTYPE: tl.constexpr = 0,
 ):  # fmt: skip
     """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``weight_only``.
 
@@ -179,7 +180,8 @@ def multiply(
         else:
             a, _ = patches.load(a_ptr, first_pixel, k, row_ok, k_ok, image, WINDOW)
         if MADE is not None:
-            a = decode(patches.encode(a, patch_scale, MADE), None, MADE[0], A_FP8)
+            code = patches.encode(a, patch_scale, MADE, MADE_SCALE, MADE_DTYPE)
+            a = decode(code, None, MADE, A_FP8)
         elif A_FP8 != "":
             a = decode(a.to(tl.int32), None, (), A_FP8)
         zero_point = tl.zeros([N], tl.float32)
