@@ -26,6 +26,11 @@ from lowbit.plan.settings import Settings as PlanSettings
 WHOLE = torch.zeros(4, 32, dtype=torch.long)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def times(steady_times):
+    """Of every test here: plans do not depend on how busy the machine is."""
+
+
 @pytest.fixture(scope="module")
 def corpus():
     return Corpus.load(ENGLISH, TINY.vocab)
