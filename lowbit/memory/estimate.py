@@ -288,7 +288,8 @@ def _read(ledger: Ledger, seen: Seen) -> tuple[Any, list[float], list[Holding]]:
     made = {piece.born: piece.bytes for piece in pieces if piece.born in seen.sums}
     for index, piece in enumerate(pieces):
         if piece.died in made and made[piece.died] == piece.bytes and piece.born != piece.died:
-            deaths[index] = made.pop(piece.died) and piece.died - 0.25  # its memory is that of the sum
+            del made[piece.died]
+            deaths[index] = piece.died - 0.25  # its memory is that of the sum
     births = [piece.born for piece in pieces]
     kinds = kinds_of(ledger.ops, births, deaths, [piece.kind for piece in pieces], times)
     rows = zip(pieces, kinds, births, deaths, strict=True)

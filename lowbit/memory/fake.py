@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lowbit.models.batches import call
 from lowbit.models.ties import storage
 
-__all__ = ["fake_batch", "fake_model", "fake_tensors", "value_of", "values_needed"]
+__all__ = ["answer_without_data", "fake_batch", "fake_model", "fake_tensors", "value_of", "values_needed"]
 
 #: Elements of the largest tensor whose values are kept.
 _KEPT = 1 << 20
@@ -51,6 +52,17 @@ def values_needed(caller: str, model: nn.Module, instead: str) -> Iterator[None]
             f"{caller}: {type(model).__name__} reads values of tensors in its forward ({error}), and an estimate has "
             f"none; {instead}"
         ) from None
+
+
+def answer_without_data(model: nn.Module, prepare: Callable[[nn.Module], object], batch: Any) -> Any:
+    """What a copy of ``model``, changed by ``prepare``, answers to a batch of the same shapes; None where it fails."""
+    with torch.inference_mode(False), fake_tensors() as mode:
+        copied = fake_model(model, mode, None)
+        prepare(copied)
+        try:
+            return call(copied, fake_batch(batch, mode, None))
+        except Exception:  # of whatever code the model has
+            return None
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

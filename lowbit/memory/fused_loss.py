@@ -12,16 +12,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
-from lowbit.memory.fake import fake_batch, fake_model, fake_tensors
+from lowbit.memory.fake import answer_without_data
 from lowbit.memory.loss import linear_cross_entropy
-from lowbit.models.batches import call
 from lowbit.nn.base import full_name, unwrap_forwards, wrap_forward, wrapped_forward
 
 __all__ = ["answers_without_logits", "can_fuse_loss", "fuse_loss_", "has_causal_loss", "unfuse_loss_"]
@@ -79,7 +77,7 @@ def unfuse_loss_(model: nn.Module) -> Report:
 
 def has_causal_loss(model: nn.Module) -> bool:
     """Whether the loss of ``model`` is transformers' for causal models, whose labels are shifted by one."""
-    return _is_fused(model) or any(True for _ in _causal(model))
+    return _is_fused(model) or next(_causal(model), None) is not None
 
 
 def can_fuse_loss(model: nn.Module) -> bool:
@@ -91,14 +89,8 @@ def answers_without_logits(model: nn.Module, batch: Any) -> bool:
     """Whether ``model`` would, for such a batch, after ``fuse_loss_``; by a forward without data."""
     if not model.training or not can_fuse_loss(model):
         return False
-    with torch.inference_mode(False), fake_tensors() as fake:
-        copied = fake_model(model, fake, None)
-        fuse_loss_(copied)
-        try:
-            answer = call(copied, fake_batch(batch, fake, None))
-        except Exception:  # whatever a model does with what its last layer was given
-            return False
-    return getattr(answer, "logits", answer) is None
+    answer = answer_without_data(model, fuse_loss_, batch)
+    return answer is not None and getattr(answer, "logits", answer) is None
 
 
 def _is_fused(model: nn.Module) -> bool:

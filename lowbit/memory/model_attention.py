@@ -17,8 +17,7 @@ from lowbit.convert.engine import report_on
 from lowbit.convert.report import Report
 from lowbit.convert.select import check_model
 from lowbit.memory.attention import attention
-from lowbit.memory.fake import fake_batch, fake_model, fake_tensors
-from lowbit.models.batches import call
+from lowbit.memory.fake import answer_without_data
 
 __all__ = ["IMPLEMENTATION", "attends_without_scores", "attention_", "register", "register_mask"]
 
@@ -58,14 +57,7 @@ def attends_without_scores(model: nn.Module, batch: Any) -> bool:
     """
     if not any(_implementation(module) == "eager" for module in _choosing(model).values()):
         return False
-    with torch.inference_mode(False), fake_tensors() as fake:
-        copied = fake_model(model, fake, None)
-        attention_(copied)
-        try:
-            call(copied, fake_batch(batch, fake, None))
-        except ValueError:
-            return False
-    return True
+    return answer_without_data(model, attention_, batch) is not None
 
 
 def _choosing(model: nn.Module) -> dict[str, Any]:
