@@ -263,9 +263,9 @@ _IMPLS = tuple(
     for device, priority in (("cuda", 50), *((("cpu", -50),) if INTERPRETED else ()))
     for op, (run, supports) in _ROWS.items()
 )
-#: Convolutions that read patches from images, before those that lay them out.
+#: Convolutions that read patches from images, before those that lay them out for these products or for torch's.
 _IMPLICIT = tuple(
-    Impl("conv", "triton_implicit", impl.devices, impl.priority + 1, _conv, _supports_conv, _NUMERICS)
+    Impl("conv", "triton_implicit", impl.devices, impl.priority + 30, _conv, _supports_conv, _NUMERICS)
     for impl in _IMPLS
     if impl.op == "scaled_mm"
 )

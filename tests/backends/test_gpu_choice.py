@@ -54,6 +54,12 @@ def test_kernels_refuse_a_device_that_is_too_old(backend, monkeypatch):
     assert cuda.supports_mm(CALL) == "it is too old"
 
 
+def test_convolutions_read_patches_from_images_before_any_kernel_lays_them_out():
+    rows = [impl for impl in (*triton.IMPLS, *delegated.IMPLS) if impl.op == "conv" and "cuda" in impl.devices]
+    first, *others = sorted(rows, key=lambda impl: -impl.priority)
+    assert first.name == "triton_implicit" and {impl.name for impl in others} >= {"triton", "delegated_int8"}
+
+
 def test_how_old_a_device_is(monkeypatch):
     monkeypatch.setattr(triton, "capability", lambda device: (7, 5))
     said = triton.too_old(torch.device("cuda", 0))
