@@ -142,6 +142,21 @@ def test_parts_are_weighed_by_their_labels(llama, tmp_path, settings):
     assert run.step(batch) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_model_that_writes_into_results_of_products_keeps_none():
+    """GPT-OSS, with attention sinks and eager attention: what "save_matmuls" keeps, it changes."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=160, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6,
+    )  # fmt: skip
+    model, ids = transformers.GptOssForCausalLM(config).train(), BATCH[:3, :20] % 160
+    predictor = Predictor(model, {"input_ids": ids, "labels": ids})
+    assert not predictor.applies("save_matmuls") and "save_matmuls" not in predictor.options
+    assert predictor.applies("block") and "block" in predictor.options
+    assert Predictor(GPT(CONFIG), BATCH).applies("save_matmuls")
+
+
 def test_a_choice_that_does_nothing_here_is_refused_where_it_is_asked_for(llama):
     model, batch = llama
     for other, given, loss in (

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-__all__ = ["kept_products"]
+__all__ = ["MUTATED", "kept_products"]
 
 #: Ops whose results are kept, by namespace and name; those that this torch or this build lacks are passed over.
 _PRODUCTS = {
@@ -21,6 +21,10 @@ _PRODUCTS = {
     ),
     "lowbit": ("scaled_mm", "scaled_grouped_mm", "linear", "linear_packed", "conv"),
 }  # fmt: skip
+
+
+#: What torch says where a model has written into what a checkpoint keeps.
+MUTATED = "Tensor cached during selective activation checkpoint has been mutated"
 
 
 def kept_products() -> tuple[Any, Any]:

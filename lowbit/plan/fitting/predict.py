@@ -22,6 +22,7 @@ from lowbit.memory import Estimate, estimate, micro_batches
 from lowbit.memory.accumulate import samples
 from lowbit.memory.block_table import KEEP, OPTIONS, BlockTable, block_table, blocks_of, options_of, parts_of
 from lowbit.memory.checkpoint.policies import choose
+from lowbit.memory.checkpoint.selective import MUTATED
 from lowbit.memory.offload.bandwidth import bandwidth
 from lowbit.memory.planned import Option, best, choices_of, peak_of
 from lowbit.optim.offload import TOGETHER
@@ -114,13 +115,25 @@ class Predictor:
         return sorted(count for count in {*powers, *(3 * power for power in powers)} if count <= self.rows)
 
     def applies(self, policy: str | None) -> bool:
-        """Whether the model has what the policy of checkpoints looks for."""
+        """Whether the model has what the policy of checkpoints looks for, and keeps what it keeps."""
         if policy is None:
             return True
         try:
-            return bool(choose(self.model, policy))
+            found = bool(choose(self.model, policy))
         except ValueError:
             return False
+        return found and (policy != "save_matmuls" or self._keeps_products)
+
+    @cached_property
+    def _keeps_products(self) -> bool:
+        """Whether the model leaves results of products as they are, which a checkpoint keeps."""
+        try:
+            self._estimated(Settings(checkpoint="save_matmuls"), 1, None)
+        except RuntimeError as error:
+            if MUTATED not in str(error):
+                raise
+            return False
+        return True
 
     # -- predictions -------------------------------------------------------------------------------------------------
     def predicted(self, settings: Settings) -> Prediction:
@@ -187,7 +200,7 @@ class Predictor:
     @cached_property
     def options(self) -> list[str]:
         """What may be done with each block."""
-        return options_of(self.model, self.blocks)
+        return [name for name in options_of(self.model, self.blocks) if name == KEEP or self.applies(name)]
 
     def _prediction(self, settings: Settings, held: float, seconds: float, kept: float) -> Prediction:
         """From what one part holds and takes, and what it keeps for backward."""
