@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit import formats, scaling
-from lowbit.kernels import convolutions, launch, products
+from lowbit.kernels import convolutions, launch, products, scaled_products
 from lowbit.kernels.spec import INTERPRETED, Launch
 from lowbit.ops.conv import Conv
 from lowbit.ops.grouped import ScaledGroupedMM, has_rows_of_its_own, product
@@ -56,12 +56,17 @@ FORBIDDEN = re.compile(
 MATRIX = {90: re.compile(r"wgmma\.mma_async"), 100: re.compile(r"tcgen05\.mma|mma\.sync")}
 #: That of integers, whose tiles may have too few rows for it.
 ANY_MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync")
+#: Those that multiply codes as they are, by architecture; others have none.
+CODES = {
+    100: re.compile(r"tcgen05\.mma\S*(?:block_scale|f8f6f4)"),
+    120: re.compile(r"mma\.sync\S*(?:block_scale|\.e[45]m[23])"),
+}
 #: The architecture from which on hardware converts E4M3.
 FP8_FROM = 89
 #: Kernels of products of matrices, which those of depthwise convolutions are not. Theirs may multiply and add at once
 #: pairs of 16 bits, where no result is rounded (``decode_4bit``).
 INTEGERS = ("integers", "grouped_integers", "conv_integers")
-PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", *INTEGERS)
+PRODUCTS = ("weight_only", "grouped_weight_only", "conv_weight_only", "scaled", *INTEGERS)
 PAIRS = re.compile(r"fma\.rn\.b?f16x2")
 
 
@@ -70,11 +75,12 @@ SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 <<
 
 
 class Case(NamedTuple):
-    """A named group of launches: one call of the host side."""
+    """A named group of launches: one call of the host side, on the architectures that it is for."""
 
     name: str
     launches: list[Launch]
     fast: bool
+    architectures: tuple[int, ...] = ARCHITECTURES
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -148,6 +154,21 @@ def _product_cases() -> Iterator[Case]:
         call = ScaledMM(**sides, cols=4096, bias=bias, out_dtype=out.dtype)
         if products.supports(call) is None:
             yield Case(f"scaled_mm {rows} rows {a or call.a.dtype} x {b}", products.scaled_mm(call, out), quick)
+
+
+#: Products of codes that tensor cores multiply as they are.
+CODED = (
+    ("nvfp4:global_row", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8_e5m2:row", "fp8_e4m3:tensor"), ("mxfp4", "mxfp4"),
+    ("mxfp6", "mxfp6:ceil"), ("nvfp4", "fp4_e2m1:block16x16:e4m3"),
+)  # fmt: skip
+
+
+def _coded_cases() -> Iterator[Case]:
+    for index, (a, b) in enumerate(CODED):
+        for rows in (1, 64, 512):
+            call = ScaledMM(**_side("a", rows, a), **_side("b", 512, b), cols=4096)
+            made = scaled_products.scaled_mm(call, _meta(rows, 512, dtype=torch.bfloat16))
+            yield Case(f"scaled_mm {rows} rows {a} x {b} as codes", made, index < 3 and rows == 64, tuple(CODES))
 
 
 #: Products of experts that a quick run compiles.
@@ -266,7 +287,10 @@ def _step_cases() -> Iterator[Case]:
 @cache
 def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
-    return [*_codec_cases(), *_scheme_cases(), *_step_cases(), *_product_cases(), *_grouped_cases(), *_conv_cases()]
+    makers = (
+        _codec_cases, _scheme_cases, _step_cases, _product_cases, _coded_cases, _grouped_cases, _conv_cases,
+    )  # fmt: skip
+    return [case for make in makers for case in make()]
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
@@ -326,6 +350,7 @@ def faults(name: str, ptx: str, architecture: int) -> list[str]:
     held = sorted(set(FORBIDDEN.findall(ptx)))
     found = [f"holds {text}" for text in held if not (name in PRODUCTS and PAIRS.match(text))]
     wanted = ANY_MATRIX if name in INTEGERS else MATRIX.get(architecture, re.compile(r"mma\.sync"))
+    wanted = CODES[architecture] if name == "scaled" else wanted
     if name in PRODUCTS and not wanted.search(ptx):
         found.append("runs on no tensor core")
     return found
@@ -350,14 +375,24 @@ def _compile_case(job: tuple[int, int]) -> list[str]:
 
 
 def jobs(full: bool, architectures: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Pairs of case and architecture. Fast: some cases on one architecture, each kernel once on the others."""
+    """Pairs of case and architecture. Fast: some cases on the first one that has them, each kernel once on others."""
     listed = cases()
+    order = sorted(architectures, key=lambda architecture: architecture != 90)
     if full:
-        return [(index, arch) for arch in architectures for index in range(len(listed))]
-    first = 90 if 90 in architectures else architectures[0]
-    chosen = [(index, first) for index, case in enumerate(listed) if case.fast]
-    each = {one.kernel.__name__: index for index, case in reversed(list(enumerate(listed))) for one in case.launches}
-    return chosen + [(index, arch) for arch in architectures if arch != first for index in sorted(set(each.values()))]
+        return [(i, arch) for arch in architectures for i, case in enumerate(listed) if arch in case.architectures]
+    chosen: dict[tuple[int, int], None] = {}
+    for index, case in enumerate(listed):
+        first = next((arch for arch in order if arch in case.architectures), None)
+        if case.fast and first is not None:
+            chosen[index, first] = None
+    for architecture in order:
+        done = {one.kernel.__name__ for index, arch in chosen if arch == architecture for one in listed[index].launches}
+        for index, case in enumerate(listed):
+            names = {one.kernel.__name__ for one in case.launches}
+            if architecture in case.architectures and not names <= done:
+                chosen[index, architecture] = None
+                done |= names
+    return list(chosen)
 
 
 def main(argv: list[str] | None = None) -> int:

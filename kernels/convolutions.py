@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.kernels import conv, integers, weight_only
+from lowbit.kernels import conv, integers, operands, weight_only
 from lowbit.kernels import products as matrices
 from lowbit.kernels.arguments import dense, dtype_of, pattern
 from lowbit.kernels.launch import Rounding, quantize_dynamic, quantize_static
@@ -170,14 +170,14 @@ def _depthwise(call: Conv, patches: _Patches, b: Side, out: Tensor) -> Launch:
     n = min(64, max(16, power_of_two(cols)))
     m = min(2048 // n, max(16, power_of_two(rows)))
     arguments = {
-        **matrices.codes_of("a", a), **matrices.codes_of("b", b), **matrices.result_of(call.bias, out, columns(call)),
+        **operands.codes_of("a", a), **operands.codes_of("b", b), **matrices.result_of(call.bias, out, columns(call)),
         "a_zero_ptr": dense(a.zero_point), "b_zero_ptr": dense(b.zero_point),
-        "table_ptr": matrices.table_of(right.format, out.device) if right.format.kind == "codebook" else None,
+        "table_ptr": operands.table_of(right.format, out.device) if right.format.kind == "codebook" else None,
         "b_block": right.block_of(cols, columns(call))[0],
         "A": None if left is None else format_spec(left.format), "A_SCALE": None if left is None else scale_spec(left),
-        "A_AFFINE": left is not None and left.affine, "A_FP8": matrices.fp8(left, out.device),
+        "A_AFFINE": left is not None and left.affine, "A_FP8": operands.fp8(left, out.device),
         "B": format_spec(right.format), "B_SCALE": scale_spec(right), "B_AFFINE": right.affine,
-        "FP8": matrices.fp8(right, out.device), "INTEGERS": matrices.are_integers(_product(call)), "M": m, "N": n,
+        "FP8": operands.fp8(right, out.device), "INTEGERS": matrices.are_integers(_product(call)), "M": m, "N": n,
         "EACH": cols // call.groups,
         **patches.arguments,
     }  # fmt: skip
@@ -185,10 +185,10 @@ def _depthwise(call: Conv, patches: _Patches, b: Side, out: Tensor) -> Launch:
     return one._replace(arguments=matrices.known(one))
 
 
-def _left(a: Side, rows: int, made: bool) -> matrices.Decoded:
+def _left(a: Side, rows: int, made: bool) -> operands.Decoded:
     """The left operand of a product of floats, with a scale for each of ``rows`` patches."""
     if made:
         decoded = a.data.to("meta", torch.bfloat16)
-        return matrices.Decoded(decoded, [], a.scale, matrices.fp8(scheme(str(a.scheme)), a.data.device))
-    left = matrices.fp8_left(a, a.data.shape[1]) or matrices.values(a, a.data.shape[1])
+        return operands.Decoded(decoded, [], a.scale, operands.fp8(scheme(str(a.scheme)), a.data.device))
+    left = operands.fp8_left(a, a.data.shape[1]) or operands.values(a, a.data.shape[1])
     return left if left.scale is None else left._replace(scale=left.scale[:1].expand(rows).contiguous())

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit import reference
-from lowbit.formats import Format, find
-from lowbit.kernels import decode_4bit, grouped, integers, weight_only
+from lowbit.kernels import grouped, integers, operands, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
-from lowbit.kernels.launch import dequantize
 from lowbit.kernels.spec import INTERPRETED, Launch, format_spec, power_of_two, scale_spec
 from lowbit.ops.grouped import ScaledGroupedMM, product
 from lowbit.ops.matmul import ScaledMM, Side, sides
 from lowbit.scaling import Scheme, scheme
 
 __all__ = [
-    "Decoded", "are_integers", "codes_of", "epilogue", "fits_bf16", "fp8", "fp8_left", "kind", "known",
-    "multiply_floats", "multiply_integers", "result_of", "row_scales", "scaled_grouped_mm", "scaled_mm", "supports",
-    "table_of", "values",
+    "add_shares", "are_integers", "epilogue", "known", "multiply_floats", "multiply_integers", "result_of",
+    "scaled_grouped_mm", "scaled_mm", "share_of", "supports",
 ]  # fmt: skip
 
 #: Programs that a GPU should have at least, where there is a K to share among them.
 _PROGRAMS = 1056
 
-#: Terms of 8 bits that a float is cut into.
-_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-
-
-def kind(side: Side) -> str | None:
-    return None if side.scheme is None else scheme(side.scheme).format.kind
-
 
 def are_integers(call: ScaledMM) -> bool:
     """Whether the product is one of integers that is exact in each segment."""
-    if not kind(sides(call)[0]) == kind(sides(call)[1]) == "integer":
+    if not operands.kind(sides(call)[0]) == operands.kind(sides(call)[1]) == "integer":
         return False
     blocks = [s.block_of(side.data.shape[0], call.cols)[1] for side in sides(call) for s in [scheme(str(side.scheme))]]
     return min(blocks) >= min(call.cols, reference.MIN_INTEGER_BLOCK)
@@ -69,7 +58,7 @@ def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     a, b = sides(call)
     if are_integers(call):
         return multiply_integers(a, b, call.bias, out, call.cols)
-    left = fp8_left(a, call.cols) or values(a, call.cols)
+    left = operands.fp8_left(a, call.cols) or operands.values(a, call.cols)
     return [*left.launches, *multiply_floats(left, b, call.bias, out, call.cols)]
 
 
@@ -78,10 +67,10 @@ def scaled_grouped_mm(call: ScaledGroupedMM, out: Tensor) -> list[Launch]:
     a, b = sides(product(call, 0, slice(None)))
     b = b._replace(scale=call.b_scale, zero_point=call.b_zero_point, global_scale=call.b_global_scale)
     experts = len(call.b)
-    if kind(a) == kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
+    if operands.kind(a) == operands.kind(b) == "integer" and are_integers(product(call, 0, slice(None))):
         before, launches = [], multiply_integers(a, b, call.bias, out, call.cols, experts)
     else:
-        left = fp8_left(a, call.cols) or values(a, call.cols)
+        left = operands.fp8_left(a, call.cols) or operands.values(a, call.cols)
         before, launches = left.launches, multiply_floats(left, b, call.bias, out, call.cols, experts)
     more = {
         "b_ptr": call.b, "offsets_ptr": call.offsets, "experts": experts, "b_stride_e": call.b.stride(0),
@@ -106,168 +95,10 @@ def known(one: Launch) -> dict[str, Any]:
     return {name: one.arguments[name] for name in one.kernel.arg_names}
 
 
-class Decoded(NamedTuple):
-    """A matrix as floats, what fills it, and the fp32 scales of its rows, if they wait for the epilogue; or its codes
-    in the FP8 format ``fp8``.
-    """
-
-    values: Tensor
-    launches: list[Launch]
-    scale: Tensor | None
-    fp8: str = ""
-
-
-def fits_bf16(side: Side, cols: int) -> bool:
-    """Whether an operand is exact in bf16, less scales of whole rows."""
-    if side.scheme is None:
-        return side.data.dtype == torch.bfloat16
-    found = scheme(side.scheme)
-    if found.format.kind == "codebook":
-        return False
-    return found.scale_shape(side.data.shape[0], cols)[1] == 1 or _folds(found, "bf16")
-
-
-def values(side: Side, cols: int) -> Decoded:
-    """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it."""
-    if side.scheme is None:
-        return Decoded(side.data, [], None)
-    found, rows = scheme(side.scheme), side.data.shape[0]
-    assert side.scale is not None
-    out = partial(torch.empty, (rows, cols), device=side.data.device)
-    if not fits_bf16(side, cols):
-        made = out(dtype=torch.float32)
-        return Decoded(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
-    made = out(dtype=torch.bfloat16)
-    if found.scale_shape(rows, cols)[1] > 1:
-        scale = None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
-        ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
-        return Decoded(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
-    scale = row_scales(side, cols)
-    one = _unit_scales(found, side.scale)
-    ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
-    return Decoded(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
-
-
-def _unit_scales(scheme: Scheme, scale: Tensor) -> Tensor:
-    """Stored scales of 1."""
-    if scale.dtype != torch.uint8:
-        return torch.ones_like(scale)
-    code = reference.decode(torch.arange(256, dtype=torch.uint8), find(scheme.scale_format.name)) == 1
-    return torch.full_like(scale, int(code.nonzero()))
-
-
-def fp8_left(side: Side, cols: int) -> Decoded | None:
-    """FP8 codes whose scales span rows as they are: the kernel decodes them."""
-    found = None if side.scheme is None else scheme(side.scheme)
-    if found is None or not fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
-        return None
-    return Decoded(side.data, [], row_scales(side, cols), fp8(found, side.data.device))
-
-
-def row_scales(side: Side, cols: int) -> Tensor:
-    """The one scale of each row, fp32 ``[rows]``."""
-    assert side.scale is not None
-    found, rows = scheme(str(side.scheme)), side.data.shape[0]
-    plain = side.scale.dtype != torch.uint8 and side.global_scale is None
-    scale = side.scale.float() if plain else reference.scale_value(side.scale, found, side.global_scale)
-    block, scale = found.block_of(rows, cols)[0], scale[:, 0]
-    if block >= rows:
-        return scale.expand(rows).contiguous()
-    return (scale if block == 1 else scale.repeat_interleave(block)[:rows]).contiguous()
-
-
-@cache
-def _values_of(format: Format) -> Tensor:
-    """The finite values of a format's codes, fp32."""
-    with _disable_current_modes():  # in which tensors may be fake
-        values = _decoded(format)
-        return values[values.isfinite()]
-
-
-@cache
-def _decoded(format: Format) -> Tensor:
-    """The values of all codes of a format, fp32."""
-    with _disable_current_modes():
-        return reference.decode(torch.arange(1 << format.bits, dtype=torch.uint8), format)
-
-
-@cache
-def _is_exact(format: Format, operand: str) -> bool:
-    if operand == "bf16":
-        return format.kind != "codebook"
-    with _disable_current_modes():
-        values = _values_of(format)
-        return bool((values.half().float() == values).all())
-
-
-@cache
-def _folds(scheme: Scheme, operand: str) -> bool:
-    """Whether a code times its block's scale is exact in the operand; bf16 has the range of every power of two."""
-    if scheme.affine or scheme.format.kind == "codebook" or scheme.scale_format.dtype != "uint8":
-        return False
-    scale = find(scheme.scale_format.name)
-    if scale.kind == "exponent":
-        return operand == "bf16"
-    dtype = torch.float16 if operand == "fp16" else torch.bfloat16
-    with _disable_current_modes():
-        product = _values_of(scheme.format)[:, None] * _values_of(scale)
-        return bool((product.to(dtype).float() == product).all())
-
-
-def fp8(scheme: Scheme | None, device: torch.device) -> str:
-    """The name of an FP8 format that is converted by hardware, or as half of fp16."""
-    name = "" if scheme is None else {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}.get(scheme.format.name, "")
-    if name == "e4m3" and (
-        INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
-    ):
-        return ""
-    return name
-
-
-@cache
-def table_of(format: Format, device: torch.device) -> Tensor:
-    """The values of a codebook."""
-    return torch.tensor(format.codebook, dtype=torch.float32, device=device)
-
-
-def _terms(values: Tensor) -> Tensor:
-    """Three numbers, each exact in bf16, that add up to each of ``values``, fp32 ``[3, ...]``."""
-    rest, terms = values, []
-    for _ in range(3):
-        terms.append((rest.view(torch.int32) & -0x10000).view(torch.float32))
-        rest = rest - terms[-1]
-    return torch.stack(terms)
-
-
-@cache
-def _ptx(format: Format, operand: str) -> tuple[str, str]:
-    """Instructions that decode a format of 4 bits: each code to one operand, or to three that add up to it."""
-    if format.kind == "integer":
-        return decode_4bit.integers(format.signed, operand)
-    values = _decoded(format)
-    values = values[None] if _is_exact(format, operand) else _terms(values)
-    dtype = torch.float16 if operand == "fp16" else torch.bfloat16
-    return decode_4bit.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())
-
-
-def codes_of(name: str, side: Side) -> dict[str, Any]:
-    """A side's codes and scales, by the names that arguments have."""
-    data = side.data
-    return {
-        f"{name}_ptr": data, f"{name}_stride_r": data.stride(0), f"{name}_stride_c": data.stride(1),
-        f"{name}_bytes": data.shape[1], f"{name}_scale_ptr": _maybe_pattern(side.scale),
-        f"{name}_global_ptr": dense(side.global_scale),
-    }  # fmt: skip
-
-
-def _maybe_pattern(x: Tensor | None) -> Tensor | None:
-    return None if x is None else pattern(x.contiguous())
-
-
 def result_of(bias: Tensor | None, out: Tensor, depth: int) -> dict[str, Any]:
     """Sizes, and the arguments of an epilogue."""
     return {
-        "bias_ptr": _maybe_pattern(bias), "out_ptr": pattern(out), "rows": out.shape[0], "cols": out.shape[1],
+        "bias_ptr": operands.maybe_pattern(bias), "out_ptr": pattern(out), "rows": out.shape[0], "cols": out.shape[1],
         "depth": depth, "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
     }  # fmt: skip
 
@@ -305,13 +136,18 @@ def _tiles(rows: int, tall: int, experts: int) -> int:
     return tiles if experts == 0 else min(rows, tiles + experts)
 
 
+def share_of(count: int, programs: int) -> int:
+    """How many of ``count`` steps a program takes where there are as many tiles as ``programs``."""
+    return -(-count // max(1, min(_PROGRAMS // programs, count // 4)))
+
+
 # -- integers by integers, exact in segments ---------------------------------------------------------------------------
 def multiply_integers(
     a: Side, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
 ) -> list[Launch]:
     """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products."""
     rows, cols = out.shape
-    arguments = codes_of("a", a) | codes_of("b", b) | result_of(bias, out, depth)
+    arguments = operands.codes_of("a", a) | operands.codes_of("b", b) | result_of(bias, out, depth)
     widths = []
     for name, side, size in (("a", a, rows), ("b", b, cols)):
         found = scheme(str(side.scheme))
@@ -365,26 +201,26 @@ def _plan(
         more = {
             "B": (), "B_SCALE": (), "AFFINE": False, "PAIRS": False, "PTX": "", "REGISTERS": "", "FP8": "",
             "SCALED": "none", "GROUP": 1, "GLOBAL": 0, "b_block": 1, "blocks": 1,
-            "B_TERMS": 1 if in_fp16 else _TERMS[b_dtype],
+            "B_TERMS": 1 if in_fp16 else operands.TERMS[b_dtype],
         }  # fmt: skip
         block = depth
     else:
         found = scheme(b_scheme)
-        in_fp16 = a_dtype == torch.float16 and _is_exact(found.format, "fp16")
+        in_fp16 = a_dtype == torch.float16 and operands.is_exact(found.format, "fp16")
         more = _of_codes(found, cols, depth, "fp16" if in_fp16 else "bf16", shape.k)
         block = min(found.block_of(cols, depth)[1], depth)
-        more["FP8"] = fp8(found, device)
+        more["FP8"] = operands.fp8(found, device)
     by_block = more["SCALED"] == "block"
     k = max(more["GROUP"], min(shape.k, max(16, power_of_two(block if by_block else depth))))
     count = -(-depth // block) * -(-block // k) if by_block else -(-depth // k)
     programs = _tiles(rows, shape.m, experts) * -(-cols // groups // shape.n)
-    share = -(-count // max(1, min(_PROGRAMS // programs, count // 4))) if groups == 1 else count
+    share = share_of(count, programs) if groups == 1 else count
     shares = -(-count // share)
     more |= {
         "rows": rows, "cols": cols, "depth": depth, "block": block, "count": count, "share": share,
         "steps": -(-block // k) if by_block else count,
         "OPERAND": "fp32" if INTERPRETED else "fp16" if in_fp16 else "bf16", "SPLIT": shares > 1,
-        "A_FP8": a_fp8, "A_TERMS": 1 if in_fp16 or a_fp8 else _TERMS[a_dtype],
+        "A_FP8": a_fp8, "A_TERMS": 1 if in_fp16 or a_fp8 else operands.TERMS[a_dtype],
         "M": shape.m, "N": shape.n, "K": k,
     }  # fmt: skip
     return _Plan(more, shape, programs, shares)
@@ -394,29 +230,31 @@ def _of_codes(found: Scheme, cols: int, depth: int, operand: str, most: int) -> 
     """How a scheme's codes become operands, and where their scales go; ``most``: elements of a step."""
     block_r, block = found.block_of(cols, depth)
     scaled, group = ("row" if block >= depth else "block"), 1
-    if scaled == "block" and block == power_of_two(block) <= most and _folds(found, operand):
+    if scaled == "block" and block == power_of_two(block) <= most and operands.folds(found, operand):
         scaled, group = "element", block
-    pairs = found.format.bits == 4 and (scaled == "row" or block % 2 == 0)
-    instructions, registers = _ptx(found.format, operand) if pairs and not INTERPRETED else ("", "")
+    together = {4: 2, 6: 4}.get(found.format.bits)  # codes that end with a byte
+    pairs = together is not None and (scaled == "row" or block % together == 0)
+    in_ptx = together == 2 and pairs and not INTERPRETED
+    instructions, registers = operands.instructions(found.format, operand) if in_ptx else ("", "")
     return {
         "B": format_spec(found.format), "B_SCALE": scale_spec(found), "AFFINE": found.affine, "PAIRS": pairs,
         "PTX": instructions, "REGISTERS": registers, "SCALED": scaled, "GROUP": group,
         "GLOBAL": scale_spec(found)[3] if scaled == "element" else 0, "b_block": block_r,
         "blocks": found.scale_shape(cols, depth)[1],
-        "B_TERMS": 1 if operand == "fp16" or _is_exact(found.format, "bf16") else 3,
+        "B_TERMS": 1 if operand == "fp16" or operands.is_exact(found.format, "bf16") else 3,
     }  # fmt: skip
 
 
 def multiply_floats(
-    left: Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
+    left: operands.Decoded, b: Side, bias: Tensor | None, out: Tensor, depth: int, experts: int = 0, groups: int = 1
 ) -> list[Launch]:
     """The product with a matrix, with those of experts, or with one whose rows are those of ``groups`` products."""
     (rows, cols), a = out.shape, left.values
     plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups)
-    table = table_of(scheme(str(b.scheme)).format, out.device) if kind(b) == "codebook" else None
+    table = operands.table_of(scheme(str(b.scheme)).format, out.device) if operands.kind(b) == "codebook" else None
     common = plan.arguments | {
-        "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": _maybe_pattern(b.scale),
-        "b_global_ptr": dense(b.global_scale), "bias_ptr": _maybe_pattern(bias), "out_ptr": pattern(out),
+        "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": operands.maybe_pattern(b.scale),
+        "b_global_ptr": dense(b.global_scale), "bias_ptr": operands.maybe_pattern(bias), "out_ptr": pattern(out),
         "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
         "sums_ptr": out.new_empty((plan.shares, rows, cols), dtype=torch.float32) if plan.shares > 1 else None,
     }  # fmt: skip
@@ -427,10 +265,11 @@ def multiply_floats(
     }  # fmt: skip
     grid, shape = (plan.programs, plan.shares, groups), plan.shape
     launches = [Launch(weight_only.weight_only, grid, arguments, shape.warps, shape.stages)]
-    return launches + (_add_shares(common, plan.shares, experts) if plan.shares > 1 else [])
+    return launches + (add_shares(common, plan.shares, experts) if plan.shares > 1 else [])
 
 
-def _add_shares(common: dict[str, Any], shares: int, experts: int = 0) -> list[Launch]:
+def add_shares(common: dict[str, Any], shares: int, experts: int = 0) -> list[Launch]:
+    """The epilogue of sums that ``shares`` programs have left, with the arguments of what made them."""
     rows, cols = common["rows"], common["cols"]
     finish = {name: common[name] for name in weight_only.add_shares.arg_names if name in common}
     finish |= {"shares": shares, "M": 16, "N": min(64, max(16, power_of_two(cols)))}
@@ -441,10 +280,10 @@ def epilogue(
     sums: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor
 ) -> list[Launch]:
     """``out`` of products ``sums [M, N]``, fp32 or int32, and the fp32 scales of rows of both operands."""
-    return _add_shares(
+    return add_shares(
         result_of(bias, out, 0) | {
             "sums_ptr": sums, "a_scale_ptr": a_scale, "A_SCALED": a_scale is not None,
-            "b_scale_ptr": _maybe_pattern(b_scale), "SCALED": "none" if b_scale is None else "row",
+            "b_scale_ptr": operands.maybe_pattern(b_scale), "SCALED": "none" if b_scale is None else "row",
             "b_global_ptr": None, "b_block": 1, "B_SCALE": scale_spec(scheme("int8:row")), "GLOBAL": 0,
         }, 1,
     )  # fmt: skip

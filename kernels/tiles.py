@@ -144,3 +144,17 @@ def load_codes(
             more = ok & (at + 1 < bytes_a_row)[None, :]
             word |= tl.load(base + ((at + 1) * stride_c)[None, :], more, 0).to(tl.int32) << 8
         return (word >> (first & 7).to(tl.int32)[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def load_fours(ptr, stride_r, stride_c, rows, row_ok, begin, bytes_a_row, C: tl.constexpr):
+    """Codes [R, C] of 6 bits as int32, from column ``begin`` on, a multiple of 4: four of them lie in three bytes."""
+    base = ptr + (rows.to(tl.int64) * stride_r)[:, None]
+    first = begin // 4 * 3 + 3 * tl.arange(0, C // 4)
+    word = tl.zeros([rows.shape[0], C // 4], tl.int32)
+    for k in tl.static_range(3):
+        ok = row_ok[:, None] & (first + k < bytes_a_row)[None, :]
+        word |= tl.load(base + ((first + k).to(tl.int64) * stride_c)[None, :], ok, 0).to(tl.int32) << 8 * k
+    even = tl.join(word & 63, word >> 12 & 63)
+    odd = tl.join(word >> 6 & 63, word >> 18)
+    return tl.reshape(tl.join(even, odd), [rows.shape[0], C])

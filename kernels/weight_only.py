@@ -54,8 +54,10 @@ def term(value, INDEX: tl.constexpr, TERMS: tl.constexpr, OPERAND: tl.constexpr)
 def load_codes(
     ptr, stride_r, stride_c, bytes_a_row, row, k, row_ok, k_ok, first, BITS: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Codes [N, K] from column ``first`` on. PAIRS: 4 bits from an even column on, so that bytes are read once."""
-    if PAIRS:
+    """Codes [N, K] from column ``first`` on. PAIRS: that one, of 4 or 6 bits, begins a byte; bytes are read once."""
+    if PAIRS and BITS == 6:
+        return tiles.load_fours(ptr, stride_r, stride_c, row, row_ok, first, bytes_a_row, k.shape[0])
+    elif PAIRS:
         K: tl.constexpr = k.shape[0]
         at = first // 2 + tl.arange(0, K // 2)
         ok = row_ok[:, None] & (at < bytes_a_row)[None, :]
@@ -136,6 +138,23 @@ def epilogue(
     tl.store(
         out_ptr + to, bits.narrow(total.to(tl.int32, bitcast=True), DTYPE, False), row_ok[None, :] & col_ok[:, None]
     )
+
+
+@triton.jit
+def finish(
+    total, row, col, end, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr, b_block,
+    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    DTYPE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Sums [N, M] through the epilogue, or with ``SPLIT`` as a share of them; of rows those before ``end`` count."""
+    if SPLIT:
+        to = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
+        tl.store(sums_ptr + to, total, (row < end)[None, :] & (col < cols)[:, None])
+    else:
+        epilogue(
+            total, row, col, end, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
+            A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -242,14 +261,10 @@ def multiply(
             total = total + part * scale.to(tl.float32, bitcast=True)[:, None]
         else:
             total = part
-    if SPLIT:
-        to = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
-        tl.store(sums_ptr + to, total, row_ok[None, :] & col_ok[:, None])
-    else:
-        epilogue(
-            total, row, col, end, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
-            A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
-        )  # fmt: skip
+    finish(
+        total, row, col, end, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr, b_block,
+        A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit import scaling
-from lowbit.backends import composed, triton
+from lowbit.backends import triton
 from lowbit.backends.registry import Impl, matmul_precision
 from lowbit.ops import matmul
 from lowbit.ops.spec import Numerics
@@ -57,7 +57,7 @@ def _scratch_of_sums(call: matmul.ScaledMM) -> int:
 # -- integers ----------------------------------------------------------------------------------------------------------
 def _int8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     a, b = (side.data.contiguous().view(torch.int8) for side in matmul.sides(call))
-    scales = tuple(triton.products().row_scales(side, call.cols) for side in matmul.sides(call))
+    scales = tuple(triton.operands().row_scales(side, call.cols) for side in matmul.sides(call))
     _finish(outs, call, (scales[0], scales[1]), lambda rows: _int_mm(a[rows], b))
 
 
@@ -88,7 +88,7 @@ def _multiples(call: matmul.ScaledMM, of: int) -> str | None:
 
 # -- codes that bf16 holds ---------------------------------------------------------------------------------------------
 def _bf16(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
-    left, right = (triton.products().values(side, call.cols) for side in matmul.sides(call))
+    left, right = (triton.operands().values(side, call.cols) for side in matmul.sides(call))
     triton.start([*left.launches, *right.launches], outs[0].device)
     a, b = left.values, right.values.t()
     _finish(outs, call, (left.scale, right.scale), lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
@@ -101,7 +101,7 @@ def _supports_bf16(call: matmul.ScaledMM) -> str | None:
     if triton.products().are_integers(call):
         return "products of integers are exact, which sums in fp32 are not"
     for side in (a, b):
-        if not triton.products().fits_bf16(side, call.cols):
+        if not triton.operands().fits_bf16(side, call.cols):
             return f"{side.name} is not exact in bf16: {side.scheme or side.data.dtype}"
     return None
 
@@ -113,7 +113,7 @@ _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def _fp8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     sides = matmul.sides(call)
     a, b = (side.data.contiguous().view(_FP8[scaling.scheme(str(side.scheme)).format.name]) for side in sides)
-    scales = tuple(triton.products().row_scales(side, call.cols) for side in sides)
+    scales = tuple(triton.operands().row_scales(side, call.cols) for side in sides)
     one = _one(outs[0].device)
     _finish(
         outs, call, (scales[0], scales[1]),
@@ -126,9 +126,19 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
+def _supports_wide_fp8(call: matmul.ScaledMM) -> str | None:
+    if not triton.keeps_fp32(call.b.device):
+        return "sums of FP8 keep 14 bits on this device"
+    return _supports_any_fp8(call)
+
+
 def _supports_fp8(call: matmul.ScaledMM) -> str | None:
     if matmul_precision() != "medium":
         return 'its sums keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
+    return _supports_any_fp8(call)
+
+
+def _supports_any_fp8(call: matmul.ScaledMM) -> str | None:
     names = [scaling.scheme(side.scheme).format.name for side in matmul.sides(call) if side.scheme is not None]
     if len(names) < 2 or not set(names) <= set(_FP8) or names == ["fp8_e5m2", "fp8_e5m2"]:
         return f"torch multiplies FP8 by FP8, one of them E4M3, got {names}"
@@ -147,6 +157,7 @@ def _unless_old(supports: Callable[[matmul.ScaledMM], str | None]) -> Callable[[
 _PRODUCTS = tuple(
     Impl("scaled_mm", name, ("cuda",), priority, run, _unless_old(supports), numerics, fewest_rows, scratch)
     for name, priority, run, supports, numerics, fewest_rows, scratch in (
+        ("delegated_fp8_wide", 73, _fp8, _supports_wide_fp8, Numerics("fp8", "fp32"), 1024, _scratch_of_sums),
         ("delegated_fp8", 72, _fp8, _supports_fp8, Numerics("fp8", "fp22"), 1, _scratch_of_sums),
         ("delegated_int8", 71, _int8, _supports_int8, Numerics("fp32", "fp32"), 4096, _scratch_of_sums),
         ("delegated_bf16", 70, _bf16, _supports_bf16, Numerics("fp32", "fp32"), 1024, _scratch),
@@ -154,16 +165,7 @@ _PRODUCTS = tuple(
 )
 
 
-def _impls() -> tuple[Impl, ...]:
-    """Each with the ops made of it and of Triton's codecs."""
-    made = ("scaled_mm", "linear", "conv")
-    others = tuple(row for row in triton.IMPLS if row.devices == ("cuda",) and row.op not in made)
-    return tuple(
-        row for mm in _PRODUCTS for row in (mm, *composed.linear((*others, mm)), *composed.conv((*others, mm)))
-    )
-
-
-IMPLS = _impls()
+IMPLS = triton.with_codecs(_PRODUCTS)
 
 
 def unavailable() -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.backends import composed
-from lowbit.backends.registry import Impl
+from lowbit.backends.registry import Impl, matmul_precision
 from lowbit.checkout import adopt
 from lowbit.ops import codec, conv, grouped, matmul, optim
 from lowbit.ops import quantize as q
@@ -49,6 +49,14 @@ def products() -> Any:
     from lowbit.kernels import products
 
     return products
+
+
+@cache
+def operands() -> Any:
+    """Operands as kernels of products take them, ``lowbit.kernels.operands``."""
+    from lowbit.kernels import operands
+
+    return operands
 
 
 def start(launches: Any, device: torch.device) -> None:
@@ -146,6 +154,17 @@ def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     start(products().scaled_mm(call, outs[0]), outs[0].device)
 
 
+@cache
+def _of_codes() -> Any:
+    from lowbit.kernels import scaled_products
+
+    return scaled_products
+
+
+def _scaled_mm_of_codes(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
+    start(_of_codes().scaled_mm(call, outs[0]), outs[0].device)
+
+
 def _scaled_grouped_mm(outs: tuple[Tensor, ...], call: grouped.ScaledGroupedMM) -> None:
     start(products().scaled_grouped_mm(call, outs[0]), outs[0].device)
 
@@ -229,6 +248,34 @@ def _supports_mm(call: matmul.ScaledMM) -> str | None:
     return _fits(call.a) or _fits(call.b) or products().supports(call)
 
 
+def keeps_fp32(device: torch.device) -> bool:
+    """Whether a device's sums of products of FP8 and FP4 err no more than sums in fp32 (docs/numerics.md section 9)."""
+    return capability(device)[0] == 10
+
+
+def _supports_codes(call: matmul.ScaledMM) -> str | None:
+    return _fits(call.a) or _fits(call.b) or _of_wide_sums(call) or _of_codes().supports(call)
+
+
+def _of_wide_sums(call: matmul.ScaledMM) -> str | None:
+    return None if keeps_fp32(call.b.device) else "it needs a device of compute capability 10.x"
+
+
+def _supports_codes_in_short(call: matmul.ScaledMM) -> str | None:
+    return _fits(call.a) or _fits(call.b) or _of_short_sums(call) or _of_codes().supports(call)
+
+
+def _of_short_sums(call: matmul.ScaledMM) -> str | None:
+    if capability(call.b.device)[0] != 12:
+        return "it needs a device of compute capability 12.x"
+    if matmul_precision() != "medium":
+        return 'its sums may keep 14 bits; torch.set_float32_matmul_precision("medium") allows that'
+    schemes = [scaling.scheme(side.scheme) for side in matmul.sides(call) if side.scheme is not None]
+    if len({found.format.bits == 4 for found in schemes}) > 1:
+        return "it multiplies FP4 by FP4, and other codes by other codes"
+    return None
+
+
 def _supports_grouped(call: grouped.ScaledGroupedMM) -> str | None:
     return _supports_mm(grouped.product(call, 0, slice(None)))
 
@@ -269,7 +316,25 @@ _IMPLICIT = tuple(
     for impl in _IMPLS
     if impl.op == "scaled_mm"
 )
-IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS) + _IMPLICIT
+#: Products of codes as they are.
+_CODES = (
+    Impl("scaled_mm", "triton_codes", ("cuda",), 71, _scaled_mm_of_codes, _supports_codes, Numerics("fp8", "fp32")),
+    Impl(
+        "scaled_mm", "triton_codes_medium", ("cuda",), 71, _scaled_mm_of_codes, _supports_codes_in_short,
+        Numerics("fp8", "fp22"),
+    ),
+)  # fmt: skip
+#: Codecs, for the ops that are made of these and of another product.
+CODECS = tuple(row for row in _IMPLS if row.devices == ("cuda",) and row.op != "scaled_mm")
+
+
+def with_codecs(products: tuple[Impl, ...]) -> tuple[Impl, ...]:
+    """Products, each with the ops made of it and of the codecs here."""
+    made = ((mm, *composed.linear((*CODECS, mm)), *composed.conv((*CODECS, mm))) for mm in products)
+    return tuple(row for rows in made for row in rows)
+
+
+IMPLS = _IMPLS + composed.linear(_IMPLS) + composed.conv(_IMPLS) + _IMPLICIT + with_codecs(_CODES)
 
 
 #: The oldest Triton whose PTX keeps subnormal numbers (docs/numerics.md section 1); torch 2.10 installs it.

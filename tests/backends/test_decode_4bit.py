@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 from lowbit import reference
 from lowbit.formats import FORMATS, find
-from lowbit.kernels import decode_4bit, products
+from lowbit.kernels import decode_4bit, operands
 
 WORD = (1 << 32) - 1
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,17 +66,17 @@ CASES = [
     (name, operand)
     for name, format in FORMATS.items()
     for operand in FLOATS
-    if format.bits == 4 and (operand == "bf16" or products._is_exact(format, operand))
+    if format.bits == 4 and (operand == "bf16" or operands.is_exact(format, operand))
 ]
 
 
 @pytest.mark.parametrize(("name", "operand"), CASES)
 def test_every_byte_decodes_to_its_two_codes(name, operand):
     format = find(name)
-    instructions, constraints = products._ptx(format, operand)
+    instructions, constraints = operands.instructions(format, operand)
     outputs = constraints.count("=r")
     terms = outputs // 4
-    assert terms == (1 if products._is_exact(format, operand) else 3)
+    assert terms == (1 if operands.is_exact(format, operand) else 3)
     values = reference.decode(torch.arange(16, dtype=torch.uint8), format)
     for first in range(0, 256, 4):
         source = sum((first + at) << 8 * at for at in range(4))

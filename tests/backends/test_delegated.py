@@ -123,6 +123,13 @@ def test_fp8_as_such_waits_for_medium_precision():
         assert 'torch.set_float32_matmul_precision("medium")' in IMPLS["delegated_fp8"].supports(call)
 
 
+def test_fp8_as_such_is_taken_where_its_sums_are_as_good_as_in_fp32(monkeypatch):
+    call = make_call(torch.ones(4, 64), torch.ones(16, 64), "fp8_e4m3:row", "fp8_e4m3:row")
+    assert "keep 14 bits on this device" in IMPLS["delegated_fp8_wide"].supports(call)
+    monkeypatch.setattr(triton, "capability", lambda device: (10, 0))
+    product("delegated_fp8_wide", call)
+
+
 def test_few_rows_are_left_to_kernels_below(monkeypatch):
     few, many = (make_call(torch.ones(m, 64), torch.ones(16, 64), "int8:row", "int8:row") for m in (4, 4096))
     below = replace(IMPLS["delegated_int8"], name="triton", priority=50, fewest_rows=1)
@@ -153,9 +160,9 @@ def test_layers_and_convolutions_ask_of_codes_that_are_not_made_yet(name, scheme
 
 def test_a_choice_is_made_among_fake_tensors():
     """As an estimate does, before anything was decoded."""
-    triton.products()._decoded.cache_clear()
-    triton.products()._values_of.cache_clear()
-    triton.products()._folds.cache_clear()
+    triton.operands()._decoded.cache_clear()
+    triton.operands()._values_of.cache_clear()
+    triton.operands().folds.cache_clear()
     call = make_call(torch.ones(64, 64), torch.ones(32, 64), "nvfp4", "nvfp4")
     with FakeTensorMode() as mode:
         fake = type(call)(*(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in call))

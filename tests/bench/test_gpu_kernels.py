@@ -79,6 +79,10 @@ def traced(section, of, architecture):
         ("linear, 8192 rows", "fp8", 90, "delegated_bf16"),
         ("linear, 512 rows", "fp8; precision medium", 90, "delegated_fp8"),
         ("linear, 512 rows", "fp8; precision medium", 80, "triton"),
+        ("linear, 512 rows", "fp8", 100, "triton_codes"),
+        ("linear, 8192 rows", "fp8", 100, "delegated_fp8_wide"),
+        ("linear, 1 row", "nvfp4, nvfp4-eden", 100, "triton_codes"),
+        ("linear, 8192 rows", "nvfp4, nvfp4-eden", 120, "delegated_bf16"),
         ("quantize", "mxfp8:ceil", 120, "triton"),
     ],
 )

@@ -1,0 +1,192 @@
+"""Operands of products as kernels take them: codes with their scales, or as floats; what holds them exactly."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowbit import reference
+from lowbit.formats import Format, find
+from lowbit.kernels import decode_4bit
+from lowbit.kernels.arguments import dense, pattern
+from lowbit.kernels.launch import dequantize
+from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.ops.matmul import Side
+from lowbit.scaling import Scheme, scheme
+
+__all__ = [
+    "TERMS", "Decoded", "codes_of", "fits_bf16", "folds", "fp8", "fp8_left", "instructions", "is_exact", "kind",
+    "maybe_pattern", "row_scales", "table_of", "values",
+]  # fmt: skip
+
+#: Terms of 8 bits that a float is cut into.
+TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+def kind(side: Side) -> str | None:
+    """The kind of a side's format; None of a float matrix."""
+    return None if side.scheme is None else scheme(side.scheme).format.kind
+
+
+class Decoded(NamedTuple):
+    """A matrix as floats, what fills it, and the fp32 scales of its rows, if they wait for the epilogue; or its codes
+    in the FP8 format ``fp8``.
+    """
+
+    values: Tensor
+    launches: list[Launch]
+    scale: Tensor | None
+    fp8: str = ""
+
+
+def fits_bf16(side: Side, cols: int) -> bool:
+    """Whether an operand is exact in bf16, less scales of whole rows."""
+    if side.scheme is None:
+        return side.data.dtype == torch.bfloat16
+    found = scheme(side.scheme)
+    if found.format.kind == "codebook":
+        return False
+    return found.scale_shape(side.data.shape[0], cols)[1] == 1 or folds(found, "bf16")
+
+
+def values(side: Side, cols: int) -> Decoded:
+    """An operand as floats: in bf16 where its codes, or they times the scales of their blocks, are exact in it."""
+    if side.scheme is None:
+        return Decoded(side.data, [], None)
+    found, rows = scheme(side.scheme), side.data.shape[0]
+    assert side.scale is not None
+    out = partial(torch.empty, (rows, cols), device=side.data.device)
+    if not fits_bf16(side, cols):
+        made = out(dtype=torch.float32)
+        return Decoded(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
+    made = out(dtype=torch.bfloat16)
+    if found.scale_shape(rows, cols)[1] > 1:
+        scale = None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
+        ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
+        return Decoded(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
+    scale = row_scales(side, cols)
+    one = _unit_scales(found, side.scale)
+    ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
+    return Decoded(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
+
+
+def _unit_scales(scheme: Scheme, scale: Tensor) -> Tensor:
+    """Stored scales of 1."""
+    if scale.dtype != torch.uint8:
+        return torch.ones_like(scale)
+    code = reference.decode(torch.arange(256, dtype=torch.uint8), find(scheme.scale_format.name)) == 1
+    return torch.full_like(scale, int(code.nonzero()))
+
+
+def fp8_left(side: Side, cols: int) -> Decoded | None:
+    """FP8 codes whose scales span rows as they are: the kernel decodes them."""
+    found = None if side.scheme is None else scheme(side.scheme)
+    if found is None or not fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
+        return None
+    return Decoded(side.data, [], row_scales(side, cols), fp8(found, side.data.device))
+
+
+def row_scales(side: Side, cols: int) -> Tensor:
+    """The one scale of each row, fp32 ``[rows]``."""
+    assert side.scale is not None
+    found, rows = scheme(str(side.scheme)), side.data.shape[0]
+    plain = side.scale.dtype != torch.uint8 and side.global_scale is None
+    scale = side.scale.float() if plain else reference.scale_value(side.scale, found, side.global_scale)
+    block, scale = found.block_of(rows, cols)[0], scale[:, 0]
+    if block >= rows:
+        return scale.expand(rows).contiguous()
+    return (scale if block == 1 else scale.repeat_interleave(block)[:rows]).contiguous()
+
+
+@cache
+def _values_of(format: Format) -> Tensor:
+    """The finite values of a format's codes, fp32."""
+    with _disable_current_modes():  # in which tensors may be fake
+        values = _decoded(format)
+        return values[values.isfinite()]
+
+
+@cache
+def _decoded(format: Format) -> Tensor:
+    """The values of all codes of a format, fp32."""
+    with _disable_current_modes():
+        return reference.decode(torch.arange(1 << format.bits, dtype=torch.uint8), format)
+
+
+@cache
+def is_exact(format: Format, operand: str) -> bool:
+    """Whether a format's values are exact in bf16 or fp16."""
+    if operand == "bf16":
+        return format.kind != "codebook"
+    with _disable_current_modes():
+        values = _values_of(format)
+        return bool((values.half().float() == values).all())
+
+
+@cache
+def folds(scheme: Scheme, operand: str) -> bool:
+    """Whether a code times its block's scale is exact in the operand; bf16 has the range of every power of two."""
+    if scheme.affine or scheme.format.kind == "codebook" or scheme.scale_format.dtype != "uint8":
+        return False
+    scale = find(scheme.scale_format.name)
+    if scale.kind == "exponent":
+        return operand == "bf16"
+    dtype = torch.float16 if operand == "fp16" else torch.bfloat16
+    with _disable_current_modes():
+        product = _values_of(scheme.format)[:, None] * _values_of(scale)
+        return bool((product.to(dtype).float() == product).all())
+
+
+def fp8(scheme: Scheme | None, device: torch.device) -> str:
+    """The name of an FP8 format that is converted by hardware, or as half of fp16."""
+    name = "" if scheme is None else {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}.get(scheme.format.name, "")
+    if name == "e4m3" and (
+        INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
+    ):
+        return ""
+    return name
+
+
+@cache
+def table_of(format: Format, device: torch.device) -> Tensor:
+    """The values of a codebook."""
+    return torch.tensor(format.codebook, dtype=torch.float32, device=device)
+
+
+def _terms(values: Tensor) -> Tensor:
+    """Three numbers, each exact in bf16, that add up to each of ``values``, fp32 ``[3, ...]``."""
+    rest, terms = values, []
+    for _ in range(3):
+        terms.append((rest.view(torch.int32) & -0x10000).view(torch.float32))
+        rest = rest - terms[-1]
+    return torch.stack(terms)
+
+
+@cache
+def instructions(format: Format, operand: str) -> tuple[str, str]:
+    """Instructions that decode a format of 4 bits: each code to one operand, or to three that add up to it."""
+    if format.kind == "integer":
+        return decode_4bit.integers(format.signed, operand)
+    values = _decoded(format)
+    values = values[None] if is_exact(format, operand) else _terms(values)
+    dtype = torch.float16 if operand == "fp16" else torch.bfloat16
+    return decode_4bit.tables((values.to(dtype).view(torch.int16).int() & 0xFFFF).tolist())
+
+
+def codes_of(name: str, side: Side) -> dict[str, Any]:
+    """A side's codes and scales, by the names that arguments have."""
+    data = side.data
+    return {
+        f"{name}_ptr": data, f"{name}_stride_r": data.stride(0), f"{name}_stride_c": data.stride(1),
+        f"{name}_bytes": data.shape[1], f"{name}_scale_ptr": maybe_pattern(side.scale),
+        f"{name}_global_ptr": dense(side.global_scale),
+    }  # fmt: skip
+
+
+def maybe_pattern(x: Tensor | None) -> Tensor | None:
+    """An optional tensor as an argument: contiguous, of integers."""
+    return None if x is None else pattern(x.contiguous())

@@ -1,0 +1,133 @@
+"""Host side of products that tensor cores multiply as codes: which calls, with which tiles, in how many steps."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels import scaled, weight_only
+from lowbit.kernels.arguments import dense, dtype_of, pattern
+from lowbit.kernels.operands import codes_of, maybe_pattern, row_scales
+from lowbit.kernels.products import add_shares, share_of
+from lowbit.kernels.spec import Launch, power_of_two, scale_spec
+from lowbit.ops.matmul import ScaledMM, Side, sides
+from lowbit.scaling import Scheme, scheme
+
+__all__ = ["scaled_mm", "supports"]
+
+#: Formats that are multiplied as codes, by what hardware calls them.
+_CODES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2", "fp4_e2m1": "e2m1"}
+#: By which power of two codes of FP6 exceed what their patterns are in E4M3.
+_EXPONENTS = {"e2m3": 6, "e3m2": 4}
+#: Elements of a block of hardware, by the format of its scale.
+_BLOCKS = {"e8m0": 32, "fp8_e4m3": 16}
+#: More blocks than a row has.
+_ALL = 1 << 30
+
+
+class _Shape(NamedTuple):
+    """Tiles, warps and stages: of 8-bit codes, and of FP4 with a scale for 16. Others take as many registers in other
+    lengths: FP4 with a scale for 32 in twice as long ones, FP6, which is unpacked, in half as long ones.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+#: By the most rows that it is for; the last serves more.
+_SHAPES = {16: _Shape(16, 128, 128, 4, 4), 64: _Shape(64, 128, 128, 8, 3), 128: _Shape(128, 128, 128, 8, 3)}
+
+
+def _elements(found: Scheme, cols: int) -> int:
+    """How many elements hardware applies a scheme's scale to; 0 where it cannot."""
+    elements = _BLOCKS.get(found.scale_format.name, 0)
+    block = found.block_of(1, cols)[1]
+    if elements == 0 or (elements == 16 and found.format.bits != 4):
+        return 0
+    return elements if block >= cols or block % elements == 0 else 0
+
+
+def _whole(found: Scheme, cols: int) -> bool:
+    """Whether it is FP8 with a scale for each row, which is left to the epilogue."""
+    return found.format.bits == 8 and found.block_of(1, cols)[1] >= cols
+
+
+def supports(call: ScaledMM) -> str | None:
+    """Why tensor cores do not multiply a call's codes as they are."""
+    schemes = []
+    for side in sides(call):
+        found = None if side.scheme is None else scheme(side.scheme)
+        if found is None or found.format.name not in _CODES:
+            return f"it multiplies codes of {', '.join(_CODES)}, and {side.name} is {side.scheme or side.data.dtype}"
+        if not _whole(found, call.cols) and not _elements(found, call.cols):
+            return f"hardware applies E8M0 scales to 32 elements, E4M3 ones to 16 of FP4, and {side.name} is {found}"
+        schemes.append(found)
+    a, b = schemes
+    if not (_whole(a, call.cols) and _whole(b, call.cols)) and _elements(a, call.cols) != _elements(b, call.cols):
+        return f"scales of both operands must be of one kind, got {a} and {b}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _plan(sizes: tuple[int, int, int], a_scheme: str, b_scheme: str) -> tuple[dict[str, Any], _Shape, int, int]:
+    """Arguments that are no tensors, tiles, programs and shares, of ``sizes`` rows, columns and depth."""
+    rows, cols, depth = sizes
+    shape = next((shape for most, shape in _SHAPES.items() if rows <= most), _SHAPES[max(_SHAPES)])
+    shape = shape._replace(m=min(shape.m, max(16, power_of_two(rows))))
+    found = scheme(a_scheme), scheme(b_scheme)
+    names = [_CODES[one.format.name] for one in found]
+    whole = _whole(found[0], depth) and _whole(found[1], depth)
+    elements = 0 if whole else _elements(found[0], depth)
+    more: dict[str, Any] = {"V": elements}
+    for name, one, size in zip("ab", found, (rows, cols), strict=True):
+        block_r, block_c = one.block_of(size, depth)
+        more |= {
+            f"{name}_block_r": block_r, f"{name}_block_c": _ALL if whole or block_c >= depth else block_c // elements,
+            f"{name}_blocks": one.scale_shape(size, depth)[1],
+        }  # fmt: skip
+    if names == ["e2m1", "e2m1"] and elements == 32:
+        shape = shape._replace(k=2 * shape.k)
+    elif any(name in _EXPONENTS for name in names):
+        shape = shape._replace(k=shape.k // 2)
+    count = -(-depth // shape.k)
+    programs = -(-rows // shape.m) * -(-cols // shape.n)
+    share = share_of(count, programs)
+    more |= {
+        "rows": rows, "cols": cols, "depth": depth, "count": count, "share": share, "A": names[0], "B": names[1],
+        "b_block": found[1].block_of(cols, depth)[0], "FACTOR": 2.0 ** sum(_EXPONENTS.get(name, 0) for name in names),
+        "B_SCALE": scale_spec(found[1]), "SCALED": "row" if whole else "block", "SPLIT": share < count,
+        "GLOBAL": 0 if whole else scale_spec(found[1])[3], "M": shape.m, "N": shape.n, "K": shape.k,
+    }  # fmt: skip
+    return more, shape, programs, -(-count // share)
+
+
+def _after(side: Side, rows: int, depth: int, whole: bool) -> Tensor | None:
+    """What the epilogue multiplies with the rows of the left operand, fp32 ``[rows]``."""
+    if whole:
+        return row_scales(side, depth)
+    return None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
+
+
+def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
+    """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
+    (rows, cols), (a, b) = out.shape, sides(call)
+    plan, shape, programs, shares = _plan((rows, cols, call.cols), str(a.scheme), str(b.scheme))
+    after = _after(a, rows, call.cols, plan["V"] == 0)
+    of_a, of_b = codes_of("a", a), codes_of("b", b)
+    arguments = of_a | of_b | plan | {
+        "a_blocks_ptr": of_a["a_scale_ptr"], "b_blocks_ptr": of_b["b_scale_ptr"], "a_scale_ptr": after,
+        "A_SCALED": after is not None, "bias_ptr": maybe_pattern(call.bias),
+        "out_ptr": pattern(out), "b_global_ptr": dense(b.global_scale),
+        "BIAS": -1 if call.bias is None else dtype_of(call.bias), "DTYPE": dtype_of(out),
+        "sums_ptr": out.new_empty((shares, rows, cols), dtype=torch.float32) if shares > 1 else None,
+    }  # fmt: skip
+    arguments.pop("a_global_ptr")
+    one = Launch(scaled.scaled, (programs, shares), arguments, shape.warps, shape.stages)
+    finish = {name: arguments[name] for name in weight_only.add_shares.arg_names if name in arguments}
+    return [one, *(add_shares(finish, shares) if shares > 1 else [])]
