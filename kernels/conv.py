@@ -64,10 +64,10 @@ def conv_integers(
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def conv_weight_only(
     a_ptr, b_ptr, b_stride_r, b_stride_c, b_bytes,
-    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, b_block, blocks, block, steps, count, share,
+    a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
     channels, each, size_d, size_h, size_w, places_d, places_h, places_w,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
@@ -82,9 +82,9 @@ def conv_weight_only(
         a_scale_ptr += group.to(tl.int64) * rows
     weight_only.multiply(
         row, col, rows, a_ptr + group * each, 0, 0, b_ptr, b_stride_r, b_stride_c, b_bytes,
-        a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-        rows, cols, depth, b_block, blocks, block, steps, count, share,
-        B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+        a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+        rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
+        B, B_SCALE, A_SCALE, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
         A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
         (channels, each, size_d, size_h, size_w, places_d, places_h, places_w), WINDOW, MADE,
         MADE_SCALE, MADE_DTYPE,

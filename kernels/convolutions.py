@@ -189,6 +189,8 @@ def _left(a: Side, rows: int, made: bool) -> operands.Decoded:
     """The left operand of a product of floats, with a scale for each of ``rows`` patches."""
     if made:
         decoded = a.data.to("meta", torch.bfloat16)
-        return operands.Decoded(decoded, [], a.scale, operands.fp8(scheme(str(a.scheme)), a.data.device))
+        return operands.Decoded(
+            decoded, [], operands.fp32_rows(a.scale), operands.fp8(scheme(str(a.scheme)), a.data.device)
+        )
     left = operands.fp8_left(a, a.data.shape[1]) or operands.values(a, a.data.shape[1])
-    return left if left.scale is None else left._replace(scale=left.scale[:1].expand(rows).contiguous())
+    return left if left.rows is None else left._replace(rows=left.rows._replace(block=rows))

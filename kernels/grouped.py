@@ -53,10 +53,10 @@ def store_zeros(row, col, end, cols, out_ptr):
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def grouped_weight_only(
     a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
-    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, b_block, blocks, block, steps, count, share,
+    a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
     offsets_ptr, experts, b_stride_e, scale_stride_e, global_stride_e,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
@@ -71,10 +71,11 @@ def grouped_weight_only(
         weight_only.multiply(
             row, col, end, a_ptr, a_stride_r, a_stride_c,
             of_expert(b_ptr, expert, b_stride_e), b_stride_r, b_stride_c, b_bytes,
-            a_scale_ptr, of_expert(b_scale_ptr, expert, scale_stride_e), of_expert(b_zero_ptr, expert, scale_stride_e),
+            a_scale_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
+            of_expert(b_zero_ptr, expert, scale_stride_e),
             of_expert(b_global_ptr, expert, global_stride_e), table_ptr, of_expert(bias_ptr, expert, cols),
-            out_ptr, sums_ptr, rows, cols, depth, b_block, blocks, block, steps, count, share,
-            B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+            out_ptr, sums_ptr, rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
+            B, B_SCALE, A_SCALE, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
             A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
         )  # fmt: skip
     elif (expert == experts) & (tl.program_id(1) == 0):
@@ -83,9 +84,9 @@ def grouped_weight_only(
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def grouped_add_shares(
-    sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block, shares,
-    offsets_ptr, experts, scale_stride_e, global_stride_e,
-    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    sums_ptr, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, a_block, b_block,
+    shares, offsets_ptr, experts, scale_stride_e, global_stride_e,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """``add_shares`` of the expert that a tile's rows have."""
@@ -94,9 +95,9 @@ def grouped_add_shares(
     row, col = first + tl.arange(0, M), (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
     if expert < experts:
         weight_only.add(
-            row, col, end, sums_ptr, a_scale_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
+            row, col, end, sums_ptr, a_scale_ptr, a_global_ptr, of_expert(b_scale_ptr, expert, scale_stride_e),
             of_expert(b_global_ptr, expert, global_stride_e), of_expert(bias_ptr, expert, cols), out_ptr,
-            rows, cols, b_block, shares, A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
+            rows, cols, a_block, b_block, shares, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
         )  # fmt: skip
 
 

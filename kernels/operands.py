@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,29 @@ from lowbit.formats import Format, find
 from lowbit.kernels import decode_4bit
 from lowbit.kernels.arguments import dense, pattern
 from lowbit.kernels.launch import dequantize
-from lowbit.kernels.spec import INTERPRETED, Launch
+from lowbit.kernels.spec import INTERPRETED, Launch, scale_spec
 from lowbit.ops.matmul import Side
 from lowbit.scaling import Scheme, scheme
 
 __all__ = [
-    "TERMS", "Decoded", "codes_of", "fits_bf16", "folds", "fp8", "fp8_left", "instructions", "is_exact", "kind",
-    "maybe_pattern", "row_scales", "table_of", "values",
+    "TERMS",
+    "Decoded",
+    "RowScales",
+    "codes_of",
+    "fits_bf16",
+    "folds",
+    "fp8",
+    "fp8_left",
+    "fp32_rows",
+    "global_rows",
+    "instructions",
+    "is_exact",
+    "kind",
+    "maybe_pattern",
+    "of_left",
+    "row_scales",
+    "table_of",
+    "values",
 ]  # fmt: skip
 
 #: Terms of 8 bits that a float is cut into.
@@ -32,14 +48,53 @@ def kind(side: Side) -> str | None:
     return None if side.scheme is None else scheme(side.scheme).format.kind
 
 
+class RowScales(NamedTuple):
+    """Scales of rows, as ``scheme`` stores them: ``block`` rows share one."""
+
+    scale: Tensor
+    global_scale: Tensor | None
+    block: int
+    scheme: Scheme
+
+    def expand(self, rows: int) -> Tensor:
+        """The scale of each row, fp32 ``[rows]``."""
+        plain = self.scale.dtype != torch.uint8 and self.global_scale is None
+        scale = self.scale.float() if plain else reference.scale_value(self.scale, self.scheme, self.global_scale)
+        if self.block >= rows:
+            return scale[:, 0].expand(rows).contiguous()
+        return scale[:, 0].repeat_interleave(self.block)[:rows].contiguous() if self.block > 1 else scale[:, 0]
+
+
+def row_scales(side: Side, cols: int) -> RowScales:
+    """The scales of a side that has one for each row."""
+    assert side.scale is not None
+    found = scheme(str(side.scheme))
+    return RowScales(side.scale, side.global_scale, found.block_of(side.data.shape[0], cols)[0], found)
+
+
+def fp32_rows(scale: Tensor, block: int = 1) -> RowScales:
+    """fp32 scales ``[rows]`` or ``[rows, 1]``, of ``block`` rows each."""
+    return RowScales(scale.view(-1, 1), None, block, scheme("int8:row"))
+
+
+def of_left(rows: RowScales | None) -> dict[str, Any]:
+    """Scales of the rows of a left operand, by the names that arguments of an epilogue have."""
+    if rows is None:
+        return {"a_scale_ptr": None, "a_global_ptr": None, "a_block": 1, "A_SCALE": None}
+    return {
+        "a_scale_ptr": maybe_pattern(rows.scale), "a_global_ptr": dense(rows.global_scale), "a_block": rows.block,
+        "A_SCALE": scale_spec(rows.scheme),
+    }  # fmt: skip
+
+
 class Decoded(NamedTuple):
-    """A matrix as floats, what fills it, and the fp32 scales of its rows, if they wait for the epilogue; or its codes
-    in the FP8 format ``fp8``.
+    """A matrix as floats, what fills it, and the scales of its rows, if they wait for the epilogue; or its codes in the
+    FP8 format ``fp8``.
     """
 
     values: Tensor
     launches: list[Launch]
-    scale: Tensor | None
+    rows: RowScales | None
     fp8: str = ""
 
 
@@ -65,21 +120,40 @@ def values(side: Side, cols: int) -> Decoded:
         return Decoded(made, dequantize(side.data, found, side.scale, side.zero_point, side.global_scale, made), None)
     made = out(dtype=torch.bfloat16)
     if found.scale_shape(rows, cols)[1] > 1:
-        scale = None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
-        ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
-        return Decoded(made, dequantize(side.data, found, side.scale, None, ones, made), scale)
-    scale = row_scales(side, cols)
-    one = _unit_scales(found, side.scale)
-    ones = None if side.global_scale is None else torch.ones_like(side.global_scale)
-    return Decoded(made, dequantize(side.data, found, one, side.zero_point, ones, made), scale)
+        return Decoded(made, dequantize(side.data, found, side.scale, None, _ones(side), made), global_rows(side))
+    one = _filled(side.scale.shape, side.scale.dtype, _unit(found), side.data.device)
+    launches = dequantize(side.data, found, one, side.zero_point, _ones(side), made)
+    return Decoded(made, launches, row_scales(side, cols))
 
 
-def _unit_scales(scheme: Scheme, scale: Tensor) -> Tensor:
-    """Stored scales of 1."""
-    if scale.dtype != torch.uint8:
-        return torch.ones_like(scale)
-    code = reference.decode(torch.arange(256, dtype=torch.uint8), find(scheme.scale_format.name)) == 1
-    return torch.full_like(scale, int(code.nonzero()))
+def global_rows(side: Side) -> RowScales | None:
+    """The global scales of a side as scales of its rows."""
+    if side.global_scale is None:
+        return None
+    return fp32_rows(side.global_scale, side.data.shape[0] if side.global_scale.numel() == 1 else 1)
+
+
+def _ones(side: Side) -> Tensor | None:
+    """In place of a side's global scales."""
+    if side.global_scale is None:
+        return None
+    return _filled(side.global_scale.shape, torch.float32, 1.0, side.data.device)
+
+
+@lru_cache(maxsize=256)
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float, device: torch.device) -> Tensor:
+    """A tensor of one value, which is made once: no call waits for it."""
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
+@cache
+def _unit(scheme: Scheme) -> float:
+    """What a stored scale of 1 is."""
+    if scheme.scale_format.dtype != "uint8":
+        return 1.0
+    with _disable_current_modes():
+        codes = reference.decode(torch.arange(256, dtype=torch.uint8), find(scheme.scale_format.name))
+        return int((codes == 1).nonzero())
 
 
 def fp8_left(side: Side, cols: int) -> Decoded | None:
@@ -88,18 +162,6 @@ def fp8_left(side: Side, cols: int) -> Decoded | None:
     if found is None or not fp8(found, side.data.device) or found.scale_shape(side.data.shape[0], cols)[1] > 1:
         return None
     return Decoded(side.data, [], row_scales(side, cols), fp8(found, side.data.device))
-
-
-def row_scales(side: Side, cols: int) -> Tensor:
-    """The one scale of each row, fp32 ``[rows]``."""
-    assert side.scale is not None
-    found, rows = scheme(str(side.scheme)), side.data.shape[0]
-    plain = side.scale.dtype != torch.uint8 and side.global_scale is None
-    scale = side.scale.float() if plain else reference.scale_value(side.scale, found, side.global_scale)
-    block, scale = found.block_of(rows, cols)[0], scale[:, 0]
-    if block >= rows:
-        return scale.expand(rows).contiguous()
-    return (scale if block == 1 else scale.repeat_interleave(block)[:rows]).contiguous()
 
 
 @cache

@@ -253,7 +253,7 @@ def multiply_floats(
     plan = _plan((rows, cols, depth), a.dtype, left.fp8, b.data.dtype, b.scheme, out.device, experts, groups)
     table = operands.table_of(scheme(str(b.scheme)).format, out.device) if operands.kind(b) == "codebook" else None
     common = plan.arguments | {
-        "a_scale_ptr": left.scale, "A_SCALED": left.scale is not None, "b_scale_ptr": operands.maybe_pattern(b.scale),
+        **operands.of_left(left.rows), "b_scale_ptr": operands.maybe_pattern(b.scale),
         "b_global_ptr": dense(b.global_scale), "bias_ptr": operands.maybe_pattern(bias), "out_ptr": pattern(out),
         "BIAS": -1 if bias is None else dtype_of(bias), "DTYPE": dtype_of(out),
         "sums_ptr": out.new_empty((plan.shares, rows, cols), dtype=torch.float32) if plan.shares > 1 else None,
@@ -282,7 +282,7 @@ def epilogue(
     """``out`` of products ``sums [M, N]``, fp32 or int32, and the fp32 scales of rows of both operands."""
     return add_shares(
         result_of(bias, out, 0) | {
-            "sums_ptr": sums, "a_scale_ptr": a_scale, "A_SCALED": a_scale is not None,
+            "sums_ptr": sums, **operands.of_left(a_scale if a_scale is None else operands.fp32_rows(a_scale)),
             "b_scale_ptr": operands.maybe_pattern(b_scale), "SCALED": "none" if b_scale is None else "row",
             "b_global_ptr": None, "b_block": 1, "B_SCALE": scale_spec(scheme("int8:row")), "GLOBAL": 0,
         }, 1,

@@ -98,10 +98,10 @@ def sums(
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def scaled(
     a_ptr, a_stride_r, a_stride_c, a_bytes, b_ptr, b_stride_r, b_stride_c, b_bytes, a_blocks_ptr, b_blocks_ptr,
-    a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, b_block, count, share,
+    a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block_r, a_block_c, a_blocks, b_block_r, b_block_c, b_blocks, a_block, b_block, count, share,
     A: tl.constexpr, B: tl.constexpr, V: tl.constexpr, FACTOR: tl.constexpr,
-    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr,
     BIAS: tl.constexpr, DTYPE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``a [rows, depth] @ b [cols, depth].T``, of which it holds the transpose.
@@ -125,6 +125,6 @@ def scaled(
                 b_blocks, begin, end, A, B, V, True, M, N, K,
             )  # fmt: skip
     weight_only.finish(
-        total * FACTOR, row, col, rows, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr,
-        sums_ptr, b_block, A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT,
+        total * FACTOR, row, col, rows, rows, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr,
+        out_ptr, sums_ptr, a_block, b_block, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT,
     )  # fmt: skip

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowbit.kernels import scaled, weight_only
 from lowbit.kernels.arguments import dense, dtype_of, pattern
-from lowbit.kernels.operands import codes_of, maybe_pattern, row_scales
+from lowbit.kernels.operands import codes_of, global_rows, maybe_pattern, of_left, row_scales
 from lowbit.kernels.products import add_shares, share_of
 from lowbit.kernels.spec import Launch, power_of_two, scale_spec
-from lowbit.ops.matmul import ScaledMM, Side, sides
+from lowbit.ops.matmul import ScaledMM, sides
 from lowbit.scaling import Scheme, scheme
 
 __all__ = ["scaled_mm", "supports"]
@@ -107,27 +107,19 @@ def _plan(sizes: tuple[int, int, int], a_scheme: str, b_scheme: str) -> tuple[di
     return more, shape, programs, -(-count // share)
 
 
-def _after(side: Side, rows: int, depth: int, whole: bool) -> Tensor | None:
-    """What the epilogue multiplies with the rows of the left operand, fp32 ``[rows]``."""
-    if whole:
-        return row_scales(side, depth)
-    return None if side.global_scale is None else side.global_scale.flatten().expand(rows).contiguous()
-
-
 def scaled_mm(call: ScaledMM, out: Tensor) -> list[Launch]:
     """``out [M, N] = a [M, K] @ b [N, K].T``; see ``lowbit.ops.matmul``."""
     (rows, cols), (a, b) = out.shape, sides(call)
     plan, shape, programs, shares = _plan((rows, cols, call.cols), str(a.scheme), str(b.scheme))
-    after = _after(a, rows, call.cols, plan["V"] == 0)
+    after = row_scales(a, call.cols) if plan["V"] == 0 else global_rows(a)
     of_a, of_b = codes_of("a", a), codes_of("b", b)
     arguments = of_a | of_b | plan | {
-        "a_blocks_ptr": of_a["a_scale_ptr"], "b_blocks_ptr": of_b["b_scale_ptr"], "a_scale_ptr": after,
-        "A_SCALED": after is not None, "bias_ptr": maybe_pattern(call.bias),
+        "a_blocks_ptr": of_a["a_scale_ptr"], "b_blocks_ptr": of_b["b_scale_ptr"], **of_left(after),
+        "bias_ptr": maybe_pattern(call.bias),
         "out_ptr": pattern(out), "b_global_ptr": dense(b.global_scale),
         "BIAS": -1 if call.bias is None else dtype_of(call.bias), "DTYPE": dtype_of(out),
         "sums_ptr": out.new_empty((shares, rows, cols), dtype=torch.float32) if shares > 1 else None,
     }  # fmt: skip
-    arguments.pop("a_global_ptr")
     one = Launch(scaled.scaled, (programs, shares), arguments, shape.warps, shape.stages)
     finish = {name: arguments[name] for name in weight_only.add_shares.arg_names if name in arguments}
     return [one, *(add_shares(finish, shares) if shares > 1 else [])]

@@ -36,7 +36,7 @@ GENERAL = (
 
 #: The same of products: what vector loads are aligned by, such as the depth, is not among them.
 GENERAL_OF_PRODUCTS = (
-    "rows", "b_block", "blocks", "steps", "count", "share", "shares", "segments", "length",
+    "rows", "a_block", "b_block", "blocks", "steps", "count", "share", "shares", "segments", "length",
     "a_block_r", "b_block_r", "a_block_c", "b_block_c", "a_blocks", "b_blocks",
     "experts", "size_d", "size_h", "size_w", "places_d", "places_h", "places_w",
 )  # fmt: skip

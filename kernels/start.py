@@ -4,17 +4,20 @@ here it is asked once for each kind of arguments.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit.kernels.spec import INTERPRETED, Launch
 
-__all__ = ["run", "specialization"]
+__all__ = ["bound", "run", "specialization"]
 
 #: Compiled kernels by device and kind of arguments.
 _compiled: dict[Any, Any] = {}
@@ -42,6 +45,35 @@ def _start(one: Launch) -> None:
         _compiled[key] = one.kernel[one.grid](**one.arguments, **options)
         return
     compiled[(*one.grid, 1, 1)[:3]](*_parameters(one.kernel).all(one.arguments))
+
+
+def bound(one: Launch) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
+    """A kernel that was started, what it was started with, and which of that are tensors: to be started again with
+    addresses in place of these.
+    """
+    arguments = [one.arguments[name] for name in one.kernel.arg_names]
+    tensors = tuple(index for index, value in enumerate(arguments) if isinstance(value, torch.Tensor))
+    if INTERPRETED:
+        return partial(_interpret, one, arguments), arguments, tensors
+    compiled = _compiled[torch.cuda.current_device(), specialization(one)]
+    return compiled[(*one.grid, 1, 1)[:3]], arguments, tensors
+
+
+def _interpret(one: Launch, tensors: list[Any], *arguments: Any) -> None:
+    """Start an interpreted kernel, which takes tensors, with addresses in their place."""
+    given = [
+        _at(value, like) if isinstance(like, torch.Tensor) else value
+        for value, like in zip(arguments, tensors, strict=True)
+    ]
+    run([one._replace(arguments=dict(zip(one.kernel.arg_names, given, strict=True)))])
+
+
+def _at(address: int, like: torch.Tensor) -> torch.Tensor:
+    """The memory at an address as a tensor that looks like another one."""
+    steps = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    memory = (ctypes.c_byte * (max(steps + 1, 0) * like.element_size())).from_address(address)
+    whole = torch.frombuffer(memory, dtype=like.dtype) if len(memory) else like
+    return whole.as_strided(like.shape, like.stride())
 
 
 class _Parameters(NamedTuple):
@@ -86,11 +118,15 @@ def specialization(one: Launch) -> tuple[Any, ...]:
 _WIDE = 1 << 31
 
 
-def _interpreting() -> AbstractContextManager[Any]:
-    """NumPy interprets kernels: it must keep subnormals, and not warn of what IEEE arithmetic does as specified."""
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """NumPy interprets kernels: it must keep subnormals, and not warn of what IEEE arithmetic does as specified. What
+    the interpreter asks of torch is no part of a call.
+    """
     if np.float32(1e-39) * np.float32(1) == 0:
         raise RuntimeError(
             "interpreted Triton kernels cannot run under torch.set_flush_denormal(True), which would change their "
             "results; switch it off, or leave out use_backend('triton')"
         )
-    return np.errstate(all="ignore")
+    with np.errstate(all="ignore"), _disable_current_modes():
+        yield

@@ -116,8 +116,9 @@ def scale_of(ptr, global_ptr, row, at, ok, SCALE: tl.constexpr):
 
 @triton.jit
 def epilogue(
-    total, row, col, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
-    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    total, row, col, rows, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, a_block,
+    b_block,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Scales of rows, bias and cast of sums [N, M], in that order."""
@@ -127,9 +128,9 @@ def epilogue(
         scale = scale_of(b_scale_ptr, b_global_ptr, col, col // b_block, col_ok, B_SCALE)[:, None]
     elif GLOBAL:
         scale = tl.load(b_global_ptr + (col if GLOBAL == 2 else col * 0), col_ok, 1.0)[:, None]
-    if A_SCALED:
-        scale = tl.load(a_scale_ptr + row, row_ok, 1.0)[None, :] * scale
-    if A_SCALED or SCALED == "row" or GLOBAL:
+    if A_SCALE is not None:
+        scale = scale_of(a_scale_ptr, a_global_ptr, row, row // a_block, row_ok, A_SCALE)[None, :] * scale
+    if A_SCALE is not None or SCALED == "row" or GLOBAL:
         total = total * scale
     if BIAS >= 0:
         sign, magnitude = bits.split(tl.load(bias_ptr + col, col_ok, 0), BIAS)
@@ -142,8 +143,9 @@ def epilogue(
 
 @triton.jit
 def finish(
-    total, row, col, end, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr, b_block,
-    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    total, row, col, end, rows, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr,
+    sums_ptr, a_block, b_block,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Sums [N, M] through the epilogue, or with ``SPLIT`` as a share of them; of rows those before ``end`` count."""
@@ -152,17 +154,17 @@ def finish(
         tl.store(sums_ptr + to, total, (row < end)[None, :] & (col < cols)[:, None])
     else:
         epilogue(
-            total, row, col, end, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
-            A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+            total, row, col, end, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr,
+            a_block, b_block, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
         )  # fmt: skip
 
 
 @triton.jit
 def multiply(
     row, col, end, a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
-    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, b_block, blocks, block, steps, count, share,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
@@ -180,7 +182,7 @@ def multiply(
     else:
         first_pixel = patches.corner(row, image, WINDOW)
     if MADE is not None:
-        patch_scale = tl.load(a_scale_ptr + row, row_ok, 1.0)[:, None]
+        patch_scale = scale_of(a_scale_ptr, None, row, row, row_ok, A_SCALE)[:, None]
     scale_row = (col // b_block).to(tl.int64) * blocks
     total = tl.zeros([N, M], tl.float32)
     begin = tl.program_id(1) * share
@@ -262,17 +264,17 @@ def multiply(
         else:
             total = part
     finish(
-        total, row, col, end, rows, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, sums_ptr, b_block,
-        A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT,
+        total, row, col, end, rows, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr,
+        sums_ptr, a_block, b_block, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, SPLIT,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def weight_only(
     a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
-    a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-    rows, cols, depth, b_block, blocks, block, steps, count, share,
-    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALED: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
+    a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+    rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
+    B: tl.constexpr, B_SCALE: tl.constexpr, A_SCALE: tl.constexpr, AFFINE: tl.constexpr, PAIRS: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr, REGISTERS: tl.constexpr, OPERAND: tl.constexpr,
     A_FP8: tl.constexpr, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, SPLIT: tl.constexpr,
@@ -287,17 +289,18 @@ def weight_only(
     row, col = place(rows, cols, M, N)
     multiply(
         row, col, rows, a_ptr, a_stride_r, a_stride_c, b_ptr, b_stride_r, b_stride_c, b_bytes,
-        a_scale_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
-        rows, cols, depth, b_block, blocks, block, steps, count, share,
-        B, B_SCALE, A_SCALED, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
+        a_scale_ptr, a_global_ptr, b_scale_ptr, b_zero_ptr, b_global_ptr, table_ptr, bias_ptr, out_ptr, sums_ptr,
+        rows, cols, depth, a_block, b_block, blocks, block, steps, count, share,
+        B, B_SCALE, A_SCALE, AFFINE, PAIRS, SCALED, GROUP, GLOBAL, BIAS, DTYPE, FP8, PTX, REGISTERS, OPERAND,
         A_FP8, A_TERMS, B_TERMS, SPLIT, M, N, K,
     )  # fmt: skip
 
 
 @triton.jit
 def add(
-    row, col, end, sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block, shares,
-    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    row, col, end, sums_ptr, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols,
+    a_block, b_block, shares,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The tile at rows ``row``, of which those before ``end`` count, and columns ``col``: see ``add_shares``."""
@@ -307,15 +310,16 @@ def add(
         at = (share * rows + row).to(tl.int64)[None, :] * cols + col[:, None]
         total = total + tl.load(sums_ptr + at, ok, 0).to(tl.float32)
     epilogue(
-        total, row, col, end, cols, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, b_block,
-        A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
+        total, row, col, end, cols, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, a_block,
+        b_block, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=GENERAL_OF_PRODUCTS)
 def add_shares(
-    sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block, shares,
-    A_SCALED: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
+    sums_ptr, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, a_block, b_block,
+    shares,
+    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, SCALED: tl.constexpr, GLOBAL: tl.constexpr, BIAS: tl.constexpr,
     DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The sums of ``weight_only``'s shares, added in their order, through the epilogue."""
@@ -323,6 +327,6 @@ def add_shares(
     row = (tl.program_id(0) // tiles_n) * M + tl.arange(0, M)
     col = (tl.program_id(0) % tiles_n) * N + tl.arange(0, N)
     add(
-        row, col, rows, sums_ptr, a_scale_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows, cols, b_block,
-        shares, A_SCALED, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
+        row, col, rows, sums_ptr, a_scale_ptr, a_global_ptr, b_scale_ptr, b_global_ptr, bias_ptr, out_ptr, rows,
+        cols, a_block, b_block, shares, A_SCALE, B_SCALE, SCALED, GLOBAL, BIAS, DTYPE, M, N,
     )  # fmt: skip

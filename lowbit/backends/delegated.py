@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +28,17 @@ _SUMS, _LEAST = 1 << 27, 128
 
 
 def _finish(
-    outs: tuple[Tensor, ...], call: matmul.ScaledMM, scales: tuple[Tensor | None, Tensor | None],
+    outs: tuple[Tensor, ...], call: matmul.ScaledMM, scales: list[Any],
     multiply: Callable[[slice], Tensor],
 ) -> None:  # fmt: skip
-    """Fills the output by parts of rows: ``multiply`` gives sums of those."""
+    """Fills the output by parts of rows: ``multiply`` gives sums of those. ``scales``: of rows of both operands."""
     (out,) = outs
+    left, right = (None if one is None else one.expand(size) for one, size in zip(scales, out.shape, strict=True))
     step = _rows_at_a_time(out.shape[1])
     for begin in range(0, out.shape[0], step):
         rows = slice(begin, begin + step)
-        left = None if scales[0] is None else scales[0][rows]
-        triton.start(triton.products().epilogue(multiply(rows), left, scales[1], call.bias, out[rows]), out.device)
+        part = None if left is None else left[rows]
+        triton.start(triton.products().epilogue(multiply(rows), part, right, call.bias, out[rows]), out.device)
 
 
 def _rows_at_a_time(cols: int) -> int:
@@ -57,8 +59,8 @@ def _scratch_of_sums(call: matmul.ScaledMM) -> int:
 # -- integers ----------------------------------------------------------------------------------------------------------
 def _int8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     a, b = (side.data.contiguous().view(torch.int8) for side in matmul.sides(call))
-    scales = tuple(triton.operands().row_scales(side, call.cols) for side in matmul.sides(call))
-    _finish(outs, call, (scales[0], scales[1]), lambda rows: _int_mm(a[rows], b))
+    scales = [triton.operands().row_scales(side, call.cols) for side in matmul.sides(call)]
+    _finish(outs, call, scales, lambda rows: _int_mm(a[rows], b))
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def _bf16(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     left, right = (triton.operands().values(side, call.cols) for side in matmul.sides(call))
     triton.start([*left.launches, *right.launches], outs[0].device)
     a, b = left.values, right.values.t()
-    _finish(outs, call, (left.scale, right.scale), lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
+    _finish(outs, call, [left.rows, right.rows], lambda rows: torch.mm(a[rows], b, out_dtype=torch.float32))
 
 
 def _supports_bf16(call: matmul.ScaledMM) -> str | None:
@@ -113,10 +115,10 @@ _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def _fp8(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     sides = matmul.sides(call)
     a, b = (side.data.contiguous().view(_FP8[scaling.scheme(str(side.scheme)).format.name]) for side in sides)
-    scales = tuple(triton.operands().row_scales(side, call.cols) for side in sides)
+    scales = [triton.operands().row_scales(side, call.cols) for side in sides]
     one = _one(outs[0].device)
     _finish(
-        outs, call, (scales[0], scales[1]),
+        outs, call, scales,
         lambda rows: torch._scaled_mm(a[rows], b.t(), one, one, out_dtype=torch.float32),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ names of formats and schemes stand for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lowbit import formats, scaling
 from lowbit.backends import native, registry
+from lowbit.backends.replay import Replay, watched
 from lowbit.calls import OVERLOADS, failed
 from lowbit.ops import OPS, OpSpec
 from lowbit.ops.spec import Out
@@ -113,10 +115,37 @@ def _device_of(spec: OpSpec, call: Any) -> torch.device:
 _MOST = 4096
 
 
-def _prepare(spec: OpSpec, call: Any) -> tuple[registry.Impl, list[Out]]:
+@dataclass
+class _Prepared:
+    """What serves a kind of call, its outputs, and how often one was run; from the third one on by ``replay``."""
+
+    impl: registry.Impl
+    outs: list[Out]
+    remembered: bool = False
+    runs: int = 0
+    replay: Replay | None = None
+
+    def run(self, outs: tuple[Tensor, ...], call: Any) -> None:
+        if self.replay is not None:
+            self.replay(outs, call)
+            return
+        self.runs += 1
+        if self.runs != _WATCHED or not self.remembered:
+            self.impl.run(outs, call)
+            return
+        with watched(outs, call) as found:
+            self.impl.run(outs, call)
+        self.replay = found[0] if found else None
+
+
+#: The run that is watched; the first makes what is remembered, such as compiled kernels and tables.
+_WATCHED = 2
+
+
+def _prepare(spec: OpSpec, call: Any) -> _Prepared:
     """Checks the call; what serves it, and its outputs."""
     key = registry.kind_of(spec.name, call)
-    known = registry.prepared.get(key)
+    known: _Prepared | None = registry.prepared.get(key)
     if known is not None:
         return known
     device = _device_of(spec, call)
@@ -124,11 +153,12 @@ def _prepare(spec: OpSpec, call: Any) -> tuple[registry.Impl, list[Out]]:
     outs = spec.outputs(call)
     sizes = [torch.Size(shape).numel() for shape, _ in outs]
     impl = registry.select(spec.name, device.type, call, empty=call[0].numel() == 0 or sizes[0] == 0)
-    if key is not None and impl.name != "reference":  # of which it is said each time
-        if len(registry.prepared) >= _MOST:
-            registry.prepared.clear()
-        registry.prepared[key] = impl, outs
-    return impl, outs
+    if key is None or impl.name == "reference":  # of which it is said each time
+        return _Prepared(impl, outs)
+    if len(registry.prepared) >= _MOST:
+        registry.prepared.clear()
+    found = registry.prepared[key] = _Prepared(impl, outs, remembered=True)
+    return found
 
 
 def _empty(outs: list[Out], device: torch.device) -> tuple[Tensor, ...]:
@@ -138,10 +168,10 @@ def _empty(outs: list[Out], device: torch.device) -> tuple[Tensor, ...]:
 def _new_kernel(spec: OpSpec) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = spec.args(*args, **kwargs)
-        impl, described = _prepare(spec, call)
-        outs = _empty(described, call[0].device)
+        known = _prepare(spec, call)
+        outs = _empty(known.outs, call[0].device)
         if any(out.numel() for out in outs):
-            impl.run(outs, call)
+            known.run(outs, call)
         return outs if len(outs) > 1 else outs[0]
 
     return kernel
@@ -151,12 +181,12 @@ def _out_kernel(spec: OpSpec) -> Callable[..., None]:
     def kernel(*args: Any, **kwargs: Any) -> None:
         outs = tuple([kwargs.pop(name) for name in spec.returns])
         call = spec.args(*args, **kwargs)
-        impl, described = _prepare(spec, call)
-        _check_outs(spec, described, call[0].device, outs)
+        known = _prepare(spec, call)
+        _check_outs(spec, known.outs, call[0].device, outs)
         straight = tuple([out.contiguous() for out in outs])  # the very tensor where it is contiguous already
         _check_overlap(spec, call, straight)
         if any(out.numel() for out in outs):
-            impl.run(straight, call)
+            known.impl.run(straight, call)
         for out, filled in zip(outs, straight, strict=True):
             if out is not filled:
                 out.copy_(filled)

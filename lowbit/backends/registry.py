@@ -84,7 +84,7 @@ _known: set[str] = set()  # names of implementations, and of their backends
 _forced: ContextVar[str | None] = ContextVar("lowbit_backend", default=None)
 
 #: What ``dispatch`` has worked out for kinds of calls (``kind_of``); forgotten when kernels are added.
-prepared: dict[Any, tuple[Impl, Any]] = {}
+prepared: dict[Any, Any] = {}
 
 #: Told +1 and -1 while a choice is open that kernels which choose for themselves must leave to this table.
 announce: Callable[[int], object] = lambda change: None
@@ -212,12 +212,18 @@ def kind_of(op: str, call: Any) -> Any:
     """
     if call[0].device.type == "cpu" or op.startswith("optimizer_step") or _asked.get():
         return None  # an optimizer's factors are others in each step
-    values = [
-        (v.shape, v.dtype, v.stride(), v.device) if isinstance(v, Tensor) else tuple(v) if isinstance(v, list) else v
-        for v in call
-        if not isinstance(v, float)
-    ]
-    return op, _forced.get(), matmul_precision(), *values
+    return look_of(op, call)
+
+
+def look_of(op: str, call: Any) -> tuple[Any, ...]:
+    """What a call looks like: all but the numbers in its tensors, and their addresses but for their alignment."""
+    values: list[Any] = [op, _forced.get(), matmul_precision()]
+    for value in call:
+        if isinstance(value, Tensor):
+            values += value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16 == 0
+        else:
+            values.append(tuple(value) if isinstance(value, list) else value)
+    return tuple(values)
 
 
 def _in_order(rows: list[Impl], call: Any) -> list[Impl]:

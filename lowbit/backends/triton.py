@@ -7,7 +7,6 @@ so that only ``use_backend("triton")`` picks them. Kernels are imported at the f
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit import formats, scaling
-from lowbit.backends import composed
+from lowbit.backends import composed, replay
 from lowbit.backends.registry import Impl, matmul_precision
 from lowbit.checkout import adopt
 from lowbit.ops import codec, conv, grouped, matmul, optim
@@ -61,16 +60,16 @@ def operands() -> Any:
 
 def start(launches: Any, device: torch.device) -> None:
     """Starts kernels in order on the current stream of a device."""
-    other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if other else nullcontext():
-        _starter()(launches)
+    with replay.on(device):
+        _starts().run(launches)
+        replay.note(lambda: [replay.Bound(*_starts().bound(one)) for one in launches])
 
 
 @cache
-def _starter() -> Any:
-    from lowbit.kernels.start import run
+def _starts() -> Any:
+    from lowbit.kernels import start
 
-    return run
+    return start
 
 
 def _rounding(call: Any) -> Any:

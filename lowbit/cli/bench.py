@@ -43,6 +43,7 @@ class Suite(str, Enum):
     convergence = "convergence"
     distributed = "distributed"
     gpu_kernels = "kernels"
+    gpu_host = "host"
 
 
 def bench(
@@ -54,8 +55,8 @@ def bench(
             "losses and attention without their largest tensor; what an estimate of memory is worth; plans for "
             "generation with a real model; each technique of saving memory; plans within a budget; bytes and time of "
             "training in each recipe; where that ends; gradients in few bits on two processes; the kernels that would "
-            "serve a GPU, compiled without one; or what quantization-aware training brings back, of the demo's GPT and "
-            "of a convolutional network."
+            "serve a GPU, compiled without one; how long the host takes for a call of a layer there; or what "
+            "quantization-aware training brings back, of the demo's GPT and of a convolutional network."
         ),
     ] = Suite.ops,
     only: Annotated[

@@ -88,7 +88,8 @@ def test_what_is_worked_out_for_a_kind_of_call_is_remembered(monkeypatch):
     monkeypatch.setitem(registry._table, ("encode", "meta"), [kernel])
     monkeypatch.setattr(registry, "prepared", {})
     for call in (spec.args(x, "fp8_e4m3"), spec.args(x + 1, "fp8_e4m3")):
-        assert dispatch._prepare(spec, call) == (kernel, spec.outputs(call))
+        found = dispatch._prepare(spec, call)
+        assert (found.impl, found.outs) == (kernel, spec.outputs(call))
     assert len(asked) == 1, "the second call looks like the first"
     others = [spec.args(x.t(), "fp8_e4m3"), spec.args(x.bfloat16(), "fp8_e4m3"), spec.args(x, "fp8_e5m2")]
     others += [spec.args(x[:2], "fp8_e4m3"), spec.args(x, "fp8_e4m3", saturate=False)]

@@ -1,0 +1,119 @@
+"""How long the host works on a call of a layer on a GPU, without one: everything but the start of kernels.
+
+``lowbit bench host`` writes gpu_host.md. Tensors lie on the CPU and are small. The registry answers as for a GPU, and a
+stub takes the place of each compiled kernel.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import lowbit as lb
+from lowbit.backends import dispatch, registry
+from lowbit.bench import gpu_trace
+from lowbit.kernels import start
+from lowbit.machine import provenance
+from lowbit.ops import OPS
+from lowbit.recipes.table import RECIPES
+from lowbit.tables import markdown
+
+__all__ = ["run", "stubbed"]
+
+#: Inputs and outputs of the layer, and rows of its input.
+SIZE, ROWS = 512, 1
+#: Medians are of so many rounds of so many calls.
+ROUNDS, CALLS = 21, 200
+
+
+class _Kernel:
+    """A compiled kernel that does nothing, for any grid."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: None
+
+
+class _Compiled(dict[Any, Any]):
+    """What kernels are compiled to, whatever they are compiled for."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return _Kernel()
+
+    def __missing__(self, key: Any) -> Any:
+        return _Kernel()
+
+
+@contextmanager
+def stubbed() -> Iterator[None]:
+    """Within, ops on the CPU are those on a GPU of compute capability 9.0, and kernels are not started."""
+    if start.INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels are not compiled; unset it")
+    library = torch.library.Library("lowbit", "IMPL")
+    with ExitStack() as stack:
+        stack.enter_context(gpu_trace.pretended())
+        table = registry._table | {(op, "cpu"): registry._table[op, "cuda"] for op in OPS}
+        for where, name, value in (
+            (registry, "_table", table), (registry, "kind_of", registry.look_of), (registry, "prepared", {}),
+            (gpu_trace.triton, "capability", lambda device: (9, 0)),
+            (torch.cuda, "get_device_capability", lambda device: (9, 0)), (torch.cuda, "current_device", lambda: 0),
+            (start, "_compiled", _Compiled()),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(where, name, value))
+        for op in ("linear", "quantize", "scaled_mm"):
+            library.impl(op, dispatch._new_kernel(OPS[op]), "CPU", allow_override=True)
+        stack.callback(library._destroy)
+        yield
+
+
+def _took(layer: nn.Module, x: torch.Tensor) -> float:
+    """Microseconds of a call."""
+    for _ in range(CALLS):
+        layer(x)
+    rounds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            layer(x)
+        rounds.append((time.perf_counter() - begin) / CALLS)
+    return 1e6 * statistics.median(rounds)
+
+
+@torch.no_grad()
+def run(directory: Path) -> Path:
+    """Measure, and write ``gpu_host.md``."""
+    about = provenance(packages=("triton",))
+    names = [name for name, recipe in RECIPES.items() if getattr(recipe.output.a, "scale", "current") == "current"]
+    layers, x = {}, torch.randn(ROWS, SIZE, dtype=torch.bfloat16)
+    for name in names:
+        model = nn.Sequential(nn.Linear(SIZE, SIZE)).bfloat16()
+        lb.quantize_(model, name)
+        layers[name] = model[0]
+    rows = []
+    for name, layer in layers.items():
+        with stubbed():
+            again = _took(layer, x)
+            with mock.patch.object(dispatch, "_WATCHED", 0):
+                registry.prepared.clear()
+                anew = _took(layer, x)
+        rows.append((f"`{name}`", f"{anew:.1f}", f"{again:.1f}"))
+    lines = ["# Host time of a layer on a GPU\n"]
+    lines += [
+        "Microseconds that an eager call of a layer takes the host, without a GPU: a stub takes the place of the start "
+        f"of each kernel. The layer has {SIZE} inputs and outputs and a bias in bf16, and its input {ROWS} row. "
+        "**Worked out**: tiles, arguments and memory are chosen anew, as in the first two calls of a kind. "
+        "**Replayed**: as in all later ones.\n",
+    ]  # fmt: skip
+    lines += [f"- {key}: {value}" for key, value in about.items()]
+    lines += ["", markdown(["recipe", "worked out", "replayed"], rows, numbers=(1, 2))]
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "gpu_host.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
