@@ -176,6 +176,15 @@ def _step(index: int, architecture: int) -> Any:
     )  # fmt: skip
 
 
+def _hadamard(block: int, architecture: int) -> Any:
+    return OPS["hadamard"].args(empty((SIZE, SIZE), torch.bfloat16, architecture), block)
+
+
+def _rotations() -> Iterator[Row]:
+    for block in (16, 128):
+        yield Row("hadamard", f"blocks of {block}", "hadamard", partial(_hadamard, block), Work(4 * SIZE * SIZE, 0))
+
+
 def _sums(architecture: int) -> Any:
     x, exponents = empty((SIZE, SIZE), torch.float32, architecture), empty((SIZE,), torch.int32, architecture)
     return OPS["square_sums"].args(x, exponents, 0)
@@ -194,7 +203,7 @@ def _steps() -> Iterator[Row]:
 
 def rows() -> list[Row]:
     """Every row."""
-    return [*_products(), *_codecs(), *_steps(), *_convolutions()]
+    return [*_products(), *_codecs(), *_rotations(), *_steps(), *_convolutions()]
 
 
 def sections() -> list[str]:

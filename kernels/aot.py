@@ -141,6 +141,14 @@ def _scheme_cases() -> Iterator[Case]:
             yield Case(f"global_scale {name}", launch.global_scale(x, global_scale, scheme), fast)
 
 
+def _rotation_cases() -> Iterator[Case]:
+    for index, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
+        x = _meta(512, 4096 + 16, dtype=dtype)
+        for block, axis in ((16, 1), (128, 1), (128, 0)):
+            sides = (x, x) if axis else (x.t(), x.t())
+            yield Case(f"hadamard {block} {dtype}", launch.hadamard(*sides, block, axis == 1), index == 0 and axis == 1)
+
+
 def _product_cases() -> Iterator[Case]:
     """Products of few rows and of many, of each scheme of the samples by another one, and by floats."""
     listed = [*map(str, schemes())]
@@ -288,7 +296,8 @@ def _step_cases() -> Iterator[Case]:
 def cases() -> list[Case]:
     """Every case: kernels x formats of the table, schemes of the samples, and options."""
     makers = (
-        _codec_cases, _scheme_cases, _step_cases, _product_cases, _coded_cases, _grouped_cases, _conv_cases,
+        _codec_cases, _scheme_cases, _rotation_cases, _step_cases, _product_cases, _coded_cases, _grouped_cases,
+        _conv_cases,
     )  # fmt: skip
     return [case for make in makers for case in make()]
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit import reference
 from lowbit.formats import Format
-from lowbit.kernels import backward, codec, optim, quantize
+from lowbit.kernels import backward, codec, optim, quantize, rotation
 from lowbit.kernels.arguments import dense, dtype_of, input_of, pattern
 from lowbit.kernels.spec import (
     PROGRAMS,
@@ -130,6 +131,27 @@ def unpack(packed: Tensor, out: Tensor, bits: int) -> list[Launch]:
 
 def _pairs(tiles: Tiling, bits: int) -> bool:
     return bits == 4 and tiles.packs(4)
+
+
+def hadamard(x: Tensor, out: Tensor, block: int, signed: bool) -> list[Launch]:
+    """``out`` of x ``[rows, cols]`` transformed along its columns: a launch for each size of blocks."""
+    words = (reference.PI >> shift & 0xFFFFFFFF for shift in (96, 64, 32, 0))
+    signs = tuple(word - ((word >> 31) << 32) for word in words)  # as int32
+    launches = []
+    for start, length, size in reference.pieces(x.shape[1], block):
+        # Along what lies side by side in memory a tile is long.
+        cols = max(size, min(power_of_two(length), 128 if x.stride(1) == 1 else 16))
+        elements = 2048 if x.stride(1) == 1 else 8192
+        rows = min(max(1, elements // cols), power_of_two(x.shape[0]))
+        arguments = input_of(x) | {
+            "out_ptr": pattern(out), "out_stride_r": out.stride(0), "out_stride_c": out.stride(1),
+            "rows": x.shape[0], "start": start, "end": start + length, "tiles_c": -(-length // cols),
+            "SIGNS": signs if signed else None, "BLOCK": block, "FACTOR": size**-0.5, "DTYPE": dtype_of(x),
+            "SIZE": size, "R": rows, "C": cols,
+        }  # fmt: skip
+        grid = (-(-x.shape[0] // rows) * arguments["tiles_c"],)
+        launches.append(Launch(rotation.hadamard, grid, arguments, max(1, elements // 512)))
+    return launches
 
 
 # -- with scales -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit import formats, reference, scaling
 from lowbit.backends import composed
 from lowbit.backends.registry import Impl
-from lowbit.ops import codec, matmul, optim
+from lowbit.ops import codec, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 from lowbit.tensor import packing
@@ -144,6 +144,15 @@ def _square_sums(outs: tuple[Tensor, ...], call: optim.SquareSums) -> None:
     outs[0].copy_(reference.square_sums(call.x, call.exponents, call.axis, optim.SQUARE_BITS))
 
 
+def _hadamard(outs: tuple[Tensor, ...], call: rotation.Hadamard) -> None:
+    x = call.x if call.axis == 1 else call.x.t()
+    if call.signed:
+        x = x * reference.signs(x, x.shape[1], call.block)
+    made = reference.hadamard(x, call.block)
+    made = made.masked_fill(made.isnan(), torch.nan)
+    outs[0].copy_(made if call.axis == 1 else made.t())
+
+
 _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "encode": _encode,
     "decode": _decode,
@@ -159,6 +168,7 @@ _RUN: dict[str, Callable[[tuple[Tensor, ...], Any], None]] = {
     "scaled_mm": _scaled_mm,
     "optimizer_step": _optimizer_step,
     "square_sums": _square_sums,
+    "hadamard": _hadamard,
 }
 
 _ROWS = tuple(

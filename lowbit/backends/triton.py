@@ -21,7 +21,7 @@ from lowbit import formats, scaling
 from lowbit.backends import composed, replay
 from lowbit.backends.registry import Impl, matmul_precision
 from lowbit.checkout import adopt
-from lowbit.ops import codec, conv, grouped, matmul, optim
+from lowbit.ops import codec, conv, grouped, matmul, optim, rotation
 from lowbit.ops import quantize as q
 from lowbit.ops.spec import Numerics, as_rows, matrix_shape
 
@@ -33,6 +33,8 @@ INTERPRETED = _FOUND and import_module("lowbit.kernels.spec").INTERPRETED
 
 #: Positions along an axis are 32-bit in kernels, and the last tile may reach beyond the end.
 _LONGEST = 2**31 - 2**18
+#: Elements of a Hadamard transform that a program holds.
+_LARGEST_BLOCK = 1024
 
 
 @cache
@@ -149,6 +151,11 @@ def _fake_quantize_backward(outs: tuple[Tensor, ...], call: q.FakeQuantizeBackwa
     start(launches, call.x.device)
 
 
+def _hadamard(outs: tuple[Tensor, ...], call: rotation.Hadamard) -> None:
+    x, out = (call.x, outs[0]) if call.axis == 1 else (call.x.t(), outs[0].t())
+    start(_launch().hadamard(x, out, call.block, call.signed), x.device)
+
+
 def _scaled_mm(outs: tuple[Tensor, ...], call: matmul.ScaledMM) -> None:
     start(products().scaled_mm(call, outs[0]), outs[0].device)
 
@@ -239,6 +246,12 @@ def _fits_first(call: Any) -> str | None:
     return _fits(call[0])
 
 
+def _supports_hadamard(call: rotation.Hadamard) -> str | None:
+    if call.block > _LARGEST_BLOCK:
+        return f"its kernel has blocks of at most {_LARGEST_BLOCK} elements, got {call.block}"
+    return _fits(call.x)
+
+
 def _fits_cols(call: Any) -> str | None:
     return _fits(call[0]) or _fits(call[0].new_empty((1, call.cols), device="meta"))
 
@@ -299,6 +312,7 @@ _ROWS: dict[str, tuple[Callable[[tuple[Tensor, ...], Any], None], Callable[[Any]
     "scaled_mm": (_scaled_mm, _supports_mm),
     "scaled_grouped_mm": (_scaled_grouped_mm, _supports_grouped),
     "optimizer_step": (_optimizer_step, _fits_first),
+    "hadamard": (_hadamard, _supports_hadamard),
 }
 
 #: What is not exact in bf16 is multiplied in terms that are.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lowbit import reference
 from lowbit.autograd import transformed
+from lowbit.calls import call
+from lowbit.ops.spec import FLOATS
 
 __all__ = ["hadamard", "signed_hadamard"]
-
-#: The first 128 bits of the fraction of pi, which stand for signs that no data has chosen.
-_PI = 0x243F6A8885A308D313198A2E03707344
-_SIGNS = tuple(-1.0 if _PI >> (127 - i) & 1 else 1.0 for i in range(128))
-
 
 #: Elements of the rows that are transformed at a time, which stay in a cache.
 _CACHED = 1 << 16
@@ -37,16 +35,18 @@ def hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
     if not x.is_floating_point() or x.dim() == 0:
         raise TypeError(f"hadamard: expected a float tensor [..., K], got {x.dtype} {list(x.shape)}")
     if dim in (-1, x.dim() - 1):
-        pieces = [
-            _transformed(x[..., start : start + length], size) for start, length, size in _pieces(x.shape[-1], block)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1) if pieces else x
+        if _by_kernel(x):
+            flat = x.reshape(-1, x.shape[-1])
+            return cast(Tensor, _OnGPU.apply(flat, block, 1)).view(x.shape)  # type: ignore[no-untyped-call]
+        return reference.hadamard(x, block)
     if dim != 0 or x.dim() != 2:
         raise ValueError(f"hadamard: dim must be the last axis, or 0 of a matrix; got {dim} of {list(x.shape)}")
+    if _by_kernel(x):
+        return cast(Tensor, _OnGPU.apply(x, block, 0))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling() or transformed() or (x.requires_grad and torch.is_grad_enabled()):
         return hadamard(x.t(), block).t()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for start, length, size in _pieces(x.shape[0], block):
+    for start, length, size in reference.pieces(x.shape[0], block):
         _transform_rows(x[start : start + length], size, out[start : start + length])
     return out
 
@@ -57,32 +57,33 @@ def signed_hadamard(x: Tensor, block: int, dim: int = -1) -> Tensor:
     Products of two operands so transformed are those of the plain ones. Signs break what the transform would keep in
     one element: a block whose elements are equal. ``block``: at most 128. Source: arXiv 2509.25149, section 4.2.
     """
+    if _by_kernel(x) and x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()):
+        return cast(Tensor, call("hadamard", x, block, dim % 2, True))
     count, by_row = x.shape[dim], dim == 0 and x.dim() == 2
-    signs = torch.tensor(_SIGNS[:block], dtype=x.dtype, device=x.device).repeat(-(-count // block))[:count]
+    signs = reference.signs(x, count, block)
     return hadamard(x * (signs[:, None] if by_row else signs), block, dim)
 
 
-def _pieces(cols: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Where a run of equal blocks begins, how long it is, and the size of its blocks."""
-    start, size = 0, block
-    while start < cols:
-        length = (cols - start) // size * size
-        if length:
-            yield start, length, size
-        start, size = start + length, size // 2
+class _OnGPU(torch.autograd.Function):
+    """The op. The matrix is symmetric, so that the gradient is transformed as ``x`` is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: int, axis: int) -> Tensor:
+        ctx.block, ctx.axis = block, axis
+        return cast(Tensor, call("hadamard", x, block, axis))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _OnGPU.apply(grad, ctx.block, ctx.axis), None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *rest: None) -> Tensor:
+        return cast(Tensor, _OnGPU.apply(tangent, ctx.block, ctx.axis))  # type: ignore[no-untyped-call]
 
 
-def _transformed(x: Tensor, size: int) -> Tensor:
-    """Every run of ``size`` elements: ``log2(size)`` rounds of sums and differences, then one multiplication."""
-    y = x.float()
-    half = 1
-    while half < size:
-        pairs = y.unflatten(-1, (-1, 2, half))
-        above, below = pairs.unbind(-2)
-        y = torch.stack((above + below, above - below), -2).flatten(-3)
-        half *= 2
-    rotated: Tensor = (y * size**-0.5).to(x.dtype)
-    return rotated
+def _by_kernel(x: Tensor) -> bool:
+    """Whether the op transforms ``x``: on GPUs, for which torch.compile and torch.func do not know it."""
+    return x.is_cuda and x.dtype in FLOATS and not torch.compiler.is_compiling() and not transformed()
 
 
 def _transform_rows(x: Tensor, size: int, out: Tensor) -> None:

@@ -23,6 +23,7 @@ from lowbit.reference.codec import (
 from lowbit.reference.matmul import MIN_INTEGER_BLOCK, SEGMENT, Operand, integer_segments, scaled_mm
 from lowbit.reference.optim import Moment, optimizer_step, split24, weight
 from lowbit.reference.quantize import dequantize, divide, fake_quantize_backward, quantize, quantize_static
+from lowbit.reference.rotation import PI, hadamard, pieces, signs
 from lowbit.reference.scales import (
     block_amax,
     block_range,
@@ -37,6 +38,7 @@ from lowbit.reference.sums import square_sums
 
 __all__ = [
     "MIN_INTEGER_BLOCK",
+    "PI",
     "SEGMENT",
     "Moment",
     "Operand",
@@ -54,15 +56,18 @@ __all__ = [
     "encode_magnitude",
     "fake_quantize_backward",
     "global_scale",
+    "hadamard",
     "in_blocks",
     "integer_segments",
     "optimizer_step",
     "philox4x32",
+    "pieces",
     "quantize",
     "quantize_static",
     "require_subnormals",
     "scale_value",
     "scaled_mm",
+    "signs",
     "split24",
     "spread",
     "square_sums",

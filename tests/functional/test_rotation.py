@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 
 import lowbit as lb
 from lowbit.convert import prepack
+from lowbit.functional import rotation
 from lowbit.functional.rotation import signed_hadamard
 
 
@@ -77,6 +79,26 @@ def test_rows_are_transformed_as_columns_are(turn, block, dtype):
             assert torch.equal(turn(y, block, 0), turn(x.t(), block).t()), (rows, cols)
         leaf = x.clone().requires_grad_()
         assert torch.equal(turn(leaf, block, 0), turn(x, block, 0))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_on_gpus_an_op_transforms(monkeypatch, axis):
+    """As on a device that is there; second derivatives and tangents too."""
+    x, grad = torch.randn(48, 80).bfloat16(), torch.randn(48, 80).bfloat16()
+    expected = [turn(y, 32, axis) for turn in (lb.hadamard, signed_hadamard) for y in (x, grad)]
+    whole = lb.hadamard(x.view(4, 12, 80), 32)
+    monkeypatch.setattr(rotation, "_by_kernel", lambda x: True)
+    assert torch.equal(signed_hadamard(x, 32, axis), expected[2])
+    assert torch.equal(lb.hadamard(x.view(4, 12, 80), 32), whole)
+    leaf, grad = x.clone().requires_grad_(), grad.requires_grad_()
+    y = lb.hadamard(leaf, 32, axis)
+    (found,) = torch.autograd.grad(y, leaf, grad, create_graph=True)
+    assert torch.equal(y, expected[0]) and torch.equal(found, expected[1])
+    (again,) = torch.autograd.grad(found, grad, x)
+    assert torch.equal(again, expected[0])
+    with forward_ad.dual_level():
+        dual = lb.hadamard(forward_ad.make_dual(x, grad.detach()), 32, axis)
+        assert torch.equal(forward_ad.unpack_dual(dual).tangent, expected[1])
 
 
 def test_no_columns_and_bad_input():
